@@ -1,0 +1,176 @@
+"""Packed token sequences: `Packed` is what a forward pass needs, `Batch` adds what the policy loss reads.
+
+Labels are aligned once, here: spoken token m sits at packed position p and is predicted by the hidden state at
+`source_M[m] = p - 1`. Nothing downstream shifts anything.
+
+Worked example: segments [a b C D] and [e F] (capitals spoken) pack to ids_N = [a b C D e F], lengths_S = [4, 2],
+source_M = [1, 2, 4], target_M = [C, D, F], segment_M = [0, 0, 1].
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Self
+
+import numpy as np
+
+from posttrain.core.errors import InvariantError
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Kept, Segment
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Packed:
+    """Segments one after another, with the spoken tokens picked out. numpy, host memory."""
+
+    ids_N: np.ndarray
+    """int32: tokens of all segments, back to back."""
+    lengths_S: np.ndarray
+    """int32: tokens of each segment; sums to N."""
+    source_M: np.ndarray
+    """int64: packed position whose hidden state predicts spoken token m."""
+    target_M: np.ndarray
+    """int32: the token id said."""
+    segment_M: np.ndarray
+    """int32: segment of spoken token m."""
+    sequence_S: np.ndarray
+    """int32: episode of each segment, 0..E-1, ascending."""
+    sampling: Sampling
+    """The contract every spoken token was drawn under."""
+    kept: Kept | None = None
+    """One kept set per spoken token, exactly where the sampling truncates."""
+
+    def __post_init__(self) -> None:
+        m = len(self.source_M)
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if f.name.endswith("_M") and value is not None and len(value) != m:
+                raise InvariantError(f"batch: {f.name} has {len(value)} entries for {m} spoken tokens")
+        if int(self.lengths_S.sum()) != len(self.ids_N) or len(self.sequence_S) != len(self.lengths_S):
+            raise InvariantError("batch: segment lengths must sum to the packed tokens, with one episode per segment")
+        if m and not np.array_equal(self.ids_N[self.source_M + 1], self.target_M):
+            raise InvariantError("batch: labels are not the tokens after their source positions")
+        ends = np.cumsum(self.lengths_S)
+        if m and (np.any(self.source_M < (ends - self.lengths_S)[self.segment_M]) or np.any(self.source_M + 1 >= ends[self.segment_M])):
+            raise InvariantError("batch: a label crosses a segment border")
+        if self.kept is not None and len(self.kept) != m:
+            raise InvariantError(f"batch: {len(self.kept)} kept sets for {m} spoken tokens")
+        if np.any(np.diff(self.sequence_S) < 0):
+            raise InvariantError("batch: segments of one episode must lie together, episodes ascending")
+
+    @property
+    def spoken(self) -> int:
+        return len(self.source_M)
+
+    @property
+    def sequence_M(self) -> np.ndarray:
+        """int32: episode of each spoken token."""
+        return self.sequence_S[self.segment_M]
+
+    @property
+    def positions_N(self) -> np.ndarray:
+        """int64: position of every packed token within its own segment."""
+        ends = np.cumsum(self.lengths_S)
+        return np.arange(len(self.ids_N)) - np.repeat(ends - self.lengths_S, self.lengths_S)
+
+    @property
+    def episodes(self) -> int:
+        return int(self.sequence_S[-1]) + 1 if len(self.sequence_S) else 0
+
+    @classmethod
+    def of(cls, segments: Sequence[Segment], sequence: Sequence[int] | None = None, **streams: np.ndarray | None) -> Self:
+        """Pack checked segments; `sequence[s]` is the episode of segment s (default: one segment each).
+
+        `streams` are further per-spoken-token arrays of a subclass, in packing order.
+        """
+        if not segments:
+            raise InvariantError("nothing to pack: no segments")
+        if len({s.sampling for s in segments}) != 1:
+            raise InvariantError("segments of one batch share one sampling contract")
+        lengths = np.array([len(s.ids) for s in segments], np.int32)
+        starts = np.cumsum(lengths) - lengths
+        at = [np.flatnonzero(s.mask) for s in segments]
+        kept = [k for s in segments if s.kept is not None for k in s.kept.sets()]
+        return cls(
+            ids_N=np.concatenate([s.ids for s in segments]),
+            lengths_S=lengths,
+            source_M=np.concatenate([a + o - 1 for a, o in zip(at, starts, strict=True)]).astype(np.int64),
+            target_M=np.concatenate([s.ids[a] for s, a in zip(segments, at, strict=True)]).astype(np.int32),
+            segment_M=np.repeat(np.arange(len(segments), dtype=np.int32), [len(a) for a in at]),
+            sequence_S=np.arange(len(segments), dtype=np.int32) if sequence is None else np.asarray(sequence, np.int32),
+            sampling=segments[0].sampling,
+            kept=Kept.of(kept) if segments[0].sampling.truncated else None,
+            **streams,
+        )
+
+    def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
+        """The same batch with only these episodes, renumbered 0..; every stream and weight is carried unchanged."""
+        chosen = np.unique(np.asarray(episodes))
+        keep_S = np.isin(self.sequence_S, chosen)
+        keep_N = np.repeat(keep_S, self.lengths_S)
+        keep_M = keep_S[self.segment_M]
+        new_position = np.cumsum(keep_N) - 1
+        new_segment = np.cumsum(keep_S) - 1
+        streams = {
+            f.name: None if getattr(self, f.name) is None else getattr(self, f.name)[keep_M]
+            for f in fields(self)
+            if f.name.endswith("_M") and f.name not in ("source_M", "segment_M")
+        }
+        kept = None if self.kept is None else Kept.of([k for k, yes in zip(self.kept.sets(), keep_M, strict=True) if yes])
+        return replace(
+            self,
+            ids_N=self.ids_N[keep_N],
+            lengths_S=self.lengths_S[keep_S],
+            source_M=new_position[self.source_M[keep_M]],
+            segment_M=new_segment[self.segment_M[keep_M]].astype(np.int32),
+            sequence_S=np.searchsorted(chosen, self.sequence_S[keep_S]).astype(np.int32),
+            kept=kept,
+            **streams,
+        )
+
+    def split(self, max_tokens: int) -> list[Self]:
+        """Micro-batches of whole episodes with at most `max_tokens` packed tokens each (one episode may exceed it)."""
+        sizes = np.bincount(self.sequence_S, weights=self.lengths_S, minlength=self.episodes).astype(np.int64)
+        if sizes.sum() <= max_tokens:
+            return [self]
+        parts: list[list[int]] = [[]]
+        room = max_tokens
+        for episode, size in enumerate(sizes):
+            if parts[-1] and size > room:
+                parts.append([])
+                room = max_tokens
+            parts[-1].append(episode)
+            room -= int(size)
+        return [self.select(p) for p in parts]
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Demonstrations(Packed):
+    """A supervised minibatch: `weight_M` is normalised over the whole minibatch, once."""
+
+    weight_M: np.ndarray
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Batch(Packed):
+    """One policy minibatch: the tokens of one optimizer step. Weights are normalised over it once; splits only select.
+
+    Optional streams are None exactly where the algorithm does not read them. `logp_start_M` is also None on the
+    first optimizer step after a sync, where the policy at the start of the step is the policy itself.
+    """
+
+    logp_mu_M: np.ndarray
+    """float32: log-prob of each token in the distribution it was really drawn from."""
+    advantage_M: np.ndarray
+    """float64: credit."""
+    weight_M: np.ndarray
+    """float64: aggregation, written out per token."""
+    version_M: np.ndarray
+    """int32: weights that said the token."""
+    logp_start_M: np.ndarray | None = None
+    logp_ref_M: np.ndarray | None = None
+    value_M: np.ndarray | None = None
+    """float32: the value head's estimate at the start of the step."""
+    return_M: np.ndarray | None = None
+    """float64: value targets."""

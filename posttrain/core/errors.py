@@ -1,0 +1,64 @@
+"""Errors by who has to act, each with the exit code the command line returns.
+
+A failed rollout is data (see `types.Verdict`), a broken invariant stops the run, a wrong config never starts it.
+Every message says what to change.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class PosttrainError(Exception):
+    """Base of everything posttrain raises on purpose; `exit_code` is what the command line returns."""
+
+    exit_code = 1
+
+
+class ConfigError(PosttrainError):
+    """The run as written means nothing or cannot start. Exit code 2, as for wrong usage."""
+
+    exit_code = 2
+
+
+class InvariantError(PosttrainError):
+    """A canary or a type found something that must be true and is not: the run stops. Exit code 3."""
+
+    exit_code = 3
+
+
+class DataError(PosttrainError):
+    """The user's data or model cannot be read as what it should be; names file and line where there is one. Exit code 4."""
+
+    exit_code = 4
+
+
+class RunFolderError(PosttrainError):
+    """A run folder exists, is in use, is damaged, or cannot be written. Exit code 5."""
+
+    exit_code = 5
+
+
+class EngineError(PosttrainError):
+    """An engine could not do what its port promises (out of cache, unsupported architecture). Exit code 6."""
+
+    exit_code = 6
+
+
+class RewardError(PosttrainError):
+    """The user's reward function broke its contract (raised, wrong count, NaN) too often to go on. Exit code 7."""
+
+    exit_code = 7
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """The end of an 'unknown name' message: the nearest valid one, then all of them.
+
+    >>> nearest("grop", ["grpo", "rloo"])
+    "did you mean 'grpo'? (valid: grpo, rloo)"
+    """
+    options = list(valid)
+    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    everything = f"(valid: {', '.join(options)})"
+    return f"did you mean '{close[0]}'? {everything}" if close else everything

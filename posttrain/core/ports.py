@@ -1,0 +1,144 @@
+"""Where rooms of one floor meet: small protocols, one verb each."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from posttrain.core.batch import Packed
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Gauges, Judged, Message, Said, Step, Stop, Task
+
+
+class Sampler(Protocol):
+    """An engine as the rollout sees it. Many `generate` calls run at once; the engine batches whatever is ready."""
+
+    @property
+    def version(self) -> int:
+        """Version of the weights that would say the next token."""
+        ...
+
+    @property
+    def keeps_sets(self) -> bool:
+        """Whether truncated draws come with their kept token sets."""
+        ...
+
+    @property
+    def context(self) -> int:
+        """Most tokens a sequence may have, prompt included."""
+        ...
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        """Continue int32 [T] `ids` by one turn. The token at position t of the turn is drawn with
+        `seeds.uniforms(place, ...)[t]`. Raises DataError for an empty or over-long prompt."""
+        ...
+
+    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        """Take these named weights as `version`; returns the fingerprint of what is now being served."""
+        ...
+
+    def gauges(self) -> Gauges:
+        """Counters since the last call (tokens, positions computed and needed, occupancy...)."""
+        ...
+
+
+class Scorer(Protocol):
+    """A forward-only model: the log-prob of every spoken token."""
+
+    def score(self, packed: Packed) -> np.ndarray:
+        """float32 [M], under `packed.sampling`."""
+        ...
+
+    def fingerprint(self) -> str:
+        """Exact digest of the weights that score."""
+        ...
+
+
+class TaskSource(Protocol):
+    """Tasks by index. `count` is None where tasks are generated without end."""
+
+    @property
+    def count(self) -> int | None: ...
+
+    def task(self, index: int) -> Task: ...
+
+
+@dataclass(frozen=True)
+class Utterance:
+    """One turn of the policy as an environment sees it. `text` is without the stop token."""
+
+    text: str
+    stop: Stop
+    tokens: int
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """A finished episode as a verifier sees it: all turns of the policy, and the last one as `text`."""
+
+    task: Task
+    turns: tuple[str, ...]
+    stop: Stop
+
+    @property
+    def text(self) -> str:
+        return self.turns[-1] if self.turns else ""
+
+
+class Talk(Protocol):
+    """An environment's two verbs over one transcript; the rollout implements it."""
+
+    def see(self, content: str | Sequence[Message]) -> None:
+        """The world writes: the prompt first, observations later. Text is encoded once, on its own."""
+        ...
+
+    async def say(self) -> Utterance:
+        """The policy takes a turn."""
+        ...
+
+
+class Environment(Protocol):
+    """A family of tasks and their judge."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def train(self) -> TaskSource: ...
+
+    @property
+    def heldout(self) -> Sequence[Task]:
+        """Fixed tasks that share no prompt (up to the environment's notion of sameness) with `train`."""
+        ...
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        """Run one episode: see, say, see... and return why it ended."""
+        ...
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """One entry per source. An outage is `failed`, never a low score."""
+        ...
+
+
+class Teacher(Environment, Protocol):
+    """An environment that can also write texts to imitate."""
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """Kinds of demonstration it can write, such as answer or cot; `document` has no prompt."""
+        ...
+
+    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str | tuple[Message, ...], str]:
+        """(prompt, completion without stop token). With probability `wrong` the completion is plausible and false."""
+        ...
+
+
+class Tracker(Protocol):
+    """Somewhere else that wants the numbers (TensorBoard, W&B, trackio, the terminal)."""
+
+    def log(self, step: Step) -> None: ...
+
+    def close(self, summary: Mapping[str, float]) -> None: ...

@@ -1,0 +1,200 @@
+"""A run as one frozen tree. Everything derived is a property; nothing is filled in later.
+
+`posttrain.core.tree` turns it into plain data and back; dotted overrides address its fields by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.errors import ConfigError
+from posttrain.core.ladder import GRPO
+from posttrain.core.sampling import Sampling
+
+Scalar = str | int | float | bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """The policy: any Hugging Face causal LM by `path`, or, without one, a small config built on the spot."""
+
+    path: str | None = None
+    """Local directory or hub id. None: build `arch` at the sizes below, with random weights and a tokenizer of the environment's alphabet."""
+    trust_remote_code: bool = False
+    arch: Literal["qwen3", "llama", "gpt2", "gemma"] = "qwen3"
+    hidden: int = 128
+    layers: int = 4
+    heads: int = 4
+    kv_heads: int = 4
+    ffn: int = 384
+    context: int = 512
+    device: str = "cpu"
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Of the weights and activations; the head, its softmax and every loss are float32 regardless."""
+    gradient_checkpointing: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reward:
+    """A reward source: `builtin` names of the environment, or `path.py:function`."""
+
+    function: str
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Env:
+    """Where tasks and rewards come from."""
+
+    name: str = "arithmetic"
+    """A gallery environment, `gym:TASK` for reasoning-gym, or `prompts` for the user's own."""
+    args: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
+    """The environment's own settings; it names the valid ones."""
+    prompts: str | None = None
+    """With name=prompts: a JSONL file or a `datasets` dataset (local directory or hub id)."""
+    rewards: tuple[Reward, ...] = ()
+    """With name=prompts: at least one. Elsewhere they are added to the environment's own."""
+    heldout: int = 200
+    """Held-out tasks."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Optimizer:
+    """AdamW with global gradient clip and linear warm-up, then constant."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    clip: float = 1.0
+    """Global gradient norm is scaled down to this. inf: never."""
+    warmup: int = 10
+    """Optimizer steps over which lr rises linearly from 0."""
+
+    def __post_init__(self) -> None:
+        if not self.lr > 0 or not self.clip > 0 or self.warmup < 0:
+            raise ConfigError(f"optimizer: lr={self.lr} and clip={self.clip} must be > 0, warmup={self.warmup} >= 0")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supervised:
+    """A stage that imitates texts: pretraining on documents, SFT on demonstrations (prompt masked)."""
+
+    name: str
+    style: str
+    """What to imitate: a style the environment can write (document, answer, cot), or `completion` from the user's data."""
+    wrong: float = 0.0
+    """Share of demonstrations that are plausible and false."""
+    steps: int = 100
+    batch: int = 64
+    """Sequences per optimizer step."""
+    micro_tokens: int = 16384
+    optimizer: Optimizer = Optimizer()
+    beside: str | None = None
+    """Name of a later-compared stage: start from the weights that stage started from, run for the wall time it took,
+    report beside it, and hand nothing on. `steps` is then an upper bound."""
+    eval: bool = True
+    """Evaluate held-out accuracy at the end of the stage."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reinforce:
+    """A stage that learns from reward. Four primitive numbers make the batch algebra; the rest is derived."""
+
+    name: str
+    algorithm: Algorithm = GRPO
+    sampling: Sampling = Sampling()
+    optimizer: Optimizer = Optimizer(lr=3e-4)
+    prompts: int = 32
+    """Groups per step."""
+    siblings: int = 8
+    """Samples per prompt."""
+    minibatches: int = 1
+    """Optimizer steps one pass over the step's groups is cut into (whole groups)."""
+    epochs: int = 1
+    """Passes over the step's groups."""
+    steps: int = 100
+    wall_time: float | None = None
+    """Stop after this many seconds (checked between steps)."""
+    target: float | None = None
+    """Stop once held-out accuracy reaches this."""
+    eval_every: int = 20
+    """Held-out evaluation every n steps (0: only before and after)."""
+    checkpoint_every: int = 20
+    """Steps between checkpoints (0: only at the end of the stage)."""
+    refill: int = 8
+    """With a filter: ask for at most this many times `prompts` groups a step, then go on with what was kept."""
+    micro_tokens: int = 16384
+    """Packed tokens per forward/backward; splits only, never changes the gradient."""
+    max_failed: float = 0.5
+    """Stop the run when more than this share of a step's samples could not be judged."""
+
+    def __post_init__(self) -> None:
+        for name in ("prompts", "siblings", "minibatches", "epochs", "steps", "refill", "micro_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
+        if self.prompts % self.minibatches:
+            raise ConfigError(f"{self.name}: prompts={self.prompts} cannot be cut into minibatches={self.minibatches} of whole groups; use a divisor of {self.prompts}")
+        if self.algorithm.group_relative and self.siblings < 2:
+            raise ConfigError(f"{self.name}.siblings={self.siblings}: {self.algorithm.name} compares siblings, so at least 2 are needed")
+        if self.target is not None and self.eval_every == 0:
+            raise ConfigError(f"{self.name}.target={self.target} is never checked with eval_every=0; set eval_every")
+        self.sampling.for_training()
+
+    @property
+    def optimizer_steps(self) -> int:
+        """Optimizer steps per controller step."""
+        return self.minibatches * self.epochs
+
+
+Stage = Supervised | Reinforce
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evaluation:
+    """How held-out accuracy is measured: fixed tasks, fixed seeds."""
+
+    samples: int = 8
+    """Samples a prompt at temperature 1 (or the stage's sampling)."""
+    seed: int = 1234
+    greedy: bool = True
+    """Also score one greedy answer a prompt."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """Everything that decides what happens, except the machine."""
+
+    recipe: str
+    seed: int = 0
+    model: Model = Model()
+    env: Env = Env()
+    stages: tuple[Stage, ...]
+    evaluation: Evaluation = Evaluation()
+    slots: int = 256
+    """Sequences the embedded engine decodes at once."""
+    deterministic: bool = False
+    """Fixed matmul shapes in the engine, so that tokens are bit-equal whatever runs beside them; slower."""
+    threads: int = 0
+    """CPU threads for torch. 0: all cores of the machine (recorded in run.json)."""
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    keep_checkpoints: int = 2
+    """Newest checkpoints kept, beside the best one."""
+    record_episodes: bool = True
+
+    def __post_init__(self) -> None:
+        names = [s.name for s in self.stages]
+        if not names:
+            raise ConfigError("a run needs at least one stage")
+        if len(set(names)) != len(names):
+            raise ConfigError(f"stage names must differ: {names}")
+        for i, s in enumerate(self.stages):
+            if isinstance(s, Supervised) and s.beside is not None and s.beside not in names[:i]:
+                raise ConfigError(f"stage {s.name!r}: beside={s.beside!r} must name an earlier stage of {names[:i]}")
+
+    def stage(self, name: str) -> Stage:
+        return next(s for s in self.stages if s.name == name)

@@ -1,0 +1,72 @@
+"""The only two doors through which a token enters: the world wrote it (`see`), or the policy said it (`say`)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from posttrain.core.errors import InvariantError
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Kept, Said, Segment
+
+
+class Transcript:
+    """One growing token sequence. Alignment is by construction: every append brings ids, mask, logp and version.
+
+    >>> t = Transcript(Sampling(stop_ids=()))
+    >>> t.see([5, 6]); t.say(Said(np.int32([7]), np.float32([-0.5]), np.int32([0]), Stop.SAID))
+    >>> t.segment().mask.tolist()
+    [False, False, True]
+    """
+
+    def __init__(self, sampling: Sampling) -> None:
+        self.sampling = sampling
+        self._ids: list[np.ndarray] = []
+        self._mask: list[np.ndarray] = []
+        self._logp: list[np.ndarray] = []
+        self._version: list[np.ndarray] = []
+        self._kept: list[np.ndarray] = []
+        self._length = 0
+
+    def __len__(self) -> int:
+        return self._length
+
+    def see(self, ids: Sequence[int] | np.ndarray) -> None:
+        """The world wrote these tokens: prompt, observation, tool output. They carry no log-prob."""
+        n = len(ids)
+        self._append(ids, np.zeros(n, bool), np.full(n, np.nan, np.float32), np.full(n, -1, np.int32))
+
+    def say(self, said: Said) -> None:
+        """The policy said these tokens, under this transcript's sampling."""
+        n = len(said.ids)
+        if self.sampling.truncated != (said.kept is not None):
+            raise InvariantError("a truncated sampler must hand over the kept set of every token it said, and no other may")
+        self._append(said.ids, np.ones(n, bool), said.logp, said.version)
+        if said.kept is not None:
+            self._kept += said.kept.sets()
+
+    def _append(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray, logp: np.ndarray, version: np.ndarray) -> None:
+        if not len(ids) == len(mask) == len(logp) == len(version):
+            raise InvariantError("a transcript entry needs one mask, log-prob and version per id")
+        self._ids.append(np.asarray(ids, dtype=np.int32))
+        self._mask.append(np.asarray(mask, dtype=np.bool_))
+        self._logp.append(np.asarray(logp, dtype=np.float32))
+        self._version.append(np.asarray(version, dtype=np.int32))
+        self._length += len(ids)
+
+    @property
+    def ids(self) -> np.ndarray:
+        """All tokens so far, int32 [T]: exactly what the next turn is conditioned on."""
+        return np.concatenate([np.zeros(0, np.int32), *self._ids])
+
+    def segment(self) -> Segment:
+        """The sequence so far as a checked `Segment`."""
+        return Segment(
+            ids=self.ids,
+            mask=np.concatenate([np.zeros(0, bool), *self._mask]),
+            logp=np.concatenate([np.zeros(0, np.float32), *self._logp]),
+            version=np.concatenate([np.zeros(0, np.int32), *self._version]),
+            sampling=self.sampling,
+            kept=Kept.of(self._kept) if self.sampling.truncated else None,
+        )

@@ -1,0 +1,321 @@
+"""What the rooms hold in their hands. Each type refuses to be born wrong.
+
+Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment,
+S segments in a batch, N packed positions, M spoken positions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any, TypedDict
+
+import numpy as np
+
+from posttrain.core.errors import InvariantError
+from posttrain.core.sampling import Sampling
+
+
+class Message(TypedDict):
+    """One entry of a chat prompt, as chat templates take it."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """Frozen data; behaviour lives in the environment. `id` is unique within an environment and split."""
+
+    id: str
+    prompt: str | tuple[Message, ...]
+    answer: Any = None
+    info: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Extra columns of the source; reward functions receive them as keyword arguments."""
+
+
+class State(StrEnum):
+    """Whether a verdict is a number. `failed` is our outage, never a wrong answer."""
+
+    VALUE = "value"
+    ABSTAIN = "abstain"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one verifier said of one episode.
+
+    What the candidate caused (its time-out, its crash) is a value of 0 with its `kind`; what we caused (an outage,
+    a broken worker) is `failed`, which is retried, then excluded from baseline and batch.
+    """
+
+    state: State
+    score: float | None
+    kind: str = ""
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.state is State.VALUE) != (self.score is not None and math.isfinite(self.score)):
+            raise InvariantError(f"a verdict is a finite score exactly when its state is value: got {self.state}, {self.score}")
+
+    @staticmethod
+    def value(score: float, kind: str = "", why: str = "") -> Verdict:
+        return Verdict(State.VALUE, float(score), kind, why)
+
+    @staticmethod
+    def abstain(why: str = "") -> Verdict:
+        return Verdict(State.ABSTAIN, None, "", why)
+
+    @staticmethod
+    def failed(kind: str, why: str = "") -> Verdict:
+        return Verdict(State.FAILED, None, kind, why)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One source's verdict with its weight in the outcome."""
+
+    source: str
+    weight: float
+    verdict: Verdict
+
+
+def outcome(verdicts: Sequence[Judged]) -> float | None:
+    """The raw reward: weighted sum of the sources that gave a value; abstentions leave the sum.
+
+    None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
+    """
+    if any(j.verdict.state is State.FAILED for j in verdicts):
+        return None
+    scores = [j.weight * j.verdict.score for j in verdicts if j.verdict.score is not None]
+    return math.fsum(scores) if scores else None
+
+
+class Stop(StrEnum):
+    """Why an episode ended."""
+
+    SAID = "stop"
+    LENGTH = "length"
+    TURNS = "turns"
+    TOOLS = "tools"
+    CONTEXT = "context"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Ragged kept token sets of `n` truncated draws: draw i kept `ids[offsets[i]:offsets[i+1]]` (ascending)."""
+
+    offsets: np.ndarray
+    ids: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.offsets.ndim != 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.ids) or np.any(np.diff(self.offsets) < 1):
+            raise InvariantError("kept sets: offsets must start at 0, end at len(ids), and every set holds at least the token said")
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @staticmethod
+    def of(sets: Sequence[np.ndarray]) -> Kept:
+        offsets = np.concatenate([[0], np.cumsum([len(s) for s in sets])]).astype(np.int64)
+        return Kept(offsets, np.concatenate([np.zeros(0, np.int32), *sets]).astype(np.int32))
+
+    def sets(self) -> list[np.ndarray]:
+        return [self.ids[a:b] for a, b in zip(self.offsets[:-1], self.offsets[1:], strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class Said:
+    """One turn as an engine returns it: tokens, the log-prob of each under the resolved `Sampling`, and who said it.
+
+    ids int32 [n], logp float32 [n], version int32 [n] (weights that said each token); `kept` exactly where the
+    sampling truncates; `stop` is SAID (the last token is a stop id), LENGTH or CONTEXT.
+    """
+
+    ids: np.ndarray
+    logp: np.ndarray
+    version: np.ndarray
+    stop: Stop
+    kept: Kept | None = None
+
+    def __post_init__(self) -> None:
+        if not len(self.ids) == len(self.logp) == len(self.version):
+            raise InvariantError(f"said {len(self.ids)} tokens with {len(self.logp)} log-probs and {len(self.version)} versions")
+        if self.kept is not None and len(self.kept) != len(self.ids):
+            raise InvariantError(f"said {len(self.ids)} tokens with {len(self.kept)} kept sets")
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """One token sequence and who wrote each token. All arrays [T].
+
+    mask is True where the policy spoke; there logp is finite and version >= 0. Elsewhere logp is NaN and version -1,
+    so that reading an unspoken log-prob poisons whatever read it instead of passing for a number.
+    `kept` holds one set per spoken token, in order, exactly where `sampling.truncated`.
+    """
+
+    ids: np.ndarray
+    mask: np.ndarray
+    logp: np.ndarray
+    version: np.ndarray
+    sampling: Sampling
+    kept: Kept | None = None
+
+    def __post_init__(self) -> None:
+        n = len(self.ids)
+        if not len(self.mask) == len(self.logp) == len(self.version) == n:
+            raise InvariantError(f"misaligned segment: {n} ids, {len(self.mask)} mask, {len(self.logp)} logp, {len(self.version)} version")
+        if self.ids.dtype != np.int32 or self.mask.dtype != np.bool_ or self.logp.dtype != np.float32 or self.version.dtype != np.int32:
+            raise InvariantError("segment dtypes are ids int32, mask bool, logp float32, version int32")
+        if n and self.mask[0]:
+            raise InvariantError("the first token of a segment has nothing before it, so the policy cannot have said it: see() a prompt first")
+        spoken = self.logp[self.mask]
+        if not np.all(np.isfinite(spoken)) or np.any(spoken > 1e-5):
+            raise InvariantError("every spoken token carries a finite log-prob <= 0")
+        if not np.all(np.isnan(self.logp[~self.mask])) or np.any(self.version[~self.mask] != -1) or np.any(self.version[self.mask] < 0):
+            raise InvariantError("unspoken tokens carry logp NaN and version -1; spoken ones a version >= 0")
+        if self.sampling.truncated != (self.kept is not None):
+            raise InvariantError("kept sets are stored exactly where the sampling truncates the support")
+        if self.kept is not None and len(self.kept) != int(self.mask.sum()):
+            raise InvariantError(f"{int(self.mask.sum())} spoken tokens but {len(self.kept)} kept sets")
+
+    @property
+    def spoken(self) -> int:
+        return int(self.mask.sum())
+
+
+@dataclass(frozen=True, eq=False)
+class Episode:
+    """What happened: one attempt at a task. What the algorithm makes of it is `Credit`, kept apart.
+
+    More than one segment only where history was rewritten. `reward` is the raw outcome (None: not judged, so the
+    sample is excluded); filters, pass@k and difficulty read this one and never the shaped reward.
+    """
+
+    task: Task
+    visit: int
+    sibling: int
+    segments: tuple[Segment, ...]
+    stop: Stop
+    verdicts: tuple[Judged, ...]
+    text: str = ""
+    """What the policy said, decoded, for people; nothing computes on it after judging."""
+    error: str = ""
+
+    @property
+    def reward(self) -> float | None:
+        return outcome(self.verdicts)
+
+    @property
+    def spoken(self) -> int:
+        return sum(s.spoken for s in self.segments)
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Siblings of one prompt: born together, never a reshape. Episodes are ordered by sibling."""
+
+    task: Task
+    visit: int
+    episodes: tuple[Episode, ...]
+
+    def __post_init__(self) -> None:
+        if not self.episodes:
+            raise InvariantError(f"group of task {self.task.id!r} has no episodes")
+        if any(e.task.id != self.task.id or e.visit != self.visit for e in self.episodes):
+            raise InvariantError(f"group of task {self.task.id!r} holds an episode of another task or visit")
+        if [e.sibling for e in self.episodes] != sorted({e.sibling for e in self.episodes}):
+            raise InvariantError(f"group of task {self.task.id!r}: siblings must be distinct and in order")
+
+    @property
+    def judged(self) -> tuple[Episode, ...]:
+        """The episodes that have a reward; only these enter baseline and batch."""
+        return tuple(e for e in self.episodes if e.reward is not None)
+
+    @property
+    def rewards(self) -> np.ndarray:
+        """Raw rewards of the judged episodes, float64."""
+        return np.array([e.reward for e in self.judged], dtype=np.float64)
+
+    @property
+    def mixed(self) -> bool:
+        """Whether the judged siblings differ in raw outcome (max != min, tested before any division)."""
+        r = self.rewards
+        return len(r) > 1 and bool(r.max() != r.min())
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeCredit:
+    """What the algorithm made of one episode: per segment, arrays over its spoken tokens in order.
+
+    `shaped` is the reward after shaping (raw stays in the episode); `advantage` float64 per spoken token;
+    `returns` the value targets, only where the algorithm learns values; `dropped` says why no token of this
+    episode may carry a gradient ('' otherwise).
+    """
+
+    episode: Episode
+    shaped: float
+    advantage: tuple[np.ndarray, ...]
+    returns: tuple[np.ndarray, ...] | None = None
+    dropped: str = ""
+
+    def __post_init__(self) -> None:
+        for segment, a in zip(self.episode.segments, self.advantage, strict=True):
+            if len(a) != segment.spoken:
+                raise InvariantError(f"credit of {len(a)} tokens for {segment.spoken} spoken ones")
+
+
+@dataclass(frozen=True, eq=False)
+class GroupCredit:
+    """Credit of one group's judged episodes, in order. `silent`: a group-relative baseline saw no spread."""
+
+    group: Group
+    episodes: tuple[EpisodeCredit, ...]
+    silent: bool
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A sum and a count, so that a mean of means cannot happen. Merge by adding."""
+
+    sum: float
+    count: float
+
+    def __add__(self, other: Gauge) -> Gauge:
+        return Gauge(self.sum + other.sum, self.count + other.count)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else math.nan
+
+    @staticmethod
+    def of(values: Sequence[float] | np.ndarray) -> Gauge:
+        return Gauge(float(np.sum(values)), float(np.size(values)))
+
+
+Gauges = dict[str, Gauge]
+
+
+def merge(*parts: Mapping[str, Gauge]) -> Gauges:
+    """Gauges of a whole from the gauges of its parts."""
+    out: Gauges = {}
+    for part in parts:
+        for name, gauge in part.items():
+            out[name] = out[name] + gauge if name in out else gauge
+    return out
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the record. `clock` holds wall-time facts, which no digest covers."""
+
+    stage: str
+    index: int
+    version: int
+    gauges: Mapping[str, Gauge]
+    clock: Mapping[str, float] = field(default_factory=dict[str, float])
+    notes: tuple[str, ...] = ()
