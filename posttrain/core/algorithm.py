@@ -38,9 +38,9 @@ class Zero:
 
 @dataclass(frozen=True, kw_only=True)
 class Ema:
-    """b <- decay * b + (1 - decay) * R, and every sample is compared with b as it was *before* it (A01).
+    """b <- decay * b + (1 - decay) * R, sample after sample in order of group and sibling, from b = 0 (A01).
 
-    The batch form updates once a step with the step's mean reward: a sample never meets a baseline that saw it.
+    Every sample is compared with b as it was *before* it, so a sample never meets a baseline that saw it.
     """
 
     decay: float = 0.95

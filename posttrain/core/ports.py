@@ -57,6 +57,42 @@ class Scorer(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class TokenScores:
+    """What one differentiable forward pass says of the M spoken tokens. torch tensors, float32 [M] on the model's device.
+
+    `entropy` is that of the distribution the token was drawn from; None where it was not asked for, like `value`.
+    """
+
+    logp: Any
+    entropy: Any | None
+    value: Any | None
+
+
+class Learner(Scorer, Protocol):
+    """The model that trains, as the trainer sees it. It owns modules; the trainer owns the optimizer and backward()."""
+
+    def forward(self, packed: Packed, *, entropy: bool, value: bool) -> TokenScores:
+        """Differentiable scores of one micro-batch."""
+        ...
+
+    def value(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: the value head's estimate before each spoken token, without gradient."""
+        ...
+
+    def parameters(self) -> Mapping[str, Any]:
+        """Trainable parameters by name (value head included, under `value_head.`), in a fixed order."""
+        ...
+
+    def tensors(self) -> Iterable[tuple[str, Any]]:
+        """The policy's weights as an engine takes them: names of the Hugging Face module, ties listed once."""
+        ...
+
+    def train_mode(self, on: bool) -> None:
+        """Dropout and checkpointing on or off; scoring is always off."""
+        ...
+
+
 class TaskSource(Protocol):
     """Tasks by index. `count` is None where tasks are generated without end."""
 

@@ -249,15 +249,47 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
+class Scored:
+    """A judged episode with what forward-only models said of it: per segment, arrays over its spoken tokens.
+
+    Each stream is None exactly where the algorithm does not read it (`Algorithm.reads`).
+    """
+
+    episode: Episode
+    start: tuple[np.ndarray, ...] | None = None
+    """float32: the learner's log-probs at the start of the step."""
+    reference: tuple[np.ndarray, ...] | None = None
+    """float32: the frozen reference's log-probs."""
+    values: tuple[np.ndarray, ...] | None = None
+    """float32: the value head's estimate before each spoken token."""
+
+    def __post_init__(self) -> None:
+        if self.episode.reward is None:
+            raise InvariantError("an episode that was not judged cannot be scored: it leaves baseline and batch")
+        for stream in (self.start, self.reference, self.values):
+            for segment, x in zip(self.episode.segments, stream or (), strict=stream is not None):
+                if len(x) != segment.spoken:
+                    raise InvariantError(f"a score stream of {len(x)} tokens for {segment.spoken} spoken ones")
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredGroup:
+    """A group with its judged episodes scored, in order of sibling."""
+
+    group: Group
+    episodes: tuple[Scored, ...]
+
+
+@dataclass(frozen=True, eq=False)
 class EpisodeCredit:
     """What the algorithm made of one episode: per segment, arrays over its spoken tokens in order.
 
     `shaped` is the reward after shaping (raw stays in the episode); `advantage` float64 per spoken token;
     `returns` the value targets, only where the algorithm learns values; `dropped` says why no token of this
-    episode may carry a gradient ('' otherwise).
+    episode may carry a gradient ('' otherwise): it stays in the baseline and leaves the batch.
     """
 
-    episode: Episode
+    scored: Scored
     shaped: float
     advantage: tuple[np.ndarray, ...]
     returns: tuple[np.ndarray, ...] | None = None
@@ -267,6 +299,12 @@ class EpisodeCredit:
         for segment, a in zip(self.episode.segments, self.advantage, strict=True):
             if len(a) != segment.spoken:
                 raise InvariantError(f"credit of {len(a)} tokens for {segment.spoken} spoken ones")
+            if not np.all(np.isfinite(a)):
+                raise InvariantError(f"credit of task {self.episode.task.id!r} is not finite")
+
+    @property
+    def episode(self) -> Episode:
+        return self.scored.episode
 
 
 @dataclass(frozen=True, eq=False)
@@ -276,6 +314,14 @@ class GroupCredit:
     group: Group
     episodes: tuple[EpisodeCredit, ...]
     silent: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Credit:
+    """Credit of a whole step, and the moving baseline after it (unchanged where the algorithm has none)."""
+
+    groups: tuple[GroupCredit, ...]
+    ema: float
 
 
 @dataclass(frozen=True)
