@@ -136,6 +136,26 @@ class Talk(Protocol):
         ...
 
 
+class PromptRenderer(Protocol):
+    """Text to tokens, once, and tokens to text for people and verifiers."""
+
+    def prompt(self, content: str | Sequence[Message], task: Task) -> np.ndarray:
+        """int32 ids of a first prompt, special tokens included exactly once. The task is named in errors."""
+        ...
+
+    def observation(self, content: str | Sequence[Message]) -> np.ndarray:
+        """int32 ids that extend a transcript by what the world wrote after a turn."""
+        ...
+
+    def completion(self, text: str) -> np.ndarray:
+        """int32 ids of a demonstrated turn, ending in exactly one stop token."""
+        ...
+
+    def text(self, ids: np.ndarray) -> str:
+        """What was said, without stop tokens."""
+        ...
+
+
 class Environment(Protocol):
     """A family of tasks and their judge."""
 

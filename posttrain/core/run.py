@@ -99,6 +99,15 @@ class Supervised:
     report beside it, and hand nothing on. `steps` is then an upper bound."""
     eval: bool = True
     """Evaluate held-out accuracy at the end of the stage."""
+    checkpoint_every: int = 100
+    """Steps between checkpoints (0: only at the end of the stage)."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "micro_tokens"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
+        if not 0 <= self.wrong <= 1:
+            raise ConfigError(f"{self.name}.wrong={self.wrong}: a share in [0, 1]")
 
 
 @dataclass(frozen=True, kw_only=True)

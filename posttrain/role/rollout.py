@@ -1,0 +1,151 @@
+"""ROLLOUT: samples, judges, and keeps the log-prob of every token it said.
+
+An episode is a coroutine over a `Transcript`; thousands run at once while the engine batches whatever is ready.
+A failed rollout is data: what the environment or a verifier of ours broke becomes a `failed` verdict, never a zero.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from posttrain.core import seeds
+from posttrain.core.errors import InvariantError, PosttrainError
+from posttrain.core.ports import Attempt, Environment, PromptRenderer, Sampler, Utterance
+from posttrain.core.sampling import Sampling
+from posttrain.core.transcript import Transcript
+from posttrain.core.types import Episode, Group, Judged, Message, State, Stop, Task, Verdict
+
+JUDGE_RETRIES = 2
+T = TypeVar("T")
+
+
+class _Talk:
+    """One episode's two verbs (`core.ports.Talk`) over one transcript."""
+
+    def __init__(self, rollout: Rollout, task: Task, sampling: Sampling, place: Callable[[int], int]) -> None:
+        self._rollout, self._task, self._sampling, self._place = rollout, task, sampling, place
+        self.transcript = Transcript(sampling)
+        self.turns: list[str] = []
+        self.stop: Stop = Stop.ERROR
+
+    def see(self, content: str | Sequence[Message]) -> None:
+        renderer = self._rollout.renderer
+        first = not len(self.transcript)
+        self.transcript.see(renderer.prompt(content, self._task) if first else renderer.observation(content))
+
+    async def say(self) -> Utterance:
+        sampler = self._rollout.sampler
+        room = sampler.context - len(self.transcript)
+        if room < 1:
+            self.stop = Stop.CONTEXT
+            return Utterance("", Stop.CONTEXT, 0)
+        said = await sampler.generate(self.transcript.ids, self._sampling, self._place(len(self.turns)))
+        self.transcript.say(said)
+        text = self._rollout.renderer.text(said.ids)
+        self.turns.append(text)
+        self.stop = said.stop
+        return Utterance(text, said.stop, len(said.ids))
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What `until` had to do for its groups: groups asked for, and those a filter turned away."""
+
+    groups: tuple[Group, ...]
+    asked: int
+    refused: int
+
+
+@dataclass
+class Rollout:
+    """Plays episodes of one environment on one engine under one seed."""
+
+    sampler: Sampler
+    environment: Environment
+    renderer: PromptRenderer
+    seed: int
+
+    async def episode(self, task: Task, visit: int, sibling: int, sampling: Sampling, stream: str) -> Episode:
+        """Play and judge one episode. Broken invariants and config errors propagate; other failures become data."""
+
+        def place(turn: int) -> int:
+            return seeds.key(self.seed, stream, task.id, visit, sibling, turn)
+
+        talk = _Talk(self, task, sampling, place)
+        try:
+            stop = await self.environment.play(task, talk)
+        except PosttrainError:
+            raise
+        except Exception as error:
+            why = f"{type(error).__name__}: {error}"
+            verdicts: tuple[Judged, ...] = (Judged("environment", 1.0, Verdict.failed("environment", why)),)
+            return self._episode(task, visit, sibling, talk, Stop.ERROR, verdicts, why)
+        verdicts = await self._judge(Attempt(task, tuple(talk.turns), stop))
+        return self._episode(task, visit, sibling, talk, stop, verdicts, "")
+
+    def _episode(
+        self, task: Task, visit: int, sibling: int, talk: _Talk, stop: Stop, verdicts: tuple[Judged, ...], error: str
+    ) -> Episode:
+        text = "\n".join(talk.turns)
+        return Episode(task, visit, sibling, (talk.transcript.segment(),), stop, verdicts, text, error)
+
+    async def _judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """Judge, asking again where a source failed on our side."""
+        verdicts = await self.environment.judge(attempt)
+        for _ in range(JUDGE_RETRIES):
+            if not any(j.verdict.state is State.FAILED for j in verdicts):
+                break
+            verdicts = await self.environment.judge(attempt)
+        if not verdicts:
+            raise InvariantError(f"environment {self.environment.name!r} returned no verdict for task {attempt.task.id!r}: judge() must return one per source")
+        return verdicts
+
+    async def group(self, task: Task, visit: int, siblings: int, sampling: Sampling, stream: str) -> Group:
+        """All siblings of one prompt, concurrently."""
+        episodes = await _together([self.episode(task, visit, i, sampling, stream) for i in range(siblings)])
+        return Group(task, visit, tuple(episodes))
+
+    async def until(
+        self,
+        prompts: Iterator[tuple[Task, int]],
+        *,
+        count: int,
+        siblings: int,
+        sampling: Sampling,
+        stream: str,
+        keep: Callable[[Group], bool] | None = None,
+        most: int = 8,
+    ) -> Asked:
+        """Groups until `count` pass `keep`, asking for at most `most * count`; in the order they were asked."""
+        kept: list[Group] = []
+        asked = 0
+        while len(kept) < count and asked < most * count:
+            wave = [next(prompts) for _ in range(min(count - len(kept), most * count - asked))]
+            asked += len(wave)
+            groups = await _together([self.group(t, v, siblings, sampling, stream) for t, v in wave])
+            kept += [g for g in groups if keep is None or keep(g)]
+            if keep is None:
+                break
+        return Asked(tuple(kept), asked, asked - len(kept))
+
+
+async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run all, in order of results; the first failure cancels the rest and is raised as itself."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(w) for w in work]
+    except* Exception as many:
+        raise _first(many) from None
+    return [t.result() for t in tasks]
+
+
+def _first(many: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The first real cause inside nested exception groups."""
+    cause: BaseException = many
+    while isinstance(cause, BaseExceptionGroup):
+        cause = cause.exceptions[0]
+    return cause
+
