@@ -1,0 +1,83 @@
+"""TRAINER: the only backward(), the only optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from posttrain.algorithm.objective import objective, supervised
+from posttrain.algorithm.streams import streams
+from posttrain.core.algorithm import Algorithm, Value
+from posttrain.core.batch import Batch, Demonstrations
+from posttrain.core.errors import InvariantError
+from posttrain.core.ports import Learner
+from posttrain.core.types import Gauge, Gauges, merge
+
+
+class Optimizer(Protocol):
+    """What the trainer needs of an optimizer: one step on the gradients the parameters hold."""
+
+    def step(self) -> float:
+        """Clip globally, update, clear; returns the gradient norm before the clip."""
+        ...
+
+    @property
+    def lr(self) -> float:
+        """Learning rate the next step will use."""
+        ...
+
+    def state_tensors(self) -> Mapping[str, torch.Tensor]: ...
+
+    def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
+
+
+@dataclass
+class Trainer:
+    """Turns minibatches into new weights. `version` counts optimizer steps that moved them."""
+
+    learner: Learner
+    optimizer: Optimizer
+    micro_tokens: int
+    version: int = 0
+
+    def policy_step(self, batch: Batch, a: Algorithm) -> Gauges:
+        """One optimizer step on one minibatch; micro-batches only split it."""
+        self.learner.train_mode(True)
+        parts: list[Gauges] = []
+        value = isinstance(a.baseline, Value)
+        for micro in batch.split(self.micro_tokens):
+            scores = self.learner.forward(micro, entropy=a.entropy is not None, value=value)
+            terms = objective(a, streams(micro, scores.logp.device), scores)
+            terms.loss.backward()
+            parts.append(terms.gauges)
+        return merge(*parts, self._update())
+
+    def imitate(self, batch: Demonstrations) -> Gauges:
+        """One optimizer step of maximum likelihood on demonstrated tokens."""
+        self.learner.train_mode(True)
+        total = 0.0
+        for micro in batch.split(self.micro_tokens):
+            scores = self.learner.forward(micro, entropy=False, value=False)
+            loss = supervised(torch.as_tensor(micro.weight_M, dtype=scores.logp.dtype, device=scores.logp.device), scores.logp)
+            loss.backward()
+            total += float(loss.detach())
+        return merge({"sft/loss": Gauge(total, 1), "sft/tokens": Gauge(batch.spoken, 1)}, self._update())
+
+    def _update(self) -> Gauges:
+        lr = self.optimizer.lr
+        norm = self.optimizer.step()
+        self.learner.train_mode(False)
+        if not math.isfinite(norm):
+            raise InvariantError(
+                f"the gradient norm is {norm} at optimizer step {self.version + 1}: the weights were left as they were. "
+                "Lower the learning rate, or look for infinite log-probs in the last recorded episodes"
+            )
+        self.version += 1
+        return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
+
+    def parameters(self) -> Mapping[str, Any]:
+        return self.learner.parameters()
