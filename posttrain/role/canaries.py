@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from posttrain.core.batch import Batch
+from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Scorer
 from posttrain.core.types import Gauge, Gauges, Group
@@ -20,33 +19,31 @@ MEAN_BOUND: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 0.02}
 """The same, averaged over a step's tokens."""
 
 
-def sampler_agrees(groups: Sequence[Group], learner_logp: np.ndarray, *, version: int, dtype: str, token: Callable[[int], str]) -> Gauges:
+def sampler_agrees(batch: Batch | Packed, mu_M: np.ndarray, learner_M: np.ndarray, fresh_M: np.ndarray, *, dtype: str, text: Callable[[np.ndarray], str]) -> Gauges:
     """Sampler and learner agree on every token said by the weights the learner holds now (so rho = 1 within the bound).
 
     Args:
-        learner_logp: float32, the learner's log-prob of every spoken token of the groups' judged episodes, in order.
-        token: text of a token id, for the message.
+        mu_M, learner_M: float32 log-probs of the sampler and of the learner.
+        fresh_M: bool, which tokens were said by the weights the learner holds.
+        text: decodes token ids, for the message.
     """
-    segments = [(e, s) for g in groups for e in g.judged for s in e.segments]
-    mu = np.concatenate([s.logp[s.mask] for _, s in segments])
-    fresh = np.concatenate([s.version[s.mask] for _, s in segments]) == version
-    gap = np.where(fresh, np.abs(learner_logp.astype(np.float64) - mu), 0.0)
-    worst, mean = float(gap.max(initial=0.0)), float(gap.sum() / max(1, fresh.sum()))
-    if not worst <= BOUND[dtype] or not mean <= MEAN_BOUND[dtype]:
-        at = int(np.argmax(gap))
-        ends = np.cumsum([s.spoken for _, s in segments])
-        which = int(np.searchsorted(ends, at, side="right"))
-        episode, segment = segments[which]
-        position = int(np.flatnonzero(segment.mask)[at - (ends[which] - segment.spoken)])
+    gap = np.where(fresh_M, np.abs(learner_M.astype(np.float64) - mu_M), 0.0)
+    gap = np.where(np.isfinite(gap), gap, np.inf)
+    count = float(fresh_M.sum())
+    worst, mean = float(gap.max(initial=0.0)), float(gap.sum() / max(1.0, count))
+    if worst > BOUND[dtype] or mean > MEAN_BOUND[dtype]:
+        m = int(np.argmax(gap))
+        at = int(batch.source_M[m]) + 1
+        position = int(batch.positions_N[at])
+        before = text(batch.ids_N[at - min(position, 12) : at])
         raise InvariantError(
-            f"sampler and learner disagree about the same weights (version {version}): worst token {token(int(segment.ids[position]))!r} "
-            f"at position {position} of task {episode.task.id!r}, sibling {episode.sibling}: sampler log-prob {mu[at]:.6f}, "
-            f"learner {learner_logp[at]:.6f}; worst gap {worst:.3g} (bound {BOUND[dtype]:g} in {dtype}), mean gap {mean:.3g} "
-            f"(bound {MEAN_BOUND[dtype]:g}). The importance ratio is not 1 on-policy, so every gradient would be of another distribution. "
-            "Check that the sampling transform (temperature, top-p) is the same on both sides, that the last weight sync arrived, "
-            "and that the model has no dropout"
+            f"sampler and learner disagree about the same weights. Worst token: {text(batch.target_M[m : m + 1])!r} after {before!r} "
+            f"(position {position}): sampler log-prob {mu_M[m]:.6f}, learner {learner_M[m]:.6f}. Worst gap {worst:.3g} "
+            f"(bound {BOUND[dtype]:g} in {dtype}), mean gap {mean:.3g} (bound {MEAN_BOUND[dtype]:g}) over {int(count)} tokens. "
+            "The importance ratio is not 1 on-policy, so every gradient would be that of another distribution. Check that both sides "
+            "use the same sampling transform (temperature, top-p), that the last weight sync arrived, and that the model has no dropout"
         )
-    return {"canary/logp_gap": Gauge(mean * float(fresh.sum()), float(fresh.sum())), "canary/logp_gap_worst": Gauge(worst, 1)}
+    return {"canary/logp_gap": Gauge(mean * count, count), "canary/logp_gap_worst": Gauge(worst, 1)}
 
 
 def reference_unmoved(reference: Scorer, digest: str) -> None:
@@ -78,15 +75,6 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
             f"the masks of this step cover {covered} tokens, but the engine said {said_tokens}. Some observation is trained on, or some "
             "spoken token is not. Tokens must enter a transcript through see() and say() only"
         )
-
-
-def weights_are_normalised(batch: Batch | None, expected: float | None) -> None:
-    """Token weights of a minibatch are finite and, where the aggregation is a mean and no episode stayed away, sum to 1."""
-    if batch is None:
-        return
-    total = float(batch.weight_M.sum())
-    if not np.all(np.isfinite(batch.weight_M)) or (expected is not None and not math.isclose(total, expected, rel_tol=1e-9)):
-        raise InvariantError(f"token weights of a minibatch sum to {total!r}, not {expected}: the denominator is not that of the minibatch")
 
 
 @dataclass

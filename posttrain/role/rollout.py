@@ -52,11 +52,14 @@ class _Talk:
 
 @dataclass(frozen=True)
 class Asked:
-    """What `until` had to do for its groups: groups asked for, and those a filter turned away."""
+    """What `until` had to do for its groups: every group it played, and which of them passed the filter."""
 
     groups: tuple[Group, ...]
-    asked: int
-    refused: int
+    refused: tuple[Group, ...]
+
+    @property
+    def played(self) -> tuple[Group, ...]:
+        return (*self.groups, *self.refused)
 
 
 @dataclass
@@ -105,7 +108,7 @@ class Rollout:
 
     async def group(self, task: Task, visit: int, siblings: int, sampling: Sampling, stream: str) -> Group:
         """All siblings of one prompt, concurrently."""
-        episodes = await _together([self.episode(task, visit, i, sampling, stream) for i in range(siblings)])
+        episodes = await together([self.episode(task, visit, i, sampling, stream) for i in range(siblings)])
         return Group(task, visit, tuple(episodes))
 
     async def until(
@@ -121,18 +124,18 @@ class Rollout:
     ) -> Asked:
         """Groups until `count` pass `keep`, asking for at most `most * count`; in the order they were asked."""
         kept: list[Group] = []
+        refused: list[Group] = []
         asked = 0
         while len(kept) < count and asked < most * count:
             wave = [next(prompts) for _ in range(min(count - len(kept), most * count - asked))]
             asked += len(wave)
-            groups = await _together([self.group(t, v, siblings, sampling, stream) for t, v in wave])
-            kept += [g for g in groups if keep is None or keep(g)]
-            if keep is None:
-                break
-        return Asked(tuple(kept), asked, asked - len(kept))
+            groups = await together([self.group(t, v, siblings, sampling, stream) for t, v in wave])
+            for group in groups:
+                (kept if keep is None or keep(group) else refused).append(group)
+        return Asked(tuple(kept), tuple(refused))
 
 
-async def _together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
+async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     """Run all, in order of results; the first failure cancels the rest and is raised as itself."""
     try:
         async with asyncio.TaskGroup() as group:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from posttrain.algorithm.objective import objective, supervised
@@ -16,6 +17,9 @@ from posttrain.core.batch import Batch, Demonstrations
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner
 from posttrain.core.types import Gauge, Gauges, merge
+
+
+Observer = Callable[[Batch, np.ndarray], None]
 
 
 class Optimizer(Protocol):
@@ -44,13 +48,18 @@ class Trainer:
     micro_tokens: int
     version: int = 0
 
-    def policy_step(self, batch: Batch, a: Algorithm) -> Gauges:
-        """One optimizer step on one minibatch; micro-batches only split it."""
+    def policy_step(self, batch: Batch, a: Algorithm, observe: Observer | None = None) -> Gauges:
+        """One optimizer step on one minibatch; micro-batches only split it.
+
+        `observe` sees each micro-batch with the learner's log-probs before anything is differentiated; it may raise.
+        """
         self.learner.train_mode(True)
         parts: list[Gauges] = []
         value = isinstance(a.baseline, Value)
         for micro in batch.split(self.micro_tokens):
             scores = self.learner.forward(micro, entropy=a.entropy is not None, value=value)
+            if observe is not None:
+                observe(micro, scores.logp.detach().float().cpu().numpy())
             terms = objective(a, streams(micro, scores.logp.device), scores)
             terms.loss.backward()
             parts.append(terms.gauges)

@@ -1,0 +1,52 @@
+"""The step, as a sentence: ask, answer, judge, score, credit, pack, learn, publish, write down.
+
+    consumes   prompts from `House.prompts`, weights from the last push
+    waits for  the rollout (every group of the step), then the learner
+    unblocked  by the engine finishing the last episode
+    produces   new weights at the sampler, one `Step` for the record
+"""
+
+from __future__ import annotations
+
+from posttrain.algorithm.credit import credit_step
+from posttrain.controller.guard import Guard, notes, unjudged_groups
+from posttrain.controller.house import House
+from posttrain.core.types import Gauge, Gauges, Step, merge
+from posttrain.diagnose.gauges import rollout_gauges
+from posttrain.role.pack import pack
+from posttrain.role.score import score
+
+
+async def train_step(h: House, guard: Guard, index: int) -> Step:
+    """One controller step: up to `stage.optimizer_steps` optimizer steps on freshly sampled groups."""
+    stage, a, version = h.stage, h.stage.algorithm, h.trainer.version
+    with h.clock.of("rollout"):
+        asked = await h.rollout.until(
+            h.prompts,
+            count=stage.prompts,
+            siblings=stage.siblings,
+            sampling=h.sampling,
+            stream=f"train/{stage.name}",
+            keep=(lambda group: group.mixed) if a.filter == "mixed" else None,
+            most=stage.refill,
+        )
+        guard.rolled_out(h, asked)
+    with h.clock.of("score"):
+        groups = score(asked.groups, a, h.learner, h.reference, optimizer_steps=stage.optimizer_steps)
+        guard.scored(h, groups)
+        credit = credit_step(a, groups, max_tokens=h.sampling.max_tokens, ema=h.ema)
+        h.ema = credit.ema
+    learned: list[Gauges] = [{"optim/steps": Gauge(0, 1)}]
+    with h.clock.of("learn"):
+        for minibatch in pack(credit, stage, seed=h.run.seed, step=index):
+            if minibatch.batch is not None:
+                with guard.first_move(h):
+                    learned.append(h.trainer.policy_step(minibatch.batch, a, guard.observer(h, minibatch)))
+    with h.clock.of("sync"):
+        if h.trainer.version != version:
+            await h.sync.push(h.trainer.version)
+    with h.clock.of("book"):
+        if h.run.record_episodes:
+            h.book.write_episodes(stage.name, index, credit, unjudged_groups(asked.groups))
+    gauges = merge(rollout_gauges(asked.played, len(asked.refused), credit, version), guard.take(), *learned)
+    return Step(stage.name, index, h.trainer.version, gauges, h.clock.take(), notes(asked, credit, stage.prompts))

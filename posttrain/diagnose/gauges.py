@@ -1,0 +1,87 @@
+"""Every metric, defined once: formula, unit, healthy band. Docs are generated from `REGISTRY`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.core.types import Credit, Gauge, Gauges, Group, State, Stop
+
+
+@dataclass(frozen=True)
+class Definition:
+    """What a gauge says. `band` is where it should lie in a healthy run, in words."""
+
+    formula: str
+    unit: str
+    band: str
+
+
+REGISTRY: dict[str, Definition] = {
+    "rollout/reward": Definition("mean raw outcome of all judged episodes played, filtered ones included", "reward", "rises"),
+    "rollout/solved": Definition("share of judged episodes with raw outcome >= 1", "share", "0.1 to 0.9: else there is little to learn"),
+    "rollout/mixed": Definition("share of played groups whose raw outcomes differ", "share", "> 0.3"),
+    "rollout/unjudged": Definition("share of episodes without a verdict (outage, abstention)", "share", "0"),
+    "rollout/tokens": Definition("spoken tokens an episode", "tokens", "steady"),
+    "rollout/truncated": Definition("share of episodes cut off at max_tokens or at the context", "share", "< 0.1"),
+    "rollout/groups": Definition("groups that entered the step", "groups", "= prompts"),
+    "rollout/refused": Definition("share of played groups a filter turned away", "share", "< 0.8"),
+    "rollout/versions_behind": Definition("weights pushed minus weights that said the token, mean over tokens", "optimizer steps", "0 when synchronous"),
+    "credit/silent": Definition("share of groups in the step without spread, so with credit exactly 0", "share", "< 0.5"),
+    "credit/shaped": Definition("mean reward after shaping", "reward", "follows rollout/reward"),
+    "credit/dropped": Definition("share of judged episodes that may carry no gradient", "share", "< 0.1"),
+    "credit/advantage_abs": Definition("mean |credit| a token", "credit", "> 0"),
+    "optim/grad_norm": Definition("global gradient norm before the clip, mean over optimizer steps", "norm", "steady; spikes precede collapse"),
+    "optim/lr": Definition("learning rate", "1", "as configured"),
+    "optim/steps": Definition("optimizer steps that moved weights", "steps", "= minibatches x epochs"),
+    "sft/loss": Definition("mean negative log-prob of a demonstrated token", "nats", "falls"),
+    "sft/tokens": Definition("demonstrated tokens an optimizer step", "tokens", "steady"),
+    "canary/logp_gap": Definition("|log-prob of learner - of sampler| with equal weights, mean over tokens", "nats", "the dtype's noise"),
+    "canary/logp_gap_worst": Definition("the same, worst token of an optimizer step", "nats", "under the bound of the dtype"),
+    "canary/moved": Definition("share of trainable tensors that moved in the first optimizer step", "share", "1"),
+    "eval/accuracy": Definition("mean raw outcome on held-out tasks, sampled", "reward", "rises"),
+    "eval/greedy": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
+    "eval/unjudged": Definition("held-out episodes without a verdict", "episodes", "0"),
+    "eval/tokens": Definition("spoken tokens a held-out episode", "tokens", "steady"),
+    "eval/truncated": Definition("share of held-out episodes cut off at max_tokens", "share", "< 0.1"),
+}
+
+
+def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, version: int) -> Gauges:
+    """What a step's rollout and credit look like. `played` includes refused groups; `version` is that of the push before."""
+    episodes = [e for g in played for e in g.episodes]
+    rewards = np.concatenate([g.rewards for g in played]) if played else np.zeros(0)
+    credits = [e for g in credit.groups for e in g.episodes]
+    said = [s.version[s.mask] for e in episodes for s in e.segments]
+    versions = np.concatenate(said) if said else np.zeros(0, np.int32)
+    advantages = [a for e in credits for a in e.advantage]
+    return {
+        "rollout/reward": Gauge.of(rewards),
+        "rollout/solved": Gauge.of(rewards >= 1 - 1e-9),
+        "rollout/mixed": Gauge.of([g.mixed for g in played]),
+        "rollout/unjudged": Gauge.of([e.reward is None for e in episodes]),
+        "rollout/tokens": Gauge.of([e.spoken for e in episodes]),
+        "rollout/truncated": Gauge.of([e.stop in (Stop.LENGTH, Stop.CONTEXT) for e in episodes]),
+        "rollout/groups": Gauge(len(credit.groups), 1),
+        "rollout/refused": Gauge(refused, len(played)),
+        "rollout/versions_behind": Gauge.of(version - versions),
+        "credit/silent": Gauge.of([g.silent for g in credit.groups]),
+        "credit/shaped": Gauge.of([e.shaped for e in credits]),
+        "credit/dropped": Gauge.of([bool(e.dropped) for e in credits]),
+        "credit/advantage_abs": Gauge.of(np.abs(np.concatenate(advantages)) if advantages else np.zeros(0)),
+    }
+
+
+def failures(played: Sequence[Group]) -> dict[str, tuple[int, str]]:
+    """Failed verdicts by source and kind: how many, and why the first one did."""
+    out: dict[str, tuple[int, str]] = {}
+    for group in played:
+        for episode in group.episodes:
+            for j in episode.verdicts:
+                if j.verdict.state is State.FAILED:
+                    name = f"{j.source}: {j.verdict.kind}"
+                    count, why = out.get(name, (0, j.verdict.why))
+                    out[name] = (count + 1, why)
+    return out

@@ -1,0 +1,220 @@
+"""One attention function for learner, reference and embedded engine, registered with transformers.
+
+A Hugging Face model built with `attn_implementation=attention.NAME` hands every layer's queries, keys and values to
+`attend` below, together with the keyword arguments of its own forward; the `layout` among them decides who sees whom.
+`PackedLayout` is the learner's (segments back to back); the embedded engine brings its own, with a key-value cache.
+
+Shapes: N packed positions, H query heads, K key-value heads (H = K * groups), D head width, S segments;
+a bucket is B segments padded to L positions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import AttentionInterface, AttentionMaskInterface
+
+from posttrain.core.errors import EngineError
+
+NAME = "posttrain"
+WASTE = 0.12
+"""Most padding a bucket may hold, as a share of the positions it computes."""
+BIASES = ("s_aux", "position_bias", "head_mask", "sinks")
+"""Keyword arguments by which some architectures change the scores themselves; no layout applies them."""
+
+
+class Layout(Protocol):
+    """Who attends to whom in one forward pass."""
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None, softcap: float | None
+    ) -> Tensor:
+        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+        ...
+
+
+def register() -> None:
+    """Make `NAME` an attention implementation of transformers. Calling it again changes nothing."""
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, no_mask)
+
+
+def no_mask(*args: Any, **kwargs: Any) -> None:
+    """The layout holds what a mask would say, so transformers need not build one."""
+    return None
+
+
+def attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Transformers' attention signature; the work is `kwargs["layout"]`'s. Returns ([1, N, H, D], None).
+
+    Refuses what a layout would otherwise ignore in silence: a mask, attention dropout (sampler and learner would
+    differ), score biases, attention that is not causal.
+    """
+    layout: Layout | None = kwargs.get("layout")
+    if layout is None:
+        raise EngineError(f"attention {NAME!r} needs a layout: call the model with layout=PackedLayout(lengths)")
+    if attention_mask is not None:
+        raise EngineError(f"attention {NAME!r} takes no attention_mask: the layout says who attends to whom. Pass attention_mask=None")
+    if dropout:
+        raise EngineError(f"attention dropout {dropout}: sampler and learner would differ. Set the config's attention dropout to 0")
+    if biases := [name for name in BIASES if kwargs.get(name) is not None]:
+        raise EngineError(f"{type(module).__name__} adds {', '.join(biases)} to its attention scores, which {NAME!r} does not apply")
+    if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
+        raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return layout.attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap), None
+
+
+def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
+    """Segment indices grouped by similar length, longest first; padding each group to its longest wastes <= `waste`.
+
+    >>> [b.tolist() for b in buckets(np.array([10, 3, 9, 10]))]
+    [[0, 3, 2], [1]]
+    """
+    order = np.argsort(-lengths_S, kind="stable")
+    out: list[list[int]] = []
+    tokens = 0
+    for s in order.tolist():
+        length = int(lengths_S[s])
+        if out and tokens + length >= (1 - waste) * (len(out[-1]) + 1) * int(lengths_S[out[-1][0]]):
+            out[-1].append(s)
+            tokens += length
+        else:
+            out.append([s])
+            tokens = length
+    return [np.array(b, np.int64) for b in out]
+
+
+class _Spread(torch.autograd.Function):
+    """Rows [N, ...] to padded rows [R, ...]. `to` [R] says where each comes from, `back` [N] where each row went.
+
+    Padding rows repeat a real one. Under a causal mask no real position reads them and they read no gradient, so
+    theirs is exactly zero and the backward is the plain inverse gather instead of a slow scatter-add.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, to: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        return rows.index_select(0, to)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        (back,) = ctx.saved_tensors
+        return grads[0].index_select(0, back), None, None
+
+
+class _Collect(torch.autograd.Function):
+    """The inverse of `_Spread`: padded rows [R, ...] to rows [N, ...]; padding gets gradient zero."""
+
+    @staticmethod
+    def forward(ctx: Any, padded: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back)
+        ctx.rows = padded.shape[0]
+        return padded.index_select(0, back)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (back,) = ctx.saved_tensors
+        grad = grads[0]
+        return grad.new_zeros((ctx.rows, *grad.shape[1:])).index_copy_(0, back, grad), None
+
+
+class PackedLayout:
+    """Causal attention within segments packed back to back; differentiable, no position sees another segment.
+
+    Segments of similar length share one batched call, padded on the right, which causality makes harmless; all index
+    tensors are made once here and serve every layer.
+
+    Example: lengths [2, 4, 4] give buckets [1, 2] (4 positions each) and [0] (2 positions), no padding at all.
+    """
+
+    def __init__(self, lengths: Sequence[int] | np.ndarray) -> None:
+        lengths_S = np.asarray(lengths, np.int64)
+        if lengths_S.ndim != 1 or len(lengths_S) == 0 or lengths_S.min() < 1:
+            raise EngineError(f"a packed layout needs at least one segment and positive lengths, got {lengths_S.tolist()}")
+        self.tokens = int(lengths_S.sum())
+        starts_S = np.cumsum(lengths_S) - lengths_S
+        to: list[np.ndarray] = []
+        back = np.empty(self.tokens, np.int64)
+        self.shapes: list[tuple[int, int]] = []
+        """(B, L) of each bucket."""
+        row = 0
+        for group in buckets(lengths_S):
+            longest = int(lengths_S[group[0]])
+            column_BL = np.minimum(np.arange(longest), lengths_S[group][:, None] - 1)
+            position_BL = starts_S[group][:, None] + column_BL
+            real_BL = np.arange(longest) < lengths_S[group][:, None]
+            back[position_BL[real_BL]] = row + np.flatnonzero(real_BL)
+            to.append(position_BL.ravel())
+            self.shapes.append((len(group), longest))
+            row += position_BL.size
+        self.computed = row
+        """Positions a layer's attention computes, padding included."""
+        self._to = torch.from_numpy(np.concatenate(to))
+        self._back = torch.from_numpy(back)
+        self._moved = not np.array_equal(back, np.arange(row))
+        self._masks: dict[tuple[int, int], Tensor] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None, softcap: float | None
+    ) -> Tensor:
+        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+        if query.shape[0] != 1 or query.shape[2] != self.tokens:
+            raise EngineError(f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}: expected [1, H, N, D]")
+        if self._to.device != query.device:
+            self._to, self._back, self._masks = self._to.to(query.device), self._back.to(query.device), {}
+        q, k, v = (self._spread(x[0].transpose(0, 1)) for x in (query, key, value))
+        out: list[Tensor] = []
+        row = 0
+        for count, longest in self.shapes:
+            q_BHLD, k_BKLD, v_BKLD = (x[row : row + count * longest].unflatten(0, (count, longest)).transpose(1, 2) for x in (q, k, v))
+            mask = None
+            if sliding_window is not None and sliding_window < longest:
+                mask = self._mask(longest, sliding_window)
+            attended = _scores(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap) if softcap is not None else _flash(q_BHLD, k_BKLD, v_BKLD, mask, scaling)
+            out.append(attended.transpose(1, 2).flatten(0, 1))
+            row += count * longest
+        rows = out[0] if len(out) == 1 else torch.cat(out)
+        return (_Collect.apply(rows, self._back) if self._moved else rows).unsqueeze(0)
+
+    def _spread(self, rows: Tensor) -> Tensor:
+        return _Spread.apply(rows, self._to, self._back) if self._moved else rows
+
+    def _mask(self, longest: int, window: int) -> Tensor:
+        """bool [L, L]: key j is seen by query i where 0 <= i - j < window."""
+        if (longest, window) not in self._masks:
+            at = torch.arange(longest, device=self._to.device)
+            distance = at[:, None] - at
+            self._masks[longest, window] = (distance >= 0) & (distance < window)
+        return self._masks[longest, window]
+
+
+def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
+    """q [B, H, L, D], k and v [B, K, L, D] -> [B, H, L, D]; causal where no mask is given."""
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+
+
+def _scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
+    """The same with soft-capped scores softcap * tanh(s / softcap), which fused kernels do not offer; softmax in float32."""
+    groups = q.shape[1] // k.shape[1]
+    if groups > 1:
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+    s = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scaling / softcap))
+    visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril() if mask is None else mask
+    return s.masked_fill(~visible, float("-inf")).softmax(-1, dtype=torch.float32).to(v.dtype) @ v

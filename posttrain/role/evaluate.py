@@ -1,0 +1,100 @@
+"""Held-out evaluation: fixed tasks, fixed seeds, intervals that know samples of one prompt are not independent."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from posttrain.core.run import Evaluation
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Gauge, Gauges, Group, Task
+from posttrain.role.rollout import Rollout, together
+
+Z95 = 1.959963984540054
+SOLVED = 1.0 - 1e-9
+"""A raw outcome of at least this counts as solved for pass@k."""
+
+
+def pass_at_k(n: int, c: int, k: int) -> float:
+    """Unbiased estimate of P(at least one of k samples solves) from c solved of n (Chen et al. 2107.03374).
+
+    >>> round(pass_at_k(10, 3, 5), 6)
+    0.916667
+    """
+    if not 1 <= k <= n:
+        raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean over prompts with its 95 % interval (normal, over prompt means, so siblings do not count twice)."""
+
+    mean: float
+    low: float
+    high: float
+    prompts: int
+
+    @staticmethod
+    def of(per_prompt: Sequence[float] | np.ndarray) -> Score:
+        x = np.asarray(per_prompt, np.float64)
+        if not len(x):
+            return Score(math.nan, math.nan, math.nan, 0)
+        half = Z95 * float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else math.inf
+        return Score(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half, len(x))
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Report:
+    """One evaluation. `accuracy` is the mean raw outcome; `greedy` the same for one argmax answer a prompt."""
+
+    accuracy: Score
+    greedy: Score | None
+    pass_at: dict[int, Score]
+    unjudged: int
+    mean_tokens: float
+    truncated: float
+    groups: tuple[Group, ...]
+
+    def gauges(self) -> Gauges:
+        out = {"eval/accuracy": Gauge(self.accuracy.mean * self.accuracy.prompts, self.accuracy.prompts)}
+        if self.greedy is not None:
+            out["eval/greedy"] = Gauge(self.greedy.mean * self.greedy.prompts, self.greedy.prompts)
+        for k, s in self.pass_at.items():
+            out[f"eval/pass_at_{k}"] = Gauge(s.mean * s.prompts, s.prompts)
+        return out | {"eval/unjudged": Gauge(self.unjudged, 1), "eval/tokens": Gauge(self.mean_tokens, 1), "eval/truncated": Gauge(self.truncated, 1)}
+
+
+async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> Report:
+    """Sample every task `how.samples` times (and once greedily). The same seeds every time, so runs compare prompt by prompt."""
+    fixed = replace(rollout, seed=how.seed)
+    groups = await together([fixed.group(t, 0, how.samples, sampling, "evaluation") for t in tasks])
+    greedy = None
+    if how.greedy:
+        argmax = replace(sampling, greedy=True, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
+        greedy = await together([fixed.group(t, 0, 1, argmax, "greedy") for t in tasks])
+    return report(groups, greedy)
+
+
+def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Report:
+    """Numbers from played groups; unjudged episodes are counted, and never read as wrong."""
+    judged = [g for g in groups if g.judged]
+    solved = [(len(g.judged), int(np.sum(g.rewards >= SOLVED))) for g in judged]
+    most = min((n for n, _ in solved), default=0)
+    ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
+    episodes = [e for g in groups for e in g.episodes]
+    return Report(
+        accuracy=Score.of([float(g.rewards.mean()) for g in judged]),
+        greedy=None if greedy is None else Score.of([float(g.rewards.mean()) for g in greedy if g.judged]),
+        pass_at={k: Score.of([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
+        unjudged=sum(len(g.episodes) - len(g.judged) for g in groups),
+        mean_tokens=float(np.mean([e.spoken for e in episodes])) if episodes else math.nan,
+        truncated=float(np.mean([e.stop == "length" for e in episodes])) if episodes else math.nan,
+        groups=tuple(groups),
+    )
