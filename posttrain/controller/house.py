@@ -1,4 +1,4 @@
-"""A stage's roles in one hand, and what a stage carries from step to step."""
+"""A stage's roles in one hand, and what a run shares between its stages."""
 
 from __future__ import annotations
 
@@ -10,14 +10,16 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posttrain.core.book import Book
-from posttrain.core.ports import Environment, Learner, Sampler, Scorer, Tracker
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.ports import Learner, PromptRenderer, Sampler, Scorer, Teacher, Tracker
+from posttrain.core.run import Optimizer as OptimizerConfig
+from posttrain.core.run import Reinforce, Run, Stage
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Step
+from posttrain.role.evaluate import Report, evaluate
 from posttrain.role.prompts import Prompts
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
-from posttrain.role.trainer import Trainer
+from posttrain.role.trainer import Optimizer, Trainer
 
 
 @dataclass
@@ -25,6 +27,7 @@ class Clock:
     """Wall seconds per role. Facts for people: no digest covers them."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
+    total: dict[str, float] = field(default_factory=dict[str, float])
 
     @contextmanager
     def of(self, role: str) -> Iterator[None]:
@@ -32,7 +35,9 @@ class Clock:
         try:
             yield
         finally:
-            self.seconds[role] = self.seconds.get(role, 0.0) + time.perf_counter() - begun
+            spent = time.perf_counter() - begun
+            self.seconds[role] = self.seconds.get(role, 0.0) + spent
+            self.total[role] = self.total.get(role, 0.0) + spent
 
     def take(self) -> dict[str, float]:
         """What was measured since the last call."""
@@ -61,33 +66,57 @@ class House:
     ema: float = 0.0
     clock: Clock = field(default_factory=Clock)
 
-    def state(self) -> dict[str, float | int]:
-        """What `restore` needs beside weights and optimizer."""
-        return {"cursor": self.prompts.cursor, "ema": self.ema, "version": self.trainer.version}
-
-    def restore(self, state: dict[str, float | int]) -> None:
-        self.prompts.cursor = int(state["cursor"])
-        self.ema = float(state["ema"])
-        self.trainer.version = int(state["version"])
-
 
 @dataclass
 class Parts:
     """What all stages of a run share: the policy's learner, the engine, the environment, the book, who listens."""
 
     run: Run
-    environment: Environment
+    environment: Teacher
+    renderer: PromptRenderer
     learner: Learner
     sampler: Sampler
     rollout: Rollout
+    sync: Sync
     book: Book
     stop_ids: tuple[int, ...]
-    dtype: str
     text: Callable[[np.ndarray], str]
+    freeze: Callable[[], Scorer]
+    """A frozen copy of the learner as it is now."""
+    optimize: Callable[[OptimizerConfig], Optimizer]
+    """A new optimizer of the learner's parameters."""
     trackers: list[Tracker] = field(default_factory=list[Tracker])
+    version: int = 0
+    """Optimizer steps so far, over all stages: the version of the learner's weights."""
 
     def tell(self, step: Step) -> None:
         """Write one line of the record and tell whoever listens."""
         self.book.write(step)
         for tracker in self.trackers:
             tracker.log(step)
+
+    def say(self, line: str) -> None:
+        """A line for people, where the run is watched."""
+        for tracker in self.trackers:
+            tracker.say(line)
+
+    def sampling(self, stage: Stage) -> Sampling:
+        """The contract under which a stage is evaluated: its own, or that of the run's next reinforcement stage."""
+        after = self.run.stages[self.run.stages.index(stage) :]
+        own = [s for s in (*after, *self.run.stages) if isinstance(s, Reinforce)]
+        return (own[0].sampling if own else Sampling()).resolve(self.stop_ids)
+
+    async def publish(self) -> None:
+        """Serve the learner's weights, unless they are being served."""
+        if self.sampler.version != self.version:
+            await self.sync.push(self.version)
+
+    async def evaluate(self, sampling: Sampling) -> Report:
+        """Held-out evaluation of the learner's weights."""
+        await self.publish()
+        result = await evaluate(self.rollout, self.environment.heldout, sampling, self.run.evaluation)
+        self.sampler.gauges()
+        return result
+
+    def trainer(self, config: OptimizerConfig, micro_tokens: int) -> Trainer:
+        return Trainer(self.learner, self.optimize(config), micro_tokens, self.version)

@@ -1,0 +1,46 @@
+"""Estimators of KL(pi || reference) per token, and where each is applied. Which pairs are legal: `core.algorithm.KL`.
+
+In the reward, an estimate is a number that credit spreads over the actions that led to it (its gradient is a score
+function). In the loss, it is differentiated through log pi at the token itself, for the states that were visited.
+`both` does the two at once. Measured gradients of every pair: A34 and `tests/laws/test_kl.py`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posttrain.core.algorithm import KL, Estimator
+from posttrain.core.errors import InvariantError
+
+
+def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None) -> Tensor:
+    """One estimate per token from gap = log pi - log reference; any shape, kept.
+
+    k1 = gap, k2 = gap^2 / 2, k3 = exp(-gap) - 1 + gap (Schulman 2020), rk3 = pi/anchor * k3 (DeepSeek-V3.2, A08) with
+    `log_ratio` = log pi - log anchor, through which the gradient flows too.
+
+    >>> estimate("k3", torch.tensor([0.1, -0.1]))
+    tensor([0.0048, 0.0052])
+    """
+    match estimator:
+        case "k1":
+            return gap
+        case "k2":
+            return gap.square() / 2
+        case "k3":
+            return torch.expm1(-gap) + gap
+        case "rk3":
+            if log_ratio is None:
+                raise InvariantError("rk3 weights k3 by a ratio, and none was given")
+            return log_ratio.exp() * (torch.expm1(-gap) + gap)
+
+
+def in_reward(pull: object) -> bool:
+    """Whether this pull is a KL that enters the reward."""
+    return isinstance(pull, KL) and pull.placement in ("reward", "both")
+
+
+def in_loss(pull: object) -> bool:
+    """Whether this pull is a KL that enters the loss."""
+    return isinstance(pull, KL) and pull.placement in ("loss", "both")

@@ -1,0 +1,149 @@
+"""The loss of one micro-batch: REINFORCE's gradient, made louder or quieter per token, plus what is added beside it.
+
+    loss = sum_t weight_t * ( -sg[c_t * push_t] * A_t * logp_t + pull_t - coef_H * H_t + coef_V * value_loss_t )
+
+It is a plain weighted sum: weights were normalised over the whole minibatch, so micro-batches and ranks add up. The
+printed loss is a surrogate; only its gradient means something, and it equals the published objective's (law 1).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithm import kl
+from posttrain.algorithm.correction import Corrected, correct
+from posttrain.algorithm.streams import Streams
+from posttrain.algorithm.trust import Push, importance, push
+from posttrain.algorithm.value import value_loss
+from posttrain.core.algorithm import KL, Algorithm, Pull, SequenceL2, Value
+from posttrain.core.errors import InvariantError
+from posttrain.core.ports import TokenScores
+from posttrain.core.types import Gauge, Gauges
+
+
+@dataclass(frozen=True, eq=False)
+class Terms:
+    """A differentiable scalar, and what was seen on the way (sums and counts over tokens)."""
+
+    loss: Tensor
+    gauges: Gauges
+
+
+def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
+    """Loss and gauges of one micro-batch of whole episodes. A minibatch's are the sums over its micro-batches.
+
+    Args:
+        a: the algorithm; its ratio, anchor, clip, correction, pull, entropy and value choices are read.
+        batch: streams [M], on the device of the scores.
+        scores: differentiable log-prob [M] of each spoken token, with entropy and value where `a` reads them.
+
+    Raises:
+        InvariantError: a stream or score that the algorithm reads is missing.
+    """
+    logp_M: Tensor = scores.logp
+    start_M = logp_M.detach() if batch.logp_start_M is None else batch.logp_start_M
+    log_ratio_M = logp_M - (batch.logp_mu_M if a.anchor == "behaviour" else start_M)
+    ratio_M = importance(a.ratio, log_ratio_M, batch)
+    pushed = push(a.clip, ratio_M, batch.advantage_M)
+    corrected = None if a.correction is None else correct(a.correction, start_M, batch)
+    loudness_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
+    term_M = -(loudness_M * batch.advantage_M).detach() * logp_M
+    if a.pull is not None:
+        pull_M = pull_term(a.pull, log_ratio_M, logp_M, batch)
+        term_M = term_M if pull_M is None else term_M + pull_M
+    if a.entropy is not None:
+        term_M = term_M - a.entropy.coef * _present(scores.entropy, "entropy", a)
+    seen = _Seen(batch)
+    if isinstance(a.baseline, Value):
+        value_M, return_M = _present(scores.value, "value", a), _present(batch.return_M, "returns", a)
+        each_M = value_loss(value_M, batch.value_M, return_M, a.baseline.clip)
+        term_M = term_M + a.baseline.coef * each_M
+        seen.values(each_M, value_M, return_M)
+    seen.policy(ratio_M, pushed, loudness_M)
+    seen.drift(logp_M, start_M, log_ratio_M, scores.entropy)
+    if corrected is not None:
+        seen.correction(corrected)
+    return Terms((batch.weight_M * term_M).sum(), seen.gauges())
+
+
+def supervised(weight_M: Tensor, logp_M: Tensor) -> Tensor:
+    """Maximum likelihood: -sum_t weight_t * logp_t, weights normalised over the whole minibatch."""
+    return -(weight_M * logp_M).sum()
+
+
+def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
+    """The differentiable regulariser per token [M]; None where it lives in the reward alone.
+
+    `SequenceL2` is coef/2 * (sum of the episode's log-ratios)^2 once per episode (A20, Eq. 3), its value shared out over the
+    episode's tokens: a token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi.
+    """
+    match pull:
+        case KL():
+            if not kl.in_loss(pull):
+                return None
+            if batch.logp_ref_M is None:
+                raise InvariantError("a KL in the loss reads the reference's log-probs, which are missing from the batch")
+            return pull.coef * kl.estimate(pull.estimator, logp_M - batch.logp_ref_M, log_ratio_M)
+        case SequenceL2(coef=coef):
+            return coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
+
+
+def _present(stream: Tensor | None, name: str, a: Algorithm) -> Tensor:
+    if stream is None:
+        raise InvariantError(f"the objective of {a.name!r} reads {name!r}, which is missing")
+    return stream
+
+
+class _Seen:
+    """Gauges of one micro-batch: sums stay on the device and are read once, at the end."""
+
+    def __init__(self, batch: Streams) -> None:
+        self._batch = batch
+        self._sums: dict[str, Tensor] = {}
+
+    def _add(self, name: str, x_M: Tensor) -> None:
+        self._sums[name] = x_M.detach().sum(dtype=self._batch.weight_M.dtype)
+
+    def policy(self, ratio_M: Tensor, pushed: Push, loudness_M: Tensor) -> None:
+        """How far tokens went and how many were silenced. `ratio_square` is what a few huge ratios show up in."""
+        self._add("policy/clip_low", pushed.low_M)
+        self._add("policy/clip_high", pushed.high_M)
+        self._add("policy/ratio", ratio_M)
+        self._add("policy/ratio_square", ratio_M.square())
+        self._add("policy/surrogate", loudness_M * self._batch.advantage_M)
+
+    def drift(self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None) -> None:
+        """Distances per token: from the start of the step, the anchor and the reference (k3), and from the sampler (absolute)."""
+        now_M, b = logp_M.detach(), self._batch
+        self._add("policy/kl_start", kl.estimate("k3", start_M - now_M))
+        self._add("policy/kl_anchor", kl.estimate("k3", -log_ratio_M.detach()))
+        self._add("mismatch/logp_gap", (start_M - b.logp_mu_M).abs())
+        self._add("mismatch/kl", kl.estimate("k3", b.logp_mu_M - start_M))
+        if b.logp_ref_M is not None:
+            self._add("policy/kl_reference", kl.estimate("k3", now_M - b.logp_ref_M))
+        if entropy_M is not None:
+            self._add("policy/entropy", entropy_M)
+
+    def values(self, loss_M: Tensor, value_M: Tensor, return_M: Tensor) -> None:
+        """Value loss, and the sums explained variance is made of: 1 - Var(residual) / Var(return)."""
+        residual_M = return_M - value_M.detach()
+        self._add("value/loss", loss_M)
+        self._add("value/return", return_M)
+        self._add("value/return_square", return_M.square())
+        self._add("value/residual", residual_M)
+        self._add("value/residual_square", residual_M.square())
+
+    def correction(self, corrected: Corrected) -> None:
+        """Raw and used start/mu; used and used_square give the effective sample size (`correction.effective_share`)."""
+        self._add("correction/raw", corrected.raw_M)
+        self._add("correction/used", corrected.used_M)
+        self._add("correction/used_square", corrected.used_M.square())
+        self._add("correction/silenced", corrected.used_M == 0)
+
+    def gauges(self) -> Gauges:
+        count = float(len(self._batch.weight_M))
+        sums: list[float] = torch.stack(list(self._sums.values())).tolist()  # pyright: ignore[reportUnknownMemberType]
+        return {name: Gauge(x, count) for name, x in zip(self._sums, sums, strict=True)}

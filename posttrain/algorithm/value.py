@@ -1,0 +1,49 @@
+"""Learned values: generalised advantage estimation (1506.02438) over spoken tokens, and the value loss (A05)."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from posttrain.core.errors import InvariantError
+
+
+def gae(
+    values_T: NDArray[np.float64], rewards_T: NDArray[np.float64], *, gamma: float, gae_lambda: float
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(advantage [T], return [T]) of one finished episode.
+
+    T counts the tokens the policy said, over all segments: an observation is no step of the policy, so its position is
+    not here at all, and deleting it cannot change anything. The value after the last token is 0.
+
+        delta_t = r_t + gamma * V_{t+1} - V_t      A_t = delta_t + gamma * lambda * A_{t+1}      return_t = A_t + V_t
+
+    >>> gae(np.array([.5, .6, .8]), np.array([0., 0., 1.]), gamma=1.0, gae_lambda=0.95)
+    (array([0.4705, 0.39  , 0.2   ]), array([0.9705, 0.99  , 1.    ]))
+    """
+    if values_T.shape != rewards_T.shape or values_T.ndim != 1:
+        raise InvariantError(f"gae: {values_T.shape} values for {rewards_T.shape} rewards")
+    advantage_T = np.zeros_like(values_T)
+    value_next, advantage_next = 0.0, 0.0
+    for t in range(len(values_T) - 1, -1, -1):
+        delta = rewards_T[t] + gamma * value_next - values_T[t]
+        advantage_next = delta + gamma * gae_lambda * advantage_next
+        value_next = values_T[t]
+        advantage_T[t] = advantage_next
+    return advantage_T, advantage_T + values_T
+
+
+def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: float | None) -> Tensor:
+    """Loss per token [M]: 0.5 * max((V - ret)^2, (V_old + clamp(V - V_old, -clip, clip) - ret)^2) (A05).
+
+    Without `clip` the first term alone, and `old_M` is not read. V_old .5, V .9, ret 1, clip .2 -> 0.045.
+    """
+    plain_M = (value_M - return_M).square()
+    if clip is None:
+        return 0.5 * plain_M
+    if old_M is None:
+        raise InvariantError("a clipped value loss compares with the values at the start of the step, which are missing")
+    near_M = old_M + (value_M - old_M).clamp(-clip, clip)
+    return 0.5 * torch.maximum(plain_M, (near_M - return_M).square())

@@ -1,0 +1,84 @@
+"""An exact digest of weights: what the trainer pushed and what the engine serves are the same bits, or they are not.
+
+Integer arithmetic over the raw bits, so neither the device, the number of threads nor the order of summation matters.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from functools import lru_cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.core.errors import InvariantError
+
+ROW = 8192
+"""64-bit words that share one weight vector; each row of words leaves one sum."""
+BLOCK = 64
+"""Rows worked on at once (4 MiB), so that a large tensor costs no large temporary."""
+
+
+def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
+    """Hex digest (32 characters) of all names, dtypes, shapes and bits, whatever the order of the iterable.
+
+    One changed word always changes it (its weight is odd, hence invertible modulo 2**64); swapped, shifted or stale
+    words change it but for a chance below 2**-32.
+    """
+    whole = hashlib.blake2b(digest_size=16)
+    for name, digest in sorted(fingerprints(tensors).items()):
+        whole.update(f"{name}\x1f{digest}\x1e".encode())
+    return whole.hexdigest()
+
+
+def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
+    """The digest of every tensor by name, to say which one is stale. Reads the device once, at the end."""
+    sums: dict[str, Tensor] = {}
+    heads: dict[str, str] = {}
+    for name, tensor in tensors:
+        if name in sums:
+            raise InvariantError(f"tensor {name!r} is listed twice: a fingerprint needs every name once")
+        heads[name] = f"{str(tensor.dtype)} {tuple(tensor.shape)} "
+        sums[name] = _row_sums(tensor)
+    if not sums:
+        return {}
+    by_device = {device: torch.cat([s for s in sums.values() if s.device == device]).cpu() for device in {s.device for s in sums.values()}}
+    at = dict.fromkeys(by_device, 0)
+    out: dict[str, str] = {}
+    for name, s in sums.items():
+        rows = by_device[s.device][at[s.device] : at[s.device] + len(s)]
+        at[s.device] += len(s)
+        out[name] = hashlib.blake2b(heads[name].encode() + rows.numpy().tobytes(), digest_size=16).hexdigest()
+    return out
+
+
+def _row_sums(tensor: Tensor) -> Tensor:
+    """int64 [rows]: per row of `ROW` words sum_i weight_i * word_i, then a last entry per row-block of the folded words."""
+    raw = tensor.detach().contiguous().view(-1)
+    whole = raw.numel() * raw.element_size() // (8 * ROW) * ROW
+    in_rows = whole * 8 // raw.element_size()
+    body, tail = raw[:in_rows], raw[in_rows:].view(torch.uint8)
+    padded = torch.zeros((tail.numel() + 7) // 8 * 8, dtype=torch.uint8, device=raw.device)
+    padded[: tail.numel()] = tail
+    weights = _weights(str(raw.device))
+    sums = [_sums(padded.view(torch.int64)[None], weights)]
+    if whole:
+        words = (body if body.storage_offset() * body.element_size() % 8 == 0 else body.clone()).view(torch.int64).view(-1, ROW)
+        sums += [_sums(block, weights) for block in words.split(BLOCK)]
+    return torch.cat(sums)
+
+
+def _sums(words: Tensor, weights: Tensor) -> Tensor:
+    """int64 [R, n <= ROW] -> [2 R]. The second sum folds each word's high half down: the top bit alone contributes
+    2**63 to the first whatever its weight, so an even number of flipped signs would cancel there."""
+    n = words.shape[1]
+    return torch.cat([(words * weights[:n]).sum(1), ((words >> 32) * weights[ROW - n :]).sum(1)])
+
+
+@lru_cache(maxsize=8)
+def _weights(device: str) -> Tensor:
+    """int64 [ROW] of odd pseudo-random weights."""
+    odd = np.random.Generator(np.random.Philox(key=0x706F7374)).integers(0, 2**64, ROW, dtype=np.uint64) | np.uint64(1)
+    return torch.from_numpy(odd.view(np.int64)).to(device)
