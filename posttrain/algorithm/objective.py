@@ -63,7 +63,7 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
         term_M = term_M + a.baseline.coef * each_M
         seen.values(each_M, value_M, return_M)
     seen.policy(ratio_M, pushed, loudness_M)
-    seen.drift(logp_M, start_M, log_ratio_M, scores.entropy)
+    seen.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=batch.logp_start_M is not None or "start" in a.reads)
     if corrected is not None:
         seen.correction(corrected)
     return Terms((batch.weight_M * term_M).sum(), seen.gauges())
@@ -115,10 +115,14 @@ class _Seen:
         self._add("policy/ratio_square", ratio_M.square())
         self._add("policy/surrogate", loudness_M * self._batch.advantage_M)
 
-    def drift(self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None) -> None:
-        """Distances per token: from the start of the step, the anchor and the reference (k3), and from the sampler (absolute)."""
+    def drift(self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool) -> None:
+        """Distances per token: from the start of the step, the anchor and the reference (k3), and from the sampler.
+
+        The mismatch is start against mu; where the start was not scored, the current policy stands in for it.
+        """
         now_M, b = logp_M.detach(), self._batch
-        self._add("policy/kl_start", kl.estimate("k3", start_M - now_M))
+        if knows_start:
+            self._add("policy/kl_start", kl.estimate("k3", start_M - now_M))
         self._add("policy/kl_anchor", kl.estimate("k3", -log_ratio_M.detach()))
         self._add("mismatch/logp_gap", (start_M - b.logp_mu_M).abs())
         self._add("mismatch/kl", kl.estimate("k3", b.logp_mu_M - start_M))

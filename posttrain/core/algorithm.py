@@ -243,7 +243,8 @@ class Algorithm:
     def reads(self) -> frozenset[str]:
         """What the step must score before the loss: subset of {start, reference, values}."""
         need: set[str] = set()
-        anchored = self.ratio != "one" or isinstance(self.pull, SequenceL2)
+        kl_in_reward = isinstance(self.pull, KL) and self.pull.placement != "loss"
+        anchored = self.ratio != "one" or isinstance(self.pull, SequenceL2) or kl_in_reward
         if (anchored and self.anchor == "start") or self.correction is not None:
             need.add("start")
         if isinstance(self.pull, KL):
