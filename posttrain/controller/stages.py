@@ -1,0 +1,289 @@
+"""Stages one after another: pretrain, SFT and RL on the same learner, each evaluated, checkpointed and resumable."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.controller.guard import Guard
+from posttrain.controller.house import Clock, House, Parts
+from posttrain.controller.step import train_step
+from posttrain.controller.stop import Interrupted, Stopper
+from posttrain.core.run import Reinforce, Stage, Supervised
+from posttrain.core.types import Step, merge
+from posttrain.role.demonstrate import demonstrations
+from posttrain.role.evaluate import Report
+from posttrain.role.pack import batch_algebra
+from posttrain.role.prompts import Prompts
+from posttrain.role.trainer import Trainer
+from posttrain.role.weights import load_optimizer, load_weights, restore, save_optimizer, save_weights, snapshot
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What one stage did, in plain numbers (it is part of every later checkpoint's state)."""
+
+    name: str
+    kind: str
+    steps: int
+    optimizer_steps: int
+    seconds: float
+    roles: dict[str, float]
+    accuracy: tuple[float, float, float] | None
+    """Held-out mean raw outcome with its 95 % interval."""
+    greedy: float | None
+    pass_at: dict[str, float]
+    before: float | None
+    """Accuracy the stage started from."""
+    why: str
+    beside: str | None = None
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Everything here is a function of what was done, except `seconds`."""
+
+    stage: int = 0
+    step: int = 0
+    version: int = 0
+    cursor: int = 0
+    ema: float = 0.0
+    optimizer_steps: int = 0
+    before: float | None = None
+    accuracy: tuple[float, float, float] | None = None
+    seconds: float = 0.0
+    roles: dict[str, float] | None = None
+    results: list[dict[str, Any]] | None = None
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def done(self) -> list[StageResult]:
+        return [StageResult(**r) for r in self.results or []]
+
+
+class Stages:
+    """Runs all stages of `parts.run` from where `progress` stands."""
+
+    def __init__(self, parts: Parts, progress: Progress, stopper: Stopper) -> None:
+        self.parts, self.progress, self.stopper = parts, progress, stopper
+        self._begun = 0.0
+        self._clock = Clock()
+        self._last: tuple[int, Report] | None = None
+
+    async def run(self, checkpoint: Path | None = None) -> list[StageResult]:
+        """All remaining stages. `checkpoint` holds the optimizer of a stage that was cut in the middle."""
+        p, parts = self.progress, self.parts
+        if not p.stage and not p.step:
+            parts.book.keep("start", lambda folder: save_weights(folder, parts.learner))
+        for position in range(p.stage, len(parts.run.stages)):
+            stage = parts.run.stages[position]
+            await self._stage(stage, checkpoint if p.step else None)
+            p.stage, p.step, p.cursor, p.ema, p.optimizer_steps = position + 1, 0, 0, 0.0, 0
+            p.before, p.seconds, p.roles = None, 0.0, None
+            parts.book.keep(stage.name, lambda folder: save_weights(folder, parts.learner))
+            self._checkpoint(stage, None)
+        return p.done
+
+    async def _stage(self, stage: Stage, checkpoint: Path | None) -> None:
+        self._begun = time.perf_counter()
+        self._clock = Clock(total=dict(self.progress.roles or {}))
+        self._carried = self.progress.seconds
+        self.parts.version = self.progress.version
+        if isinstance(stage, Supervised):
+            result = await self._imitate(stage, checkpoint)
+        else:
+            result = await self._reinforce(stage, checkpoint)
+        self.progress.results = [*(self.progress.results or []), asdict(result)]
+        self.parts.say(f"{stage.name}: done, {result.why}" + (f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""))
+
+    # --- supervised ------------------------------------------------------------------------------------------------
+
+    async def _imitate(self, stage: Supervised, checkpoint: Path | None) -> StageResult:
+        parts, p = self.parts, self.progress
+        handed_on = snapshot(parts.learner) if stage.beside else None
+        if stage.beside and checkpoint is None:
+            load_weights(parts.book.kept(self._before(stage.beside)), parts.learner)
+            p.version += 1
+            parts.version = p.version
+        trainer = parts.trainer(stage.optimizer, stage.micro_tokens)
+        if checkpoint is not None:
+            load_optimizer(checkpoint, trainer.optimizer)
+        limit = next((r.seconds for r in p.done if r.name == stage.beside), None)
+        parts.say(self._describe(stage, limit))
+        why = f"all {stage.steps} steps"
+        while p.step < stage.steps:
+            with self._clock.of("learn"):
+                batch = demonstrations(parts.environment, parts.renderer, stage, seed=parts.run.seed, step=p.step, context=parts.sampler.context)
+                gauges = trainer.imitate(batch)
+            p.step, p.version, p.optimizer_steps = p.step + 1, trainer.version, p.optimizer_steps + 1
+            parts.tell(Step(stage.name, p.step, p.version, gauges, self._clock.take()))
+            self._border(stage, trainer, None)
+            if limit is not None and self._seconds() >= limit:
+                why = f"stopped after the {limit:.0f} s that {stage.beside} took"
+                break
+        parts.version = p.version
+        report = await self._evaluate(stage) if stage.eval else None
+        result = self._result(stage, "supervised", report, why)
+        if handed_on is not None:
+            restore(parts.learner, handed_on)
+            p.version += 1
+            parts.version = p.version
+        return replace(result, beside=stage.beside)
+
+    def _before(self, stage: str) -> str:
+        """Name of the kept weights a stage started from."""
+        names = ["start", *(s.name for s in self.parts.run.stages)]
+        return names[names.index(stage) - 1]
+
+    # --- reinforcement ---------------------------------------------------------------------------------------------
+
+    async def _reinforce(self, stage: Reinforce, checkpoint: Path | None) -> StageResult:
+        parts, p = self.parts, self.progress
+        fresh = p.step == 0
+        if fresh:
+            report = await self._evaluate(stage)
+            p.before, p.accuracy = report.accuracy.mean, (report.accuracy.mean, report.accuracy.low, report.accuracy.high)
+            parts.say(productive_band(report))
+        house = self._house(stage, checkpoint)
+        guard = Guard(fresh=fresh)
+        parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
+        await parts.publish()
+        why = f"all {stage.steps} steps"
+        report = None
+        while p.step < stage.steps:
+            step = await train_step(house, guard, p.step)
+            p.step, p.version, p.cursor, p.ema = p.step + 1, house.trainer.version, house.prompts.cursor, house.ema
+            p.optimizer_steps += int(step.gauges["optim/steps"].sum)
+            parts.version = p.version
+            report = None
+            if stage.eval_every and p.step % stage.eval_every == 0 and p.step < stage.steps:
+                report = await self._evaluate(stage)
+                step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self._clock.take()})
+            parts.tell(replace(step, index=p.step))
+            self._border(stage, house.trainer, report)
+            reason = self._enough(stage, report)
+            if reason:
+                why = reason
+                break
+        final = report or await self._evaluate(stage)
+        return self._result(stage, "reinforce", final, why)
+
+    def _house(self, stage: Reinforce, checkpoint: Path | None) -> House:
+        parts, p = self.parts, self.progress
+        reference = None
+        if "reference" in stage.algorithm.reads:
+            now = snapshot(parts.learner) if checkpoint is not None else None
+            if now is not None:
+                load_weights(parts.book.kept(self._before(stage.name)), parts.learner)
+            reference = parts.freeze()
+            if now is not None:
+                restore(parts.learner, now)
+        trainer = parts.trainer(stage.optimizer, stage.micro_tokens)
+        if checkpoint is not None:
+            load_optimizer(checkpoint, trainer.optimizer)
+        return House(
+            run=parts.run,
+            stage=stage,
+            sampling=parts.sampling(stage),
+            rollout=parts.rollout,
+            prompts=Prompts(parts.environment.train, parts.run.seed, p.cursor),
+            learner=parts.learner,
+            trainer=trainer,
+            sync=parts.sync,
+            reference=reference,
+            reference_digest=reference.fingerprint() if reference else "",
+            book=parts.book,
+            text=parts.text,
+            ema=p.ema,
+            clock=self._clock,
+        )
+
+    def _enough(self, stage: Reinforce, report: Report | None) -> str:
+        """Why the stage may end before its last step, or ''."""
+        if stage.target is not None and report is not None and report.accuracy.mean >= stage.target:
+            return f"target {stage.target:g} reached at step {self.progress.step}"
+        if stage.wall_time is not None and self._seconds() >= stage.wall_time:
+            return f"wall time of {stage.wall_time:g} s reached at step {self.progress.step}"
+        return ""
+
+    # --- borders ---------------------------------------------------------------------------------------------------
+
+    def _seconds(self) -> float:
+        return self._carried + time.perf_counter() - self._begun
+
+    async def _evaluate(self, stage: Stage) -> Report:
+        """Held-out evaluation, remembered per version so that no weights are evaluated twice."""
+        sampling = self.parts.sampling(stage)
+        if self._last is not None and self._last[0] == self.parts.version and self._sampled == sampling:
+            return self._last[1]
+        with self._clock.of("evaluate"):
+            report = await self.parts.evaluate(sampling)
+        self._last, self._sampled = (self.parts.version, report), sampling
+        if self.parts.run.record_episodes:
+            self.parts.book.write_evaluation(stage.name, self.progress.step, report.groups)
+        return report
+
+    def _border(self, stage: Stage, trainer: Trainer, report: Report | None) -> None:
+        """Between two steps: checkpoint when due, and end here if somebody asked."""
+        p = self.progress
+        due = stage.checkpoint_every and p.step % stage.checkpoint_every == 0
+        if due or self.stopper.number:
+            self._checkpoint(stage, trainer, report.accuracy.mean if report else None)
+        if self.stopper.number:
+            raise Interrupted(
+                self.stopper.number,
+                f"stopped at {stage.name} step {p.step} with a checkpoint. Go on with: posttrain run --resume {self.parts.book.folder}",
+            )
+
+    def _checkpoint(self, stage: Stage, trainer: Trainer | None, metric: float | None = None) -> None:
+        p, parts = self.progress, self.parts
+        if trainer is not None:
+            p.seconds, p.roles = self._seconds(), dict(self._clock.total)
+
+        def write(folder: Path) -> None:
+            save_weights(folder, parts.learner)
+            if trainer is not None:
+                save_optimizer(folder, trainer.optimizer)
+
+        with self._clock.of("checkpoint"):
+            parts.book.checkpoint(f"{p.version:08d}-{stage.name}-{p.step:06d}", write, p.plain(), metric)
+
+    def _result(self, stage: Stage, kind: str, report: Report | None, why: str) -> StageResult:
+        p = self.progress
+        before = p.accuracy[0] if kind == "supervised" and p.accuracy else p.before
+        accuracy = (report.accuracy.mean, report.accuracy.low, report.accuracy.high) if report else None
+        if not (isinstance(stage, Supervised) and stage.beside):
+            p.accuracy = accuracy
+        return StageResult(
+            name=stage.name,
+            kind=kind,
+            steps=p.step,
+            optimizer_steps=p.optimizer_steps,
+            seconds=self._seconds(),
+            roles={k: round(v, 3) for k, v in self._clock.total.items()},
+            accuracy=accuracy,
+            greedy=report.greedy.mean if report and report.greedy else None,
+            pass_at={str(k): s.mean for k, s in report.pass_at.items()} if report else {},
+            before=before,
+            why=why,
+        )
+
+    def _describe(self, stage: Supervised, limit: float | None) -> str:
+        bound = f"{stage.steps} steps" if limit is None else f"as long as {stage.beside} took ({limit:.0f} s)"
+        wrong = f", {stage.wrong:.0%} of them wrong" if stage.wrong else ""
+        return f"{stage.name}: imitate '{stage.style}' texts{wrong}; {stage.batch} a step, {bound}"
+
+
+def productive_band(report: Report, low: float = 0.1, high: float = 0.8) -> str:
+    """Whether reinforcement has work to do: the pass rate before it lies between 10 and 80 %."""
+    rate = report.accuracy.mean
+    if low <= rate <= high:
+        return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%})"
+    advice = "most groups will be all wrong: teach it more by imitation first" if rate < low else "most groups will be all right: use harder tasks"
+    return f"pass rate before RL: {rate:.1%}, OUTSIDE the productive band ({low:.0%} to {high:.0%}); {advice}"
+
+

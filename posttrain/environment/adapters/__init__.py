@@ -1,0 +1,1 @@
+"""Other people's tasks behind our port."""

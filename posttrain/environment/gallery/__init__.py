@@ -1,0 +1,24 @@
+"""Tasks that come with the library: one file each, imported when asked for by name."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from posttrain.core.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from posttrain.environment.single import SingleTurn
+
+GALLERY: dict[str, str] = {
+    "arithmetic": "posttrain.environment.gallery.arithmetic:Arithmetic",
+}
+"""Name -> module:class. The class is a frozen dataclass; its own fields are the environment's settings."""
+
+
+def gallery_class(name: str) -> type[SingleTurn]:
+    """The class behind a gallery name; ConfigError with the nearest name where there is none."""
+    if name not in GALLERY:
+        raise ConfigError(f"no gallery environment {name!r}: {nearest(name, GALLERY)}")
+    module, attribute = GALLERY[name].split(":")
+    return getattr(importlib.import_module(module), attribute)

@@ -1,0 +1,173 @@
+"""Sums: `<3+4+5>` is answered `12`, directly or through running sums."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from typing import ClassVar
+
+import numpy as np
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.ports import Attempt, TaskSource
+from posttrain.core.seeds import generator
+from posttrain.core.types import Task, Verdict
+from posttrain.environment.integers import last_integer
+from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require
+
+Signed = tuple[tuple[str, int], ...]
+"""Terms in order, each with its sign; the first is positive."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arithmetic(SingleTurn):
+    """Add (and subtract) a few integers; the reward is 1 where the last integer said is the sum, else 0.
+
+    Two tasks are the same where their terms are, in any order: addition does not care, so a held-out `<3+4+5>`
+    forbids `<5+4+3>` in training. At most half of the term multisets of each length are held out.
+    """
+
+    name: ClassVar[str] = "arithmetic"
+    min_terms: int = 2
+    max_terms: int = 4
+    max_operand: int = 9
+    """Largest term; the smallest is 0. 9 is one digit, 99 two."""
+    ops: str = "+"
+    """`+`, or `+-` for sums with subtractions (answers may be negative)."""
+
+    def __post_init__(self) -> None:
+        require(2 <= self.min_terms <= self.max_terms <= 32, self.name, f"min_terms={self.min_terms}, max_terms={self.max_terms}: need 2 <= min <= max <= 32")
+        require(1 <= self.max_operand <= 10**9, self.name, f"max_operand={self.max_operand}: must lie in 1..1000000000")
+        require(self.ops in ("+", "+-"), self.name, f"ops={self.ops!r}: valid are '+' and '+-'")
+        room = sum(self._room(n) for n in self._lengths)
+        require(
+            self.heldout_count <= room,
+            self.name,
+            f"heldout={self.heldout_count}, but these settings have room for {room} (half of the distinct sums); raise max_operand or max_terms, or lower heldout",
+        )
+
+    @property
+    def _lengths(self) -> range:
+        return range(self.min_terms, self.max_terms + 1)
+
+    def _room(self, length: int) -> int:
+        """Most multisets of this length that may be held out: half of those that exist."""
+        plain = math.comb(self.max_operand + length, length)
+        signed = math.comb(2 * self.max_operand + 1 + length, length) - plain  # any signs but all minus
+        return (plain if self.ops == "+" else signed) // 2
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789+-=;<>"
+
+    @property
+    def train(self) -> TaskSource:
+        return Generated(self._train)
+
+    def _train(self, index: int) -> Task:
+        rng = generator(self.seed, "arithmetic/train", index)
+        length = int(rng.choice(self._lengths))
+        while True:
+            terms = self._draw(rng, length)
+            if _multiset(terms) not in self._held:
+                return _task(f"arithmetic-{index}", terms)
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        rng = generator(HELDOUT_SEED, "arithmetic/heldout")
+        room = {n: self._room(n) for n in self._lengths}
+        seen: set[Signed] = set()
+        tasks: list[Task] = []
+        while len(tasks) < self.heldout_count:
+            length = int(rng.choice([n for n, left in room.items() if left]))
+            terms = self._draw(rng, length)
+            if (same := _multiset(terms)) not in seen:
+                seen.add(same)
+                room[length] -= 1
+                tasks.append(_task(f"arithmetic-heldout-{len(tasks)}", terms))
+        return tuple(tasks)
+
+    @cached_property
+    def _held(self) -> frozenset[Signed]:
+        return frozenset(_multiset(_terms(t)) for t in self.heldout)
+
+    def _draw(self, rng: np.random.Generator, length: int) -> Signed:
+        operands = rng.integers(0, self.max_operand + 1, size=length)
+        signs = ["+", *(self.ops[i] for i in rng.integers(0, len(self.ops), size=length - 1))]
+        return tuple((s, int(o)) for s, o in zip(signs, operands, strict=True))
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        said = last_integer(attempt.text)
+        return graded(said == attempt.task.answer, said, attempt.task.answer, kind="no_integer" if said is None else "wrong")
+
+    def key(self, task: Task) -> Signed:
+        return _multiset(_terms(task))
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return (str(task.answer),)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        """The right answer on the way to a wrong one."""
+        return (f"{task.answer}={int(task.answer) + 1}",)
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`document`: number sequences and equations, no prompt; `answer`: the sum alone; `cot`: running sums."""
+        return ("document", "answer", "cot")
+
+    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
+        """(prompt, completion). With probability `wrong` it is off by a little: a chain of sums goes wrong in one
+        step and is consistent from there on, so that its end is wrong too."""
+        if style not in self.styles:
+            raise ConfigError(f"arithmetic cannot write style {style!r}: {nearest(style, self.styles)}")
+        terms = _terms(task)
+        error = self._error(rng, int(task.answer)) if rng.random() < wrong else 0
+        if style == "document":
+            return "", self._document(terms, error, rng)
+        if style == "answer":
+            return str(task.prompt), str(int(task.answer) + error)
+        slip = int(rng.integers(1, len(terms)))
+        sums = [value + (error if step >= slip else 0) for step, value in enumerate(_running(terms))]
+        steps = [f"{before}{sign}{operand}={after}" for (before, after), (sign, operand) in zip(pairwise(sums), terms[1:], strict=True)]
+        return str(task.prompt), ";".join(steps)
+
+    def _error(self, rng: np.random.Generator, answer: int) -> int:
+        """A small amount to be off by; sums of naturals stay natural."""
+        size = int(rng.choice([1, 1, 2, 3, 10]))
+        upward = rng.random() < 0.5 or (self.ops == "+" and answer < size)
+        return size if upward else -size
+
+    def _document(self, terms: Signed, error: int, rng: np.random.Generator) -> str:
+        """Half number sequences, half equations of the task's own (training) terms."""
+        if rng.random() < 0.5:
+            total = sum(o if s == "+" else -o for s, o in terms) + error
+            return f"{_expression(terms)}={total}"
+        start, step, length = int(rng.integers(0, self.max_operand + 1)), int(rng.integers(1, 4)), int(rng.integers(3, 8))
+        values = [start + step * i for i in range(length)]
+        if error:
+            values[int(rng.integers(1, length))] += error
+        return ";".join(str(v) for v in values)
+
+
+def _expression(terms: Signed) -> str:
+    """`3+4-5`"""
+    return "".join(f"{s}{o}" for s, o in terms)[1:]
+
+
+def _task(name: str, terms: Signed) -> Task:
+    return Task(id=name, prompt=f"<{_expression(terms)}>", answer=str(_running(terms)[-1]), info={"terms": [[s, o] for s, o in terms]})
+
+
+def _terms(task: Task) -> Signed:
+    return tuple((s, o) for s, o in task.info["terms"])
+
+
+def _multiset(terms: Signed) -> Signed:
+    return tuple(sorted(terms))
+
+
+def _running(terms: Signed) -> list[int]:
+    """Sums after each term: 3+4+5 gives [3, 7, 12]."""
+    return np.cumsum([o if s == "+" else -o for s, o in terms], dtype=np.int64).tolist()

@@ -1,0 +1,124 @@
+"""What environments share: settings as fields, a task source, see-and-say, and rewards added by the user."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, fields
+from typing import ClassVar, Protocol
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Attempt, Talk, TaskSource
+from posttrain.core.types import Judged, Stop, Task, Verdict
+
+HELDOUT_SEED = 20_240_229
+"""Seed of every generated held-out set: never the run's, so that runs of different seeds answer the same questions."""
+
+
+class Source(Protocol):
+    """A reward source: one verdict about one attempt."""
+
+    async def __call__(self, attempt: Attempt) -> Judged: ...
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Tasks without end: task i is a pure function of the index."""
+
+    make: Callable[[int], Task]
+
+    @property
+    def count(self) -> int | None:
+        return None
+
+    def task(self, index: int) -> Task:
+        if index < 0:
+            raise IndexError(f"task index {index} is negative")
+        return self.make(index)
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A finite list of tasks."""
+
+    tasks: tuple[Task, ...]
+
+    @property
+    def count(self) -> int | None:
+        return len(self.tasks)
+
+    def task(self, index: int) -> Task:
+        if not 0 <= index < len(self.tasks):
+            raise IndexError(f"task index {index} of {len(self.tasks)} tasks")
+        return self.tasks[index]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SingleTurn(ABC):
+    """One question, one answer, one verifier: the base of every environment here.
+
+    A subclass is a frozen dataclass. Fields it adds are its settings (`Env.args`); the fields below are set by
+    whoever builds it. It gives `name`, `train`, `heldout`, `verify`, and for its proof `key`, `gold` and `distractor`.
+    A task of several turns overrides `play`.
+    """
+
+    name: ClassVar[str]
+    seed: int = 0
+    """Of the training tasks."""
+    heldout_count: int = 200
+    rewards: tuple[Source, ...] = ()
+    """Sources judged beside the environment's own verifier."""
+
+    @classmethod
+    def settings(cls) -> tuple[str, ...]:
+        """Names that `Env.args` may set."""
+        own = {f.name for f in fields(SingleTurn)}
+        return tuple(f.name for f in fields(cls) if f.name not in own)
+
+    @property
+    @abstractmethod
+    def train(self) -> TaskSource: ...
+
+    @property
+    @abstractmethod
+    def heldout(self) -> Sequence[Task]: ...
+
+    @property
+    @abstractmethod
+    def alphabet(self) -> str:
+        """Every character that prompts, gold answers and demonstrations use, for a character tokenizer."""
+
+    @abstractmethod
+    def verify(self, attempt: Attempt) -> Verdict:
+        """The environment's own verdict; what the policy says may make it 0 but never makes it raise."""
+
+    @abstractmethod
+    def key(self, task: Task) -> Hashable:
+        """What makes two tasks the same; no held-out key occurs in train."""
+
+    @abstractmethod
+    def gold(self, task: Task) -> tuple[str, ...]:
+        """Turns that earn full reward."""
+
+    @abstractmethod
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        """Turns that look like gold and earn nothing."""
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        talk.see(task.prompt)
+        return (await talk.say()).stop
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        own = Judged(self.name, 1.0, self.verify(attempt))
+        return (own, *[await source(attempt) for source in self.rewards])
+
+
+def require(condition: bool, name: str, message: str) -> None:
+    """A setting's check: ConfigError that names the environment and says what to change."""
+    if not condition:
+        raise ConfigError(f"env {name}: {message}")
+
+
+def graded(right: bool, said: object, wanted: object, *, kind: str = "wrong") -> Verdict:
+    """1 or 0, with what was said and wanted where they differ."""
+    return Verdict.value(1.0) if right else Verdict.value(0.0, kind, f"said {said}, wanted {wanted}")

@@ -1,0 +1,1 @@
+"""From a recipe and overrides to a run."""

@@ -1,0 +1,52 @@
+"""Weights and optimizer state on disk: safetensors only, so that loading runs no code."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from posttrain.core.errors import RunFolderError
+from posttrain.core.ports import Learner
+from posttrain.role.trainer import Optimizer
+
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+
+
+def save_weights(folder: Path, learner: Learner) -> None:
+    """Every trainable parameter, the value head included."""
+    save_file({n: p.detach().contiguous() for n, p in learner.parameters().items()}, folder / WEIGHTS)
+
+
+def load_weights(folder: Path, learner: Learner) -> None:
+    """Into the learner, in place; refuses weights of another shape or set."""
+    _copy(load_file(folder / WEIGHTS), learner.parameters(), folder / WEIGHTS)
+
+
+def save_optimizer(folder: Path, optimizer: Optimizer) -> None:
+    save_file({n: t.contiguous() for n, t in optimizer.state_tensors().items()}, folder / OPTIMIZER)
+
+
+def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
+    optimizer.load_state_tensors(load_file(folder / OPTIMIZER))
+
+
+def snapshot(learner: Learner) -> dict[str, torch.Tensor]:
+    """A copy of the weights in memory."""
+    return {n: p.detach().clone() for n, p in learner.parameters().items()}
+
+
+def restore(learner: Learner, weights: Mapping[str, torch.Tensor]) -> None:
+    _copy(weights, learner.parameters(), None)
+
+
+def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], path: Path | None) -> None:
+    if set(source) != set(target) or any(source[n].shape != target[n].shape for n in target):
+        wrong = sorted(set(source) ^ set(target)) or [n for n in target if source[n].shape != target[n].shape]
+        raise RunFolderError(f"{path or 'these weights'} belong to another model: {', '.join(wrong[:4])} differ. Resume with the model the run was started with")
+    with torch.no_grad():
+        for name, tensor in target.items():
+            tensor.copy_(source[name])
