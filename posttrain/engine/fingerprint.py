@@ -18,7 +18,7 @@ from posttrain.core.errors import InvariantError
 ROW = 8192
 """64-bit words that share one weight vector; each row of words leaves one sum."""
 BLOCK = 64
-"""Rows worked on at once (4 MiB), so that a large tensor costs no large temporary."""
+"""Rows worked on at once (4 MiB), so that temporaries stay in cache."""
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
@@ -55,7 +55,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
 
 
 def _row_sums(tensor: Tensor) -> Tensor:
-    """int64 [rows]: per row of `ROW` words sum_i weight_i * word_i, then a last entry per row-block of the folded words."""
+    """int64 [2 (rows + 1)]: two weighted sums of the tail's words, then of every full row of `ROW` words."""
     raw = tensor.detach().contiguous().view(-1)
     whole = raw.numel() * raw.element_size() // (8 * ROW) * ROW
     in_rows = whole * 8 // raw.element_size()
@@ -74,7 +74,12 @@ def _sums(words: Tensor, weights: Tensor) -> Tensor:
     """int64 [R, n <= ROW] -> [2 R]. The second sum folds each word's high half down: the top bit alone contributes
     2**63 to the first whatever its weight, so an even number of flipped signs would cancel there."""
     n = words.shape[1]
-    return torch.cat([(words * weights[:n]).sum(1), ((words >> 32) * weights[ROW - n :]).sum(1)])
+    return torch.cat([_weighted(words, weights[:n]), _weighted(words >> 32, weights[ROW - n :])])
+
+
+def _weighted(words: Tensor, weights: Tensor) -> Tensor:
+    """words @ weights, wrapping around. Integer matrix products exist, and are fast, only on CPU; the bits are the same."""
+    return words.mv(weights) if words.device.type == "cpu" else (words * weights).sum(1)
 
 
 @lru_cache(maxsize=8)
