@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
@@ -110,7 +111,7 @@ class SingleTurn(ABC):
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         own = Judged(self.name, 1.0, self.verify(attempt))
-        return (own, *[await source(attempt) for source in self.rewards])
+        return (own, *await asyncio.gather(*(source(attempt) for source in self.rewards)))
 
 
 def require(condition: bool, name: str, message: str) -> None:

@@ -122,32 +122,33 @@ class Arithmetic(SingleTurn):
         step and is consistent from there on, so that its end is wrong too."""
         if style not in self.styles:
             raise ConfigError(f"arithmetic cannot write style {style!r}: {nearest(style, self.styles)}")
-        terms = _terms(task)
-        error = self._error(rng, int(task.answer)) if rng.random() < wrong else 0
+        terms, false = _terms(task), rng.random() < wrong
+        sums = _running(terms)
         if style == "document":
-            return "", self._document(terms, error, rng)
+            return "", self._document(terms, false, rng)
         if style == "answer":
-            return str(task.prompt), str(int(task.answer) + error)
+            return str(task.prompt), str(sums[-1] + (self._error(rng, sums[-1]) if false else 0))
         slip = int(rng.integers(1, len(terms)))
-        sums = [value + (error if step >= slip else 0) for step, value in enumerate(_running(terms))]
+        error = self._error(rng, sums[slip]) if false else 0
+        sums = [value + (error if step >= slip else 0) for step, value in enumerate(sums)]
         steps = [f"{before}{sign}{operand}={after}" for (before, after), (sign, operand) in zip(pairwise(sums), terms[1:], strict=True)]
         return str(task.prompt), ";".join(steps)
 
-    def _error(self, rng: np.random.Generator, answer: int) -> int:
-        """A small amount to be off by; sums of naturals stay natural."""
+    def _error(self, rng: np.random.Generator, floor: int) -> int:
+        """A small amount to be off by; with only `+`, what stands at `floor` stays natural."""
         size = int(rng.choice([1, 1, 2, 3, 10]))
-        upward = rng.random() < 0.5 or (self.ops == "+" and answer < size)
+        upward = rng.random() < 0.5 or (self.ops == "+" and floor < size)
         return size if upward else -size
 
-    def _document(self, terms: Signed, error: int, rng: np.random.Generator) -> str:
+    def _document(self, terms: Signed, false: bool, rng: np.random.Generator) -> str:
         """Half number sequences, half equations of the task's own (training) terms."""
         if rng.random() < 0.5:
-            total = sum(o if s == "+" else -o for s, o in terms) + error
-            return f"{_expression(terms)}={total}"
+            total = _running(terms)[-1]
+            return f"{_expression(terms)}={total + (self._error(rng, total) if false else 0)}"
         start, step, length = int(rng.integers(0, self.max_operand + 1)), int(rng.integers(1, 4)), int(rng.integers(3, 8))
         values = [start + step * i for i in range(length)]
-        if error:
-            values[int(rng.integers(1, length))] += error
+        if false:
+            values[int(rng.integers(1, length))] += int(rng.integers(1, 4))
         return ";".join(str(v) for v in values)
 
 

@@ -1,0 +1,107 @@
+"""Does an environment mean what it says? One function, run by the tests of every gallery task and by the command line."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from posttrain.core.ports import Environment
+from posttrain.core.seeds import generator
+from posttrain.core.types import Task, outcome
+from posttrain.environment.script import judged
+from posttrain.environment.single import SingleTurn
+
+
+@dataclass(frozen=True)
+class Check:
+    """One claim, whether it held, and the number or example that shows it."""
+
+    name: str
+    passed: bool
+    detail: str
+
+
+async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
+    """Check a task's own verifier and split, on all held-out tasks and `samples` training tasks.
+
+    Gold answers earn 1; distractors and silence earn 0; no constant answer earns more than the most common answer's
+    share plus 0.02; held-out tasks are distinct and no training task equals one; tasks are a function of the seed; the
+    alphabet covers what is written; demonstrations are right, or wrong, as asked.
+    """
+    env = replace(env, rewards=())
+    held = list(env.heldout)
+    count = env.train.count
+    train = [env.train.task(i) for i in range(samples if count is None else min(samples, count))]
+    return (
+        await _scores("gold scores 1", env, held, [env.gold(t) for t in held], 1.0),
+        await _scores("gold scores 1 in training", env, train[:200], [env.gold(t) for t in train[:200]], 1.0),
+        await _scores("distractor scores 0", env, held, [env.distractor(t) for t in held], 0.0),
+        await _scores("silence scores 0", env, held, [("",) * len(env.gold(t)) for t in held], 0.0),
+        await _constant(env, held),
+        _distinct(env, held),
+        _disjoint(env, held, train),
+        _determined(env, held, train),
+        _alphabet(env, [*held, *train[:200]]),
+        *[await c for style in getattr(env, "styles", ()) for c in (_demonstrations(env, style, train[:200], w) for w in (0.0, 1.0))],
+    )
+
+
+async def reward(env: Environment, task: Task, turns: Sequence[str]) -> float | None:
+    return outcome(await judged(env, task, turns))
+
+
+async def _scores(name: str, env: Environment, tasks: Sequence[Task], turns: Sequence[Sequence[str]], wanted: float) -> Check:
+    for task, said in zip(tasks, turns, strict=True):
+        if (got := await reward(env, task, said)) != wanted:
+            return Check(name, False, f"task {task.id!r} ({task.prompt!r}): {list(said)} scored {got}, wanted {wanted}")
+    return Check(name, bool(tasks), f"{len(tasks)} tasks")
+
+
+async def _constant(env: SingleTurn, held: Sequence[Task]) -> Check:
+    """The most common final answers, each given to every task."""
+    answers = Counter(env.gold(t)[-1] for t in held)
+    share = answers.most_common(1)[0][1] / len(held)
+    worst, best = "", 0.0
+    for answer, _ in answers.most_common(5):
+        rewards = [await reward(env, t, [answer] * len(env.gold(t))) for t in held]
+        mean = sum(r or 0.0 for r in rewards) / len(held)
+        if mean > best:
+            worst, best = answer, mean
+    return Check("constant answer earns its share", best <= share + 0.02, f"{worst!r} everywhere earns {best:.3f}; the modal answer's share is {share:.3f}")
+
+
+def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
+    keys, ids = {env.key(t) for t in held}, {t.id for t in held}
+    return Check("held-out tasks are distinct", len(keys) == len(ids) == len(held), f"{len(held)} tasks, {len(keys)} keys, {len(ids)} ids")
+
+
+def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
+    keys = {env.key(t) for t in held}
+    both = [t for t in train if env.key(t) in keys]
+    return Check("held-out is disjoint from train", not both, f"{len(train)} training tasks, {len(both)} of them held out" + (f", such as {both[0].prompt!r}" if both else ""))
+
+
+def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
+    again, other = replace(env), replace(env, seed=env.seed + 1)
+    same = list(again.heldout) == list(held) == list(other.heldout) and [again.train.task(i) for i in range(len(train))] == list(train)
+    moved = env.train.count is not None or [other.train.task(i) for i in range(len(train))] != list(train)
+    return Check("tasks are a function of the seed", same and moved, f"repeated: {same}; training differs under another seed: {moved}")
+
+
+def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
+    written = {c for t in tasks for text in (t.prompt, *env.gold(t), *env.distractor(t)) if isinstance(text, str) for c in text}
+    outside = "".join(sorted(written - set(env.alphabet)))
+    return Check("the alphabet covers prompts and answers", not outside, f"outside: {outside!r}")
+
+
+async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:
+    """Right ones score 1, wrong ones 0; documents answer nothing and are only checked for their alphabet."""
+    name = f"style {style}, wrong={wrong:g}"
+    for i, task in enumerate(tasks):
+        prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)  # type: ignore[attr-defined]
+        if set(text) - set(env.alphabet):
+            return Check(name, False, f"{text!r} leaves the alphabet")
+        if prompt and (got := await reward(env, task, [text])) != 1.0 - wrong:
+            return Check(name, False, f"{prompt!r} -> {text!r} scored {got}")
+    return Check(name, True, f"{len(tasks)} texts")

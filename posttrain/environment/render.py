@@ -1,0 +1,216 @@
+"""Text to tokens, once: what the policy said is never decoded and encoded again.
+
+A prompt is encoded when it is first seen, an observation on its own when it arrives, and a policy's turn never.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.types import Message
+
+Content = str | Sequence[Message]
+
+_PROBE = "ok"
+"""Stands for the assistant's turn when asking a template what it writes after one."""
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that is used here."""
+
+    chat_template: Any
+    bos_token_id: int | None
+
+    def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+
+    def apply_chat_template(self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool) -> str: ...
+
+
+class Renderer:
+    """Prompts, observations and completions as int32 ids, and ids as text.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        stop_ids: the resolved ids that end a turn; the first one ends imitated completions unless the chat template
+            itself writes another of them. Empty: nothing ends a turn.
+        context: most tokens a sequence may have; a prompt must leave room for at least one. None: not checked.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], context: int | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.stop_ids = tuple(int(i) for i in stop_ids)
+        self.context = context
+        self._leading = _leading(tokenizer)
+        self._chat_stop: int | None = None
+
+    @property
+    def leading(self) -> tuple[int, ...]:
+        """Special ids the tokenizer puts before plain text (BOS, mostly); what it puts behind is left out of prompts."""
+        return self._leading
+
+    def prompt(self, prompt: Content, task: str = "") -> np.ndarray:
+        """int32 [T] of a first prompt. Plain text gets the tokenizer's leading special tokens exactly once; messages go
+        through its chat template with the generation prompt.
+
+        Raises:
+            DataError: naming the task: empty, longer than the context, or messages without a template.
+        """
+        ids = self._text(prompt) if isinstance(prompt, str) else self.encode(self.chat(prompt, generate=True))
+        if not len(ids):
+            raise DataError(f"{_named(task)}: the prompt has no tokens; the policy cannot speak after nothing")
+        if self.context is not None and len(ids) >= self.context:
+            raise DataError(
+                f"{_named(task)}: the prompt has {len(ids)} tokens, and a context of {self.context} leaves no room to answer; shorten it or raise model.context"
+            )
+        return ids
+
+    def start(self) -> np.ndarray:
+        """int32 [n >= 1]: what a document without a prompt begins with: leading special tokens, else BOS, else the stop."""
+        if self._leading:
+            return np.array(self._leading, np.int32)
+        bos = self.tokenizer.bos_token_id
+        if bos is None and not self.stop_ids:
+            raise ConfigError("documents need a token to begin with, and this tokenizer has neither a BOS nor a stop token")
+        return np.array([self.stop_ids[0] if bos is None else bos], np.int32)
+
+    def pair(self, prompt: Content, completion: str, task: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """(prompt ids, completion ids) of a demonstration; an empty prompt is a document and gets `start`."""
+        chat = not isinstance(prompt, str)
+        before = self.prompt(prompt, task) if len(prompt) else self.start()
+        return before, self.completion_ids(completion, chat=chat, task=task)
+
+    def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
+        """int32 of a text to imitate: no special tokens added, and exactly one stop id, at the end.
+
+        Raises:
+            DataError: a stop token in the middle: whatever follows it could never be said.
+        """
+        ids = self.encode(text).tolist()
+        while ids and ids[-1] in self.stop_ids:
+            ids.pop()
+        inside = [i for i in ids if i in self.stop_ids]
+        if inside:
+            raise DataError(f"{_named(task)}: the completion has stop token {inside[0]} ({self.tokenizer.decode(inside[:1], **_EXACT)!r}) before its end")
+        end = self.stop_ids[:1] if not chat else (self.chat_stop,) if self.stop_ids else ()
+        return np.array([*ids, *end], np.int32)
+
+    def text(self, ids: Sequence[int] | np.ndarray) -> str:
+        """What was said, without the stop token that ended it; other special tokens stay visible."""
+        said = [int(i) for i in ids]
+        if said and said[-1] in self.stop_ids:
+            said.pop()
+        return self.tokenizer.decode(said, **_EXACT)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 of a text on its own, nothing added."""
+        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def chat(self, messages: Sequence[Message], *, generate: bool) -> str:
+        """Messages through the chat template; DataError where the tokenizer has none or the template refuses."""
+        if not self.tokenizer.chat_template:
+            raise DataError(
+                "the prompt is a list of messages, but this tokenizer has no chat template: give text prompts, or a model whose tokenizer has one"
+            )
+        try:
+            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
+        except Exception as error:
+            raise DataError(f"the chat template refused messages with roles {[m['role'] for m in messages]}: {type(error).__name__}: {error}") from error
+
+    @property
+    def chat_stop(self) -> int:
+        """The stop id the chat template writes after an assistant's turn, else the first stop id."""
+        if self._chat_stop is None:
+            tail = self.encode(self._after([Message(role="user", content="hi")], [])).tolist()
+            self._chat_stop = next((i for i in tail[:1] if i in self.stop_ids), self.stop_ids[0])
+        return self._chat_stop
+
+    def _after(self, history: Sequence[Message], new: Sequence[Message]) -> str:
+        """What the template writes after an assistant's turn that follows `history`: its end, then `new`, then the next
+        generation prompt. DataError where it does not write `history` the same way once more follows."""
+        before = self.chat(history, generate=True)
+        whole = self.chat([*history, Message(role="assistant", content=_PROBE), *new], generate=bool(new))
+        if not whole.startswith(before + _PROBE):
+            raise DataError(_REWRITES)
+        return whole[len(before) + len(_PROBE) :]
+
+    def _text(self, text: str) -> np.ndarray:
+        ids = self.encode(text)
+        n = len(self._leading)
+        written = n > 0 and tuple(ids[:n].tolist()) == self._leading
+        return ids if written or not n else np.concatenate([np.array(self._leading, np.int32), ids])
+
+
+class Dialogue:
+    """One conversation's encoder: each `see` returns the ids to append, given what was said in between.
+
+    The policy's own tokens stay as they were said. For messages, an observation is whatever the chat template adds
+    after the assistant's turn, which needs a template that only ever appends; one that drops or changes earlier turns
+    (such as their reasoning) is refused, because the policy would be trained on a history it never saw.
+    """
+
+    def __init__(self, renderer: Renderer, task: str = "") -> None:
+        self._renderer = renderer
+        self._task = task
+        self._history: list[Message] | None = None
+        self._chat = False
+        self._said: list[int] | None = None
+
+    def see(self, content: Content) -> np.ndarray:
+        """int32 ids of the prompt (first call) or of an observation."""
+        messages = None if isinstance(content, str) else list(content)
+        if self._history is None:
+            self._chat = messages is not None
+            self._history = messages or []
+            return self._renderer.prompt(content, self._task)
+        if (messages is not None) != self._chat:
+            raise InvariantError(f"{_named(self._task)}: a dialogue shows messages throughout or text throughout, not both")
+        if messages is None:
+            return self._renderer.encode(str(content))
+        if self._said is None:
+            raise InvariantError(f"{_named(self._task)}: messages were shown twice without a turn of the policy between them")
+        return self._observe(messages, self._said)
+
+    def said(self, ids: Sequence[int] | np.ndarray) -> str:
+        """Take note of the policy's turn; returns its text."""
+        self._said = [int(i) for i in ids]
+        return self._renderer.text(self._said)
+
+    def _observe(self, new: list[Message], said: list[int]) -> np.ndarray:
+        assert self._history is not None
+        render, history = self._renderer, self._history
+        turn = Message(role="assistant", content=render.text(said))
+        suffix = render._after(history, new)  # noqa: SLF001 (one file, one idea)
+        before, whole = render.chat(history, generate=True), render.chat([*history, turn, *new], generate=True)
+        if not whole[len(before) :].lstrip().startswith(turn["content"].strip()):
+            raise DataError(f"{_named(self._task)}: {_REWRITES}")
+        self._history = [*history, turn, *new]
+        self._said = None
+        ids = render.encode(suffix)
+        ended = bool(said) and said[-1] in render.stop_ids
+        return ids[1:] if ended and len(ids) and int(ids[0]) == said[-1] else ids
+
+
+_EXACT: Mapping[str, bool] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
+_REWRITES = (
+    "this chat template rewrites history: with a further message it no longer writes the earlier turns as the policy saw them, "
+    "so several turns cannot be one token sequence; use a template that only appends (keeps reasoning, adds nothing to closed turns)"
+)
+
+
+def _leading(tokenizer: Tokenizer) -> tuple[int, ...]:
+    """Special ids before plain text, found by encoding a probe with and without them."""
+    full, bare = tokenizer.encode("0", add_special_tokens=True), tokenizer.encode("0", add_special_tokens=False)
+    for start in range(len(full) - len(bare) + 1):
+        if full[start : start + len(bare)] == bare:
+            return tuple(full[:start])
+    raise DataError(f"this tokenizer encodes '0' as {bare} alone but as {full} with special tokens; its special tokens cannot be told apart")
+
+
+def _named(task: str) -> str:
+    return f"task {task!r}" if task else "prompt"
