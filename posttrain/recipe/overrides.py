@@ -125,8 +125,7 @@ SHORT: dict[type, Callable[[Any, str], Any]] = {Env: _env, Model: _model, Algori
 def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
     """`current` with everything that was asked for below it. The word for the whole comes first, then the parts."""
     if node.word is not None:
-        short = SHORT.get(type(current))
-        current = short(current, node.word) if short is not None else read(declared, node.word, path)
+        current = _whole(declared, current, node.word, path)
     if not node.parts:
         return current
     if isinstance(current, Algorithm):
@@ -142,6 +141,16 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
         names = [n.lower() for n in tree.pieces(declared)]
         raise ConfigError(f"{path}.{part}: {path} is none; choose it first, for example {path}={names[0]} (valid: {', '.join(names)})")
     raise ConfigError(f"{path}.{part}: {path} has no parts; it is {tree.describe(declared)}")
+
+
+def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
+    short = SHORT.get(type(current))
+    if short is not None:
+        return short(current, word)
+    if declared is type(current) and dataclasses.is_dataclass(declared):
+        settings = ", ".join(f"{path}.{name}" for name in tree.hints(declared) if name not in FIXED.get(declared.__name__, ()))
+        raise ConfigError(f"{path}={word}: {path} is a group of settings; set one of {settings}")
+    return read(declared, word, path)
 
 
 def _fields(current: Any, node: Node, path: str) -> Any:
@@ -222,5 +231,4 @@ def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
         for piece, sub in found.items():
             by_name = item is not None and tree.is_union(item)
             middle = f".{piece.lower()}" if by_name else ".0" if item is not None else ""
-            for line in _surface(sub, here + middle):
-                yield line
+            yield from _surface(sub, here + middle)

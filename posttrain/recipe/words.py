@@ -71,9 +71,6 @@ def _piece(pieces: dict[str, type], declared: Any, word: str, path: str) -> Any:
         required = [f.name for f in fields(cls) if f.default is MISSING and f.default_factory is MISSING]
         if len(required) == 1:
             return cls(**{required[0]: read(tree.hints(cls)[required[0]], word, path)})
-        if not tree.is_union(declared):
-            settings = ", ".join(f"{path}.{f.name}" for f in fields(cls))
-            raise ConfigError(f"{path}={word}: {path} is a group of settings; set one of {settings}")
     short = word.lower().replace("_", "")
     if short not in names:
         valid = ["none", *names] if type(None) in tree.members(declared) else names
