@@ -1,0 +1,25 @@
+"""posttrain: RL post-training for language models, checked, from one laptop command to a cluster.
+
+>>> import posttrain
+>>> result = posttrain.run("ladder", "rl.steps=10")   # also inside a notebook's running event loop
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from posttrain.recipe.main import evaluate, export, run
+
+__all__ = ["__version__", "evaluate", "export", "run"]
+
+
+def __getattr__(name: str) -> Any:
+    """The Python surface, loaded on first use so that `import posttrain` needs no torch."""
+    if name in ("run", "evaluate", "export"):
+        from posttrain.recipe import main
+
+        return getattr(main, name)
+    raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posttrain.core.book import Book
-from posttrain.core.ports import Learner, PromptRenderer, Sampler, Scorer, Teacher, Tracker
+from posttrain.core.ports import Learner, PairRenderer, Sampler, Scorer, Teacher, Tracker
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.run import Reinforce, Run, Stage
 from posttrain.core.sampling import Sampling
@@ -73,7 +73,7 @@ class Parts:
 
     run: Run
     environment: Teacher
-    renderer: PromptRenderer
+    renderer: PairRenderer
     learner: Learner
     sampler: Sampler
     rollout: Rollout

@@ -104,7 +104,6 @@ class Stages:
 
     async def _imitate(self, stage: Supervised, checkpoint: Path | None) -> StageResult:
         parts, p = self.parts, self.progress
-        handed_on = snapshot(parts.learner) if stage.beside else None
         if stage.beside and checkpoint is None:
             load_weights(parts.book.kept(self._before(stage.beside)), parts.learner)
             p.version += 1
@@ -128,8 +127,8 @@ class Stages:
         parts.version = p.version
         report = await self._evaluate(stage) if stage.eval else None
         result = self._result(stage, "supervised", report, why)
-        if handed_on is not None:
-            restore(parts.learner, handed_on)
+        if stage.beside:
+            load_weights(parts.book.kept(self._before(stage.name)), parts.learner)
             p.version += 1
             parts.version = p.version
         return replace(result, beside=stage.beside)

@@ -136,23 +136,23 @@ class Talk(Protocol):
         ...
 
 
-class PromptRenderer(Protocol):
-    """Text to tokens, once, and tokens to text for people and verifiers."""
+class Dialogue(Protocol):
+    """One conversation's encoder: text or messages to the ids to append, once; what was said, as text."""
 
-    def prompt(self, content: str | Sequence[Message], task: Task) -> np.ndarray:
-        """int32 ids of a first prompt, special tokens included exactly once. The task is named in errors."""
+    def see(self, content: str | Sequence[Message]) -> np.ndarray:
+        """int32 ids of the prompt (first call, special tokens included exactly once) or of an observation."""
         ...
 
-    def observation(self, content: str | Sequence[Message]) -> np.ndarray:
-        """int32 ids that extend a transcript by what the world wrote after a turn."""
+    def said(self, ids: np.ndarray) -> str:
+        """Take note of the policy's turn; its text, without the stop token."""
         ...
 
-    def completion(self, text: str) -> np.ndarray:
-        """int32 ids of a demonstrated turn, ending in exactly one stop token."""
-        ...
 
-    def text(self, ids: np.ndarray) -> str:
-        """What was said, without stop tokens."""
+class PairRenderer(Protocol):
+    """Demonstrations as tokens."""
+
+    def pair(self, prompt: str | Sequence[Message], completion: str, task: str = "") -> tuple[np.ndarray, np.ndarray]:
+        """(prompt ids, completion ids ending in exactly one stop token), int32. The task is named in errors."""
         ...
 
 

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from posttrain.core import seeds
 from posttrain.core.batch import Demonstrations
 from posttrain.core.errors import DataError
-from posttrain.core.ports import PromptRenderer, Teacher
+from posttrain.core.ports import PairRenderer, Teacher
 from posttrain.core.run import Supervised
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Segment, Task
+from posttrain.core.types import Message, Segment, Task
 from posttrain.role.prompts import Prompts
 
 _LIKELIHOOD = Sampling(stop_ids=())
 """Demonstrations are scored in the plain distribution."""
 
 
-def demonstrations(teacher: Teacher, renderer: PromptRenderer, stage: Supervised, *, seed: int, step: int, context: int) -> Demonstrations:
+def demonstrations(teacher: Teacher, renderer: PairRenderer, stage: Supervised, *, seed: int, step: int, context: int) -> Demonstrations:
     """The minibatch of one supervised step: a function of (seed, stage, step), so it needs no state.
 
     Every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
@@ -33,19 +35,15 @@ def demonstrations(teacher: Teacher, renderer: PromptRenderer, stage: Supervised
     return Demonstrations.of(segments, weight_M=np.full(spoken, 1.0 / spoken))
 
 
-def demonstration(renderer: PromptRenderer, task: Task, prompt: object, completion: str, context: int) -> Segment:
-    """One demonstrated text as a segment. Without a prompt the first token is given and the rest is imitated.
+def demonstration(renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int) -> Segment:
+    """One demonstrated text as a segment, its prompt masked.
 
     Raises DataError where nothing is left to imitate or the text is longer than the model's context.
     """
-    said = renderer.completion(completion)
-    if prompt:
-        seen = renderer.prompt(prompt, task)  # type: ignore[arg-type]
-    else:
-        seen, said = said[:1], said[1:]
+    seen, said = renderer.pair(prompt, completion, task.id)
     if not len(said):
         raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
-    ids = np.concatenate([seen, said]).astype(np.int32)
+    ids = np.concatenate([seen, said])
     if len(ids) > context:
         raise DataError(f"the demonstration of task {task.id!r} has {len(ids)} tokens and the model's context is {context}: shorten it, or use a longer context")
     mask = np.arange(len(ids)) >= len(seen)

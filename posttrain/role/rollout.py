@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from posttrain.core import seeds
 from posttrain.core.errors import InvariantError, PosttrainError
-from posttrain.core.ports import Attempt, Environment, PromptRenderer, Sampler, Utterance
+from posttrain.core.ports import Attempt, Dialogue, Environment, Sampler, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Judged, Message, State, Stop, Task, Verdict
@@ -26,25 +26,23 @@ class _Talk:
     """One episode's two verbs (`core.ports.Talk`) over one transcript."""
 
     def __init__(self, rollout: Rollout, task: Task, sampling: Sampling, place: Callable[[int], int]) -> None:
-        self._rollout, self._task, self._sampling, self._place = rollout, task, sampling, place
+        self._sampler, self._sampling, self._place = rollout.sampler, sampling, place
         self.transcript = Transcript(sampling)
+        self._dialogue = rollout.dialogue(task.id)
         self.turns: list[str] = []
         self.stop: Stop = Stop.ERROR
 
     def see(self, content: str | Sequence[Message]) -> None:
-        renderer = self._rollout.renderer
-        first = not len(self.transcript)
-        self.transcript.see(renderer.prompt(content, self._task) if first else renderer.observation(content))
+        self.transcript.see(self._dialogue.see(content))
 
     async def say(self) -> Utterance:
-        sampler = self._rollout.sampler
-        room = sampler.context - len(self.transcript)
+        room = self._sampler.context - len(self.transcript)
         if room < 1:
             self.stop = Stop.CONTEXT
             return Utterance("", Stop.CONTEXT, 0)
-        said = await sampler.generate(self.transcript.ids, self._sampling, self._place(len(self.turns)))
+        said = await self._sampler.generate(self.transcript.ids, self._sampling, self._place(len(self.turns)))
         self.transcript.say(said)
-        text = self._rollout.renderer.text(said.ids)
+        text = self._dialogue.said(said.ids)
         self.turns.append(text)
         self.stop = said.stop
         return Utterance(text, said.stop, len(said.ids))
@@ -68,7 +66,8 @@ class Rollout:
 
     sampler: Sampler
     environment: Environment
-    renderer: PromptRenderer
+    dialogue: Callable[[str], Dialogue]
+    """A new encoder for one episode of the named task."""
     seed: int
 
     async def episode(self, task: Task, visit: int, sibling: int, sampling: Sampling, stream: str) -> Episode:

@@ -1,0 +1,111 @@
+"""From a `Run` to its parts: the one place where torch, a model and an engine come into being."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from posttrain import __version__
+from posttrain.controller.house import Parts
+from posttrain.core import seeds
+from posttrain.core.book import Book
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Environment, Tracker
+from posttrain.core.run import Optimizer, Reinforce, Run, Supervised
+from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.learner import FrozenScorer, HFLearner
+from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.optimizer import AdamW
+from posttrain.environment.build import environment
+from posttrain.environment.render import Dialogue, Renderer
+from posttrain.role.rollout import Rollout
+from posttrain.role.sync import Sync
+
+
+def use_threads(count: int) -> int:
+    """Set torch's CPU threads (0: all cores this process may use) and return how many there are."""
+    wanted = count or len(os.sched_getaffinity(0))
+    torch.set_num_threads(wanted)
+    return torch.get_num_threads()
+
+
+def facts(policy: Policy, threads: int) -> dict[str, Any]:
+    """What `run.json` records beside the tree: versions, digests, what the machine offered."""
+    return {
+        "versions": {
+            "posttrain": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+        },
+        "machine": {"platform": platform.platform(), "threads": threads, "isa": torch.backends.cpu.get_cpu_capability()},
+        "tokenizer_digest": policy.tokenizer_digest,
+        "template_digest": policy.template_digest,
+        "stop_ids": list(policy.stop_ids),
+        "argv": sys.argv,
+    }
+
+
+def check_environment(run: Run, env: Environment) -> None:
+    """A stage that imitates a style the environment cannot write never starts."""
+    styles: tuple[str, ...] = getattr(env, "styles", ())
+    for stage in run.stages:
+        if isinstance(stage, Supervised) and stage.style not in styles:
+            offered = ", ".join(styles) or "none: it has no demonstrations"
+            raise ConfigError(f"{stage.name}.style={stage.style!r}: environment {env.name!r} writes {offered}")
+
+
+def check_lengths(run: Run, policy: Policy) -> None:
+    """A turn that cannot fit the context never starts."""
+    for stage in run.stages:
+        if isinstance(stage, Reinforce) and stage.sampling.max_tokens >= policy.context:
+            raise ConfigError(
+                f"{stage.name}.sampling.max_tokens={stage.sampling.max_tokens} leaves no room for a prompt in a context of {policy.context} tokens"
+            )
+
+
+def make_policy(run: Run, env: Environment) -> Policy:
+    return load_policy(run.model, getattr(env, "alphabet", None), run.seed)
+
+
+def make_environment(run: Run) -> Environment:
+    env = environment(run.env, run.seed)
+    check_environment(run, env)
+    return env
+
+
+def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker]) -> Parts:
+    """All roles of a run around one policy."""
+    check_lengths(run, policy)
+    torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
+    learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
+    engine = EmbeddedEngine(
+        policy.clone().module, slots=run.slots, context=policy.context, deterministic=run.deterministic, device=run.model.device
+    )
+    renderer = Renderer(policy.tokenizer, policy.stop_ids, policy.context)
+
+    def optimize(config: Optimizer) -> AdamW:
+        return AdamW(learner.parameters(), config)
+
+    return Parts(
+        run=run,
+        environment=env,
+        renderer=renderer,
+        learner=learner,
+        sampler=engine,
+        rollout=Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed),
+        sync=Sync(learner, engine),
+        book=book,
+        stop_ids=policy.stop_ids,
+        text=lambda ids: policy.tokenizer.decode(ids.tolist()),
+        freeze=lambda: FrozenScorer(policy),
+        optimize=optimize,
+        trackers=trackers,
+    )

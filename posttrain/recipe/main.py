@@ -1,0 +1,126 @@
+"""The Python surface behind the command line: run, evaluate, export. Works inside a running event loop too."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Coroutine, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from posttrain.controller.stages import Progress, StageResult, Stages
+from posttrain.controller.stop import Stopper
+from posttrain.core.book import Book
+from posttrain.core.errors import ConfigError, RunFolderError
+from posttrain.core.ports import Tracker
+from posttrain.core.run import Env, Evaluation, Model, Reinforce, Run, Supervised
+from posttrain.core.sampling import Sampling
+from posttrain.recipe import overrides as dotted
+from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, use_threads
+from posttrain.recipe.progress import Terminal
+from posttrain.recipe.shipped import recipe as shipped
+from posttrain.recipe.summary import show
+from posttrain.recipe.trackers import make_trackers
+from posttrain.role.evaluate import Report
+from posttrain.role.weights import load_weights
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run hands back: its stages' results and where everything lies."""
+
+    folder: Path
+    run: Run
+    stages: tuple[StageResult, ...]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Held-out accuracy of the weights the run ended with."""
+        own = [s for s in self.stages if s.beside is None and s.accuracy is not None]
+        return own[-1].accuracy[0] if own and own[-1].accuracy else None
+
+
+def wait(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end: here, or in a thread of its own where an event loop is already running (notebooks)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    box: list[Any] = []
+
+    def body() -> None:
+        try:
+            box.append((True, asyncio.run(work)))
+        except BaseException as error:
+            box.append((False, error))
+
+    thread = threading.Thread(target=body, name="posttrain")
+    thread.start()
+    thread.join()
+    ok, value = box[0]
+    if not ok:
+        raise value
+    return value
+
+
+def run(recipe: str | Run = "", *overrides: str, out: str | Path | None = None, resume: str | Path | None = None, quiet: bool = False) -> Result:
+    """Run a recipe, or go on with a run that was cut.
+
+    Args:
+        recipe: name of a shipped recipe, or a `Run` of your own.
+        overrides: dotted `key=value` changes.
+        out: run folder; default runs/RECIPE-DATE-TIME.
+        resume: an existing run folder to go on with; then no recipe and no overrides are given.
+    """
+    if resume is not None:
+        if recipe or overrides or out:
+            raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
+        book, checkpoint = Book.open_for_resume(Path(resume))
+        chosen = book.run
+    else:
+        if not recipe:
+            raise ConfigError("no recipe given: posttrain run ladder, or posttrain run --resume RUN")
+        chosen = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
+        book, checkpoint = None, None
+    return wait(_run(chosen, Path(out) if out else None, book, checkpoint, quiet))
+
+
+async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Any, quiet: bool) -> Result:
+    threads = use_threads(run.threads)
+    environment = make_environment(run)
+    policy = make_policy(run, environment)
+    if book is None:
+        folder = out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        book = Book.create(folder, run, facts(policy, threads))
+        policy.tokenizer.save_pretrained(folder / "tokenizer")
+        policy.module.config.save_pretrained(folder / "model")
+    trackers: list[Tracker] = [*make_trackers(run, book.folder)]
+    terminal = Terminal(run)
+    if not quiet:
+        trackers.insert(0, terminal)
+        for line in (*policy.describe(), f"run folder: {book.folder}"):
+            terminal.say(line)
+    parts = make_parts(run, policy, environment, book, trackers)
+    progress = Progress()
+    if checkpoint is not None:
+        progress = Progress(**checkpoint.state)
+        load_weights(checkpoint.folder, parts.learner)
+        parts.version = progress.version
+        if not quiet:
+            terminal.say(f"resuming at stage {progress.stage + 1} of {len(run.stages)}, step {progress.step}")
+    stopper = Stopper()
+    try:
+        with stopper.listening():
+            results = await Stages(parts, progress, stopper).run(checkpoint.folder if checkpoint is not None else None)
+        for tracker in trackers:
+            tracker.close({f"final/{r.name}": r.accuracy[0] for r in results if r.accuracy})
+    finally:
+        terminal.close({})
+        book.close()
+    if not quiet:
+        show(terminal.console, run, results, book.folder)
+    return Result(book.folder, run, tuple(results))

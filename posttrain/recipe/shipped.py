@@ -1,0 +1,78 @@
+"""The shipped recipes: each a function that returns a complete, frozen `Run`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.ladder import DR_GRPO, GRPO
+from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Reward, Run, Supervised
+from posttrain.core.sampling import Sampling
+
+_TINY = Model(arch="qwen3", hidden=128, layers=4, heads=4, kv_heads=4, ffn=384, context=128)
+_ARITHMETIC = Env(name="arithmetic", heldout=200)
+
+
+def ladder() -> Run:
+    """Pretrain, SFT on demonstrations of which 40 % are wrong, chain of thought, RLVR: each does what the one before cannot."""
+    fast = Optimizer(lr=2e-3, warmup=20)
+    return Run(
+        recipe="ladder",
+        model=_TINY,
+        env=_ARITHMETIC,
+        stages=(
+            Supervised(name="pretrain", style="document", steps=150, batch=64, optimizer=fast),
+            Supervised(name="sft", style="answer", wrong=0.4, steps=150, batch=64, optimizer=fast),
+            Supervised(name="cot", style="cot", wrong=0.4, steps=300, batch=64, optimizer=fast),
+            Reinforce(
+                name="rl",
+                algorithm=DR_GRPO,
+                sampling=Sampling(max_tokens=24),
+                optimizer=Optimizer(lr=5e-4, warmup=5),
+                prompts=32,
+                siblings=8,
+                steps=60,
+                eval_every=20,
+            ),
+            Supervised(name="sft_continued", style="cot", wrong=0.4, steps=100_000, batch=64, optimizer=fast, beside="rl"),
+        ),
+    )
+
+
+def arithmetic() -> Run:
+    """RL alone after a short SFT: the smallest run that shows an algorithm learning."""
+    full = ladder()
+    cot, rl = full.stage("cot"), full.stage("rl")
+    return replace(full, recipe="arithmetic", stages=(replace(cot, name="sft"), replace(rl, algorithm=GRPO)))
+
+
+def verifiable() -> Run:
+    """Your own prompts, your own reward, your own checkpoint: a small JSONL of the repository and `path.py:function`."""
+    here = Path(__file__).parent / "data"
+    return Run(
+        recipe="verifiable",
+        model=_TINY,
+        env=Env(
+            name="prompts",
+            prompts=str(here / "verifiable.jsonl"),
+            rewards=(Reward(function=f"{here / 'rewards.py'}:correct"), Reward(function=f"{here / 'rewards.py'}:brief", weight=0.1)),
+            heldout=40,
+        ),
+        stages=(
+            Supervised(name="sft", style="completion", steps=200, batch=64, optimizer=Optimizer(lr=2e-3)),
+            Reinforce(name="rl", algorithm=GRPO, sampling=Sampling(max_tokens=16), optimizer=Optimizer(lr=5e-4), prompts=16, siblings=8, steps=30, eval_every=10),
+        ),
+        evaluation=Evaluation(samples=4),
+    )
+
+
+RECIPES: dict[str, Callable[[], Run]] = {"ladder": ladder, "arithmetic": arithmetic, "verifiable": verifiable}
+
+
+def recipe(name: str) -> Run:
+    """The shipped recipe of that name."""
+    if name not in RECIPES:
+        raise ConfigError(f"no recipe is called {name!r}; {nearest(name, RECIPES)}")
+    return RECIPES[name]()

@@ -1,0 +1,59 @@
+"""The table a run ends with: what each stage added, where the time went, what to try next."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from posttrain.controller.stages import StageResult
+from posttrain.core.run import Reinforce, Run
+
+
+def table(results: Sequence[StageResult]) -> Table:
+    """Held-out accuracy after each stage with its interval, what the stage added, and its seconds."""
+    out = Table(title="held-out accuracy after each stage")
+    for name in ("stage", "accuracy [95 %]", "added", "greedy", "steps", "seconds"):
+        out.add_column(name, justify="left" if name == "stage" else "right")
+    for r in results:
+        accuracy = "-" if r.accuracy is None else f"{r.accuracy[0]:.3f} [{r.accuracy[1]:.3f}, {r.accuracy[2]:.3f}]"
+        added = "-" if r.accuracy is None or r.before is None else f"{r.accuracy[0] - r.before:+.3f}"
+        name = r.name if r.beside is None else f"(instead of {r.beside}: {r.name})"
+        out.add_row(name, accuracy, added, "-" if r.greedy is None else f"{r.greedy:.3f}", str(r.steps), f"{r.seconds:.1f}")
+    return out
+
+
+def roles(results: Sequence[StageResult]) -> Table:
+    """Seconds per role, over all stages."""
+    names = list(dict.fromkeys(n for r in results for n in r.roles))
+    out = Table(title="seconds per role")
+    out.add_column("stage")
+    for name in names:
+        out.add_column(name, justify="right")
+    for r in results:
+        out.add_row(r.name, *(f"{r.roles[n]:.1f}" if n in r.roles else "-" for n in names))
+    return out
+
+
+def next_steps(run: Run, folder: Path) -> list[str]:
+    """Commands worth trying now."""
+    out = [
+        f"posttrain show {folder}                    read what it said, token by token",
+        f"posttrain eval {folder}                    accuracy and pass@k again, on more samples",
+        f"posttrain export {folder} my-model         a plain Hugging Face directory",
+    ]
+    if any(isinstance(s, Reinforce) for s in run.stages):
+        out.append(f"posttrain run {run.recipe} algorithm=grpo    the same run with another algorithm (posttrain ladder lists them)")
+    return out
+
+
+def show(console: Console, run: Run, results: Sequence[StageResult], folder: Path) -> None:
+    console.print()
+    console.print(table(results))
+    console.print(roles(results))
+    console.print(f"run folder: {folder}", markup=False)
+    console.print("next:")
+    for line in next_steps(run, folder):
+        console.print(f"  {line}", markup=False)
