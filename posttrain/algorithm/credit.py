@@ -71,7 +71,7 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
     samples_P = [[_sample(a, s, max_tokens) for s in g.episodes] for g in groups]
     rewards_P = [np.array([s.reward for s in samples]) for samples in samples_P]
     silent_P = [a.group_relative and not spread(r) for r in rewards_P]
-    returns: list[Array | None]
+    returns: Sequence[Array | None]
     if isinstance(a.baseline, Value):
         pairs = [_with_values(a.baseline, s) for samples in samples_P for s in samples]
         raw, returns = [p[0] for p in pairs], [p[1] for p in pairs]

@@ -149,5 +149,5 @@ class _Seen:
 
     def gauges(self) -> Gauges:
         count = float(len(self._batch.weight_M))
-        sums: list[float] = torch.stack(list(self._sums.values())).tolist()  # pyright: ignore[reportUnknownMemberType]
-        return {name: Gauge(x, count) for name, x in zip(self._sums, sums, strict=True)}
+        sums = torch.stack(list(self._sums.values())).cpu().numpy()
+        return {name: Gauge(float(x), count) for name, x in zip(self._sums, sums, strict=True)}

@@ -100,21 +100,25 @@ TrustRegion = Clip
 
 _KL_TRUTH: dict[tuple[Estimator, Placement], str] = {
     ("k1", "reward"): "exact",
-    ("k2", "loss"): "exact on policy",
-    ("k3", "loss"): "biased: on policy its gradient is that of the forward KL(ref || pi), off policy of neither",
+    ("k2", "loss"): "exact on policy at each token; no token is charged for the KL of the tokens after it",
+    ("k3", "loss"): "biased: on policy its gradient is that of the forward KL(ref || pi) at each token, off policy of neither",
     ("k3", "both"): "exact on policy",
-    ("rk3", "loss"): "exact, also off policy",
+    ("rk3", "loss"): "exact at each token, also off policy; no token is charged for the KL of the tokens after it",
 }
 _KL_REFUSED: dict[tuple[Estimator, Placement], str] = {
     ("k1", "loss"): "k1 as a loss has zero expected gradient on policy: it regularises nothing",
-    ("k3", "reward"): "k3 in the reward alone misses the path term: its gradient can point the wrong way",
+    ("k1", "both"): "k1 as a loss has zero expected gradient on policy: beside k1/reward it only adds noise",
     ("k2", "reward"): "k2 in the reward alone misses the path term and does not estimate the KL",
+    ("k2", "both"): "its gradient is that of E[k2], which is not the KL",
+    ("k3", "reward"): "k3 in the reward alone misses the path term: its gradient can point the wrong way",
+    ("rk3", "reward"): "rk3 in the reward alone misses the path term, like k3",
+    ("rk3", "both"): "rk3 in the loss is already exact: the reward term on top is a second, wrong one",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class KL:
-    """A pull towards the reference. `truth` says whether its gradient is that of KL(pi || ref) (table of A34).
+    """A pull towards the reference. `truth` says whether its gradient is that of KL(pi || ref) (A34).
 
     d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3 with the ratio differentiated.
     """
@@ -126,7 +130,7 @@ class KL:
     def __post_init__(self) -> None:
         pair = (self.estimator, self.placement)
         if pair not in _KL_TRUTH:
-            why = _KL_REFUSED.get(pair, "this pair is not an estimate of the KL's gradient")
+            why = _KL_REFUSED.get(pair, "there is no such pair")
             legal = ", ".join(f"{e}/{p}" for e, p in _KL_TRUTH)
             raise ConfigError(f"pull.estimator={self.estimator} with pull.placement={self.placement}: {why}. Use one of {legal}")
         if self.coef <= 0:

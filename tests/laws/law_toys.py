@@ -180,3 +180,22 @@ class Tabular:
     def exact(self, f: Tensor) -> Tensor:
         """Gradient of E[f(y)] for a constant f, [15, 3]."""
         return torch.autograd.grad((self.probabilities() * f).sum(), self.logits)[0]
+
+
+def streams_of(
+    advantage: np.ndarray, weight: np.ndarray, sequence: np.ndarray, mu: np.ndarray, start: np.ndarray | None = None, ref: np.ndarray | None = None
+) -> Streams:
+    """Streams in float64 from plain arrays."""
+
+    def put(x: np.ndarray) -> Tensor:
+        return torch.as_tensor(np.asarray(x, np.float64))
+
+    return Streams(
+        put(mu),
+        put(advantage),
+        put(weight),
+        torch.as_tensor(np.asarray(sequence, np.int64)),
+        int(np.max(sequence)) + 1,
+        None if start is None else put(start),
+        None if ref is None else put(ref),
+    )
