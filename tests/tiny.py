@@ -1,0 +1,68 @@
+"""The smallest real run: a two-layer model, real engine, real learner, seconds on a CPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.controller.house import Parts
+from posttrain.controller.stages import Progress, Stages, StageResult
+from posttrain.controller.stop import Stopper
+from posttrain.core.book import Book
+from posttrain.core.ladder import GRPO
+from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.core.sampling import Sampling
+from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, use_threads
+
+MODEL = Model(hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, context=64)
+
+
+def tiny_run(**rl: Any) -> Run:
+    """SFT for a few steps, then a few RL steps."""
+    stage = Reinforce(
+        name="rl",
+        **{
+            "algorithm": GRPO,
+            "sampling": Sampling(max_tokens=6),
+            "optimizer": Optimizer(lr=1e-3, warmup=2),
+            "prompts": 4,
+            "siblings": 4,
+            "steps": 3,
+            "eval_every": 0,
+            "checkpoint_every": 1,
+        }
+        | rl,
+    )
+    sft = Supervised(name="sft", style="answer", steps=6, batch=8, optimizer=Optimizer(lr=3e-3, warmup=2), checkpoint_every=2, eval=False)
+    return Run(
+        recipe="tiny",
+        model=MODEL,
+        env=Env(name="arithmetic", args={"max_terms": 2, "max_operand": 4}, heldout=6),
+        stages=(sft, stage),
+        evaluation=Evaluation(samples=2),
+        slots=16,
+        threads=1,
+    )
+
+
+def tiny_parts(folder: Path, run: Run | None = None) -> Parts:
+    """All parts of a tiny run, ready to be tampered with before it starts."""
+    run = run or tiny_run()
+    use_threads(run.threads)
+    environment = make_environment(run)
+    policy = make_policy(run, environment)
+    book = Book.create(folder, run, facts(policy, run.threads))
+    return make_parts(run, policy, environment, book, [])
+
+
+async def play(parts: Parts) -> list[StageResult]:
+    """Run all stages of the parts."""
+    try:
+        return await Stages(parts, Progress(), Stopper()).run()
+    finally:
+        parts.book.close()
+
+
+def only_rl(run: Run) -> Run:
+    return replace(run, stages=run.stages[-1:])
