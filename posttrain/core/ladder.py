@@ -21,7 +21,7 @@ from posttrain.core.algorithm import (
 from posttrain.core.errors import ConfigError, nearest
 
 REINFORCE = Algorithm(name="reinforce", paper="Williams 1992")
-EMA = patch(REINFORCE, "reinforce_ema", "Williams 1992", baseline=Ema(decay=0.95), note="the baseline is the one from before the step (A01)")
+EMA = patch(REINFORCE, "reinforce_ema", "Williams 1992", baseline=Ema(decay=0.95), note="a sample is compared with the baseline as it was before that sample; updating first would bias it")
 RLOO = patch(
     REINFORCE,
     "rloo",
