@@ -85,7 +85,7 @@ class Stages:
             p.stage, p.step, p.cursor, p.ema, p.optimizer_steps = position + 1, 0, 0, 0.0, 0
             p.before, p.seconds, p.roles = None, 0.0, None
             parts.book.keep(stage.name, lambda folder: save_weights(folder, parts.learner))
-            self._checkpoint(stage, None)
+            self._checkpoint(stage, None, p.accuracy[0] if p.accuracy else None)
         return p.done
 
     async def _stage(self, stage: Stage, checkpoint: Path | None) -> None:
@@ -104,7 +104,7 @@ class Stages:
 
     async def _imitate(self, stage: Supervised, checkpoint: Path | None) -> StageResult:
         parts, p = self.parts, self.progress
-        if stage.beside and checkpoint is None:
+        if stage.beside:
             load_weights(parts.book.kept(self._before(stage.beside)), parts.learner)
             p.version += 1
             parts.version = p.version
@@ -227,15 +227,19 @@ class Stages:
         return report
 
     def _border(self, stage: Stage, trainer: Trainer, report: Report | None) -> None:
-        """Between two steps: checkpoint when due, and end here if somebody asked."""
+        """Between two steps: checkpoint when due, and end here if somebody asked.
+
+        A stage that only runs beside another is not checkpointed: its weights are nobody's, and it is begun anew.
+        """
         p = self.progress
+        handed_on = not (isinstance(stage, Supervised) and stage.beside)
         due = stage.checkpoint_every and p.step % stage.checkpoint_every == 0
-        if due or self.stopper.number:
+        if handed_on and (due or self.stopper.number):
             self._checkpoint(stage, trainer, report.accuracy.mean if report else None)
         if self.stopper.number:
             raise Interrupted(
                 self.stopper.number,
-                f"stopped at {stage.name} step {p.step} with a checkpoint. Go on with: posttrain run --resume {self.parts.book.folder}",
+                f"stopped at {stage.name} step {p.step}; the last checkpoint is complete. Go on with: posttrain run --resume {self.parts.book.folder}",
             )
 
     def _checkpoint(self, stage: Stage, trainer: Trainer | None, metric: float | None = None) -> None:

@@ -81,7 +81,7 @@ def make_environment(run: Run) -> Environment:
     return env
 
 
-def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker]) -> Parts:
+def make_parts(run: Run, policy: Policy, env: Any, book: Book | None, trackers: list[Tracker]) -> Parts:
     """All roles of a run around one policy."""
     check_lengths(run, policy)
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))

@@ -10,20 +10,26 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
+from rich.console import Console
+
 from posttrain.controller.stages import Progress, StageResult, Stages
 from posttrain.controller.stop import Stopper
 from posttrain.core.book import Book
+from posttrain.core.checkpoint import Checkpoint, find
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.ports import Tracker
-from posttrain.core.run import Env, Evaluation, Model, Reinforce, Run, Supervised
+from posttrain.core.reader import run_file
+from posttrain.core.run import Env, Model, Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.engine.learner import HFLearner
 from posttrain.recipe import overrides as dotted
 from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, use_threads
 from posttrain.recipe.progress import Terminal
 from posttrain.recipe.shipped import recipe as shipped
-from posttrain.recipe.summary import show
+from posttrain.recipe.summary import show, show_report
 from posttrain.recipe.trackers import make_trackers
 from posttrain.role.evaluate import Report
+from posttrain.role.evaluate import evaluate as measure
 from posttrain.role.weights import load_weights
 
 T = TypeVar("T")
@@ -89,7 +95,7 @@ def run(recipe: str | Run = "", *overrides: str, out: str | Path | None = None, 
     return wait(_run(chosen, Path(out) if out else None, book, checkpoint, quiet))
 
 
-async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Any, quiet: bool) -> Result:
+async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkpoint | None, quiet: bool) -> Result:
     threads = use_threads(run.threads)
     environment = make_environment(run)
     policy = make_policy(run, environment)
@@ -124,3 +130,65 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Any, q
     if not quiet:
         show(terminal.console, run, results, book.folder)
     return Result(book.folder, run, tuple(results))
+
+
+def evaluate(
+    target: str | Path,
+    *overrides: str,
+    samples: int | None = None,
+    checkpoint: str = "last",
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    quiet: bool = False,
+) -> Report:
+    """Held-out accuracy and pass@k of a run, or of any model directory or hub id.
+
+    Args:
+        target: a run folder, or a model; a model is asked the `arithmetic` environment unless `env=...` overrides say otherwise.
+        overrides: dotted changes of `env.*`, `seed`, `slots`, `threads`.
+        samples: samples a prompt; default that of the run.
+        checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
+    """
+    run, weights = _target(target, checkpoint)
+    run = dotted.apply(run, list(overrides))
+    how = replace(run.evaluation, samples=samples or run.evaluation.samples)
+    contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
+    contract = replace(contract, **{k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature)) if v is not None})
+    use_threads(run.threads)
+    environment = make_environment(replace(run, stages=tuple(s for s in run.stages if isinstance(s, Reinforce)) or run.stages))
+    policy = make_policy(run, environment)
+    parts = make_parts(run, policy, environment, None, [])
+    if weights is not None:
+        load_weights(weights, parts.learner)
+
+    async def work() -> Report:
+        await parts.publish()
+        return await measure(parts.rollout, environment.heldout, contract.resolve(policy.stop_ids), how)
+
+    report = wait(work())
+    if not quiet:
+        show_report(Console(highlight=False, soft_wrap=True), str(target), environment.name, report)
+    return report
+
+
+def _target(target: str | Path, which: str) -> tuple[Run, Path | None]:
+    """The run a target stands for, and the weights to load into its policy."""
+    folder = Path(target)
+    if (folder / "run.json").exists():
+        return run_file(folder).run, find(folder, which).verify().folder
+    model = Run(recipe="eval", model=Model(path=str(target)), env=Env(), stages=(Reinforce(name="eval"),))
+    return model, None
+
+
+def export(run_folder: str | Path, folder: str | Path, checkpoint: str = "last") -> Path:
+    """A plain `save_pretrained` directory (model, tokenizer, generation config) of a run's weights, loadable anywhere."""
+    source, target = Path(run_folder), Path(folder)
+    if target.exists() and any(target.iterdir()):
+        raise RunFolderError(f"{target} exists and is not empty: choose another folder")
+    run = run_file(source).run
+    weights = find(source, checkpoint).verify().folder
+    environment = make_environment(run)
+    policy = make_policy(run, environment)
+    load_weights(weights, HFLearner(policy))
+    policy.save(target)
+    return target

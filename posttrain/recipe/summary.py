@@ -10,6 +10,7 @@ from rich.table import Table
 
 from posttrain.controller.stages import StageResult
 from posttrain.core.run import Reinforce, Run
+from posttrain.role.evaluate import Report
 
 
 def table(results: Sequence[StageResult]) -> Table:
@@ -57,3 +58,17 @@ def show(console: Console, run: Run, results: Sequence[StageResult], folder: Pat
     console.print("next:")
     for line in next_steps(run, folder):
         console.print(f"  {line}", markup=False)
+
+
+def show_report(console: Console, target: str, environment: str, report: Report) -> None:
+    """One evaluation as a table."""
+    out = Table(title=f"{target} on held-out {environment}")
+    for name in ("measure", "value [95 %]", "prompts"):
+        out.add_column(name, justify="left" if name == "measure" else "right")
+    out.add_row("accuracy (sampled)", str(report.accuracy), str(report.accuracy.prompts))
+    if report.greedy is not None:
+        out.add_row("accuracy (greedy)", str(report.greedy), str(report.greedy.prompts))
+    for k, score in report.pass_at.items():
+        out.add_row(f"pass@{k}", str(score), str(score.prompts))
+    console.print(out)
+    console.print(f"{report.mean_tokens:.1f} tokens a response, {report.truncated:.1%} cut off, {report.unjudged} unjudged")
