@@ -154,7 +154,7 @@ class Stages:
         why = f"all {stage.steps} steps"
         report = None
         while p.step < stage.steps:
-            step = await train_step(house, guard, p.step)
+            step = await train_step(house, guard, p.step + 1)
             p.step, p.version, p.cursor, p.ema = p.step + 1, house.trainer.version, house.prompts.cursor, house.ema
             p.optimizer_steps += int(step.gauges["optim/steps"].sum)
             parts.version = p.version
@@ -162,7 +162,7 @@ class Stages:
             if stage.eval_every and p.step % stage.eval_every == 0 and p.step < stage.steps:
                 report = await self._evaluate(stage)
                 step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self._clock.take()})
-            parts.tell(replace(step, index=p.step))
+            parts.tell(step)
             self._border(stage, house.trainer, report)
             reason = self._enough(stage, report)
             if reason:

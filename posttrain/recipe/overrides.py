@@ -144,17 +144,17 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
 
 
 def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
-    short = SHORT.get(type(current))
-    if short is not None:
-        return short(current, word)
-    if declared is type(current) and dataclasses.is_dataclass(declared):
-        settings = ", ".join(f"{path}.{name}" for name in tree.hints(declared) if name not in FIXED.get(declared.__name__, ()))
+    cls: type = type(current)
+    if cls in SHORT:
+        return SHORT[cls](current, word)
+    if declared is cls and dataclasses.is_dataclass(cls):
+        settings = ", ".join(f"{path}.{name}" for name in tree.hints(cls) if name not in FIXED.get(cls.__name__, ()))
         raise ConfigError(f"{path}={word}: {path} is a group of settings; set one of {settings}")
     return read(declared, word, path)
 
 
 def _fields(current: Any, node: Node, path: str) -> Any:
-    cls = type(current)
+    cls: type = type(current)
     dot = f"{path}." if path else ""
     fixed = FIXED.get(cls.__name__, ())
     known = {name: hint for name, hint in tree.hints(cls).items() if name not in fixed}

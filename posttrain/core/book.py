@@ -1,0 +1,190 @@
+"""The run folder: what a run was, every step it took, every episode, and where it can go on from.
+
+    run.json               schema, resolved tree, lineage of each algorithm, facts of the machine; written once
+    lock                   who is writing
+    steps.jsonl            one `Step` a line; gauges as [sum, count]
+    episodes/              one compressed file a step (`rl-000012.npz`) or evaluation (`rl-000012-eval.npz`), index.jsonl
+    checkpoints/, kept/    see `core.checkpoint`
+
+Lines after the last checkpoint are rewritten when a run goes on: `open_for_resume` cuts the record back to it.
+Reading is `core.reader`, needs no lock, and works while a run is being written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from posttrain.core import files, reader, record
+from posttrain.core.algorithm import Algorithm, differences
+from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position
+from posttrain.core.errors import InvariantError, RunFolderError, nearest
+from posttrain.core.run import Reinforce, Run
+from posttrain.core.tree import to_plain
+from posttrain.core.types import Credit, Group, Step
+
+
+def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:
+    """An algorithm's patches from REINFORCE on, each with what it changed; the user's own is the last."""
+    rows: list[dict[str, Any]] = []
+    for a in algorithm.lineage():
+        changed = differences(a.parent, a) if a.parent else {}
+        rows.append({"name": a.name, "paper": a.paper, "changes": {name: to_plain(a)[name] for name in changed}})
+    return rows
+
+
+class Book:
+    """The writing side of a run folder. Exactly one process holds it. Use as a context manager, or call `close`."""
+
+    def __init__(self, folder: Path, run: Run, lock: files.Lock) -> None:
+        self.folder, self.run, self._lock = folder, run, lock
+        self._episodes = folder / "episodes"
+        self._episodes.mkdir(exist_ok=True)
+        for path in (folder, self._episodes):
+            files.sweep(path)
+        self._steps = files.Lines(folder / "steps.jsonl")
+        self._index = files.Lines(self._episodes / "index.jsonl")
+        self._checkpoints = Checkpoints(folder, run.keep_checkpoints)
+        self._unsynced: list[Path] = []
+        self._written = {row.path.name for row in reader.episode_files(folder)}
+
+    @staticmethod
+    def create(folder: Path | str, run: Run, facts: Mapping[str, Any]) -> Book:
+        """A new run folder. `facts` (versions, machine, digests, argv) are written into run.json beside the tree.
+
+        Raises:
+            RunFolderError: the folder already holds a run or other files, is in use, or cannot be written.
+        """
+        folder = Path(folder)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            lock = files.Lock(folder)
+        except OSError as error:
+            raise RunFolderError(f"cannot create run folder {folder}: {error.strerror}") from error
+        try:
+            if (folder / "run.json").exists():
+                raise RunFolderError(f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out")
+            files.sweep(folder)
+            if foreign := sorted(p.name for p in folder.iterdir() if p.name != "lock"):
+                raise RunFolderError(f"{folder} is not empty ({', '.join(foreign[:3])}). Choose another --out")
+            lineages = {s.name: lineage(s.algorithm) for s in run.stages if isinstance(s, Reinforce)}
+            with files.disk_full_is_reported(folder / "run.json", lambda: "Nothing was run"):
+                files.write_json(folder / "run.json", {"schema": reader.SCHEMA, "run": to_plain(run), "lineages": lineages, **facts})
+            return Book(folder, run, lock)
+        except BaseException:
+            lock.release()
+            raise
+
+    @staticmethod
+    def open_for_resume(path: Path | str) -> tuple[Book, Checkpoint | None]:
+        """The book cut back to its last checkpoint, and that checkpoint (None: none was written; begin at the beginning).
+
+        `path` is a run folder, or one checkpoint inside it: then everything after that checkpoint is removed.
+        A damaged checkpoint is an error that names the file and the one before it; nothing is skipped silently.
+        """
+        path = Path(path)
+        chosen = path.name if path.parent.name == "checkpoints" and (path.parent.parent / "run.json").exists() else None
+        folder = path.parent.parent if chosen else path
+        run = reader.run_file(folder).run
+        lock = files.Lock(folder)
+        try:
+            book = Book(folder, run, lock)
+            checkpoint = book._choose(chosen)
+            book._cut_back(checkpoint)
+            return book, checkpoint
+        except BaseException:
+            lock.release()
+            raise
+
+    def _choose(self, name: str | None) -> Checkpoint | None:
+        found = self._checkpoints.all
+        if not found and name is None:
+            return None
+        names = [c.name for c in found]
+        if name is not None and name not in names:
+            raise RunFolderError(f"{self.folder} has no checkpoint {name!r}; {nearest(name, names)}")
+        i = names.index(name) if name is not None else len(found) - 1
+        if wrong := files.damage(found[i].folder):
+            older = f"Go on from the one before it with --resume {found[i - 1].folder}" if i else "There is none before it"
+            raise RunFolderError(f"checkpoint {found[i].name}: {wrong}. {older}")
+        return found[i]
+
+    def _cut_back(self, checkpoint: Checkpoint | None) -> None:
+        position = checkpoint.position if checkpoint else Position(0, 0)
+        self._steps.truncate(position.steps)
+        self._index.truncate(position.episodes)
+        if checkpoint:
+            self._checkpoints.forget_after(checkpoint)
+        self._written = {row.path.name for row in reader.episode_files(self.folder)}
+        for path in self._episodes.glob("*.npz"):
+            if path.name not in self._written:
+                path.unlink()
+
+    # --- the record ------------------------------------------------------------------------------------------------
+
+    def write(self, step: Step) -> None:
+        """One line of the record."""
+        with files.disk_full_is_reported(self._steps.path, self._checkpoints.still_good):
+            self._steps.append(record.step_to_plain(step))
+
+    def write_episodes(self, stage: str, index: int, credit: Credit, unjudged: Sequence[Group] = ()) -> None:
+        """All episodes of a training step with their credit; `unjudged` are groups that reached no credit."""
+        self._write_columns(stage, index, "train", record.of_step(credit, unjudged))
+
+    def write_evaluation(self, stage: str, index: int, groups: Iterable[Group]) -> None:
+        """The episodes of a held-out evaluation made after `index` steps of a stage."""
+        self._write_columns(stage, index, "eval", record.of_groups(groups))
+
+    def _write_columns(self, stage: str, index: int, kind: str, records: Sequence[record.Recorded]) -> None:
+        name = reader.episode_name(stage, index, kind)
+        if name in self._written:
+            raise InvariantError(f"episodes of {stage} {index} ({kind}) were already written")
+        path = self._episodes / name
+        with files.disk_full_is_reported(path, self._checkpoints.still_good):
+            files.write_file(path, record.pack_columns(record.to_columns(records)), durable=False)
+            self._index.append({"file": name, "stage": stage, "index": index, "kind": kind, "episodes": len(records)})
+        self._written.add(name)
+        self._unsynced.append(path)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------
+
+    def checkpoint(self, name: str, write: Callable[[Path], None], state: Mapping[str, Any], metric: float | None = None) -> Checkpoint:
+        """`write` puts its files into the folder it is given; `state` is plain data. Durable when this returns.
+
+        Raises:
+            RunFolderError: the disk is full; says which checkpoint is still good. Nothing is lost.
+        """
+        self.sync()
+        return self._checkpoints.write(name, write, state, metric, Position(self._steps.position, self._index.position))
+
+    def keep(self, name: str, write: Callable[[Path], None]) -> None:
+        """Files that stay for the whole run, such as the weights a stage started from."""
+        self._checkpoints.hold(name, write)
+
+    def kept(self, name: str) -> Path:
+        """Where `keep` put them, verified."""
+        return self._checkpoints.held(name)
+
+    # --- the end ---------------------------------------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """The record so far survives a power cut."""
+        for path in self._unsynced:
+            files.sync(path)
+        self._unsynced.clear()
+        files.sync(self._episodes)
+        self._steps.sync()
+        self._index.sync()
+
+    def close(self) -> None:
+        self.sync()
+        self._steps.close()
+        self._index.close()
+        self._lock.release()
+
+    def __enter__(self) -> Book:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()

@@ -1,0 +1,233 @@
+"""How a run folder touches the disk: atomic files, staged directories, appended lines, one owner at a time.
+
+A kill at any instant leaves the old or the new; what a kill leaves behind begins with a dot and is swept at the next open.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+import weakref
+from collections.abc import Callable, Generator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.errors import RunFolderError
+
+DIGESTS = "digests.json"
+
+
+def sync(path: Path) -> None:
+    """fsync a file or a directory."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def write_file(path: Path, data: bytes, durable: bool = True) -> None:
+    """The whole file or none of it. `durable`: also after a power cut."""
+    part = path.with_name(f".{path.name}.part")
+    part.write_bytes(data)
+    if durable:
+        sync(part)
+    os.replace(part, path)
+    if durable:
+        sync(path.parent)
+
+
+def write_json(path: Path, data: Any) -> None:
+    write_file(path, json.dumps(data, indent=1).encode() + b"\n")
+
+
+def read_json(path: Path) -> Any:
+    """RunFolderError names the file that is missing or is no JSON."""
+    try:
+        return json.loads(path.read_bytes())
+    except OSError as error:
+        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RunFolderError(f"{path} is damaged: {error}") from error
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether the disk (or the quota) is full; libraries in other languages say so only in their message."""
+    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return True
+    return "os error 28" in str(error) or "No space left on device" in str(error)
+
+
+@contextmanager
+def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generator[None]:
+    """A full disk as RunFolderError that says what was being written and what is still good."""
+    try:
+        yield
+    except Exception as error:
+        if not is_full(error):
+            raise
+        raise RunFolderError(f"the disk is full: {what} was not written. {still_good()}. Free some space and go on with --resume") from error
+
+
+# --- directories written whole -----------------------------------------------------------------------------------------
+
+
+def digest(path: Path) -> str:
+    """blake2b of a file's bytes."""
+    h = hashlib.blake2b(digest_size=32)
+    with path.open("rb") as f:
+        while block := f.read(1 << 20):
+            h.update(block)
+    return h.hexdigest()
+
+
+def write_directory(target: Path, write: Callable[[Path], None]) -> None:
+    """Let `write` fill a hidden sibling of `target`, add a digest per file, make it durable, and rename it into place.
+
+    An existing `target` is replaced: it is moved out of the way just before.
+    """
+    staged = target.with_name(f".staged-{target.name}-{os.getpid()}")
+    shutil.rmtree(staged, ignore_errors=True)
+    staged.mkdir(parents=True)
+    try:
+        write(staged)
+        files = sorted(p for p in staged.rglob("*") if p.is_file())
+        (staged / DIGESTS).write_text(json.dumps({p.relative_to(staged).as_posix(): digest(p) for p in files}, indent=1))
+        for path in (*files, staged / DIGESTS, *(p for p in staged.rglob("*") if p.is_dir()), staged):
+            sync(path)
+        if target.exists():
+            remove_directory(target)
+        os.replace(staged, target)
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+    sync(target.parent)
+
+
+def remove_directory(path: Path) -> None:
+    """Gone at once under its own name; a kill in between leaves only a hidden leftover."""
+    trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
+    shutil.rmtree(trash, ignore_errors=True)
+    os.replace(path, trash)
+    shutil.rmtree(trash)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what a kill left behind."""
+    for path in folder.glob(".*"):
+        if path.name.startswith((".staged-", ".trash-")):
+            shutil.rmtree(path)
+        elif path.name.endswith(".part"):
+            path.unlink()
+
+
+def damage(folder: Path) -> str:
+    """The first file of a written directory that is not as it was written, and how; '' where all are."""
+    listed = read_json(folder / DIGESTS)
+    for name, expected in listed.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{path} is missing"
+        if digest(path) != expected:
+            return f"{path} is damaged (its digest differs from the one written with it)"
+    return ""
+
+
+# --- appended lines ----------------------------------------------------------------------------------------------------
+
+
+class Lines:
+    """A file that grows by whole lines. A line that does not fit on the disk leaves no trace."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self.position = os.fstat(self._fd).st_size
+
+    def append(self, data: Any) -> None:
+        line = json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        rest = memoryview(line)
+        try:
+            while rest:
+                rest = rest[os.write(self._fd, rest) :]
+        except OSError:
+            os.ftruncate(self._fd, self.position)
+            raise
+        self.position += len(line)
+
+    def truncate(self, position: int) -> None:
+        if position > self.position:
+            raise RunFolderError(f"{self.path} has {self.position} bytes, but the checkpoint was made at {position}: lines are missing")
+        os.ftruncate(self._fd, position)
+        self.position = position
+
+    def sync(self) -> None:
+        os.fsync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """(line number, data) of every whole line. A last line without its end was being written, and is left out."""
+    if not path.exists():
+        return
+    lines = path.read_bytes().split(b"\n")
+    for number, line in enumerate(lines[:-1], start=1):
+        try:
+            yield number, json.loads(line)
+        except ValueError as error:
+            raise RunFolderError(f"{path}:{number} is damaged: {error}") from error
+
+
+# --- one owner at a time -------------------------------------------------------------------------------------------------
+
+
+class Lock:
+    """`folder/lock`, held with flock while this process lives. A dead owner's lock is taken over by the next."""
+
+    def __init__(self, folder: Path) -> None:
+        self.path = folder / "lock"
+        try:
+            self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise RunFolderError(f"cannot write {self.path}: {error.strerror}") from error
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            owner = os.pread(self._fd, 1000, 0).decode(errors="replace").strip()
+            os.close(self._fd)
+            raise RunFolderError(f"{folder} is in use by another process ({owner}). Wait for it, or stop it") from error
+        text = f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
+        os.ftruncate(self._fd, 0)
+        os.pwrite(self._fd, text.encode(), 0)
+        _HELD.add(self)
+
+    def release(self) -> None:
+        if self._fd is not None:
+            os.ftruncate(self._fd, 0)
+            self.forget()
+
+    def forget(self) -> None:
+        """Close this process's handle; a forked child does so at birth, so that it cannot outlive the owner with the lock."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+_HELD: weakref.WeakSet[Lock] = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for lock in list(_HELD):
+        lock.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -1,0 +1,100 @@
+"""Reading a run folder, finished or being written: typed objects back, damage named, no lock needed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.core import files, record
+from posttrain.core.errors import RunFolderError
+from posttrain.core.run import Run
+from posttrain.core.tree import from_plain
+from posttrain.core.types import Step
+
+SCHEMA = 1
+"""Of run.json and of the record beside it."""
+
+
+@dataclass(frozen=True)
+class RunFile:
+    """run.json: the resolved run, the lineage of each stage's algorithm, and the facts it was started with."""
+
+    run: Run
+    lineages: Mapping[str, list[dict[str, Any]]]
+    facts: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class EpisodeFile:
+    """One episode file: `index` counts a stage's steps; kind is train or eval."""
+
+    path: Path
+    stage: str
+    index: int
+    kind: str
+    episodes: int
+
+
+def run_file(folder: Path | str) -> RunFile:
+    folder = Path(folder)
+    path = folder / "run.json"
+    if not path.exists():
+        raise RunFolderError(f"{folder} is not a run folder: it has no run.json")
+    data = files.read_json(path)
+    if data.get("schema") != SCHEMA:
+        raise RunFolderError(f"{path} has schema {data.get('schema')}; this posttrain reads {SCHEMA}. Use the version that wrote it")
+    facts = {k: v for k, v in data.items() if k not in ("schema", "run", "lineages")}
+    return RunFile(from_plain(Run, data["run"]), data["lineages"], facts)
+
+
+def steps(folder: Path | str) -> list[Step]:
+    """All whole lines of the record. A last line that was being written is left out; damage before it is an error."""
+    path = Path(folder) / "steps.jsonl"
+    out: list[Step] = []
+    for number, data in files.read_lines(path):
+        try:
+            out.append(record.step_from_plain(data))
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise RunFolderError(f"{path}:{number} is not a step of schema {SCHEMA}: {error!r}") from error
+    return out
+
+
+def episode_name(stage: str, index: int, kind: str) -> str:
+    return f"{stage}-{index:06d}{'' if kind == 'train' else '-' + kind}.npz"
+
+
+def episode_files(folder: Path | str) -> list[EpisodeFile]:
+    """In the order they were written. A file that was written but not yet listed is left out."""
+    where = Path(folder) / "episodes"
+    return [EpisodeFile(where / d["file"], d["stage"], d["index"], d["kind"], d["episodes"]) for _, d in files.read_lines(where / "index.jsonl")]
+
+
+def episodes(folder: Path | str, stage: str, index: int, kind: str = "train") -> tuple[record.Recorded, ...]:
+    """The episodes of one step (or evaluation), each with what the algorithm made of it."""
+    return read_episodes(Path(folder) / "episodes" / episode_name(stage, index, kind))
+
+
+def read_episodes(path: Path) -> tuple[record.Recorded, ...]:
+    columns = record.read_columns(path)
+    try:
+        return record.from_columns(columns)
+    except (KeyError, ValueError, StopIteration) as error:
+        raise RunFolderError(f"{path} is damaged: {error!r}") from error
+
+
+def record_digest(folder: Path | str) -> str:
+    """Digest of the record without its clock: equal for a run that was killed and resumed, and one that never was."""
+    folder = Path(folder)
+    h = hashlib.blake2b(digest_size=32)
+    for _, data in files.read_lines(folder / "steps.jsonl"):
+        h.update(json.dumps({k: v for k, v in data.items() if k != "clock"}, sort_keys=True).encode())
+    for row in episode_files(folder):
+        h.update(row.path.name.encode())
+        for name, column in sorted(record.read_columns(row.path).items()):
+            h.update(f"{name} {column.dtype} {column.shape}".encode())
+            h.update(column.tobytes())
+    return h.hexdigest()

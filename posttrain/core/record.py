@@ -1,0 +1,234 @@
+"""What the record holds: a `Step` as one JSON object, the episodes of a step as columns. No pickle anywhere.
+
+Columns of an episode file, N tokens of all segments one after another:
+
+    ids int32 [N], mask bool [N], logp float32 [N], version int32 [N], advantage float64 [N] (NaN: none)
+    length int64 [segments]
+    kept_length int64 [spoken tokens of truncated segments], kept_ids int32
+    meta uint8: UTF-8 JSON with tasks, samplings and one object per episode
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import zipfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from posttrain.core.errors import RunFolderError
+from posttrain.core.sampling import Sampling
+from posttrain.core.tree import from_plain, to_plain
+from posttrain.core.types import Credit, Episode, Gauge, Group, Judged, Kept, Segment, State, Step, Stop, Task, Verdict
+
+Columns = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """An episode with what the algorithm made of it. `shaped` and `advantage` are None where it got no credit
+    (evaluation, or not judged); advantage is float64 per spoken token, one array a segment."""
+
+    episode: Episode
+    shaped: float | None = None
+    advantage: tuple[np.ndarray, ...] | None = None
+    dropped: str = ""
+
+
+def of_step(credit: Credit, unjudged: Iterable[Group]) -> list[Recorded]:
+    """All episodes of a training step: groups in order, siblings in order, those nobody could judge included."""
+    out: list[Recorded] = []
+    for group in credit.groups:
+        credited = {c.episode.sibling: c for c in group.episodes}
+        for episode in group.group.episodes:
+            c = credited.get(episode.sibling)
+            out.append(Recorded(episode) if c is None else Recorded(episode, c.shaped, c.advantage, c.dropped))
+    return out + of_groups(unjudged)
+
+
+def of_groups(groups: Iterable[Group]) -> list[Recorded]:
+    """Episodes without credit."""
+    return [Recorded(episode) for group in groups for episode in group.episodes]
+
+
+# --- steps -----------------------------------------------------------------------------------------------------------
+
+
+def _number(x: float) -> float | str:
+    """JSON has no word for infinities and NaN; they are written as text, which `float` reads."""
+    x = float(x)
+    return x if np.isfinite(x) else repr(x)
+
+
+def step_to_plain(step: Step) -> dict[str, Any]:
+    return {
+        "stage": step.stage,
+        "index": step.index,
+        "version": step.version,
+        "gauges": {name: [_number(g.sum), _number(g.count)] for name, g in step.gauges.items()},
+        "clock": {name: _number(x) for name, x in step.clock.items()},
+        "notes": list(step.notes),
+    }
+
+
+def step_from_plain(data: Mapping[str, Any]) -> Step:
+    return Step(
+        stage=data["stage"],
+        index=data["index"],
+        version=data["version"],
+        gauges={name: Gauge(float(total), float(count)) for name, (total, count) in data["gauges"].items()},
+        clock={name: float(x) for name, x in data["clock"].items()},
+        notes=tuple(data["notes"]),
+    )
+
+
+# --- episodes --------------------------------------------------------------------------------------------------------
+
+
+def _foreign(value: object) -> Any:
+    """What users put into tasks and JSON cannot hold: numpy by value, anything else as its text without addresses."""
+    if isinstance(value, np.ndarray | np.generic):
+        return cast("Any", value).tolist()
+    return re.sub(r" at 0x[0-9a-f]+", "", str(value))
+
+
+def _task(task: Task) -> dict[str, Any]:
+    return {"id": task.id, "prompt": task.prompt, "answer": task.answer, "info": dict(task.info)}
+
+
+def _verdict(j: Judged) -> dict[str, Any]:
+    v = j.verdict
+    return {"source": j.source, "weight": j.weight, "state": v.state, "score": v.score, "kind": v.kind, "why": v.why}
+
+
+def to_columns(records: Sequence[Recorded]) -> Columns:
+    tasks: dict[int, int] = {}
+    samplings: dict[Sampling, int] = {}
+    all_tasks: list[dict[str, Any]] = []
+    segments: list[Segment] = []
+    advantages: list[np.ndarray] = []
+    metas: list[dict[str, Any]] = []
+    for r in records:
+        e = r.episode
+        if id(e.task) not in tasks:
+            tasks[id(e.task)] = len(all_tasks)
+            all_tasks.append(_task(e.task))
+        for i, s in enumerate(e.segments):
+            advantage = np.full(len(s.ids), np.nan)
+            if r.advantage is not None:
+                advantage[s.mask] = r.advantage[i]
+            segments.append(s)
+            advantages.append(advantage)
+        metas.append(
+            {
+                "task": tasks[id(e.task)],
+                "visit": e.visit,
+                "sibling": e.sibling,
+                "stop": e.stop,
+                "samplings": [samplings.setdefault(s.sampling, len(samplings)) for s in e.segments],
+                "verdicts": [_verdict(j) for j in e.verdicts],
+                "reward": e.reward,
+                "shaped": r.shaped,
+                "credited": r.advantage is not None,
+                "dropped": r.dropped,
+                "text": e.text,
+                "error": e.error,
+            }
+        )
+    meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}
+    kept = [s.kept for s in segments if s.kept is not None]
+    return {
+        "ids": _join([s.ids for s in segments], np.int32),
+        "mask": _join([s.mask for s in segments], np.bool_),
+        "logp": _join([s.logp for s in segments], np.float32),
+        "version": _join([s.version for s in segments], np.int32),
+        "advantage": _join(advantages, np.float64),
+        "length": np.array([len(s.ids) for s in segments], np.int64),
+        "kept_length": _join([np.diff(k.offsets) for k in kept], np.int64),
+        "kept_ids": _join([k.ids for k in kept], np.int32),
+        "meta": np.frombuffer(json.dumps(meta, default=_foreign).encode(), np.uint8),
+    }
+
+
+def _join(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
+    return np.concatenate([np.zeros(0, dtype), *parts]).astype(dtype, copy=False)
+
+
+def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
+    meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
+    tasks = [_task_back(t) for t in meta["tasks"]]
+    samplings = [from_plain(Sampling, s) for s in meta["samplings"]]
+    cut = _Cut(columns)
+    out: list[Recorded] = []
+    for m in meta["episodes"]:
+        drawn = [cut.segment(samplings[i]) for i in m["samplings"]]
+        verdicts = tuple(
+            Judged(v["source"], v["weight"], Verdict(State(v["state"]), v["score"], v["kind"], v["why"])) for v in m["verdicts"]
+        )
+        episode = Episode(
+            tasks[m["task"]], m["visit"], m["sibling"], tuple(s for s, _ in drawn), Stop(m["stop"]), verdicts, m["text"], m["error"]
+        )
+        out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
+    return tuple(out)
+
+
+def _task_back(data: dict[str, Any]) -> Task:
+    prompt = data["prompt"]
+    return Task(data["id"], prompt if isinstance(prompt, str) else tuple(prompt), data["answer"], data["info"])
+
+
+class _Cut:
+    """Cuts the columns back into segments, front to back."""
+
+    def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
+        self.columns = columns
+        self.lengths = iter(columns["length"].tolist())
+        self.token = self.draw = self.kept = 0
+
+    def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
+        """The next segment and the advantages of its spoken tokens."""
+        here = slice(self.token, self.token + next(self.lengths))
+        self.token = here.stop
+        ids, mask, logp, version, advantage = (self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage"))
+        kept = self._kept(int(mask.sum())) if sampling.truncated else None
+        return Segment(ids, mask, logp, version, sampling, kept), advantage[mask]
+
+    def _kept(self, draws: int) -> Kept:
+        offsets = np.concatenate([[0], np.cumsum(self.columns["kept_length"][self.draw : self.draw + draws])]).astype(np.int64)
+        kept = Kept(offsets, self.columns["kept_ids"][self.kept : self.kept + int(offsets[-1])])
+        self.draw, self.kept = self.draw + draws, self.kept + int(offsets[-1])
+        return kept
+
+
+# --- columns in a file -------------------------------------------------------------------------------------------------
+
+
+def pack_columns(columns: Columns) -> bytes:
+    """An .npz that numpy reads; equal columns give equal bytes, because no time of day is written."""
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, column in columns.items():
+            entry = io.BytesIO()
+            np.lib.format.write_array(entry, column, allow_pickle=False)
+            info = zipfile.ZipInfo(f"{name}.npy")
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, entry.getvalue())
+    return out.getvalue()
+
+
+def read_columns(path: Path) -> Columns:
+    """RunFolderError names a file that is missing or damaged."""
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            names = cast("list[str]", archive.files)
+            return {name: archive[name] for name in names}
+    except FileNotFoundError as error:
+        raise RunFolderError(f"{path} is missing") from error
+    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        raise RunFolderError(f"{path} is damaged: {error}") from error

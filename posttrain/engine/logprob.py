@@ -1,0 +1,185 @@
+"""The one head: hidden states to (log-prob, entropy), with one chunked backward and never [tokens, vocabulary] at once.
+
+Everything that learns from a policy differentiates it here. The log-prob is that of the distribution really sampled:
+the architecture's scale and soft-cap, then the sampling temperature, then the kept token set, renormalised.
+
+Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens of one chunk.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from posttrain.core.errors import InvariantError
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Kept
+
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
+"""Logits (C * V) held at once, per device type: 8 MiB of float32 stay near a CPU's caches, 512 MiB fill a GPU."""
+
+
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits of weights of `dtype` are computed: float32 at least."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, softcap: float | None = None) -> Tensor:
+    """[..., H] -> [..., V] logits in `exact` dtype; sampler and learner both come through here."""
+    dtype = exact(weight.dtype)
+    out = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if scale != 1:
+        out = out * scale
+    return out if softcap is None else torch.tanh(out / softcap) * softcap
+
+
+def logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+    want_entropy: bool = False,
+    chunk: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Log-prob of each target, and the entropy of the distribution it was drawn from. Both [M], in `exact` dtype.
+
+    Args:
+        hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
+        sampling: the contract the tokens were drawn under; greedy is refused.
+        kept: one set per token, exactly where `sampling.truncated`.
+        chunk: tokens worked on at once; None: as many as `CHUNK_ELEMENTS` allows.
+
+    With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H).
+    """
+    sampling.for_training()
+    if (kept is not None) != sampling.truncated or (kept is not None and len(kept) != len(targets)):
+        raise InvariantError(f"{len(targets)} tokens with {0 if kept is None else len(kept)} kept sets under {sampling}: one each exactly where it truncates")
+    if hidden.shape[0] != targets.shape[0]:
+        raise InvariantError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} tokens")
+    sets = None if kept is None else _Sets(kept, targets)
+    rows = chunk or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 21) // weight.shape[0])
+    logp, entropy = _Head.apply(hidden, weight, bias, targets.long(), sets, 1 / sampling.temperature, softcap, scale, want_entropy, rows)
+    return logp, entropy if want_entropy else None
+
+
+class _Sets:
+    """Kept sets on the device, ready to mask chunk after chunk."""
+
+    def __init__(self, kept: Kept, targets: Tensor) -> None:
+        said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
+        inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
+        if not inside.all():
+            raise InvariantError(f"spoken token {int(np.flatnonzero(~inside)[0])} is not in its own kept set: sampler and batch disagree on the distribution")
+        self.offsets = kept.offsets
+        self.rows = torch.from_numpy(np.repeat(np.arange(len(kept)), np.diff(kept.offsets))).to(targets.device)
+        self.ids = torch.from_numpy(kept.ids.astype(np.int64)).to(targets.device)
+
+    def outside(self, a: int, b: int, vocabulary: int) -> Tensor:
+        """bool [b - a, V]: True where tokens a..b did not keep the id."""
+        lo, hi = int(self.offsets[a]), int(self.offsets[b])
+        mask = torch.ones(b - a, vocabulary, dtype=torch.bool, device=self.ids.device)
+        mask[self.rows[lo:hi] - a, self.ids[lo:hi]] = False
+        return mask
+
+
+class _Head(torch.autograd.Function):
+    """Saves inputs and the normaliser [M]; recomputes each chunk's logits in the backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        sets: _Sets | None,
+        beta: float,
+        softcap: float | None,
+        scale: float,
+        want_entropy: bool,
+        chunk: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = exact(weight.dtype)
+        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        count = hidden.shape[0]
+        logp = torch.empty(count, dtype=dtype, device=hidden.device)
+        norm = torch.empty_like(logp)
+        entropy = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
+        for at in range(0, count, chunk):
+            to = min(at + chunk, count)
+            z, outside = _scores(hidden[at:to].to(dtype), w, b, at, sets, beta, softcap, scale)
+            norm[at:to] = torch.logsumexp(z, 1)
+            logp[at:to] = z.gather(1, targets[at:to, None])[:, 0] - norm[at:to]
+            if want_entropy:
+                q = z.sub_(norm[at:to, None])
+                p = q.exp()
+                if outside is not None:
+                    q.masked_fill_(outside, 0)
+                entropy[at:to] = -torch.linalg.vecdot(p, q)
+        ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
+        ctx.sets, ctx.constants = sets, (beta, softcap, scale, want_entropy, chunk)
+        return logp, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
+        beta, softcap, scale, want_entropy, chunk = ctx.constants
+        dtype = exact(weight.dtype)
+        w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
+        need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
+        grad_hidden = torch.empty_like(hidden) if need_hidden else None
+        grad_weight = torch.zeros_like(w) if need_weight else None
+        grad_bias = torch.zeros_like(b) if need_bias and b is not None else None
+        for at in range(0, hidden.shape[0], chunk):
+            to = min(at + chunk, hidden.shape[0])
+            h = hidden[at:to].to(dtype)
+            z, outside = _scores(h, w, b, at, ctx.sets, beta, softcap, scale)
+            capped = None if softcap is None else z / (beta * softcap)
+            d = _cotangent(z.sub_(norm[at:to, None]), outside, targets[at:to], grads[0][at:to], grads[1][at:to] if want_entropy else None, entropy[at:to])
+            if capped is not None:
+                d.mul_(capped.square_().neg_().add_(1) if outside is None else capped.square_().neg_().add_(1).masked_fill_(outside, 0))
+            d.mul_(beta * scale)
+            if grad_hidden is not None:
+                grad_hidden[at:to] = d @ w
+            if grad_weight is not None:
+                grad_weight.addmm_(d.t(), h)
+            if grad_bias is not None:
+                grad_bias.add_(d.sum(0))
+        cast = [None if g is None else g.to(t.dtype) for g, t in ((grad_weight, weight), (grad_bias, bias))]
+        return grad_hidden, *cast, *(None,) * 7
+
+
+def _scores(
+    h: Tensor, w: Tensor, b: Tensor | None, at: int, sets: _Sets | None, beta: float, softcap: float | None, scale: float
+) -> tuple[Tensor, Tensor | None]:
+    """(z [C, V] = logits / temperature with -inf outside the kept sets, where that is)."""
+    z = logits(h, w, b, scale, softcap)
+    if beta != 1:
+        z.mul_(beta)
+    if sets is None:
+        return z, None
+    outside = sets.outside(at, at + z.shape[0], z.shape[1])
+    return z.masked_fill_(outside, float("-inf")), outside
+
+
+def _cotangent(q: Tensor, outside: Tensor | None, targets: Tensor, by_logp: Tensor, by_entropy: Tensor | None, entropy: Tensor) -> Tensor:
+    """Gradient [C, V] by z from those by log-prob and entropy [C], given log-probabilities q [C, V] (consumed)."""
+    p = q.exp()
+    if by_entropy is None:
+        d = p.mul_(-by_logp[:, None])
+    else:
+        if outside is not None:
+            q.masked_fill_(outside, 0)
+        # -(g_logp + g_H (q + H)) p
+        d = q.add_(entropy[:, None]).mul_(by_entropy[:, None]).add_(by_logp[:, None]).mul_(p).neg_()
+    return d.scatter_add_(1, targets[:, None], by_logp[:, None])

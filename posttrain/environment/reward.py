@@ -1,0 +1,252 @@
+"""Users' reward functions as sources of verdicts: found, understood once, and never able to stop or fool the run.
+
+Two signatures are understood, told apart by their parameters when the run is built:
+
+- ours: `def reward(task: Task, text: str) -> float | Verdict | None`
+- TRL's: `def reward(prompts, completions, **columns) -> list[float | None]`, called by keyword with lists of one
+
+None abstains. Whatever breaks (an exception, a NaN, a wrong count, a time-out) is a `failed` verdict: the sample leaves
+the batch, and is never counted as a wrong answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import math
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Literal
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.ports import Attempt
+from posttrain.core.run import Reward
+from posttrain.core.types import Judged, Message, Task, Verdict
+from posttrain.environment.builtin import BUILTIN
+from posttrain.environment.calls import Raised, TimedOut, call
+from posttrain.environment.single import Source
+
+Form = Literal["ours", "trl"]
+RewardFunction = Callable[..., Any]
+
+_TRL_UNSUPPORTED = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric", "environments")
+"""What TRL's trainer also passes and a verifier here cannot see: it judges text, after the episode, without a trainer."""
+_TRL_ALWAYS = ("prompts", "completions")
+
+
+@dataclass(frozen=True)
+class FunctionSource:
+    """A reward function with its name, weight and form.
+
+    `timeout`: seconds one call may run; beyond it the verdict is failed("timeout"). A synchronous function that hangs keeps
+    its thread, so a verifier that can hang should run its work in a subprocess it can kill.
+    """
+
+    name: str
+    function: RewardFunction
+    weight: float
+    form: Form
+    timeout: float = 30.0
+
+    async def __call__(self, attempt: Attempt) -> Judged:
+        return Judged(self.name, self.weight, await self.verdict(attempt))
+
+    async def verdict(self, attempt: Attempt) -> Verdict:
+        """This function's verdict about one attempt."""
+        try:
+            if self.form == "ours":
+                return as_verdict(await call(self.function, self.timeout, attempt.task, attempt.text))
+            returned = await call(self.function, self.timeout, **self._keywords(attempt))
+            return _only(returned)
+        except TimedOut:
+            return Verdict.failed("timeout", f"no result within {self.timeout:g} s")
+        except Exception as error:  # noqa: BLE001 (whatever it raised is data about the function)
+            return Verdict.failed("raised", where(error, self.function))
+
+    def _keywords(self, attempt: Attempt) -> dict[str, list[Any]]:
+        """TRL's keyword arguments for one sample: as lists of length 1, columns filtered to what the function takes."""
+        task = attempt.task
+        given: dict[str, Any] = {**columns(task), "prompts": _plain(task.prompt), "completions": _completion(attempt)}
+        parameters = inspect.signature(self.function).parameters.values()
+        if any(p.kind is p.VAR_KEYWORD for p in parameters):
+            return {k: [v] for k, v in given.items()}
+        return {p.name: [given[p.name]] for p in parameters if p.name in given}
+
+    def check(self, task: Task) -> None:
+        """ConfigError where the function requires a column that this task does not have."""
+        if self.form == "ours":
+            return
+        have = {*columns(task), *_TRL_ALWAYS}
+        missing = [p for p in _required(self.function) if p not in have]
+        if missing:
+            raise ConfigError(f"reward {self.name!r} requires column {missing[0]!r}, which the data does not have: {nearest(missing[0], sorted(have))}")
+
+
+def sources(rewards: Sequence[Reward], task: Task | None = None) -> tuple[Source, ...]:
+    """The configured reward sources, in order; `task` is an example to check required columns against."""
+    out: list[FunctionSource] = []
+    for reward in rewards:
+        name = reward.function
+        if name in BUILTIN:
+            out.append(FunctionSource(name, BUILTIN[name](), reward.weight, "ours"))
+        elif ":" in name:
+            path, _, attribute = name.rpartition(":")
+            out.append(source(load(Path(path), attribute), name=attribute, weight=reward.weight))
+        else:
+            raise ConfigError(f"reward {name!r} is neither path.py:function nor a built-in: {nearest(name, BUILTIN)}")
+    names = [s.name for s in out]
+    for s in out:
+        if names.count(s.name) > 1:
+            raise ConfigError(f"reward {s.name!r} is given twice; give it once, with the weight you want, or rename one of the functions")
+        if not math.isfinite(s.weight):
+            raise ConfigError(f"reward {s.name!r}: weight={s.weight} must be a finite number")
+        if task is not None:
+            s.check(task)
+    return tuple(out)
+
+
+def source(function: RewardFunction, *, name: str | None = None, weight: float = 1.0, timeout: float = 30.0) -> FunctionSource:
+    """A Python function as a reward source; ConfigError where its signature is neither form."""
+    called = name or getattr(function, "__name__", type(function).__name__)
+    return FunctionSource(called, function, weight, form(function, called), timeout)
+
+
+def form(function: RewardFunction, name: str) -> Form:
+    """Which of the two signatures a function has."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"reward {name!r} has no readable signature ({error}); wrap it in a function (task, text)") from error
+    unsupported = [p for p in _required(function) if p in _TRL_UNSUPPORTED]
+    if unsupported:
+        raise ConfigError(f"reward {name!r} requires {unsupported[0]!r}, which is not available here: rewards judge text. Use prompts, completions and columns")
+    kinds = {p.kind for p in parameters.values()}
+    keywords = inspect.Parameter.VAR_KEYWORD in kinds
+    if set(parameters) & set(_TRL_ALWAYS):
+        if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
+            raise ConfigError(f"reward {name!r}: a batch reward is called by keyword, so no parameter may be positional-only")
+        return "trl"
+    if inspect.Parameter.VAR_POSITIONAL not in kinds and _takes_two(function):
+        return "ours"
+    if keywords and not _takes_two(function):
+        return "trl"
+    raise ConfigError(
+        f"reward {name!r} has the signature {inspect.signature(function)}, which is neither of the two understood: "
+        "(task, text) -> float | Verdict | None, or (prompts, completions, **columns) -> list[float | None]"
+    )
+
+
+def _takes_two(function: RewardFunction) -> bool:
+    try:
+        inspect.signature(function).bind(None, None)
+    except TypeError:
+        return False
+    return True
+
+
+def _required(function: RewardFunction) -> list[str]:
+    parameters = inspect.signature(function).parameters.values()
+    return [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
+
+
+def columns(task: Task) -> Mapping[str, Any]:
+    """A task's columns by name, as a batch reward receives them: its id, its answer where it has one, and its info."""
+    answer = {} if task.answer is None else {"answer": task.answer}
+    return {"id": task.id, **answer, **task.info}
+
+
+def _plain(prompt: str | tuple[Message, ...]) -> str | list[Message]:
+    return prompt if isinstance(prompt, str) else list(prompt)
+
+
+def _completion(attempt: Attempt) -> str | list[Message]:
+    """Text for a text prompt; one assistant message a turn for a conversation, as in TRL."""
+    if isinstance(attempt.task.prompt, str):
+        return attempt.text
+    return [Message(role="assistant", content=t) for t in attempt.turns]
+
+
+def as_verdict(value: Any) -> Verdict:
+    """What a reward function returned for one sample. Numbers of any library pass; text does not pass for a number."""
+    if value is None:
+        return Verdict.abstain()
+    if isinstance(value, Verdict):
+        return value
+    if not hasattr(value, "__float__"):
+        return Verdict.failed("type", f"returned {type(value).__name__} {value!r:.80}, wanted a number, a Verdict or None")
+    try:
+        score = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        return Verdict.failed("type", f"returned {type(value).__name__}, which is not one number: {error}")
+    if not math.isfinite(score):
+        return Verdict.failed("nan", f"returned {score}")
+    return Verdict.value(score)
+
+
+def _only(returned: Any) -> Verdict:
+    """The one verdict of a batch of one."""
+    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
+        return Verdict.failed("type", f"returned {type(returned).__name__}, wanted a list of one number or None per completion")
+    try:
+        values = list(returned)
+    except TypeError as error:
+        return Verdict.failed("type", f"returned {type(returned).__name__}, which is not a list: {error}")
+    if len(values) != 1:
+        return Verdict.failed("count", f"returned {len(values)} rewards for 1 completion")
+    return as_verdict(values[0])
+
+
+def where(error: BaseException, function: Any = None) -> str:
+    """Type, message and line of an exception: of the deepest frame in the function's own file, else of the deepest.
+
+    Example: `ZeroDivisionError: division by zero (rewards.py:12)`.
+    """
+    if isinstance(error, Raised) and error.__cause__ is not None:
+        error = error.__cause__
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None) if function is not None else None
+    frames = [f for f in frames if f.filename == own] or frames
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
+
+
+def load(path: Path, attribute: str) -> RewardFunction:
+    """The function of a Python file; ConfigError says what exists where the file or the function does not."""
+    if not path.is_file():
+        beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        found = f"{path.parent} has {', '.join(beside) or 'no Python file'}" if path.parent.is_dir() else f"there is no folder {path.parent}"
+        raise ConfigError(f"reward {path}:{attribute}: no such file; {found}")
+    module = _module(path.resolve())
+    function = getattr(module, attribute, None)
+    if function is None:
+        functions = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
+        raise ConfigError(f"reward {path}:{attribute}: no such function; {nearest(attribute, functions)}")
+    if not callable(function):
+        raise ConfigError(f"reward {path}:{attribute} is a {type(function).__name__}, not a function")
+    return function
+
+
+def _module(path: Path) -> ModuleType:
+    """Import a file under a name of its own; its folder becomes importable, as when it is run as a script."""
+    name = "posttrain_user_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"reward file {path} is not Python source; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        at = f"{path.name}:{error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ConfigError(f"reward file {path} cannot be imported: {at or where(error)}" + (f": {error.msg}" if isinstance(error, SyntaxError) else "")) from error
+    return module
