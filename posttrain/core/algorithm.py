@@ -75,6 +75,8 @@ class Value:
         for name in ("gae_lambda", "gamma"):
             if not 0 <= getattr(self, name) <= 1:
                 raise ConfigError(f"baseline.{name}={getattr(self, name)}: must lie in [0, 1]")
+        if self.coef < 0 or (self.clip is not None and self.clip <= 0):
+            raise ConfigError(f"baseline.coef={self.coef} must be >= 0 and baseline.clip={self.clip} > 0; to switch the value clip off set clip=none")
 
 
 Baseline = Zero | Ema | GroupMean | Others | Value
@@ -147,6 +149,10 @@ class SequenceL2:
 
     coef: float = 0.1
 
+    def __post_init__(self) -> None:
+        if self.coef <= 0:
+            raise ConfigError(f"pull.coef={self.coef}: must be > 0; to switch the pull off set pull=none")
+
 
 Pull = KL | SequenceL2
 
@@ -160,6 +166,10 @@ class Truncate:
     cap: float = 2.0
     level: Literal["token", "sequence"] = "token"
 
+    def __post_init__(self) -> None:
+        if self.cap <= 0:
+            raise ConfigError(f"correction.cap={self.cap}: must be > 0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
@@ -168,6 +178,10 @@ class Mask:
     low: float = 0.5
     high: float = 5.0
     level: Literal["token", "sequence"] = "token"
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.low < self.high:
+            raise ConfigError(f"correction.low={self.low} must be >= 0 and below correction.high={self.high}")
 
 
 Correction = Truncate | Mask

@@ -1,0 +1,152 @@
+"""KL to the reference: which pairs of estimator and placement have the gradient they are said to have (A34, A08)."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from law_toys import Answer, Tabular, scored_group, streams_of
+from torch import Tensor
+
+from posttrain.algorithm.credit import credit_step
+from posttrain.algorithm.kl import estimate, in_loss, in_reward
+from posttrain.algorithm.objective import objective
+from posttrain.core import algorithm as data
+from posttrain.core.algorithm import KL, Estimator, Placement, SequenceL2, patch
+from posttrain.core.errors import ConfigError
+from posttrain.core.ladder import REINFORCE
+from posttrain.core.ports import TokenScores
+
+REF = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
+
+
+def bandit(p: float = 0.8) -> Tensor:
+    """Logits of a two-armed policy with probabilities (p, 1 - p)."""
+    return torch.tensor([math.log(p), math.log(1 - p)], dtype=torch.float64, requires_grad=True)
+
+
+def slope(estimator: Estimator, placement: Placement, sampler: tuple[float, float] = (0.8, 0.2)) -> float:
+    """Enumerated d/d logit 0 of the estimate, with pi = (.8, .2), ref = (.5, .5) and arms drawn from `sampler`."""
+    logits = bandit()
+    lp, mu = torch.log_softmax(logits, 0), torch.tensor(sampler, dtype=torch.float64)
+    k = estimate(estimator, lp - REF, lp - mu.log())
+    total = torch.zeros((), dtype=torch.float64)
+    if placement in ("reward", "both"):
+        total = total + (mu * k.detach() * lp).sum()
+    if placement in ("loss", "both"):
+        total = total + (mu * k).sum()
+    return torch.autograd.grad(total, logits)[0][0].item()
+
+
+TRUE, FORWARD = 0.221807, 0.3
+TABLE: dict[tuple[Estimator, Placement], float] = {
+    ("k1", "reward"): TRUE,
+    ("k2", "loss"): TRUE,
+    ("k3", "loss"): FORWARD,
+    ("k3", "both"): TRUE,
+    ("rk3", "loss"): TRUE,
+    ("k1", "loss"): 0.0,
+    ("k1", "both"): TRUE,
+    ("k3", "reward"): -0.078193,
+    ("rk3", "reward"): -0.078193,
+    ("k2", "reward"): -0.049495,
+    ("k2", "both"): TRUE - 0.049495,
+    ("rk3", "both"): TRUE - 0.078193,
+}
+
+
+@pytest.mark.parametrize("pair", TABLE, ids=["/".join(p) for p in TABLE])
+def test_gradient_of_every_pair(pair: tuple[Estimator, Placement]) -> None:
+    """A34: the enumerated gradient of every pair; true .221807, forward KL .300000, k3 in the reward of the wrong sign."""
+    assert slope(*pair) == pytest.approx(TABLE[pair], abs=2e-6)
+
+
+def test_means_of_the_estimators() -> None:
+    """A34: pi = (.8, .2), ref = (.5, .5): E k1 = E k3 = KL = .192745, E k2 = .172320."""
+    lp = torch.log_softmax(bandit(), 0)
+    means = {e: (lp.exp() * estimate(e, lp - REF, torch.zeros_like(lp))).sum().item() for e in ("k1", "k2", "k3", "rk3")}
+    assert means == pytest.approx({"k1": 0.192745, "k2": 0.172320, "k3": 0.192745, "rk3": 0.192745}, abs=1e-6)
+
+
+def test_ratio_weighted_k3_is_exact_off_policy() -> None:
+    """A08: arms drawn from (.6, .4): E r k3 = .192745 and its gradient .221807; plain k3 has mean .290486 and gradient .525."""
+    lp, mu = torch.log_softmax(bandit(), 0), torch.tensor([0.6, 0.4], dtype=torch.float64)
+    assert (mu * estimate("rk3", lp - REF, lp - mu.log())).sum().item() == pytest.approx(0.192745, abs=1e-6)
+    assert (mu * estimate("k3", lp - REF)).sum().item() == pytest.approx(0.290486, abs=1e-6)
+    assert slope("rk3", "loss", (0.6, 0.4)) == pytest.approx(TRUE, abs=1e-6)
+    assert slope("k3", "loss", (0.6, 0.4)) == pytest.approx(0.525, abs=1e-6)
+
+
+def test_the_table_of_the_data_is_the_measured_one() -> None:
+    """Legal pairs are exact or say what they are instead; every other pair is refused, and says why."""
+    for pair in product(("k1", "k2", "k3", "rk3"), ("reward", "loss", "both")):
+        exact = abs(slope(*pair) - TRUE) < 1e-5
+        if pair in data._KL_TRUTH:
+            kl = KL(coef=0.1, estimator=pair[0], placement=pair[1])
+            assert kl.truth.startswith("exact") == exact
+            assert in_reward(kl) == (pair[1] != "loss") and in_loss(kl) == (pair[1] != "reward")
+        else:
+            assert not exact or pair == ("k1", "both")
+            with pytest.raises(ConfigError, match="Use one of"):
+                KL(coef=0.1, estimator=pair[0], placement=pair[1])
+            assert pair in data._KL_REFUSED
+    assert not in_reward(SequenceL2()) and not in_loss(None)
+
+
+# --- sequences: the library's own credit and objective, every response listed ----------------------------------------
+
+POLICY, REFERENCE = Tabular(0), Tabular(5)
+ALL = POLICY.all
+
+
+def through_the_library(pull: KL) -> Tensor:
+    """E over single samples of the loss's gradient with reward 0 and coefficient 1, [15, 3]."""
+    a = patch(REINFORCE, "kl", "-", pull=pull, ratio="token") if pull.estimator == "rk3" else patch(REINFORCE, "kl", "-", pull=pull)
+    logp = [POLICY.token_logp(y) for y in ALL]
+    ref = [REFERENCE.token_logp(y).detach().numpy() for y in ALL]
+    mu = [x.detach().numpy() for x in logp]
+    answers = [Answer(0.0, [[len(y)]], m.astype(np.float32), reference=r.astype(np.float32)) for y, m, r in zip(ALL, mu, ref, strict=True)]
+    credit = credit_step(a, [scored_group(str(i), [x]) for i, x in enumerate(answers)], max_tokens=4, ema=0.0)
+    lengths = [len(y) for y in ALL]
+    s = streams_of(
+        np.concatenate([g.episodes[0].advantage[0] for g in credit.groups]),
+        np.repeat(POLICY.probabilities().detach().numpy(), lengths),
+        np.repeat(np.arange(len(ALL)), lengths),
+        mu=np.concatenate(mu),
+        ref=np.concatenate(ref),
+    )
+    return torch.autograd.grad(objective(a, s, TokenScores(torch.cat(logp), None, None)).loss, POLICY.logits)[0]
+
+
+def whole_answer_kl() -> Tensor:
+    """Gradient of KL(pi || ref) over responses."""
+    p = POLICY.probabilities()
+    q = torch.stack([REFERENCE.token_logp(y).sum() for y in ALL]).detach()
+    return torch.autograd.grad((p * (p.log() - q)).sum(), POLICY.logits)[0]
+
+
+def visited_kl(forward: bool) -> Tensor:
+    """Sum over prefixes of how often each is visited (a constant) times the gradient of that token's KL, either way round."""
+    table, ref = torch.log_softmax(POLICY.logits, -1), torch.log_softmax(REFERENCE.logits, -1).detach()
+    p = POLICY.probabilities().detach()
+    visits = torch.stack([sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0)) for s in POLICY.states])
+    each = (ref.exp() * (ref - table)).sum(-1) if forward else (table.exp() * (table - ref)).sum(-1)
+    return torch.autograd.grad((visits * each).sum(), POLICY.logits)[0]
+
+
+@pytest.mark.parametrize(("estimator", "placement"), [("k1", "reward"), ("k3", "both")])
+def test_exact_for_whole_answers(estimator: Estimator, placement: Placement) -> None:
+    """k1 in the reward and k3 in both have the gradient of the KL over whole answers (float32 log-probs in the reward)."""
+    found = through_the_library(KL(coef=1.0, estimator=estimator, placement=placement))
+    assert torch.allclose(found, whole_answer_kl(), rtol=0, atol=2e-7)
+
+
+@pytest.mark.parametrize(("estimator", "forward"), [("k2", False), ("rk3", False), ("k3", True)])
+def test_exact_only_token_by_token(estimator: Estimator, forward: bool) -> None:
+    """In the loss, k2 and rk3 are the KL of each visited token, k3 that of its forward KL; none charges a token for what follows it."""
+    found = through_the_library(KL(coef=1.0, estimator=estimator, placement="loss"))
+    assert torch.allclose(found, visited_kl(forward), rtol=0, atol=1e-12)
+    assert (found - whole_answer_kl()).abs().max() > 0.01
