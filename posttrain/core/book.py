@@ -89,9 +89,10 @@ class Book:
         run = reader.run_file(folder).run
         lock = files.Lock(folder)
         try:
-            book = Book(folder, run, lock)
-            checkpoint = book._choose(chosen)
-            book._cut_back(checkpoint)
+            with files.disk_full_is_reported(folder / "checkpoints" / "index.json", lambda: "No checkpoint was lost"):
+                book = Book(folder, run, lock)
+                checkpoint = book._choose(chosen)
+                book._cut_back(checkpoint)
             return book, checkpoint
         except BaseException:
             lock.release()
@@ -114,12 +115,12 @@ class Book:
         position = checkpoint.position if checkpoint else Position(0, 0)
         self._steps.truncate(position.steps)
         self._index.truncate(position.episodes)
-        if checkpoint:
-            self._checkpoints.forget_after(checkpoint)
         self._written = {row.path.name for row in reader.episode_files(self.folder)}
         for path in self._episodes.glob("*.npz"):
             if path.name not in self._written:
                 path.unlink()
+        if checkpoint:
+            self._checkpoints.forget_after(checkpoint)
 
     # --- the record ------------------------------------------------------------------------------------------------
 

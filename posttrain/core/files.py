@@ -36,10 +36,14 @@ def sync(path: Path) -> None:
 def write_file(path: Path, data: bytes, durable: bool = True) -> None:
     """The whole file or none of it. `durable`: also after a power cut."""
     part = path.with_name(f".{path.name}.part")
-    part.write_bytes(data)
-    if durable:
-        sync(part)
-    os.replace(part, path)
+    try:
+        part.write_bytes(data)
+        if durable:
+            sync(part)
+        os.replace(part, path)
+    except BaseException:
+        part.unlink(missing_ok=True)
+        raise
     if durable:
         sync(path.parent)
 

@@ -162,18 +162,19 @@ def _join(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
     meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
-    tasks = [_task_back(t) for t in meta["tasks"]]
-    samplings = [from_plain(Sampling, s) for s in meta["samplings"]]
+    tasks: list[Task] = [_task_back(t) for t in meta["tasks"]]
+    samplings: list[Sampling] = [from_plain(Sampling, s) for s in meta["samplings"]]
     cut = _Cut(columns)
     out: list[Recorded] = []
     for m in meta["episodes"]:
-        drawn = [cut.segment(samplings[i]) for i in m["samplings"]]
+        about: int = m["task"]
+        which: list[int] = m["samplings"]
+        drawn = [cut.segment(samplings[i]) for i in which]
         verdicts = tuple(
             Judged(v["source"], v["weight"], Verdict(State(v["state"]), v["score"], v["kind"], v["why"])) for v in m["verdicts"]
         )
-        episode = Episode(
-            tasks[m["task"]], m["visit"], m["sibling"], tuple(s for s, _ in drawn), Stop(m["stop"]), verdicts, m["text"], m["error"]
-        )
+        segments = tuple(s for s, _ in drawn)
+        episode = Episode(tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, m["text"], m["error"])
         out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
     return tuple(out)
 

@@ -144,7 +144,7 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
 
 
 def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
-    cls: type = type(current)
+    cls = cast("type[Any]", type(current))
     if cls in SHORT:
         return SHORT[cls](current, word)
     if declared is cls and dataclasses.is_dataclass(cls):
@@ -154,7 +154,7 @@ def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
 
 
 def _fields(current: Any, node: Node, path: str) -> Any:
-    cls: type = type(current)
+    cls = cast("type[Any]", type(current))
     dot = f"{path}." if path else ""
     fixed = FIXED.get(cls.__name__, ())
     known = {name: hint for name, hint in tree.hints(cls).items() if name not in fixed}
