@@ -135,7 +135,9 @@ def leaf(x: np.ndarray) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, requires_grad=True)
 
 
-def gradient(a: Algorithm, streams: Streams, logp: Tensor, entropy: Tensor | None = None, value: Tensor | None = None) -> tuple[Tensor, ...]:
+def gradient(
+    a: Algorithm, streams: Streams, logp: Tensor, entropy: Tensor | None = None, value: Tensor | None = None
+) -> tuple[Tensor, ...]:
     """(loss, d/dlogp, d/dentropy, d/dvalue) of the library's objective; zeros where nothing is read."""
     inputs = [x for x in (logp, entropy, value) if x is not None]
     loss = objective(a, streams, TokenScores(logp, entropy, value)).loss
@@ -183,7 +185,12 @@ class Tabular:
 
 
 def streams_of(
-    advantage: np.ndarray, weight: np.ndarray, sequence: np.ndarray, mu: np.ndarray, start: np.ndarray | None = None, ref: np.ndarray | None = None
+    advantage: np.ndarray,
+    weight: np.ndarray,
+    sequence: np.ndarray,
+    mu: np.ndarray,
+    start: np.ndarray | None = None,
+    ref: np.ndarray | None = None,
 ) -> Streams:
     """Streams in float64 from plain arrays."""
 

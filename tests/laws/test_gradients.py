@@ -61,7 +61,15 @@ class World:
                 n = sum(map(sum, turns))
                 mu = -rng.gamma(2.0, 0.5, n)
                 near = [np.minimum(mu + rng.normal(size=n) * s, -0.01).astype(np.float32) for s in (0.2, 0.4)]
-                group.append(Answer(float(rng.integers(0, 2) + rng.random() / 4), turns, mu.astype(np.float32), *near, rng.normal(size=n).astype(np.float32)))
+                group.append(
+                    Answer(
+                        float(rng.integers(0, 2) + rng.random() / 4),
+                        turns,
+                        mu.astype(np.float32),
+                        *near,
+                        rng.normal(size=n).astype(np.float32),
+                    )
+                )
             self.answers.append(group)
         self.answers[1][2].reward = None
         self.groups = [scored_group(str(i), g) for i, g in enumerate(self.answers)]
@@ -180,7 +188,9 @@ def dr_grpo(eps: Sequence[Ep]) -> Tensor:
 
 
 def gspo(eps: Sequence[Ep]) -> Tensor:
-    return -torch.stack([ppo_min((e.lp - e.old).mean().exp(), x, 0.03, 0.04) for e, x in zip(eps, by_group(eps, standard), strict=True)]).mean()
+    return -torch.stack(
+        [ppo_min((e.lp - e.old).mean().exp(), x, 0.03, 0.04) for e, x in zip(eps, by_group(eps, standard), strict=True)]
+    ).mean()
 
 
 def whole_answer(eps: Sequence[Ep]) -> Tensor:
@@ -249,7 +259,10 @@ CASES: list[tuple[Algorithm, Book]] = [
     (patch(RLOO, "k3_both", "-", pull=KL(coef=0.03, estimator="k3", placement="both")), rloo_k3_both),
     (patch(DR_GRPO, "entropy", "-", entropy=EntropyBonus(coef=0.01)), entropy),
     (patch(DR_GRPO, "tis", "-", correction=Truncate(cap=1.1)), corrected(lambda d: d.exp().clamp(max=1.1))),
-    (patch(DR_GRPO, "seq_tis", "-", correction=Truncate(cap=1.1, level="sequence")), corrected(lambda d: d.sum().exp().clamp(max=1.1).expand(len(d)))),
+    (
+        patch(DR_GRPO, "seq_tis", "-", correction=Truncate(cap=1.1, level="sequence")),
+        corrected(lambda d: d.sum().exp().clamp(max=1.1).expand(len(d))),
+    ),
     (patch(DR_GRPO, "icepop", "-", correction=Mask(low=0.8, high=1.2)), corrected(lambda d: d.exp() * ((d.exp() > 0.8) & (d.exp() < 1.2)))),
     (
         patch(DR_GRPO, "mis", "-", correction=Mask(low=0.7, high=1.4, level="sequence")),

@@ -132,7 +132,9 @@ def visited_kl(forward: bool) -> Tensor:
     """Sum over prefixes of how often each is visited (a constant) times the gradient of that token's KL, either way round."""
     table, ref = torch.log_softmax(POLICY.logits, -1), torch.log_softmax(REFERENCE.logits, -1).detach()
     p = POLICY.probabilities().detach()
-    visits = torch.stack([sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0)) for s in POLICY.states])
+    visits = torch.stack(
+        [sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0)) for s in POLICY.states]
+    )
     each = (ref.exp() * (ref - table)).sum(-1) if forward else (table.exp() * (table - ref)).sum(-1)
     return torch.autograd.grad((visits * each).sum(), POLICY.logits)[0]
 

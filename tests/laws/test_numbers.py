@@ -16,7 +16,22 @@ from posttrain.algorithm.objective import objective
 from posttrain.algorithm.trust import importance, push
 from posttrain.algorithm.value import gae, value_loss
 from posttrain.algorithm.weigh import weigh
-from posttrain.core.algorithm import Clip, DropTruncated, Ema, GroupMean, KL, Mask, Others, Overlong, SequenceL2, Signed, Truncate, Value, Zero, patch
+from posttrain.core.algorithm import (
+    KL,
+    Clip,
+    DropTruncated,
+    Ema,
+    GroupMean,
+    Mask,
+    Others,
+    Overlong,
+    SequenceL2,
+    Signed,
+    Truncate,
+    Value,
+    Zero,
+    patch,
+)
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import DAPO, DR_GRPO, EMA, GRPO, PPO, REINFORCE, RLOO
 from posttrain.core.ports import TokenScores
@@ -221,7 +236,9 @@ def test_sequence_l2() -> None:
     per_token = np.repeat(0.2 / np.array(lengths), lengths)
     logp = torch.full((12,), -1.0, dtype=torch.float64, requires_grad=True)
     (credit,) = credits(CENTRED, [1, 0, 0, 1])
-    s = streams_of(advantage=np.repeat(credit, lengths), weight=np.full(12, 0.25), sequence=sequence, mu=np.full(12, -9.0), start=-1 - per_token)
+    s = streams_of(
+        advantage=np.repeat(credit, lengths), weight=np.full(12, 0.25), sequence=sequence, mu=np.full(12, -9.0), start=-1 - per_token
+    )
     grad = torch.autograd.grad(objective(a, s, TokenScores(logp, None, None)).loss, logp)[0]
     assert -4 * grad.numpy() == pytest.approx(np.repeat([0.48, -0.52, -0.52, 0.48], lengths), abs=1e-12)
 
@@ -320,7 +337,9 @@ def test_weights(aggregate, expected: list[float]) -> None:
     assert weigh(aggregate, [4, 7], [0, 1], 10) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize(("aggregate", "loss"), [("sequence_mean", 1.75), ("token_mean", 17 / 11), ("sequence_sum", 8.5), ("constant", 0.85)])
+@pytest.mark.parametrize(
+    ("aggregate", "loss"), [("sequence_mean", 1.75), ("token_mean", 17 / 11), ("sequence_sum", 8.5), ("constant", 0.85)]
+)
 def test_aggregated_loss(aggregate, loss: float) -> None:
     """A35: token losses 1, 2, 3, 4 and seven ones: 1.75, 1.545455, 8.5, .85."""
     w = np.repeat(weigh(aggregate, [4, 7], [0, 1], 10), [4, 7])
