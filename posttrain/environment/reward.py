@@ -77,18 +77,18 @@ class FunctionSource:
             return {k: [v] for k, v in given.items()}
         return {p.name: [given[p.name]] for p in parameters if p.name in given}
 
-    def check(self, task: Task) -> None:
-        """ConfigError where the function requires a column that this task does not have."""
-        if self.form == "ours":
-            return
-        have = {*columns(task), *_TRL_ALWAYS}
-        missing = [p for p in _required(self.function) if p not in have]
-        if missing:
-            raise ConfigError(f"reward {self.name!r} requires column {missing[0]!r}, which the data does not have: {nearest(missing[0], sorted(have))}")
+    def check(self, tasks: Sequence[Task]) -> None:
+        """ConfigError where the function requires a column, or a built-in the answer, that one of the tasks does not have."""
+        required = _required(self.function) if self.form == "trl" else ["answer"] if self.name in BUILTIN else []
+        for task in tasks:
+            have = {*columns(task), *_TRL_ALWAYS}
+            missing = [p for p in required if p not in have]
+            if missing:
+                raise ConfigError(f"reward {self.name!r} requires column {missing[0]!r}, which task {task.id!r} does not have: {nearest(missing[0], sorted(have))}")
 
 
-def sources(rewards: Sequence[Reward], task: Task | None = None) -> tuple[Source, ...]:
-    """The configured reward sources, in order; `task` is an example to check required columns against."""
+def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = ()) -> tuple[Source, ...]:
+    """The configured reward sources, in order; `tasks` are checked for the columns they require."""
     out: list[FunctionSource] = []
     for reward in rewards:
         name = reward.function
@@ -105,8 +105,7 @@ def sources(rewards: Sequence[Reward], task: Task | None = None) -> tuple[Source
             raise ConfigError(f"reward {s.name!r} is given twice; give it once, with the weight you want, or rename one of the functions")
         if not math.isfinite(s.weight):
             raise ConfigError(f"reward {s.name!r}: weight={s.weight} must be a finite number")
-        if task is not None:
-            s.check(task)
+        s.check(tasks)
     return tuple(out)
 
 

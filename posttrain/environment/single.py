@@ -111,7 +111,11 @@ class SingleTurn(ABC):
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         own = Judged(self.name, 1.0, self.verify(attempt))
-        return (own, *await asyncio.gather(*(source(attempt) for source in self.rewards)))
+        return (own, *await self.added(attempt))
+
+    async def added(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """The verdicts of the user's rewards, asked at the same time."""
+        return tuple(await asyncio.gather(*(source(attempt) for source in self.rewards)))
 
 
 def require(condition: bool, name: str, message: str) -> None:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 
 GALLERY: dict[str, str] = {
     "arithmetic": "posttrain.environment.gallery.arithmetic:Arithmetic",
+    "countdown": "posttrain.environment.gallery.countdown:Countdown",
+    "calculator": "posttrain.environment.gallery.calculator:Calculator",
 }
 """Name -> module:class. The class is a frozen dataclass; its own fields are the environment's settings."""
 

@@ -1,0 +1,193 @@
+"""`gym:TASK`: the procedural tasks of reasoning-gym, with a split whose sides share no question."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from types import ModuleType
+from typing import Any
+
+from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.core.ports import Attempt, TaskSource
+from posttrain.core.run import Scalar
+from posttrain.core.seeds import key as seed_key
+from posttrain.core.types import Judged, Task, Verdict
+from posttrain.environment.calls import Raised, TimedOut, call
+from posttrain.environment.reward import as_verdict, where
+from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn
+
+REFUSED = {
+    "composite": "it is a mixture of other tasks; name one of them",
+    "game_of_life_halting": "its scorer compares truth values of texts, so that any answer at all scores 1",
+}
+"""Tasks not offered, and why."""
+NO_GOLD = {
+    "boxnet": "it has many solutions and gives none",
+    "rush_hour": "it has many solutions and gives none",
+}
+"""Tasks whose data hold no correct answer, so that their scorers cannot be proved with one."""
+_GOLD_KEY = {"graph_color": "possible_answer", "propositional_logic": "example_answer", "rubiks_cube": "example_correct_answer"}
+
+CHUNK = 1000
+"""Items generated under one reasoning-gym seed; some of its tasks slow down or refuse with very many."""
+RETRIES = 100
+SECONDS = 30.0
+"""Wall time of scoring one answer; beyond it the answer is worth 0, with kind `timeout`."""
+
+_ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gym(SingleTurn):
+    """One reasoning-gym task. Its settings (`Env.args`) are the task's own configuration fields with plain values.
+
+    The answer is the content of the last `<answer>...</answer>`, else the whole response, stripped. Scores are the
+    task's own and may be partial. Training items come in chunks of 1000, each under a seed of its own; an item whose
+    question is held out is drawn again.
+    """
+
+    task: str
+    args: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
+
+    @staticmethod
+    def of(task: str, args: Mapping[str, Scalar], **common: Any) -> Gym:
+        """Checked: a known task, known settings with values it accepts, and enough distinct questions."""
+        known = [n for n in _factory().DATASETS if n not in REFUSED]
+        if task in REFUSED:
+            raise ConfigError(f"env.name='gym:{task}' is not offered: {REFUSED[task]}")
+        if task not in known:
+            raise ConfigError(f"reasoning-gym has no task {task!r}: {nearest(task, known)}")
+        _check_args(task, args)
+        env = Gym(task=task, args=dict(args), **common)
+        try:
+            env._data("train", 0)
+        except (AssertionError, ValueError, TypeError) as error:
+            raise ConfigError(f"gym:{task} refuses env.args {dict(args)}: {error}") from error
+        return env
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return f"gym:{self.task}"
+
+    @property
+    def train(self) -> TaskSource:
+        return Generated(self._train)
+
+    def _train(self, index: int) -> Task:
+        chunk, item = divmod(index, CHUNK)
+        for attempt in range(RETRIES):
+            side = "train" if attempt == 0 else f"again {attempt}"
+            task = self._task(f"{self.name}-{index}", side, chunk, item)
+            if task.prompt not in self._held:
+                return task
+        raise DataError(f"gym:{self.task}: {RETRIES} draws in a row were held-out questions; it has too few: lower env.heldout")
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        tasks: dict[Any, Task] = {}
+        for draw in range(20 * self.heldout_count):
+            if len(tasks) == self.heldout_count:
+                break
+            task = self._task(f"{self.name}-heldout-{len(tasks) + 1}", "heldout", *divmod(draw, CHUNK))
+            tasks.setdefault(task.prompt, task)
+        if len(tasks) < self.heldout_count:
+            raise ConfigError(f"gym:{self.task}: {20 * self.heldout_count} draws gave {len(tasks)} distinct questions; set env.heldout to half of that")
+        return tuple(tasks.values())
+
+    @cached_property
+    def _held(self) -> frozenset[Any]:
+        return frozenset(t.prompt for t in self.heldout)
+
+    @cached_property
+    def alphabet(self) -> str:
+        """Printable ASCII, line breaks, and whatever the held-out questions and answers add."""
+        written = "".join(f"{t.prompt}{t.answer or ''}" for t in self.heldout)
+        return "".join(sorted({chr(c) for c in range(32, 127)} | {"\n"} | set(written)))
+
+    def _task(self, name: str, side: str, chunk: int, item: int) -> Task:
+        entry = self._entry(side, chunk, item)
+        return Task(id=name, prompt=entry["question"], answer=self._gold(entry), info={"side": side, "chunk": chunk, "item": item})
+
+    def _gold(self, entry: Mapping[str, Any]) -> str | None:
+        gold = entry["metadata"].get(_GOLD_KEY[self.task]) if self.task in _GOLD_KEY else entry["answer"]
+        return gold if gold is None or isinstance(gold, str) else json.dumps(gold)
+
+    @cached_property
+    def _data(self) -> Any:
+        """(side, chunk) -> the task's data set under that place's seed; the last few are kept."""
+
+        @lru_cache(maxsize=8)
+        def data(side: str, chunk: int) -> Any:
+            seed = seed_key(HELDOUT_SEED if side == "heldout" else self.seed, "gym", self.task, side, chunk) % 2**31
+            return _factory().create_dataset(self.task, seed=seed, size=CHUNK, **self.args)
+
+        return data
+
+    @cached_property
+    def _entry(self) -> Any:
+        """(side, chunk, item) -> what reasoning-gym generated there. Tasks carry the place, not the entry, which may
+        hold objects that no record could keep."""
+
+        @lru_cache(maxsize=4096)
+        def entry(side: str, chunk: int, item: int) -> Any:
+            return self._data(side, chunk)[item]
+
+        return entry
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """Scoring runs beside the event loop: some tasks search for a while."""
+        try:
+            own = await call(self.verify, SECONDS, attempt)
+        except TimedOut:
+            own = Verdict.value(0.0, "timeout", f"scoring took longer than {SECONDS:g} s")
+        except Raised as error:
+            own = Verdict.failed("raised", where(error))
+        return (Judged(self.name, 1.0, own), *await self.added(attempt))
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        place = attempt.task.info
+        entry = self._entry(place["side"], place["chunk"], place["item"])
+        tagged = _ANSWER.findall(attempt.text)
+        answer = (tagged[-1] if tagged else attempt.text).strip()
+        try:
+            score = self._data(place["side"], place["chunk"]).score_answer(answer, entry)
+        except Exception as error:  # noqa: BLE001 (scorers trip over answers they cannot parse)
+            return Verdict.value(0.0, "unparsable", where(error))
+        return as_verdict(score)
+
+    def key(self, task: Task) -> Any:
+        return task.prompt
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        if task.answer is None:
+            raise DataError(f"gym:{self.task} holds no correct answer: {NO_GOLD.get(self.task, 'none is given')}")
+        return (str(task.answer),)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return ("no answer",)
+
+
+def _factory() -> ModuleType:
+    try:
+        importlib.import_module("reasoning_gym")
+        return importlib.import_module("reasoning_gym.factory")
+    except ImportError as error:
+        raise ConfigError("gym: environments need the package reasoning-gym: pip install reasoning-gym") from error
+
+
+def _check_args(task: str, args: Mapping[str, Scalar]) -> None:
+    """Only plain settings can be given; what they may be is checked by the task itself."""
+    config = _factory().DATASETS[task][1]
+    plain = {f.name: f.default for f in dataclasses.fields(config) if isinstance(f.default, str | int | float) and f.name != "size"}
+    for name, value in args.items():
+        if name not in plain:
+            raise ConfigError(f"env.args.{name}: gym:{task} has no such plain setting: {nearest(name, plain)}")
+        wanted = type(plain[name])
+        if type(value) is not wanted and not (wanted is float and type(value) is int):
+            raise ConfigError(f"env.args.{name}={value!r}: gym:{task} wants {wanted.__name__}, got {type(value).__name__}")
+

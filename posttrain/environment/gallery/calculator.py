@@ -1,0 +1,117 @@
+"""A tool in two turns: for `<12*3>` the policy says `calc:12*3`, is shown `[36]`, and answers `36`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from posttrain.core.ports import Attempt, Talk, TaskSource
+from posttrain.core.seeds import generator
+from posttrain.core.types import Stop, Task, Verdict
+from posttrain.environment.expression import ExpressionError, evaluate
+from posttrain.environment.integers import last_integer
+from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require
+
+REQUEST = "calc:"
+Key = tuple[str, int, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calculator(SingleTurn):
+    """Ask a calculator, read its result, answer; the reward is 1 where the last integer of the answer is right, else 0.
+
+    A turn that begins with `calc:` is a request, any other the answer; using the tool is allowed, not required. The
+    episode ends with stop reason `turns` where the last turn still is a request, and such a turn is no answer.
+    """
+
+    name: ClassVar[str] = "calculator"
+    max_operand: int = 99
+    ops: str = "*"
+    """Operators of the questions: some of + - *."""
+    turns: int = 2
+    """Most turns, the answer included."""
+
+    def __post_init__(self) -> None:
+        require(1 <= self.max_operand <= 10**5, self.name, f"max_operand={self.max_operand}: must lie in 1..100000")
+        require(bool(self.ops) and set(self.ops) <= set("+-*"), self.name, f"ops={self.ops!r}: some of + - *")
+        require(2 <= self.turns <= 16, self.name, f"turns={self.turns}: must lie in 2..16")
+        n = self.max_operand + 1
+        room = sum(n * n if op == "-" else n * (n + 1) // 2 for op in set(self.ops)) // 2
+        require(self.heldout_count <= room, self.name, f"heldout={self.heldout_count}, but these settings have room for {room}; raise max_operand")
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789+-*/()<>[]:?=;calc"
+
+    @property
+    def train(self) -> TaskSource:
+        return Generated(self._train)
+
+    def _train(self, index: int) -> Task:
+        return self._new(generator(self.seed, "calculator/train", index), f"calculator-{index}", self._held)
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        rng = generator(HELDOUT_SEED, "calculator/heldout")
+        seen: set[Key] = set()
+        tasks: list[Task] = []
+        for i in range(self.heldout_count):
+            tasks.append(self._new(rng, f"calculator-heldout-{i + 1}", seen))
+            seen.add(self.key(tasks[-1]))
+        return tuple(tasks)
+
+    @cached_property
+    def _held(self) -> frozenset[Key]:
+        return frozenset(self.key(t) for t in self.heldout)
+
+    def _new(self, rng: np.random.Generator, name: str, taken: set[Key] | frozenset[Key]) -> Task:
+        while True:
+            a, b = (int(n) for n in rng.integers(0, self.max_operand + 1, size=2))
+            op = self.ops[int(rng.integers(len(self.ops)))]
+            value = {"+": a + b, "-": a - b, "*": a * b}[op]
+            task = Task(id=name, prompt=f"<{a}{op}{b}>", answer=str(value), info={"op": op, "left": a, "right": b})
+            if self.key(task) not in taken:
+                return task
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        talk.see(task.prompt)
+        for left in reversed(range(self.turns)):
+            said = await talk.say()
+            if said.stop is not Stop.SAID or not is_request(said.text):
+                return said.stop
+            if left:
+                talk.see(result(said.text))
+        return Stop.TURNS
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        if is_request(attempt.text):
+            return Verdict.value(0.0, "no_answer", f"the last turn is a request: {attempt.text[:80]!r}")
+        said = last_integer(attempt.text)
+        return graded(said == attempt.task.answer, said, attempt.task.answer, kind="no_integer" if said is None else "wrong")
+
+    def key(self, task: Task) -> Key:
+        """Operator and operands, in order only where the order matters."""
+        op, a, b = task.info["op"], task.info["left"], task.info["right"]
+        return (op, a, b) if op == "-" else (op, min(a, b), max(a, b))
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return (REQUEST + str(task.prompt).strip("<>"), str(task.answer))
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        """The right request and the wrong answer."""
+        return (self.gold(task)[0], str(int(task.answer) + 1))
+
+
+def is_request(text: str) -> bool:
+    return text.lstrip().startswith(REQUEST)
+
+
+def result(request: str) -> str:
+    """What the tool shows: `[36]`, a fraction as `[1/2]`, and `[?]` for what it cannot compute."""
+    try:
+        return f"[{evaluate(request.strip().removeprefix(REQUEST)).value}]"
+    except ExpressionError:
+        return "[?]"

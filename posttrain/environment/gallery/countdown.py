@@ -1,0 +1,149 @@
+"""Countdown: `<3,5,6,9:24>` is answered by an expression such as `(9-5)*6`, each number used at most once."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+from functools import cached_property
+from typing import ClassVar
+
+import numpy as np
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.ports import Attempt, TaskSource
+from posttrain.core.seeds import generator
+from posttrain.core.types import Task, Verdict
+from posttrain.environment.expression import ExpressionError, evaluate
+from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require
+
+Key = tuple[tuple[int, ...], int]
+TRIES = 1000
+"""Draws for one task before the settings are said to leave no room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Countdown(SingleTurn):
+    """Reach a target with given numbers; the reward is 1 for an expression that does, else 0.
+
+    Judged is what follows the last line break or `;`, so that a policy may think first; `expression=target` is fine.
+    Two tasks are the same where target and numbers are, in any order.
+    """
+
+    name: ClassVar[str] = "countdown"
+    numbers: int = 4
+    """How many are given."""
+    max_number: int = 9
+    max_target: int = 99
+    ops: str = "+-*/"
+    """Operators the hidden solution uses; the policy may use any."""
+
+    def __post_init__(self) -> None:
+        require(2 <= self.numbers <= 10, self.name, f"numbers={self.numbers}: must lie in 2..10")
+        require(2 <= self.max_number <= 10**6, self.name, f"max_number={self.max_number}: must lie in 2..1000000")
+        require(2 <= self.max_target <= 10**9, self.name, f"max_target={self.max_target}: must lie in 2..1000000000")
+        require(bool(self.ops) and set(self.ops) <= set("+-*/"), self.name, f"ops={self.ops!r}: some of + - * /")
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789+-*/()<>,:;="
+
+    @property
+    def train(self) -> TaskSource:
+        return Generated(self._train)
+
+    def _train(self, index: int) -> Task:
+        rng = generator(self.seed, "countdown/train", index)
+        return self._new(rng, f"countdown-{index}", self._held)
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        rng = generator(HELDOUT_SEED, "countdown/heldout")
+        seen: set[Key] = set()
+        tasks: list[Task] = []
+        for i in range(self.heldout_count):
+            tasks.append(self._new(rng, f"countdown-heldout-{i + 1}", seen))
+            seen.add(self.key(tasks[-1]))
+        return tuple(tasks)
+
+    @cached_property
+    def _held(self) -> frozenset[Key]:
+        return frozenset(self.key(t) for t in self.heldout)
+
+    def _new(self, rng: np.random.Generator, name: str, taken: set[Key] | frozenset[Key]) -> Task:
+        """A solvable task that is none of `taken`."""
+        for _ in range(TRIES):
+            numbers = [int(n) for n in rng.integers(1, self.max_number + 1, size=self.numbers)]
+            target, solution = self._combine(rng, numbers)
+            if 0 < target <= self.max_target and target not in numbers and (tuple(sorted(numbers)), target) not in taken:
+                prompt = f"<{','.join(map(str, numbers))}:{target}>"
+                return Task(id=name, prompt=prompt, answer=solution, info={"numbers": numbers, "target": target})
+        raise ConfigError(f"env countdown: no new task found in {TRIES} draws; lower heldout, or raise numbers, max_number or max_target")
+
+    def _combine(self, rng: np.random.Generator, numbers: list[int]) -> tuple[int, str]:
+        """A random expression over at least two of the numbers that stays integral and natural on the way."""
+        parts = [(numbers[i], str(numbers[i])) for i in rng.permutation(len(numbers))[: int(rng.integers(2, len(numbers) + 1))]]
+        while len(parts) > 1:
+            i, j = (int(k) for k in rng.permutation(len(parts))[:2])
+            (a, left), (b, right) = parts[i], parts[j]
+            values = {"+": a + b, "-": a - b, "*": a * b, "/": a // b if b and a % b == 0 else -1}
+            op = self.ops[int(rng.integers(len(self.ops)))]
+            if values[op] < 0:
+                return -1, ""
+            parts = [p for k, p in enumerate(parts) if k not in (i, j)] + [(values[op], f"{_wrapped(left)}{op}{_wrapped(right)}")]
+        return parts[0]
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        said = re.split(r"[\n;]", attempt.text.strip())[-1].strip()
+        left, equals, right = said.partition("=")
+        numbers, target = attempt.task.info["numbers"], attempt.task.info["target"]
+        try:
+            expression = evaluate(left)
+            if equals and evaluate(right).value != target:
+                return Verdict.value(0.0, "wrong", f"{right!r} is not the target {target}")
+        except ExpressionError as error:
+            return Verdict.value(0.0, "unparsable", f"{said[:80]!r}: {error}")
+        if extra := Counter(expression.numbers) - Counter(numbers):
+            return Verdict.value(0.0, "numbers", f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}")
+        return graded(expression.value == target, expression.value, target)
+
+    def key(self, task: Task) -> Key:
+        return tuple(sorted(task.info["numbers"])), task.info["target"]
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return (str(task.answer),)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        """The target itself: right in value, and not among the numbers."""
+        return (str(task.info["target"]),)
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`document`: equations over small numbers, no prompt; `answer`: an expression."""
+        return ("document", "answer")
+
+    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
+        """(prompt, completion). A false answer uses the right numbers and misses the target."""
+        if style not in self.styles:
+            raise ConfigError(f"countdown cannot write style {style!r}: {nearest(style, self.styles)}")
+        false, solution, target = rng.random() < wrong, str(task.answer), task.info["target"]
+        if style == "document":
+            shown = target + (int(rng.integers(1, 4)) if false else 0)
+            return "", f"{solution}={shown}"
+        return str(task.prompt), self._missing(rng, solution, target) if false else solution
+
+    def _missing(self, rng: np.random.Generator, solution: str, target: int) -> str:
+        """The solution with one operator exchanged, such that it misses; at least one exchange always does."""
+        places = [i for i, c in enumerate(solution) if c in "+-*/"]
+        others = [solution[:i] + op + solution[i + 1 :] for i in places for op in "+-*/" if op != solution[i]]
+        for k in rng.permutation(len(others)):
+            try:
+                if evaluate(others[k]).value != target:
+                    return others[k]
+            except ExpressionError:
+                continue
+        raise ConfigError(f"every exchange of an operator in {solution!r} still gives {target}")
+
+
+def _wrapped(text: str) -> str:
+    return text if text.isdigit() else f"({text})"

@@ -1,0 +1,269 @@
+"""The user's own prompts, read strictly: what is wrong with them is said with file and line before anything trains."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+
+from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.core.ports import Attempt, TaskSource
+from posttrain.core.run import Env
+from posttrain.core.types import Judged, Message, Task, Verdict
+from posttrain.environment.single import Listed, SingleTurn
+
+HELDOUT_SHARE = 5
+"""At most one in this many distinct prompts is held out, however many were asked for."""
+
+Place = str
+"""Where a row stands, for messages: `file:line`, or `name row n`."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """One checked row of the user's data. `key` is the digest of its prompt."""
+
+    task: Task
+    completion: str | None
+    key: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsEnv(SingleTurn):
+    """Prompts from a file or data set, judged by reward functions.
+
+    Rows whose prompts are equal always land on the same side of the held-out split, which is decided by the prompts'
+    digests alone: reordering the file, or editing answers, moves nothing.
+    """
+
+    name: ClassVar[str] = "prompts"
+    prompt_column: str = "prompt"
+    """Text, or a list of messages."""
+    messages_column: str = "messages"
+    """Read where there is no prompt column. A last message of the assistant becomes the completion."""
+    answer_column: str = "answer"
+    completion_column: str = "completion"
+    """A text to imitate (stage style `completion`); rewards never see it."""
+    id_column: str = "id"
+    split: str = "train"
+    """Which split of a data set with several."""
+    rows: tuple[Row, ...] = field(default=(), repr=False)
+
+    @classmethod
+    def settings(cls) -> tuple[str, ...]:
+        return tuple(n for n in super().settings() if n != "rows")
+
+    @classmethod
+    def column_settings(cls) -> tuple[str, ...]:
+        return tuple(f.name for f in fields(cls) if f.name.endswith("_column"))
+
+    @cached_property
+    def _held(self) -> frozenset[str]:
+        """The prompts with the smallest digests."""
+        distinct = sorted({r.key for r in self.rows})
+        if self.heldout_count and len(distinct) == 1:
+            raise ConfigError("there is one distinct prompt, so none can be held out: set env.heldout=0 to train on it without evaluation")
+        return frozenset(distinct[: min(self.heldout_count, max(1, len(distinct) // HELDOUT_SHARE))])
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        """In order of the prompts' digests, so that it too does not depend on the file's order."""
+        return tuple(r.task for r in sorted(self.rows, key=lambda r: (r.key, r.task.id)) if r.key in self._held)
+
+    @cached_property
+    def train(self) -> TaskSource:
+        return Listed(tuple(r.task for r in self.rows if r.key not in self._held))
+
+    @cached_property
+    def alphabet(self) -> str:
+        """Every character of prompts, answers and completions."""
+        texts = [t for r in self.rows for t in (*_texts(r.task.prompt), str(r.task.answer or ""), r.completion or "")]
+        return "".join(sorted(set("".join(texts))))
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """The user's rewards only."""
+        return await self.added(attempt)
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        return Verdict.abstain("a user's prompt is judged by the user's rewards")
+
+    def key(self, task: Task) -> Hashable:
+        return digest(task.prompt)
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return ("" if task.answer is None else str(task.answer),)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return (f"{self.gold(task)[0]}?",)
+
+    @cached_property
+    def _completions(self) -> Mapping[str, str]:
+        return {r.task.id: r.completion for r in self.rows if r.completion is not None}
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`completion` where the data has any."""
+        return ("completion",) if self._completions else ()
+
+    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str | tuple[Message, ...], str]:
+        """The row's own completion. There are no false ones, so `wrong` must be 0."""
+        if style not in self.styles:
+            known = nearest(style, self.styles) if self.styles else f"the data has no column {self.completion_column!r} (env.args.completion_column)"
+            raise ConfigError(f"prompts cannot write style {style!r}: {known}")
+        if wrong:
+            raise ConfigError(f"wrong={wrong}: your data has only its own completions; set wrong=0")
+        if task.id not in self._completions:
+            raise DataError(f"task {task.id!r} has no completion to imitate; give every row one, or train on a file of those that have it")
+        return task.prompt, self._completions[task.id]
+
+
+def read_tasks(config: Env, args: Mapping[str, Any], seed: int) -> PromptsEnv:
+    """The environment of `env.prompts`, judged by `env.rewards`."""
+    from posttrain.environment.reward import sources
+
+    if not config.prompts:
+        raise ConfigError("env.name='prompts' needs env.prompts: a JSONL file, or a data set (local folder or hub id)")
+    if not config.rewards:
+        raise ConfigError("env.name='prompts' needs env.rewards: path.py:function, or a built-in (exact, last_integer, contains, math)")
+    shape = PromptsEnv(**args)
+    rows = read(config.prompts, shape)
+    rewards = sources(config.rewards, [r.task for r in rows])
+    return PromptsEnv(**args, seed=seed, heldout_count=config.heldout, rewards=rewards, rows=rows)
+
+
+def read(path: str, columns: PromptsEnv | None = None) -> tuple[Row, ...]:
+    """All rows of a JSONL or JSON file, a parquet file, a saved data set, or one on the hub.
+
+    Raises:
+        DataError: with the place: not JSON, not text, a missing or empty prompt, a wrong type, an id given twice, no rows.
+    """
+    columns = columns or PromptsEnv()
+    rows: list[Row] = []
+    given: dict[str, Place] = {}
+    repeats: dict[str, int] = {}
+    for place, data in _source(path, columns.split):
+        row = _row(place, data, columns)
+        name = row.task.id
+        if not name:
+            repeats[row.key] = repeats.get(row.key, 0) + 1
+            name = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
+            row = Row(Task(name, row.task.prompt, row.task.answer, row.task.info), row.completion, row.key)
+        if name in given:
+            raise DataError(f"{place}: id {name!r} was already given at {given[name]}; ids must differ (or leave the column out, and ids are made)")
+        given[name] = place
+        rows.append(row)
+    if not rows:
+        raise DataError(f"{path} has no rows")
+    return tuple(rows)
+
+
+def digest(prompt: str | Sequence[Message]) -> str:
+    """16 hex digits of a prompt: equal prompts have equal ones, and nothing else enters."""
+    text = prompt if isinstance(prompt, str) else json.dumps([[m["role"], m["content"]] for m in prompt], ensure_ascii=True)
+    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
+
+
+def _row(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> Row:
+    """One row, checked."""
+    prompt, completion = _prompt(place, data, c)
+    if (written := data.get(c.completion_column)) is not None:
+        completion = _completion(place, written, c)
+    known = {c.prompt_column, c.messages_column, c.completion_column, c.id_column}
+    info = {k: v for k, v in data.items() if k not in known and k != "answer"}
+    if c.answer_column != "answer" and "answer" in data:
+        info["answer"] = data["answer"]
+    answer = data.get(c.answer_column)
+    if answer is not None and not isinstance(answer, str | int | float | bool | list):
+        raise DataError(f"{place}: {c.answer_column!r} is {_kind(answer)}, wanted text, a number or a list")
+    return Row(Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info), completion, digest(prompt))
+
+
+def _id(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> str:
+    name = data.get(c.id_column)
+    if name is None:
+        return ""
+    if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
+        raise DataError(f"{place}: {c.id_column!r} is {_kind(name)}, wanted non-empty text or a whole number")
+    return _text(place, c.id_column, str(name))
+
+
+def _prompt(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> tuple[str | tuple[Message, ...], str | None]:
+    column = c.prompt_column if data.get(c.prompt_column) is not None else c.messages_column
+    value = data.get(column)
+    if value is None:
+        have = sorted(k for k, v in data.items() if v is not None)
+        hint = nearest(c.prompt_column, have) if have else "the row is empty"
+        raise DataError(f"{place}: no column {c.prompt_column!r} (env.args.prompt_column) nor {c.messages_column!r}: {hint}")
+    if isinstance(value, str):
+        if not value.strip():
+            raise DataError(f"{place}: {column!r} is empty")
+        return _text(place, column, value), None
+    if not isinstance(value, list):
+        raise DataError(f"{place}: {column!r} is {_kind(value)}, wanted text or a list of messages")
+    messages = [_message(place, column, i, m) for i, m in enumerate(value)]
+    completion = None
+    if messages and messages[-1]["role"] == "assistant":
+        completion = messages.pop()["content"]
+    if not messages:
+        raise DataError(f"{place}: {column!r} has no message for the policy to answer")
+    return tuple(messages), completion
+
+
+def _message(place: Place, column: str, index: int, value: Any) -> Message:
+    where = f"{place}: message {index + 1} of {column!r}"
+    if not isinstance(value, Mapping):
+        raise DataError(f"{where} is {_kind(value)}, wanted an object with role and content")
+    for part in ("role", "content"):
+        if not isinstance(value.get(part), str):
+            raise DataError(f"{where}: {part!r} is {_kind(value.get(part))}, wanted text")
+    extra = sorted(k for k, v in value.items() if v is not None and k not in ("role", "content"))
+    if extra:
+        raise DataError(f"{where} has {extra[0]!r}; messages are role and content only")
+    return Message(role=_text(place, column, value["role"]), content=_text(place, column, value["content"]))
+
+
+def _completion(place: Place, value: Any, c: PromptsEnv) -> str:
+    if isinstance(value, str):
+        return _text(place, c.completion_column, value)
+    if isinstance(value, list) and len(value) == 1:
+        return _message(place, c.completion_column, 0, value[0])["content"]
+    raise DataError(f"{place}: {c.completion_column!r} is {_kind(value)}, wanted text or a list of one message")
+
+
+def _text(place: Place, column: str, value: str) -> str:
+    """Text that can be written as UTF-8; JSON can smuggle in half a surrogate pair, which no tokenizer takes."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise DataError(f"{place}: {column!r} has half of a surrogate pair at character {error.start}, which is no text") from None
+    return value
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "missing", str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
+    return f"empty {names[type(value)]}" if value in ("", []) and not isinstance(value, bool) else names.get(type(value), type(value).__name__)
+
+
+def _texts(prompt: str | Sequence[Message]) -> Iterable[str]:
+    return [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+
+
+def _source(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
+    """Rows with their places, from whatever `path` is."""
+    from posttrain.environment import tables
+
+    file = Path(path)
+    if file.is_dir():
+        return tables.saved(path, split)
+    if file.is_file():
+        return tables.parquet(file) if file.suffix == ".parquet" else tables.json_rows(file)
+    if file.suffix in (".jsonl", ".json", ".parquet", ".ndjson") or path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise DataError(f"no such file or folder: {path}")
+    return tables.hub(path, split)
+
