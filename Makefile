@@ -1,0 +1,42 @@
+# Every target works alone on a fresh machine: it creates .venv and installs what it needs, once, and again only when
+# pyproject.toml or constraints.txt change. `make PYTHON=python3.12 test` chooses the interpreter.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Without an NVIDIA driver, torch comes without its gigabytes of CUDA. `make TORCH_INDEX= run` takes what pip finds first.
+TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+export PIP_NO_WARN_SCRIPT_LOCATION = 1
+
+.PHONY: run test prove lint clean
+.DELETE_ON_ERROR:
+
+run: $(VENV)/run.stamp
+	$(BIN)/posttrain run ladder
+
+test: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -q -m "not prove"
+
+prove: $(VENV)/dev.stamp
+	$(BIN)/python -m pytest -q -m prove
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)/run.stamp: pyproject.toml constraints.txt
+	@echo "installing posttrain into $(VENV) (once; a few minutes)"
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) --no-deps $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch
+	@$(PIP) --editable .
+	@touch $@
+
+$(VENV)/dev.stamp: $(VENV)/run.stamp
+	@echo "installing the tests' tools into $(VENV) (once)"
+	@$(PIP) --editable ".[dev,gym,data,math]"
+	@touch $@
