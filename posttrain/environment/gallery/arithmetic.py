@@ -68,7 +68,7 @@ class Arithmetic(SingleTurn):
 
     def _train(self, index: int) -> Task:
         rng = generator(self.seed, "arithmetic/train", index)
-        length = int(rng.choice(self._lengths))
+        length = int(rng.integers(self.min_terms, self.max_terms + 1))
         while True:
             terms = self._draw(rng, length)
             if _multiset(terms) not in self._held:
@@ -81,7 +81,8 @@ class Arithmetic(SingleTurn):
         seen: set[Signed] = set()
         tasks: list[Task] = []
         while len(tasks) < self.heldout_count:
-            length = int(rng.choice([n for n, left in room.items() if left]))
+            open_lengths = [n for n, left in room.items() if left]
+            length = open_lengths[int(rng.integers(len(open_lengths)))]
             terms = self._draw(rng, length)
             if (same := _multiset(terms)) not in seen:
                 seen.add(same)
@@ -136,7 +137,7 @@ class Arithmetic(SingleTurn):
 
     def _error(self, rng: np.random.Generator, floor: int) -> int:
         """A small amount to be off by; with only `+`, what stands at `floor` stays natural."""
-        size = int(rng.choice([1, 1, 2, 3, 10]))
+        size = (1, 1, 2, 3, 10)[int(rng.integers(5))]
         upward = rng.random() < 0.5 or (self.ops == "+" and floor < size)
         return size if upward else -size
 

@@ -1,0 +1,219 @@
+"""Building environments, reading integers, playing turns, and adding rewards."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Attempt
+from posttrain.core.run import Env, Reward
+from posttrain.core.types import Stop, Task, Verdict, outcome
+from posttrain.environment.build import environment
+from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.environment.gallery.calculator import Calculator, result
+from posttrain.environment.integers import last_integer
+from posttrain.environment.script import Script, attempt, judged
+
+MINUS = ["-", "\u2212", "\u2013", "\uff0d"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wanted"),
+    [
+        ("12", "12"),
+        ("3+4=7;7+5=12", "12"),
+        ("7-5", "5"),
+        ("(7)-5", "5"),
+        ("3+4=-1", "-1"),
+        ("so -5.", "-5"),
+        ("+7", "7"),
+        ("-0", "0"),
+        ("007", "7"),
+        ("1,234,567", "1234567"),
+        ("1'234", "1234"),
+        ("1, 234", "234"),
+        ("1234,567", "567"),
+        ("12.0", "12"),
+        ("12.5", None),
+        ("1.2.3", None),
+        ("wait...12", "12"),
+        ("\uff11\uff12", "12"),
+        ("10\u00b2", "10"),
+        ("", None),
+        ("none", None),
+    ],
+)
+def test_last_integer(text: str, wanted: str | None) -> None:
+    assert last_integer(text) == wanted
+
+
+@given(
+    st.integers(-(10**30), 10**30),
+    st.sampled_from(MINUS),
+    st.integers(0, 3),
+    st.sampled_from(["", ",", "_", "'", "\u202f"]),
+    st.sampled_from(["", "12 ", "5 is wrong: ", "a=", "3+4="]),
+    st.sampled_from(["", ".", ".000", "!", " apples", ")"]),
+)
+def test_every_spelling_of_an_integer_reads_the_same(n: int, minus: str, zeros: int, separator: str, before: str, after: str) -> None:
+    digits = f"{abs(n):,}".replace(",", separator) if separator else "0" * zeros + str(abs(n))
+    assert last_integer(before + (minus if n < 0 else "") + digits + after) == str(n)
+
+
+@given(st.text())
+def test_reading_an_integer_never_raises(text: str) -> None:
+    said = last_integer(text)
+    assert said is None or said == str(int(said))
+
+
+def test_more_digits_than_python_converts_are_still_compared() -> None:
+    assert last_integer("9" * 10_000) == "9" * 10_000
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (Env(name="arithmetik"), "did you mean 'arithmetic'"),
+        (Env(args={"max_term": 3}), "did you mean 'max_terms'"),
+        (Env(args={"max_terms": "3"}), "wants int, got str"),
+        (Env(args={"max_terms": True}), "wants int, got bool"),
+        (Env(args={"seed": 3}), "no such setting"),
+        (Env(args={"ops": "*"}), "valid are"),
+        (Env(args={"max_operand": 1, "max_terms": 2}), "room for 1 "),
+        (Env(prompts="x.jsonl"), "env.name='prompts'"),
+        (Env(name="prompts"), "needs env.prompts"),
+        (Env(name="gym:chain_sun"), "did you mean 'chain_sum'"),
+        (Env(name="gym:chain_sum", args={"min_term": 2}), "did you mean 'min_terms'"),
+        (Env(name="gym:chain_sum", args={"min_terms": 0}), "refuses"),
+        (Env(name="gym:game_of_life_halting"), "any answer"),
+        (Env(rewards=(Reward(function="exakt"),)), "did you mean 'exact'"),
+    ],
+)
+def test_a_wrong_configuration_never_starts(config: Env, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        environment(config, 0)
+
+
+def test_the_heldout_set_is_the_same_for_every_seed_and_has_the_size_asked_for() -> None:
+    a, b = environment(Env(heldout=250), 0), environment(Env(heldout=250), 1)
+    assert list(a.heldout) == list(b.heldout) and len(a.heldout) == 250
+    assert a.train.task(0) != b.train.task(0) and a.train.count is None
+    assert a.train.task(5) == environment(Env(heldout=250), 0).train.task(5)
+
+
+@pytest.mark.parametrize("ops", ["+", "+-"])
+def test_no_order_of_a_heldout_sum_is_trained_on(ops: str) -> None:
+    env = Arithmetic(ops=ops, max_operand=3, heldout_count=25)
+    held = {tuple(sorted((s, o) for s, o in t.info["terms"])) for t in env.heldout}
+    assert len(held) == 25
+    for i in range(3000):
+        terms = [(s, o) for s, o in env.train.task(i).info["terms"]]
+        assert tuple(sorted(terms)) not in held and terms[0][0] == "+"
+
+
+def test_the_room_for_heldout_sums_counts_the_multisets() -> None:
+    for ops in ("+", "+-"):
+        env = Arithmetic(ops=ops, max_operand=2, min_terms=3, max_terms=3, heldout_count=1)
+        drawn = {env.key(env.train.task(i)) for i in range(3000)} | {env.key(t) for t in env.heldout}
+        assert env._room(3) == len(drawn) // 2
+
+
+def test_wrong_reasoning_is_consistent_after_one_slip() -> None:
+    env = Arithmetic(min_terms=4)
+    for i in range(200):
+        task = env.train.task(i)
+        _, text = env.demonstrate(task, "cot", np.random.default_rng(i), 1.0)
+        steps = [s.split("=") for s in text.split(";")]
+        false = [sum(map(int, left.split("+"))) != int(right) for left, right in steps]
+        assert sum(false) == 1 and [s[1] for s in steps[:-1]] == [s[0].split("+")[0] for s in steps[1:]]
+        assert all(int(right) >= 0 for _, right in steps)
+
+
+def test_the_share_of_false_demonstrations_is_the_one_asked_for() -> None:
+    env, rng = Arithmetic(), np.random.default_rng(0)
+    task = env.train.task(0)
+    false = [env.demonstrate(task, "answer", rng, 0.3)[1] != task.answer for _ in range(2000)]
+    assert abs(np.mean(false) - 0.3) < 0.04
+    with pytest.raises(ConfigError, match="did you mean 'answer'"):
+        env.demonstrate(task, "answr", rng, 0.0)
+
+
+async def test_single_turn_ends_as_the_turn_did() -> None:
+    env = Arithmetic()
+    talk = Script(["1"], Stop.LENGTH)
+    assert await env.play(env.train.task(0), talk) is Stop.LENGTH
+    assert talk.seen == [env.train.task(0).prompt]
+
+
+CALC = Calculator()
+TASK = Task(id="t", prompt="<12*3>", answer="36", info={"op": "*", "left": 12, "right": 3})
+
+
+@pytest.mark.parametrize(
+    ("turns", "stop", "seen", "end", "reward"),
+    [
+        (["calc:12*3", "36"], Stop.SAID, ["<12*3>", "[36]"], Stop.SAID, 1.0),
+        (["calc:12*", "36"], Stop.SAID, ["<12*3>", "[?]"], Stop.SAID, 1.0),
+        (["36"], Stop.SAID, ["<12*3>"], Stop.SAID, 1.0),
+        (["calc:12*3", "37"], Stop.SAID, ["<12*3>", "[36]"], Stop.SAID, 0.0),
+        (["calc:1*3", "calc:1*36"], Stop.SAID, ["<12*3>", "[3]"], Stop.TURNS, 0.0),
+        (["calc:12*3"], Stop.LENGTH, ["<12*3>"], Stop.LENGTH, 0.0),
+        (["calc:12*3", "36"], [Stop.SAID, Stop.CONTEXT], ["<12*3>", "[36]"], Stop.CONTEXT, 1.0),
+    ],
+)
+async def test_calculator_turns(turns: list[str], stop: Stop | list[Stop], seen: list[str], end: Stop, reward: float) -> None:
+    talk = Script(turns, stop)
+    assert await CALC.play(TASK, talk) is end
+    assert talk.seen == seen
+    assert outcome(await CALC.judge(await attempt(CALC, TASK, turns, stop))) == reward
+
+
+def test_calculator_shows_fractions_and_never_evaluates_code() -> None:
+    assert result("calc:1/2") == "[1/2]"
+    assert result("calc:__import__('os')") == "[?]"
+    assert result("calc:9**9") == "[?]"
+
+
+async def test_a_users_reward_is_added_to_the_environments_own(tmp_path) -> None:
+    (tmp_path / "short.py").write_text("def short(task, text):\n    return -len(text)\n")
+    env = environment(Env(rewards=(Reward(function=f"{tmp_path}/short.py:short", weight=0.1), Reward(function="exact"))), 0)
+    task = env.heldout[0]
+    verdicts = await judged(env, task, [f"={task.answer}"])
+    assert [(j.source, j.weight, j.verdict.score) for j in verdicts] == [
+        ("arithmetic", 1.0, 1.0),
+        ("short", 0.1, -1.0 - len(task.answer)),
+        ("exact", 1.0, 0.0),
+    ]
+    assert outcome(verdicts) == pytest.approx(1 - 0.1 * (1 + len(task.answer)))
+
+
+def test_the_room_imports_no_torch_and_nothing_optional() -> None:
+    code = (
+        "import sys, posttrain.environment.build, posttrain.environment.prompts, posttrain.environment.reward, posttrain.environment.render,"
+        "posttrain.environment.prove, posttrain.environment.adapters.reasoning_gym;"
+        "from posttrain.environment.gallery import GALLERY, gallery_class; [gallery_class(n) for n in GALLERY];"
+        "print([m for m in ('torch','transformers','datasets','pyarrow','reasoning_gym','math_verify','sympy') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_verdicts_come_from_what_was_said_last() -> None:
+    said = Attempt(task=TASK, turns=("36", "no"), stop=Stop.SAID)
+    assert CALC.verify(said) == Verdict.value(0.0, "no_integer", "said None, wanted 36")
+
+
+def test_environments_are_judged_concurrently_without_mixing() -> None:
+    env = Arithmetic()
+
+    async def go() -> list[float | None]:
+        return [outcome(v) for v in await asyncio.gather(*(judged(env, t, [str(t.answer)]) for t in env.heldout))]
+
+    assert asyncio.run(go()) == [1.0] * 200

@@ -1,0 +1,192 @@
+"""Every task of the gallery proves itself; every reasoning-gym task generates and scores."""
+
+from __future__ import annotations
+
+import ast
+import operator
+from collections import Counter
+from fractions import Fraction
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Attempt
+from posttrain.core.run import Env, Scalar
+from posttrain.core.types import State, Stop, Task, Verdict
+from posttrain.environment.adapters.reasoning_gym import NO_GOLD, REFUSED, Gym
+from posttrain.environment.build import environment
+from posttrain.environment.expression import MAX_CHARACTERS, MAX_DEPTH, ExpressionError, evaluate
+from posttrain.environment.gallery import GALLERY, gallery_class
+from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.environment.gallery.countdown import Countdown
+from posttrain.environment.prove import prove
+
+SETTINGS: dict[str, list[dict[str, Scalar]]] = {
+    "arithmetic": [{}, {"ops": "+-", "max_operand": 99}, {"min_terms": 3, "max_terms": 3, "max_operand": 20}],
+    "countdown": [{}, {"numbers": 3, "ops": "+-"}],
+    "calculator": [{}, {"ops": "+-*", "max_operand": 20, "turns": 3}],
+}
+
+
+def test_every_gallery_task_is_proved() -> None:
+    assert set(SETTINGS) == set(GALLERY)
+
+
+@pytest.mark.parametrize(("name", "args"), [(n, a) for n, settings in SETTINGS.items() for a in settings])
+async def test_a_gallery_task_means_what_it_says(name: str, args: dict[str, Scalar]) -> None:
+    checks = await prove(environment(Env(name=name, args=args), seed=3), samples=1000)
+    assert len(checks) >= 9
+    assert [c for c in checks if not c.passed] == []
+
+
+class Leaky(Arithmetic):
+    def verify(self, attempt: Attempt) -> Verdict:
+        return Verdict.value(1.0)
+
+
+class Contains(Arithmetic):
+    def verify(self, attempt: Attempt) -> Verdict:
+        return Verdict.value(float(str(attempt.task.answer) in attempt.text))
+
+
+class Unsplit(Arithmetic):
+    _held = frozenset()  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize(
+    ("cls", "failing"),
+    [(Leaky, "silence scores 0"), (Leaky, "constant answer earns its share"), (Contains, "distractor scores 0"), (Unsplit, "held-out is disjoint from train")],
+)
+async def test_a_broken_task_is_found_out(cls: type[Arithmetic], failing: str) -> None:
+    assert failing in {c.name for c in await prove(cls(), samples=500) if not c.passed}
+
+
+def test_an_unknown_gallery_name_gets_the_nearest() -> None:
+    with pytest.raises(ConfigError, match="did you mean 'countdown'"):
+        gallery_class("countdow")
+
+
+_OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
+
+
+def by_python(text: str) -> Fraction:
+    """The same value through Python's own grammar, on Fractions."""
+
+    def value(node: ast.expr) -> Fraction:
+        match node:
+            case ast.BinOp(left, op, right):
+                return _OPERATORS[type(op)](value(left), value(right))
+            case ast.UnaryOp(ast.USub(), operand):
+                return -value(operand)
+            case ast.Constant(n):
+                return Fraction(n)
+        raise AssertionError(ast.dump(node))
+
+    return value(ast.parse(text, mode="eval").body)
+
+
+expressions = st.recursive(
+    st.integers(0, 99).map(str),
+    lambda inner: st.one_of(
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "/", " + ", " * "]), inner).map("".join), inner.map(lambda e: f"({e})"), inner.map(lambda e: f"-{e}")
+    ),
+    max_leaves=8,
+)
+
+
+@given(expressions)
+def test_the_parser_agrees_with_python_on_fractions(text: str) -> None:
+    if len(text) > MAX_CHARACTERS:
+        return
+    try:
+        wanted = by_python(text)
+    except ZeroDivisionError:
+        with pytest.raises(ExpressionError, match="division by zero"):
+            evaluate(text)
+        return
+    got = evaluate(text)
+    assert got.value == wanted
+    assert Counter(got.numbers) == Counter(n.value for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Constant))
+
+
+@given(st.text(alphabet="0123456789+-*/() .xe_", max_size=40))
+def test_the_parser_gives_a_value_or_its_own_error(text: str) -> None:
+    try:
+        evaluate(text)
+    except ExpressionError:
+        pass
+
+
+@pytest.mark.parametrize("text", ["", "1+", "(1", "1)", "1 2", "2**3", "1//2", "+3", "9" * 13, "1" * 201, "(" * (MAX_DEPTH + 2) + "1", "-" * 100 + "1"])
+def test_the_parser_is_bounded_and_strict(text: str) -> None:
+    with pytest.raises(ExpressionError):
+        evaluate(text)
+
+
+@pytest.mark.parametrize(
+    ("said", "score", "kind"),
+    [
+        ("(9-5)*6", 1.0, ""),
+        ("(9-5)*6=24", 1.0, ""),
+        ("9+5=14;no\n(9\u22125)\u00d76", 1.0, ""),
+        ("9-5*6", 0.0, "wrong"),
+        ("(9-5)*6=25", 0.0, "wrong"),
+        ("6*(9-5)=24=24", 0.0, "unparsable"),
+        ("5*5-1", 0.0, "numbers"),
+        ("24", 0.0, "numbers"),
+        ("", 0.0, "unparsable"),
+        ("__import__('os')", 0.0, "unparsable"),
+    ],
+)
+def test_countdown_verdicts(said: str, score: float, kind: str) -> None:
+    task = Task(id="t", prompt="<3,5,6,9:24>", answer="(9-5)*6", info={"numbers": [3, 5, 6, 9], "target": 24})
+    verdict = Countdown().verify(Attempt(task=task, turns=(said,), stop=Stop.SAID))
+    assert (verdict.score, verdict.kind) == (score, kind)
+
+
+def gym_tasks() -> list[str]:
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS)
+
+
+@pytest.mark.prove
+async def test_every_gym_task_generates_and_scores() -> None:
+    """Exceptions by name: REFUSED (a mixture; a scorer that takes anything) and NO_GOLD (no answer to prove it with)."""
+    wrong: list[str] = []
+    for name in gym_tasks():
+        if name in REFUSED:
+            with pytest.raises(ConfigError, match="not offered"):
+                Gym.of(name, {})
+            continue
+        env = Gym.of(name, {}, heldout_count=2)
+        task = env.train.task(0)
+        if task.prompt in {t.prompt for t in env.heldout}:
+            wrong.append(f"{name}: held-out question in train")
+        if (task.answer is None) != (name in NO_GOLD):
+            wrong.append(f"{name}: gold {task.answer!r}")
+        for said, fits in [(task.answer, lambda s: s == 1), ("zzz junk", lambda s: s < 1), ("", lambda s: s < 1)]:
+            if said is None:
+                continue
+            verdict = (await env.judge(Attempt(task=task, turns=(said,), stop=Stop.SAID)))[0].verdict
+            if verdict.state is not State.VALUE or not fits(verdict.score):
+                wrong.append(f"{name}: {said!r:.60} scored {verdict}")
+    assert wrong == []
+
+
+async def test_gym_tasks_prove_themselves_and_read_answer_tags() -> None:
+    env = environment(Env(name="gym:chain_sum", heldout=100), seed=0)
+    assert [c for c in await prove(env, samples=300) if not c.passed] == []
+    task = env.train.task(0)
+    tagged = Attempt(task=task, turns=(f"<answer>0.5</answer> no: <answer> {task.answer} </answer>",), stop=Stop.SAID)
+    assert (await env.judge(tagged))[0].verdict.score == 1.0
+
+
+def test_gym_training_goes_on_beyond_a_chunk_and_is_a_function_of_the_seed() -> None:
+    a, b, c = (environment(Env(name="gym:chain_sum", heldout=5), seed=s) for s in (0, 0, 1))
+    indices = [0, 999, 1000, 5001]
+    assert [a.train.task(i) for i in indices] == [b.train.task(i) for i in reversed(indices)][::-1]
+    assert [a.train.task(i).prompt for i in indices] != [c.train.task(i).prompt for i in indices]
+    assert a.train.task(0).prompt != a.train.task(1000).prompt

@@ -1,0 +1,234 @@
+"""Users' prompts: every way a file can be odd but fine, or wrong, and a split that cannot leak."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.run import Env, Reward
+from posttrain.core.types import Judged, Verdict
+from posttrain.environment.build import environment
+from posttrain.environment.prompts import PromptsEnv, read
+from posttrain.environment.script import judged
+
+EXACT = (Reward(function="exact"),)
+
+
+def write(path: Path, rows: list[dict[str, Any]], end: str = "\n") -> str:
+    path.write_bytes(end.join(json.dumps(r) for r in rows).encode())
+    return str(path)
+
+
+def env(path: str, **config: Any) -> PromptsEnv:
+    built = environment(Env(name="prompts", prompts=path, rewards=config.pop("rewards", EXACT), **config), 0)
+    assert isinstance(built, PromptsEnv)
+    return built
+
+
+def test_rows_become_tasks_with_answers_ids_and_columns(tmp_path: Path) -> None:
+    rows = [{"id": 7, "prompt": "a", "answer": "1", "level": 2, "tags": ["x"]}, {"prompt": "b", "answer": 3}]
+    first, second = (r.task for r in read(write(tmp_path / "p.jsonl", rows)))
+    assert (first.id, first.prompt, first.answer, dict(first.info)) == ("7", "a", "1", {"level": 2, "tags": ["x"]})
+    assert second.id and second.answer == 3 and not second.info
+
+
+def test_made_ids_do_not_depend_on_the_order_and_tell_duplicates_apart(tmp_path: Path) -> None:
+    rows = [{"prompt": p} for p in ("a", "b", "a")]
+    forward = [r.task.id for r in read(write(tmp_path / "p.jsonl", rows))]
+    backward = [r.task.id for r in read(write(tmp_path / "q.jsonl", rows[::-1]))]
+    assert len(set(forward)) == 3 and set(forward) == set(backward) and forward[2] == forward[0] + "-2"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"prompt":"a"}\n{"prompt":"b"}',
+        b'{"prompt":"a"}\n{"prompt":"b"}\n',
+        b'{"prompt":"a"}\r\n{"prompt":"b"}\r\n',
+        b'\xef\xbb\xbf{"prompt":"a"}\n\n   \n{"prompt":"b"}\n\n',
+        b'[{"prompt":"a"},\n {"prompt":"b"}]',
+    ],
+)
+def test_line_ends_marks_and_blank_lines_are_fine(tmp_path: Path, raw: bytes) -> None:
+    (tmp_path / "p.jsonl").write_bytes(raw)
+    assert [r.task.prompt for r in read(str(tmp_path / "p.jsonl"))] == ["a", "b"]
+
+
+def test_emoji_and_line_separators_inside_a_string_survive(tmp_path: Path) -> None:
+    text = "\U0001f9ee caf\u00e9 \u2028 next \u0085"
+    (tmp_path / "p.jsonl").write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read(str(tmp_path / "p.jsonl"))[0].task.prompt == text
+
+
+BAD = [
+    ([b'{"prompt":"a"}', b'{"prompt":'], r"p.jsonl:2: not JSON: .* column 11"),
+    ([b'{"prompt":"a"}', b"", b'{"prompt":"\xff"}'], r"p.jsonl:3: byte 12 \(0xff\) is not UTF-8"),
+    ([b'"text"'], r"p.jsonl:1: a row is an object .* this is str"),
+    ([b'{"promt":"a"}'], r"p.jsonl:1: no column 'prompt' .* did you mean 'promt'"),
+    ([b"{}"], "the row is empty"),
+    ([b'{"prompt":"  "}'], "p.jsonl:1: 'prompt' is empty"),
+    ([b'{"prompt":3}'], "'prompt' is a number, wanted text"),
+    ([b'{"prompt":null}'], "no column 'prompt'"),
+    ([b'{"prompt":[]}'], "no message for the policy"),
+    ([b'{"prompt":["a"]}'], "message 1 of 'prompt' is text"),
+    ([b'{"prompt":[{"role":"user"}]}'], "message 1 of 'prompt': 'content' is missing"),
+    ([b'{"prompt":[{"role":"user","content":[1]}]}'], "'content' is a list, wanted text"),
+    ([b'{"prompt":[{"role":"user","content":"a","tool_calls":[1]}]}'], "has 'tool_calls'"),
+    ([b'{"prompt":[{"role":"assistant","content":"a"}]}'], "no message for the policy"),
+    ([b'{"prompt":"a","answer":{"x":1}}'], "'answer' is an object"),
+    ([b'{"prompt":"a","id":1.5}'], "'id' is a number, wanted non-empty text or a whole number"),
+    ([b'{"prompt":"a","id":""}'], "'id' is empty text"),
+    ([b'{"prompt":"a","completion":5}'], "'completion' is a number"),
+    ([b'{"prompt":"\\ud800"}'], "half of a surrogate pair"),
+    ([b'{"prompt":"a","id":"x"}', b'{"prompt":"b","id":"y"}', b'{"prompt":"c","id":"x"}'], r"p.jsonl:3: id 'x' was already given at .*p.jsonl:1"),
+    ([], "has no rows"),
+    ([b"", b"  "], "has no rows"),
+    ([b"[" * 100_000], "p.jsonl.*JSON"),
+    (["a".encode("utf-16")], "UTF-16"),
+]
+
+
+@pytest.mark.parametrize(("lines", "message"), BAD)
+def test_what_is_wrong_is_said_with_its_place(tmp_path: Path, lines: list[bytes], message: str) -> None:
+    (tmp_path / "p.jsonl").write_bytes(b"\n".join(lines))
+    with pytest.raises(DataError, match=message):
+        read(str(tmp_path / "p.jsonl"))
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no such file"):
+        read(str(tmp_path / "none.jsonl"))
+    with pytest.raises(DataError, match="no data set saved"):
+        read(str(tmp_path))
+
+
+json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=3), max_leaves=6)
+rows_strategy = st.lists(st.dictionaries(st.sampled_from(["prompt", "messages", "id", "answer", "completion", "x"]), json_values), max_size=5)
+
+
+@given(rows_strategy)
+def test_any_json_rows_are_read_or_refused_with_their_place(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]) -> None:
+    path = tmp_path_factory.getbasetemp() / "any.jsonl"
+    write(path, rows)
+    try:
+        tasks = [r.task for r in read(str(path))]
+    except DataError as error:
+        assert "any.jsonl" in str(error)
+        return
+    assert len(tasks) == len(rows) == len({t.id for t in tasks})
+
+
+@given(st.binary(max_size=60))
+def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory, raw: bytes) -> None:
+    path = tmp_path_factory.getbasetemp() / "bytes.jsonl"
+    path.write_bytes(raw)
+    with pytest.raises(DataError, match=r"bytes.jsonl"):
+        read(str(path))
+
+
+@given(st.lists(st.text(alphabet="abcd", min_size=1, max_size=3), min_size=12, max_size=60), st.integers(1, 20), st.randoms())
+def test_equal_prompts_stay_together_and_the_split_ignores_the_order(tmp_path_factory: pytest.TempPathFactory, prompts: list[str], count: int, random: Any) -> None:
+    distinct = set(prompts)
+    if len(distinct) < 2:
+        return
+    path = tmp_path_factory.getbasetemp() / "split.jsonl"
+    sides = []
+    for _ in range(2):
+        e = env(write(path, [{"prompt": p, "answer": "1"} for p in prompts]), heldout=count)
+        held, train = {t.prompt for t in e.heldout}, {e.train.task(i).prompt for i in range(e.train.count or 0)}
+        assert not held & train and held | train == distinct
+        assert len(held) == min(count, max(1, len(distinct) // 5))
+        assert len(e.heldout) + (e.train.count or 0) == len(prompts)
+        sides.append([t.prompt for t in e.heldout])
+        random.shuffle(prompts)
+    assert sides[0] == sides[1]
+
+
+def test_one_prompt_cannot_be_split_but_may_be_trained_on(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1"}] * 3)
+    with pytest.raises(ConfigError, match="env.heldout=0"):
+        _ = env(path).heldout
+    assert env(path, heldout=0).train.count == 3 and env(path, heldout=0).heldout == ()
+
+
+def test_messages_and_their_last_assistant_turn(tmp_path: Path) -> None:
+    user, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
+    path = write(tmp_path / "p.jsonl", [{"messages": [user, said], "answer": "a"}, {"prompt": [user], "completion": [said], "answer": "b"}])
+    one, two = read(path)
+    assert one.task.prompt == two.task.prompt == (user,) and one.completion == two.completion == "a" and one.key == two.key
+
+
+def test_columns_can_be_named(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"q": f"{i}", "gold": str(i), "answer": "no", "prompt": 3, "key": f"k{i}", "sft": "x"} for i in range(10)])
+    args = {"prompt_column": "q", "answer_column": "gold", "id_column": "key", "completion_column": "sft"}
+    e = env(path, args=args)
+    task = e.train.task(0)
+    assert task.id == f"k{task.answer}" and task.info["gold"] == task.answer and task.info["answer"] == "no"
+    assert e.demonstrate(task, "completion", np.random.default_rng(0), 0.0) == (task.prompt, "x")
+    with pytest.raises(ConfigError, match="did you mean 'answer_column'"):
+        env(path, args={"answer_colum": "gold"})
+
+
+def test_completions_are_imitated_and_never_shown_to_rewards(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": f"{i}", "answer": "1", **({"completion": "c"} if i else {})} for i in range(4)])
+    e = env(path, heldout=0)
+    assert e.styles == ("completion",) and "completion" not in e.train.task(1).info
+    with pytest.raises(DataError, match="has no completion to imitate"):
+        e.demonstrate(e.train.task(0), "completion", np.random.default_rng(0), 0.0)
+    with pytest.raises(ConfigError, match="set wrong=0"):
+        e.demonstrate(e.train.task(1), "completion", np.random.default_rng(0), 0.5)
+    bare = env(write(tmp_path / "q.jsonl", [{"prompt": "a", "answer": "1"}]), heldout=0)
+    with pytest.raises(ConfigError, match="no column 'completion'"):
+        bare.demonstrate(bare.train.task(0), "completion", np.random.default_rng(0), 0.0)
+
+
+def test_only_the_users_rewards_judge(tmp_path: Path) -> None:
+    (tmp_path / "r.py").write_text("def long(prompts, completions, level, **columns):\n    return [level[0] * len(completions[0])]\n")
+    path = write(tmp_path / "p.jsonl", [{"prompt": f"{i}", "answer": "no", "level": 2} for i in range(6)])
+    e = env(path, rewards=(Reward(function=f"{tmp_path}/r.py:long", weight=0.5), *EXACT))
+    assert asyncio.run(judged(e, e.heldout[0], ["yes"])) == (
+        Judged("long", 0.5, Verdict.value(6.0)),
+        Judged("exact", 1.0, Verdict.value(0.0, "wrong", "said 'yes', wanted 'no'")),
+    )
+    assert set("012345no") == set(e.alphabet)
+
+
+def test_a_run_on_prompts_needs_rewards_and_the_columns_they_read(tmp_path: Path) -> None:
+    path = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b"}])
+    with pytest.raises(ConfigError, match=r"needs env.rewards"):
+        env(path, rewards=())
+    with pytest.raises(ConfigError, match="'exact' requires column 'answer'"):
+        env(path)
+
+
+def test_data_sets_saved_in_a_folder_or_as_parquet(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = [{"prompt": [{"role": "user", "content": f"q{i}"}], "answer": f"{i}", "level": i} for i in range(10)]
+    data = datasets.Dataset.from_list(rows)
+    data.save_to_disk(str(tmp_path / "one"))
+    datasets.DatasetDict({"train": data, "test": data.select([1])}).save_to_disk(str(tmp_path / "splits"))
+    data.to_parquet(str(tmp_path / "p.parquet"))
+    wanted = [r.task for r in read(write(tmp_path / "p.jsonl", rows))]
+    for place in ("one", "splits", "p.parquet"):
+        assert [r.task for r in read(str(tmp_path / place))] == wanted, place
+    assert len(read(str(tmp_path / "splits"), PromptsEnv(split="test"))) == 1
+    with pytest.raises(ConfigError, match=r"no split 'tset' .* did you mean 'test'"):
+        read(str(tmp_path / "splits"), PromptsEnv(split="tset"))
+    (tmp_path / "bad.parquet").write_bytes(b"PAR1")
+    with pytest.raises(DataError, match="cannot be read as parquet"):
+        read(str(tmp_path / "bad.parquet"))
+
+
+def test_bad_rows_of_a_data_set_are_named_by_number(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    datasets.Dataset.from_list([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}]).save_to_disk(str(tmp_path / "d"))
+    with pytest.raises(DataError, match=r"d row 2: id 'x' was already given at .*d row 1"):
+        read(str(tmp_path / "d"))
