@@ -203,6 +203,19 @@ def _patched(base: Algorithm, node: Node, path: str) -> Algorithm:
     return patch(parent, f"{parent.name}+user", YOURS, **changes) if changes else parent
 
 
+def value(run: Run, path: str) -> Any:
+    """What the run has at a full path; `...` where the path goes through a choice that was not made."""
+    head, _, rest = path.partition(".")
+    here: Any = run.stage(head) if any(s.name == head for s in run.stages) else getattr(run, head)
+    for part in rest.split(".") if rest else ():
+        if isinstance(here, tuple):
+            named = {type(v).__name__.lower(): v for v in cast("tuple[Any, ...]", here)}
+            here = named.get(part, ...)
+        else:
+            here = getattr(here, part, ...)
+    return "..." if here is ... or isinstance(here, Mapping) else here
+
+
 # --- the surface -----------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,48 @@
+"""The command line: `posttrain run | ladder | eval | show | export`. Each command imports what it needs when it is called.
+
+Errors that say who must act (`core.errors`) end with their own exit code and one message; anything else is a bug and
+keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from types import FrameType
+
+from posttrain.cli.parser import parser, split_overrides
+from posttrain.core.errors import PosttrainError
+
+
+class Terminated(BaseException):
+    """SIGTERM arrived where no run was listening."""
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    raise Terminated
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command and return its exit code."""
+    words, overrides = split_overrides(list(sys.argv[1:] if argv is None else argv))
+    options = parser().parse_args(words)
+    options.overrides = overrides
+    before = signal.signal(signal.SIGTERM, _terminate)
+    try:
+        return options.command(options)
+    except PosttrainError as error:
+        print(f"posttrain: {error}", file=sys.stderr)
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("posttrain: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
+    except Terminated:
+        print("posttrain: terminated", file=sys.stderr)
+        return 128 + signal.SIGTERM
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,64 @@
+"""One function a command: it imports what it needs, does it, and returns the exit code."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+
+def run(o: Namespace) -> int:
+    if o.help:
+        print(o.text())
+        if o.recipe:
+            print(_settings(o.recipe, o.overrides))
+        return 0
+    from posttrain.recipe import main
+
+    main.run(o.recipe or "", *o.overrides, out=o.out, resume=o.resume)
+    return 0
+
+
+def ladder(o: Namespace) -> int:
+    from posttrain.cli import ladder as view
+
+    if o.diff:
+        print(view.diff(*o.diff))
+    else:
+        print(view.one(o.name) if o.name else view.tree())
+    return 0
+
+
+def evaluate(o: Namespace) -> int:
+    from posttrain.recipe import main
+
+    main.evaluate(
+        o.target, *o.overrides, samples=o.samples, checkpoint=o.checkpoint, max_tokens=o.max_tokens, temperature=o.temperature
+    )
+    return 0
+
+
+def show(o: Namespace) -> int:
+    from posttrain.cli import show as view
+
+    wanted = view.Wanted(o.stage, o.step, "eval" if o.eval else None, o.episode, o.wrong, o.best, o.limit)
+    for line in view.lines(o.run, wanted):
+        print(line)
+    return 0
+
+
+def export(o: Namespace) -> int:
+    from posttrain.recipe import main
+
+    print(f"wrote {main.export(o.run, o.folder, o.checkpoint)}")
+    return 0
+
+
+def _settings(recipe: str, overrides: list[str]) -> str:
+    """Every setting of a recipe with its value (`...` where it stands for several) and what is valid."""
+    from posttrain.cli.ladder import word
+    from posttrain.recipe.overrides import apply, surface, value
+    from posttrain.recipe.shipped import recipe as shipped
+
+    chosen = apply(shipped(recipe), overrides)
+    short = {"model": chosen.model.path, "env": chosen.env.name}
+    rows = [(path, word(short[path] if path in short else value(chosen, path)), valid) for path, valid in surface(chosen)]
+    return f"settings of {recipe}:\n" + "\n".join(f"  {f'{path}={now}':<44} {valid}" for path, now, valid in rows)

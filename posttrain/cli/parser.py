@@ -1,0 +1,136 @@
+"""What can be typed. Nothing heavy is imported before a command runs."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+
+from posttrain.cli import commands
+
+_OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+_VALUED = {"--out", "--resume", "--samples", "--checkpoint", "--max-tokens", "--temperature", "--stage", "--step", "--episode", "--limit"}
+
+EXIT_CODES = """\
+exit codes: 0 done, 1 a bug (with traceback), 2 wrong usage or configuration, 3 an invariant broke, 4 data or model
+cannot be read, 5 the run folder, 6 the engine, 7 the reward function, 130 Ctrl-C, 143 SIGTERM"""
+
+
+def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
+    """`key=value` words may stand anywhere among the options of `run` and `eval`; everything else stays in order."""
+    if not words or words[0] not in ("run", "eval"):
+        return words, []
+    rest, overrides = [words[0]], list[str]()
+    for before, word in zip(words, words[1:], strict=False):
+        (overrides if _OVERRIDE.match(word) and before not in _VALUED else rest).append(word)
+    return rest, overrides
+
+
+def parser() -> ArgumentParser:
+    """The whole command line."""
+    top = ArgumentParser(
+        prog="posttrain",
+        description="RL post-training for language models: the whole loop, from one laptop command.",
+        epilog=f"example:\n  posttrain run ladder seed=1 algorithm=dapo rl.steps=40\n\n{EXIT_CODES}",
+        formatter_class=RawDescriptionHelpFormatter,
+    )
+    sub = top.add_subparsers(required=True, metavar="COMMAND")
+    _run(sub)
+    _ladder(sub)
+    _eval(sub)
+    _show(sub)
+    _export(sub)
+    return top
+
+
+def _command(sub: argparse._SubParsersAction[ArgumentParser], name: str, call: object, text: str, example: str, **more: bool) -> ArgumentParser:
+    p = sub.add_parser(
+        name,
+        help=text,
+        description=text,
+        epilog=f"example:\n  {example}\n\n{EXIT_CODES}",
+        formatter_class=RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **more,
+    )
+    p.set_defaults(command=call)
+    return p
+
+
+def _run(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
+    p = _command(
+        sub,
+        "run",
+        commands.run,
+        "run a recipe, or go on with a run that was cut",
+        "posttrain run ladder seed=1 algorithm=grpo clip.high=0.28 rl.steps=80 --out runs/mine\n  posttrain run --resume runs/mine",
+        add_help=False,
+    )
+    p.add_argument("recipe", nargs="?", help="a shipped recipe; with --help, all its settings are listed")
+    p.add_argument("--out", metavar="FOLDER", help="run folder (default: runs/RECIPE-DATE-TIME)")
+    p.add_argument("--resume", metavar="RUN", help="go on with this run folder, or with one of its checkpoints (RUN/checkpoints/NAME)")
+    p.add_argument("-h", "--help", action="store_true", help="this text; after a recipe's name also its settings")
+    p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER] | posttrain run --resume RUN"
+    p.set_defaults(text=p.format_help)
+
+
+def _ladder(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
+    p = _command(
+        sub,
+        "ladder",
+        commands.ladder,
+        "print the algorithms as a tree of patches, one of them in full, or the difference of two",
+        "posttrain ladder\n  posttrain ladder grpo\n  posttrain ladder --diff grpo dapo",
+    )
+    p.add_argument("name", nargs="?", help="show this algorithm in full")
+    p.add_argument("--diff", nargs=2, metavar=("A", "B"), help="the choices in which two algorithms differ")
+
+
+def _eval(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
+    p = _command(
+        sub,
+        "eval",
+        commands.evaluate,
+        "held-out accuracy and pass@k of a run, a model directory or a hub id",
+        "posttrain eval runs/mine --checkpoint best --samples 16\n  posttrain eval my-model env=arithmetic env.args.terms=4",
+    )
+    p.usage = "posttrain eval TARGET [key=value ...] [options]"
+    p.add_argument("target", help="a run folder, a model directory or a hub id")
+    p.add_argument("--samples", type=int, metavar="N", help="samples a prompt (default: those of the run)")
+    p.add_argument("--checkpoint", default="last", metavar="NAME", help="of a run folder: last (default), best, or a checkpoint's name")
+    p.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
+    p.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
+
+
+def _show(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
+    p = _command(
+        sub,
+        "show",
+        commands.show,
+        "read what a run's model said: a line an episode, or one episode token by token",
+        "posttrain show runs/mine\n  posttrain show runs/mine --step 20 --wrong\n  posttrain show runs/mine --step 20 --episode 3",
+    )
+    p.add_argument("run", help="a run folder, finished or being written")
+    p.add_argument("--stage", help="name of a stage (default: the last one with episodes)")
+    p.add_argument("--step", type=int, metavar="N", help="step of the stage (default: the last one)")
+    p.add_argument("--eval", action="store_true", help="episodes of the held-out evaluation instead of training")
+    p.add_argument("--episode", type=int, metavar="N", help="one episode token by token: who said it, log-prob, advantage, version")
+    p.add_argument("--wrong", action="store_true", help="only episodes whose main reward source gave less than 1")
+    p.add_argument("--best", action="store_true", help="highest reward first")
+    p.add_argument("--limit", type=int, default=32, metavar="N", help="at most this many lines (default 32; 0: all)")
+
+
+def _export(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
+    p = _command(
+        sub,
+        "export",
+        commands.export,
+        "write a run's weights as a plain Hugging Face directory",
+        "posttrain export runs/mine my-model --checkpoint best",
+    )
+    p.add_argument("run", help="a run folder")
+    p.add_argument("folder", help="where to write; must not exist or be empty")
+    p.add_argument("--checkpoint", default="last", metavar="NAME", help="last (default), best, or a checkpoint's name")
+
+
+__all__ = ["Namespace", "parser", "split_overrides"]
