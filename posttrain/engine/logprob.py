@@ -144,10 +144,10 @@ class _Head(torch.autograd.Function):
             to = min(at + chunk, hidden.shape[0])
             h = hidden[at:to].to(dtype)
             z, outside = _scores(h, w, b, at, ctx.sets, beta, softcap, scale)
-            capped = None if softcap is None else z / (beta * softcap)
+            slope = None if softcap is None else 1 - (z / (beta * softcap)).square_()
             d = _cotangent(z.sub_(norm[at:to, None]), outside, targets[at:to], grads[0][at:to], grads[1][at:to] if want_entropy else None, entropy[at:to])
-            if capped is not None:
-                d.mul_(capped.square_().neg_().add_(1) if outside is None else capped.square_().neg_().add_(1).masked_fill_(outside, 0))
+            if slope is not None:
+                d.mul_(slope if outside is None else slope.masked_fill_(outside, 0))
             d.mul_(beta * scale)
             if grad_hidden is not None:
                 grad_hidden[at:to] = d @ w

@@ -1,107 +1,265 @@
-"""A loaded model, and the one way to read log-probabilities out of it.
-
-Axis letters: N packed positions, M of them read out, V vocabulary.
-"""
+"""A policy: a causal LM with its tokenizer, loaded or built, with everything that is silent elsewhere resolved and said."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.core.errors import EngineError
-from posttrain.engine.attention import Layout, PackedLayout
+from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.run import Model
+from posttrain.engine import attention
+from posttrain.engine.attention import PackedLayout
+from posttrain.engine.build import build_module
+from posttrain.engine.checkpoint import read_pretrained
+from posttrain.engine.fingerprint import fingerprints
+from posttrain.engine.readout import ReadOut, check_read_out, read_out
+from posttrain.engine.vocabulary import characters, digest, quiet, raw_bytes
 
-SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
-"""Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and whether they divide."""
-CANARY = 24
-"""Tokens of the sequence on which a read-out is compared with the module's own logits."""
+__all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out", "resolve_stops"]
+
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+"""Config fields in which architectures keep the number of positions they have."""
+SAID = 16
+"""Tokens said when a saved model is read back."""
 
 
 @dataclass(frozen=True, eq=False)
-class ReadOut:
-    """Decoder and language-model head of a Hugging Face causal LM, apart: hidden states first, logits only where needed.
+class Policy:
+    """A causal LM ready to be trained, scored and sampled.
 
-    logits = cap(scale * (hidden @ weight.T + bias)), cap(x) = softcap * tanh(x / softcap) where there is a softcap.
+    No token is padding: sequences are packed, masks never come from token values, and every embedding row learns, also
+    where a tokenizer's pad token is its EOS. Dropout is off, because sampler and learner must be the same function.
     """
 
-    decoder: nn.Module
-    head: nn.Module
-    scale: float
-    softcap: float | None
+    module: PreTrainedModel
+    tokenizer: PreTrainedTokenizerFast
+    stop_ids: tuple[int, ...]
+    """Ids that end a turn: see `resolve_stops`."""
+    context: int
+    """Most tokens of a sequence: the positions the config has."""
+    tokenizer_digest: str
+    template_digest: str
+    source: str
+    """Where it came from, for people."""
+    notes: tuple[str, ...] = ()
+    remote_code: bool = False
+    """Whether the model's own Python code was trusted."""
 
     @property
-    def weight(self) -> Tensor:
-        """[V, hidden]"""
-        return self.head.weight
+    def device(self) -> torch.device:
+        return self.module.device
 
     @property
-    def bias(self) -> Tensor | None:
-        """[V]"""
-        return getattr(self.head, "bias", None)
+    def dtype(self) -> torch.dtype:
+        return self.module.dtype
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, **kwargs: Any) -> Tensor:
-        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`; no cache, no mask, no logits."""
-        out = self.decoder(
-            input_ids=input_ids.view(1, -1), position_ids=position_ids.view(1, -1), use_cache=False, layout=layout, **kwargs
+    @property
+    def size(self) -> int:
+        """Number of weights, ties counted once."""
+        return sum(p.numel() for p in self.module.parameters())
+
+    def describe(self) -> tuple[str, ...]:
+        """What a run prints at its start."""
+        stops = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in self.stop_ids)
+        rows = self.module.get_input_embeddings().weight.shape[0]
+        return (
+            f"model: {type(self.module).__name__} {self.source}, {self.size:,} parameters, {str(self.dtype).removeprefix('torch.')} on {self.device}",
+            f"vocabulary: {len(self.tokenizer):,} tokens, {rows:,} embedding rows; context: {self.context:,} tokens",
+            f"stop tokens: {stops}",
+            *(f"note: {note}" for note in self.notes),
         )
-        return out.last_hidden_state[0]
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """float32 (float64 for a float64 model) logits [..., V], as the head of `logprob.logprobs` computes them."""
-        exact = torch.float64 if hidden.dtype == torch.float64 else torch.float32
-        bias = None if self.bias is None else self.bias.to(exact)
-        out = nn.functional.linear(hidden.to(exact), self.weight.to(exact), bias)
-        if self.scale != 1:
-            out = out * self.scale
-        return out if self.softcap is None else self.softcap * torch.tanh(out / self.softcap)
+    def clone(self) -> Policy:
+        """The same policy over its own copy of the weights."""
+        return replace(self, module=copy.deepcopy(self.module))
+
+    @torch.no_grad()
+    def greedy(self, ids: Tensor, count: int) -> Tensor:
+        """`ids` [T] and its `count` most probable next tokens, each computed from scratch: slow, and right by construction."""
+        out = read_out(self.module)
+        for _ in range(count):
+            at = torch.arange(len(ids), device=ids.device)
+            last = out.hidden(ids, at, PackedLayout([len(ids)]))[-1]
+            ids = torch.cat([ids, out.logits(last).argmax()[None]])
+        return ids
+
+    def save(self, folder: Path | str) -> None:
+        """`save_pretrained` of model and tokenizer, readable anywhere by AutoModelForCausalLM and AutoTokenizer, and read back.
+
+        Raises:
+            InvariantError: what was read back has other weights, another tokenizer, or says other words.
+        """
+        with quiet():
+            self.module.save_pretrained(folder)
+            self.tokenizer.save_pretrained(folder)
+            again = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, trust_remote_code=self.remote_code).eval()
+            words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
+        _same_weights(self.module, again, Path(folder))
+        _same_tokenizer(self.tokenizer, words, Path(folder))
+        self._says_the_same(again.to(self.device), Path(folder))
+
+    @torch.no_grad()
+    def _says_the_same(self, again: PreTrainedModel, folder: Path) -> None:
+        """The model read back, with transformers' own attention, finds our greedy words most probable, up to rounding."""
+        start = torch.arange(min(4, self.context - 1), device=self.device)
+        said = self.greedy(start, min(SAID, self.context - len(start)))
+        logits = again(input_ids=said[None], use_cache=False).logits[0, len(start) - 1 : -1].float()
+        gap = logits.max(-1).values - logits.gather(-1, said[len(start) :, None])[:, 0]
+        bound = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(logits.abs().max()))
+        if not float(gap.max()) <= bound:
+            raise InvariantError(
+                f"{folder}: the model read back says other words than the one saved (logit gap {float(gap.max()):.3g}, bound {bound:.3g}). "
+                f"Its config does not describe what was trained; compare {folder}/config.json with the model the run started from"
+            )
 
 
-def read_out(module: PreTrainedModel) -> ReadOut:
-    """The parts of `module`, without a check: `check_read_out` compares them with its own logits."""
-    head = module.get_output_embeddings()
-    decoder = module.get_decoder()
-    if head is None or not hasattr(head, "weight") or decoder is module:
-        raise EngineError(
-            f"{type(module).__name__} has no separate decoder and language-model head, so its log-probs cannot be read out. "
-            "Use a decoder-only causal LM with an lm_head (the *ForCausalLM architectures)"
-        )
-    config = module.config.get_text_config(decoder=True)
-    scale = 1.0
-    for name, divides in SCALES.items():
-        value = getattr(config, name, None)
-        if value is not None:
-            scale = scale / float(value) if divides else scale * float(value)
-    softcap = getattr(config, "final_logit_softcapping", None)
-    return ReadOut(decoder, head, scale, None if softcap is None else float(softcap))
+def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Weights and persistent buffers under their state-dict names, ties once, under the first name."""
+    seen: set[int] = set()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            yield name, tensor
 
 
-@torch.no_grad()
-def check_read_out(module: PreTrainedModel, out: ReadOut) -> float:
-    """Largest difference between our logits and the module's own on a canary; EngineError where they are not the same.
+def load_policy(model: Model, alphabet: str | None, seed: int) -> Policy:
+    """The policy a run starts from: `model.path` read from disk or hub, or a small `model.arch` built on the spot.
 
-    The bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits).
+    Args:
+        alphabet: characters of the built tokenizer; None: bytes. Not read where `model.path` is given.
+        seed: of the built weights.
+
+    Raises:
+        ConfigError: the path leads nowhere, the sizes do not fit together, or the device does not exist.
+        DataError: what is there is no causal LM with a tokenizer that has an end and fits the embeddings.
+        EngineError: the architecture's log-probs cannot be read out.
     """
-    device = out.weight.device
-    ids = torch.arange(CANARY, device=device) * 7919 % out.weight.shape[0]
-    at = torch.arange(CANARY, device=device)
-    layout = PackedLayout([CANARY])
+    device = _device(model.device)
+    attention.register()
+    dtype = getattr(torch, model.dtype)
+    if model.path is None:
+        tokenizer = raw_bytes() if alphabet is None else characters(alphabet)
+        module: PreTrainedModel = build_module(model, tokenizer, seed)
+        notes: list[str] = []
+        source = f"built with {model.layers} layers of width {model.hidden}"
+    else:
+        module, tokenizer, notes = read_pretrained(model.path, dtype, model.trust_remote_code)
+        source = f"from {model.path}"
+    module = module.to(device=device, dtype=dtype).eval()
+    for part in module.modules():
+        if isinstance(part, nn.Dropout):
+            part.p = 0.0
+        if isinstance(part, nn.Embedding):
+            part.padding_idx = None
+    stop_ids = resolve_stops(tokenizer, module)
+    notes += [*_check_vocabulary(tokenizer, module), *_turn_end(tokenizer, stop_ids)]
+    module.generation_config.eos_token_id = list(stop_ids)
+    check_read_out(module, read_out(module))
+    return Policy(
+        module=module,
+        tokenizer=tokenizer,
+        stop_ids=stop_ids,
+        context=_context(module, model),
+        tokenizer_digest=digest(tokenizer.backend_tokenizer.to_str()),
+        template_digest=digest(str(tokenizer.chat_template or "")),
+        source=source,
+        notes=tuple(notes),
+        remote_code=model.path is not None and model.trust_remote_code,
+    )
+
+
+def resolve_stops(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -> tuple[int, ...]:
+    """Ids that end a turn, each once, in this order: the tokenizer's EOS, then the model's EOS ids.
+
+    The model's are those of its generation config. Where that was not a file but derived from `config.json`, whose ids
+    are often left over from another tokenizer, only special tokens of this tokenizer count. A chat template's end of
+    turn (`<|im_end|>`, `<|eot_id|>`) is no extra source: it counts where the above list it.
+    """
+    derived = bool(getattr(module.generation_config, "_from_model_config", False))
+    listed = module.generation_config.eos_token_id
+    model_ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
+    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stops = dict.fromkeys([*own, *(int(i) for i in model_ids if not derived or i in special)])
+    if not stops:
+        raise DataError(
+            "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn. "
+            'Set "eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json'
+        )
+    unknown = [i for i in stops if not 0 <= i < len(tokenizer)]
+    if unknown:
+        raise DataError(f"stop ids {unknown} of generation_config.json are no tokens of this tokenizer ({len(tokenizer)} tokens): correct eos_token_id there")
+    return tuple(stops)
+
+
+def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -> list[str]:
+    rows = module.get_input_embeddings().weight.shape[0]
+    top_token, top = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
+    if top >= rows:
+        raise DataError(
+            f"the tokenizer's token {top_token!r} has id {top}, but the model has {rows} embedding rows: tokenizer and model do not belong together. "
+            "Use the tokenizer the model was trained with, or resize the embeddings (model.resize_token_embeddings) and save both"
+        )
+    missing = rows - len(tokenizer)
+    return [f"{missing} embedding rows have no token; a policy that says one says nothing readable"] if missing > 0 else []
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
+    """A warning where the chat template ends an assistant's turn with a special token that is no stop token."""
+    if not tokenizer.chat_template:
+        return []
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
     try:
-        ours = out.logits(out.hidden(ids, at, layout))
-        theirs = module(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).logits[0].to(ours.dtype)
-    except (TypeError, AttributeError, KeyError, RuntimeError) as error:
-        raise EngineError(
-            f"{type(module).__name__} cannot run with packed segments ({type(error).__name__}: {error}). "
-            "Use a decoder-only causal LM whose attention goes through transformers' attention interface (Llama, Qwen, Gemma, GPT-2, ...)"
-        ) from error
-    gap = float((ours - theirs).abs().max())
-    bound = (1e-4 if out.weight.dtype in (torch.float32, torch.float64) else 0.05) * max(1.0, float(theirs.abs().max()))
-    if not gap <= bound:
-        raise EngineError(
-            f"{type(module).__name__}: its logits differ from head(decoder(ids)) by {gap:.3g} (bound {bound:.3g}), so it does something between "
-            f"decoder and logits that posttrain does not know. Use another architecture, or add its scale or cap to `SCALES` in {__name__}"
-        )
-    return gap
+        text = tokenizer.apply_chat_template(turns, tokenize=False)
+    except Exception as error:  # a template may raise anything it likes
+        return [f"the chat template does not render a user and an assistant turn ({type(error).__name__}: {error})"]
+    after = tokenizer.encode(str(text).rpartition("ok")[2], add_special_tokens=False)
+    special = tokenizer.added_tokens_decoder
+    if after and after[0] in special and special[after[0]].special and after[0] not in stop_ids:
+        token = tokenizer.convert_ids_to_tokens(after[0])
+        return [f"the chat template ends a turn with {token!r} ({after[0]}), which is not a stop token: add it to eos_token_id in generation_config.json"]
+    return []
+
+
+def _context(module: PreTrainedModel, model: Model) -> int:
+    """Positions of the config; `model.context` bounds a model built here, and one whose config names no bound."""
+    config = module.config.get_text_config(decoder=True)
+    positions = next((int(v) for v in (getattr(config, name, None) for name in POSITIONS) if v), None)
+    return model.context if positions is None else positions
+
+
+def _device(name: str) -> torch.device:
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.device={name!r} cannot be used here ({reason}). Use model.device=cpu, or a device torch can see") from error
+
+
+def _same_weights(ours: PreTrainedModel, again: PreTrainedModel, folder: Path) -> None:
+    saved, read = fingerprints(named_tensors(ours)), fingerprints(named_tensors(again))
+    if wrong := sorted(n for n in saved.keys() | read.keys() if saved.get(n) != read.get(n)):
+        raise InvariantError(f"{folder}: {len(wrong)} tensors were read back differently from what was saved: {', '.join(wrong[:4])}. The disk or the format failed; do not use this folder")
+
+
+def _same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFast, folder: Path) -> None:
+    vocabulary = ours.get_vocab()
+    tokens = sorted(vocabulary, key=vocabulary.__getitem__)[:200]
+    texts = [ours.convert_tokens_to_string(tokens), "".join(tokens), ours.decode(list(range(min(200, len(ours)))))]
+    same = again.get_vocab() == vocabulary and again.eos_token_id == ours.eos_token_id and again.chat_template == ours.chat_template
+    if not same or any(_ids(ours, text) != _ids(again, text) for text in texts):
+        raise InvariantError(f"{folder}: the tokenizer read back ({type(again).__name__}) encodes differently from the one saved ({type(ours).__name__}); do not use this folder")
+
+
+def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int] | str:
+    """Its ids, or the message of its refusal (a character tokenizer refuses others)."""
+    try:
+        return tokenizer.encode(text, add_special_tokens=False)
+    except Exception as error:
+        return str(error)

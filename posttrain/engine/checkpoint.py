@@ -1,0 +1,110 @@
+"""Reading somebody's checkpoint: every way it can be wrong has a sentence, and none passes silently."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.engine import attention
+from posttrain.engine.vocabulary import quiet
+
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
+
+
+def read_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
+    """(module on CPU with attention "posttrain", tokenizer, notes for people) of a local directory or hub id.
+
+    Nothing is downloaded where `path` is a directory. Weights that are missing are refused, where transformers would
+    make them up.
+    """
+    where = _locate(path)
+    with quiet():
+        config = _config(where, trust_remote_code)
+        notes = _silence_dropout(config)
+        tokenizer = _tokenizer(where, trust_remote_code)
+        module = _weights(where, config, dtype, trust_remote_code, notes)
+    return module, tokenizer, notes
+
+
+def _locate(path: str) -> str:
+    """The directory as an absolute path, or the hub id."""
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        has = {f.name for f in folder.iterdir()}
+        if "config.json" not in has:
+            adapter = " It holds a PEFT adapter: merge it into its base model first (merge_and_unload, save_pretrained)." if "adapter_config.json" in has else ""
+            raise DataError(f"model.path={path}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the folder save_pretrained wrote")
+        if not has.intersection(TOKENIZER_FILES):
+            raise DataError(f"model.path={path}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the tokenizer there too: tokenizer.save_pretrained")
+        return str(folder.resolve())
+    if folder.is_file():
+        raise ConfigError(f"model.path={path} is a file: give the directory that holds config.json, the weights and the tokenizer")
+    if not HUB_ID.fullmatch(path):
+        raise ConfigError(f"model.path={path}: no such directory. Give a directory written by save_pretrained, or a hub id such as Qwen/Qwen3-0.6B")
+    return path
+
+
+def _config(where: str, trust: bool) -> PreTrainedConfig:
+    try:
+        config = AutoConfig.from_pretrained(where, trust_remote_code=trust)
+    except OSError as error:
+        if Path(where).is_dir():
+            raise DataError(f"{where}/config.json cannot be read: {_first(error)}") from error
+        raise ConfigError(
+            f"model.path={where} is neither a directory here nor a model that could be fetched from the hub ({_first(error)}). "
+            f"Check the spelling; offline, download it first (hf download {where}) and give its directory"
+        ) from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own code, set model.trust_remote_code=true") from error
+    if getattr(config, "is_encoder_decoder", False):
+        raise DataError(f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one (Qwen, Llama, Gemma, GPT-2, ...)")
+    return config
+
+
+def _silence_dropout(config: PreTrainedConfig) -> list[str]:
+    """Sets every dropout rate of the config to 0; says so where one was not."""
+    rates = {n: v for n, v in config.to_dict().items() if ("dropout" in n or n.endswith("pdrop")) and isinstance(v, float) and v > 0}
+    for name in rates:
+        setattr(config, name, 0.0)
+    return [f"dropout is off ({', '.join(f'{n}={v:g}' for n, v in rates.items())} in the config): sampler and learner must be the same function"] if rates else []
+
+
+def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
+    except Exception as error:  # broken files raise whatever their parser raises
+        raise DataError(f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with tokenizer.save_pretrained") from error
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        raise DataError(f"{where}: {type(tokenizer).__name__} has no tokenizer.json form. Convert it to a PreTrainedTokenizerFast and save it there")
+    return tokenizer
+
+
+def _weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str]) -> PreTrainedModel:
+    try:
+        module, info = AutoModelForCausalLM.from_pretrained(
+            where, config=config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust, output_loading_info=True
+        )
+    except (OSError, ValueError, RuntimeError, KeyError) as error:
+        raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise DataError(f"{where}: its weights are damaged ({_first(error)}). Copy or download them again") from error
+    if missing := sorted(info["missing_keys"]):
+        raise DataError(
+            f"{where}: {len(missing)} tensors of {type(module).__name__} are not in its weights and would be random: {', '.join(missing[:4])}. "
+            "The checkpoint is incomplete, or belongs to another architecture than its config.json says"
+        )
+    if extra := sorted(info["unexpected_keys"]):
+        notes.append(f"{len(extra)} tensors of the checkpoint are not used by {type(module).__name__}: {', '.join(extra[:3])}")
+    return module
+
+
+def _first(error: BaseException) -> str:
+    """The first line of a message, without its final stop."""
+    return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(". ")

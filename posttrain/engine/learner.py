@@ -1,0 +1,186 @@
+"""The model that trains, and frozen copies of it that only score: one packed forward, one head.
+
+Axis letters: N packed positions, M spoken tokens, H hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.core.batch import Packed
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.ports import TokenScores
+from posttrain.engine.attention import PackedLayout
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.logprob import exact, logprobs
+from posttrain.engine.models import Policy, named_tensors
+from posttrain.engine.readout import read_out
+
+SCORE_TOKENS = 16384
+"""Packed tokens of one forward-only pass."""
+
+
+class HFLearner:
+    """`core.ports.Learner` over a policy's own module: what the optimizer changes here is what `policy.module` is.
+
+    Args:
+        gradient_checkpointing: recompute each layer in the backward instead of keeping its activations.
+    """
+
+    def __init__(self, policy: Policy, *, gradient_checkpointing: bool = False) -> None:
+        self.policy = policy
+        self.value_head = _zero_head(policy)
+        self._reader = _Reader(policy)
+        if gradient_checkpointing:
+            try:
+                policy.module.activation_checkpointing_enable()
+            except ValueError as error:
+                raise ConfigError(f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to false and lower micro_tokens") from error
+
+    def forward(self, packed: Packed, *, entropy: bool, value: bool) -> TokenScores:
+        """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32."""
+        hidden = self._reader.hidden(packed)
+        logp, spread = self._reader.head(packed, hidden, entropy)
+        return TokenScores(logp, spread, self._values(hidden) if value else None)
+
+    def score(self, packed: Packed) -> np.ndarray:
+        """float32 [M] log-probs under `packed.sampling`, without gradient."""
+        return self._reader.score(packed)
+
+    def value(self, packed: Packed) -> np.ndarray:
+        """float32 [M] estimates before each spoken token, without gradient."""
+        with _forward_only(self.policy.module):
+            return _joined([self._values(self._reader.hidden(part)) for part in packed.split(SCORE_TOKENS)])
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Trainable parameters in the module's order, ties once, then `value_head.`."""
+        policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
+        return policy | {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
+
+    def tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """The policy's weights under their state-dict names, ties once."""
+        return ((name, tensor.detach()) for name, tensor in named_tensors(self.policy.module))
+
+    def fingerprint(self) -> str:
+        """Exact digest of `tensors()`."""
+        return fingerprint(self.tensors())
+
+    def train_mode(self, on: bool) -> None:
+        """Activation checkpointing happens only while on. Dropout never does: it was set to 0 at load."""
+        self.policy.module.train(on)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        """[M, H] -> [M]"""
+        return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+
+
+class FrozenScorer:
+    """A reference: its own copy of a policy's weights as they are now, which nothing moves.
+
+    `digest` is the fingerprint at birth; a canary compares it with `fingerprint()` as long as the scorer is used.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self.policy = policy.clone()
+        self.policy.module.requires_grad_(False).eval()
+        self._reader = _Reader(self.policy)
+        self.digest = self.fingerprint()
+
+    def score(self, packed: Packed) -> np.ndarray:
+        """float32 [M] log-probs under `packed.sampling`."""
+        return self._reader.score(packed)
+
+    def fingerprint(self) -> str:
+        return fingerprint(named_tensors(self.policy.module))
+
+
+class _Reader:
+    """Packed segments through decoder and head."""
+
+    def __init__(self, policy: Policy) -> None:
+        self.module = policy.module
+        self.context = policy.context
+        self.out = read_out(policy.module)
+
+    def hidden(self, packed: Packed) -> Tensor:
+        """[M, H]: the hidden state that predicts each spoken token.
+
+        Raises:
+            DataError: a segment longer than the context: it has positions the model does not.
+        """
+        longest = int(packed.lengths_S.max())
+        if longest > self.context:
+            raise DataError(f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts and sampling.max_tokens")
+        device = self.out.weight.device
+        ids, positions, source = (_to(x, device) for x in (packed.ids_N, packed.positions_N, packed.source_M))
+        return _Pick.apply(self.out.hidden(ids, positions, PackedLayout(packed.lengths_S)), source)
+
+    def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """(log-prob, entropy or None) [M] each."""
+        out = self.out
+        return logprobs(
+            hidden,
+            out.weight,
+            out.bias,
+            _to(packed.target_M, hidden.device),
+            sampling=packed.sampling,
+            kept=packed.kept,
+            softcap=out.softcap,
+            scale=out.scale,
+            want_entropy=entropy,
+        )
+
+    def score(self, packed: Packed) -> np.ndarray:
+        """float32 [M], forward only, in parts of at most `SCORE_TOKENS`."""
+        with _forward_only(self.module):
+            return _joined([self.head(part, self.hidden(part), False)[0] for part in packed.split(SCORE_TOKENS)])
+
+
+class _Pick(torch.autograd.Function):
+    """Rows [N, H] at distinct positions [M]. Every row is read at most once, so the backward writes instead of adding."""
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, rows: Tensor, at: Tensor) -> Tensor:
+        ctx.save_for_backward(at)
+        ctx.rows = rows.shape[0]
+        return rows.index_select(0, at)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+        (at,) = ctx.saved_tensors
+        grad = grads[0]
+        return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, at, grad), None
+
+
+def _zero_head(policy: Policy) -> nn.Linear:
+    """hidden -> 1, all zeros: the first value estimate is 0 everywhere. Drawn from no generator."""
+    width = policy.module.get_output_embeddings().weight.shape[1]
+    head = nn.Linear(width, 1, device="meta", dtype=exact(policy.dtype)).to_empty(device=policy.device)
+    for p in head.parameters():
+        nn.init.zeros_(p)
+    return head
+
+
+def _to(x: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(x.astype(np.int64)).to(device)
+
+
+def _joined(parts: list[Tensor]) -> np.ndarray:
+    return torch.cat(parts).float().cpu().numpy()
+
+
+@contextmanager
+def _forward_only(module: nn.Module) -> Iterator[None]:
+    """No gradient, no checkpointing; training mode afterwards as it was."""
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        module.train(training)

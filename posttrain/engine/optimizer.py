@@ -1,0 +1,121 @@
+"""AdamW with a global gradient clip and linear warm-up, whose whole state is named tensors.
+
+Weights below float32 are trained through float32 masters, so that updates smaller than a weight's rounding add up.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from posttrain.core.errors import RunFolderError
+from posttrain.core.run import Optimizer
+
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+class AdamW:
+    """One optimizer step on the gradients the parameters hold. Weight decay, where set, is decoupled and on every parameter.
+
+    Args:
+        parameters: by name, in a fixed order; float32, float64, or bfloat16 with a master. Those without a gradient
+            in a step are left alone in it.
+    """
+
+    def __init__(self, parameters: Mapping[str, Tensor], config: Optimizer) -> None:
+        self.config = config
+        self.steps = 0
+        """Optimizer steps taken."""
+        self._parameters = dict(parameters)
+        self._masters = {n: p.detach().float().clone() for n, p in self._parameters.items() if p.dtype.itemsize < 4}
+        moved = [self._masters.get(n, p) for n, p in self._parameters.items()]
+        self._adam = torch.optim.AdamW(
+            moved, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True
+        )
+        self._moved = dict(zip(self._parameters, moved, strict=True))
+
+    @property
+    def lr(self) -> float:
+        """Learning rate the next step will use: step k (from 1) of the warm-up uses lr * k / warmup."""
+        return self.config.lr * min(1.0, (self.steps + 1) / self.config.warmup) if self.config.warmup else self.config.lr
+
+    def step(self) -> float:
+        """Clip globally, update, clear; returns the gradient norm before the clip.
+
+        A norm that is not finite updates nothing and counts no step: weights and moments stay as they were.
+        """
+        self._take_gradients()
+        with_grad = [t for t in self._moved.values() if t.grad is not None]
+        norm = torch.nn.utils.get_total_norm([t.grad for t in with_grad if t.grad is not None])
+        size = float(norm)
+        if math.isfinite(size):
+            if size > self.config.clip:
+                torch.nn.utils.clip_grads_with_norm_(with_grad, self.config.clip, norm)
+            for group in self._adam.param_groups:
+                group["lr"] = self.lr
+            self._adam.step()
+            self.steps += 1
+            self._publish_masters()
+        for t in (*self._moved.values(), *self._parameters.values()):
+            t.grad = None
+        return size
+
+    def state_tensors(self) -> dict[str, Tensor]:
+        """Everything a resumed run needs, ready for safetensors: step counts, moments, masters."""
+        out = {"steps": torch.tensor(self.steps)}
+        for name, tensor in self._moved.items():
+            state = self._adam.state.get(tensor, {})
+            if state:
+                out |= {f"{moment}.{name}": state[moment] for moment in MOMENTS} | {f"step.{name}": state["step"]}
+        return out | {f"master.{name}": master for name, master in self._masters.items()}
+
+    def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
+        """Go on from `state_tensors`, bit for bit. The weights themselves are loaded apart.
+
+        Raises:
+            RunFolderError: the state is of other parameters.
+        """
+        left = dict(tensors)
+        steps = left.pop("steps", None)
+        new: dict[str, dict[str, Tensor]] = {}
+        for name, tensor in self._moved.items():
+            parts = {key: left.pop(f"{key}.{name}") for key in ("step", *MOMENTS) if f"{key}.{name}" in left}
+            if len(parts) not in (0, 3) or any(parts[key].shape != tensor.shape for key in parts if key != "step"):
+                raise RunFolderError(_foreign(name))
+            if parts:
+                new[name] = parts
+        masters = {name: left.pop(f"master.{name}", None) for name in self._masters}
+        foreign = [*left, *(n for n, m in masters.items() if m is None or m.shape != self._masters[n].shape)]
+        if steps is None or foreign:
+            raise RunFolderError(_foreign(foreign[0] if foreign else "steps"))
+        self.steps = int(steps)
+        self._adam.state.clear()
+        for name, parts in new.items():
+            tensor = self._moved[name]
+            self._adam.state[tensor] = {"step": parts["step"].to(tensor.device, copy=True)} | {
+                key: parts[key].to(device=tensor.device, dtype=tensor.dtype, copy=True) for key in MOMENTS
+            }
+        for name, master in masters.items():
+            if master is not None:
+                self._masters[name].copy_(master)
+
+    @torch.no_grad()
+    def _take_gradients(self) -> None:
+        """Gradients of low-precision weights to their masters, which first follow weights that were replaced from outside."""
+        for name, master in self._masters.items():
+            p = self._parameters[name]
+            if not torch.equal(master.to(p.dtype), p):
+                master.copy_(p)
+            master.grad = None if p.grad is None else p.grad.float()
+
+    @torch.no_grad()
+    def _publish_masters(self) -> None:
+        for name, master in self._masters.items():
+            self._parameters[name].copy_(master)
+
+
+def _foreign(name: str) -> str:
+    return f"the optimizer state belongs to other parameters ({name!r} does not fit): resume with the model and stage the run was started with"

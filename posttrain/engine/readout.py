@@ -1,0 +1,103 @@
+"""The one way to read hidden states and logits out of any Hugging Face causal LM.
+
+Axis letters: N packed positions, M of them read out, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.core.errors import EngineError
+from posttrain.engine.attention import Layout, PackedLayout
+from posttrain.engine.logprob import logits as head_logits
+
+SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
+"""Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and whether they divide."""
+CANARY = 24
+"""Tokens of the sequence on which a read-out is compared with the module's own logits."""
+
+
+@dataclass(frozen=True, eq=False)
+class ReadOut:
+    """Decoder and language-model head of a Hugging Face causal LM, apart: hidden states first, logits only where needed.
+
+    logits = cap(scale * (hidden @ weight.T + bias)), cap(x) = softcap * tanh(x / softcap) where there is a softcap.
+    """
+
+    decoder: nn.Module
+    head: nn.Module
+    scale: float
+    softcap: float | None
+
+    @property
+    def weight(self) -> Tensor:
+        """[V, hidden]"""
+        return self.head.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """[V]"""
+        return getattr(self.head, "bias", None)
+
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, **kwargs: Any) -> Tensor:
+        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`; no cache, no mask, no logits."""
+        out = self.decoder(
+            input_ids=input_ids.view(1, -1), position_ids=position_ids.view(1, -1), use_cache=False, layout=layout, **kwargs
+        )
+        return out.last_hidden_state[0]
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """[..., V] in float32 (float64 for a float64 model), computed exactly as the learner's head does."""
+        return head_logits(hidden, self.weight, self.bias, self.scale, self.softcap)
+
+
+def read_out(module: PreTrainedModel) -> ReadOut:
+    """The parts of `module`, without a check: `check_read_out` compares them with its own logits."""
+    head = module.get_output_embeddings()
+    decoder = module.get_decoder()
+    if head is None or not hasattr(head, "weight") or decoder is module:
+        raise EngineError(
+            f"{type(module).__name__} has no separate decoder and language-model head, so its log-probs cannot be read out. "
+            "Use a decoder-only causal LM with an lm_head (the *ForCausalLM architectures)"
+        )
+    config = module.config.get_text_config(decoder=True)
+    scale = 1.0
+    for name, divides in SCALES.items():
+        value = getattr(config, name, None)
+        if value is not None:
+            scale = scale / float(value) if divides else scale * float(value)
+    softcap = getattr(config, "final_logit_softcapping", None)
+    return ReadOut(decoder, head, scale, None if softcap is None else float(softcap))
+
+
+@torch.no_grad()
+def check_read_out(module: PreTrainedModel, out: ReadOut) -> float:
+    """Largest difference between our logits and the module's own on a canary; EngineError where they are not the same.
+
+    The bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits).
+    """
+    device = out.weight.device
+    ids = torch.arange(CANARY, device=device) * 7919 % out.weight.shape[0]
+    at = torch.arange(CANARY, device=device)
+    layout = PackedLayout([CANARY])
+    try:
+        ours = out.logits(out.hidden(ids, at, layout))
+        theirs = module(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).logits[0].to(ours.dtype)
+    except (TypeError, AttributeError, KeyError, RuntimeError) as error:
+        raise EngineError(
+            f"{type(module).__name__} cannot run with packed segments ({type(error).__name__}: {error}). "
+            "Use a decoder-only causal LM whose attention goes through transformers' attention interface (Llama, Qwen, Gemma, GPT-2, ...)"
+        ) from error
+    gap = float((ours - theirs).abs().max())
+    bound = (1e-4 if out.weight.dtype in (torch.float32, torch.float64) else 0.05) * max(1.0, float(theirs.abs().max()))
+    if not gap <= bound:
+        raise EngineError(
+            f"{type(module).__name__}: its logits differ from head(decoder(ids)) by {gap:.3g} (bound {bound:.3g}), so it does something between "
+            f"decoder and logits that posttrain does not know. Use another architecture, or add its scale or cap to `SCALES` in {__name__}"
+        )
+    return gap
