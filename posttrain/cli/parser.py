@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import re
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from itertools import pairwise
 
 from posttrain.cli import commands
 
@@ -21,7 +22,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     if not words or words[0] not in ("run", "eval"):
         return words, []
     rest, overrides = [words[0]], list[str]()
-    for before, word in zip(words, words[1:], strict=False):
+    for before, word in pairwise(words):
         (overrides if _OVERRIDE.match(word) and before not in _VALUED else rest).append(word)
     return rest, overrides
 

@@ -269,7 +269,7 @@ def test_a_forked_child_does_not_keep_the_lock(book: Book) -> None:
 
 def test_an_existing_run_or_other_folder_is_refused(book: Book, tmp_path: Path) -> None:
     crash(book)
-    with pytest.raises(RunFolderError, match="already holds a run. Go on with it by --resume"):
+    with pytest.raises(RunFolderError, match=r"already holds a run\. Go on with it by --resume"):
         Book.create(book.folder, RUN, FACTS)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.tex").write_text("x")
@@ -395,7 +395,7 @@ def _goes_on(folder: Path, expected: str) -> None:
         book, checkpoint = Book.open_for_resume(folder)
         assert (checkpoint.state["step"] if checkpoint else None) == (max(done) if done else None)
         assert len(reader.steps(folder)) == (checkpoint.state["step"] if checkpoint else 0)
-        assert not [p for p in folder.rglob(".*")]
+        assert not list(folder.rglob(".*"))
         life(book, 2)
         book.close()
     assert reader.record_digest(folder) == expected

@@ -1,0 +1,52 @@
+"""The surface that users' commands and scripts depend on, frozen: every dotted path of the shipped recipes.
+
+A path that disappears or changes its meaning breaks somebody's command. After an intended change, write the new one with
+
+    POSTTRAIN_UPDATE=1 python -m pytest tests/test_surface.py
+
+and say in the change what users have to do.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from posttrain.core.run import Run
+from posttrain.core.tree import from_plain, to_plain
+from posttrain.recipe.overrides import address, surface, value
+from posttrain.recipe.shipped import RECIPES
+
+GOLDEN = Path(__file__).parent / "golden"
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_paths_are_what_they_were(name: str) -> None:
+    now = "".join(f"{path} = {valid}\n" for path, valid in surface(RECIPES[name]()))
+    path = GOLDEN / f"surface-{name}.txt"
+    if os.environ.get("POSTTRAIN_UPDATE"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(now)
+    assert path.exists(), f"no golden surface of {name}; write it with POSTTRAIN_UPDATE=1 python -m pytest {Path(__file__).name}"
+    before, after = path.read_text().splitlines(), now.splitlines()
+    gone, new = sorted(set(before) - set(after)), sorted(set(after) - set(before))
+    assert not gone and not new, "the surface changed (POSTTRAIN_UPDATE=1 accepts it):\n" + "\n".join(
+        [*(f"- {x}" for x in gone), *(f"+ {x}" for x in new)]
+    )
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_every_path_is_its_own_address_and_has_a_value(name: str) -> None:
+    run = RECIPES[name]()
+    for path, _ in surface(run):
+        assert ".".join(address(run, path)) == path
+        value(run, path)
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_shipped_recipe_survives_json(name: str) -> None:
+    run = RECIPES[name]()
+    assert run.recipe == name and from_plain(Run, json.loads(json.dumps(to_plain(run)))) == run
