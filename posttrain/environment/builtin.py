@@ -112,7 +112,13 @@ def _worker() -> subprocess.Popen[str]:
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
     command = [sys.executable, "-m", "posttrain.environment.math_worker"]
     return subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, encoding="utf-8", env={**os.environ, "PYTHONPATH": path}
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        encoding="utf-8",
+        env={**os.environ, "PYTHONPATH": path},
     )
 
 
@@ -122,5 +128,10 @@ def _answer(task: Task) -> str:
     return str(task.answer).strip()
 
 
-BUILTIN: dict[str, Callable[[], Builtin]] = {"exact": lambda: exact, "last_integer": lambda: integer, "contains": lambda: contains, "math": Math}
+BUILTIN: dict[str, Callable[[], Builtin]] = {
+    "exact": lambda: exact,
+    "last_integer": lambda: integer,
+    "contains": lambda: contains,
+    "math": Math,
+}
 """Name -> maker, so that what a reward needs is looked for when it is asked for."""

@@ -40,8 +40,9 @@ def is_async(function: Callable[..., Any]) -> bool:
 
 
 async def _within(timeout: float, awaitable: Any) -> Any:
+    clock = asyncio.timeout(timeout)
     try:
-        async with asyncio.timeout(timeout) as clock:
+        async with clock:
             return await awaitable
     except TimeoutError:
         if clock.expired():
@@ -66,7 +67,7 @@ def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         result, error = None, None
         try:
             result = context.run(function, *args, **kwargs)
-        except BaseException as raised:  # noqa: BLE001 (SystemExit of a user's function is an answer too)
+        except BaseException as raised:
             # A future refuses StopIteration, and SystemExit in the loop would end the run.
             error = raised if isinstance(raised, Exception) and not isinstance(raised, StopIteration) else Raised(raised)
         try:

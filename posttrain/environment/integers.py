@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import deque
 
 _MINUS = "\u2212\u2010\u2011\u2013\ufe63\uff0d"
 _TRANSLATE = str.maketrans({**dict.fromkeys(_MINUS, "-"), "\uff0b": "+", **{chr(0xFF10 + d): str(d) for d in range(10)}})
@@ -34,9 +35,8 @@ def last_integer(text: str) -> str | None:
     >>> last_integer("3+4=7;7+5=12"), last_integer("about 1,234."), last_integer("\u2212007"), last_integer("12.5")
     ('12', '1234', '-7', None)
     """
-    last = None
-    for last in _NUMBER.finditer(text.translate(_TRANSLATE)):
-        pass
+    found = deque(_NUMBER.finditer(text.translate(_TRANSLATE)), maxlen=1)
+    last = found[0] if found else None
     if last is None or (last["fraction"] or "").strip("0"):
         return None
     return canonical(last["sign"], last["whole"])

@@ -5,10 +5,10 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -42,7 +42,6 @@ class PromptsEnv(SingleTurn):
     digests alone: reordering the file, or editing answers, moves nothing.
     """
 
-    name: ClassVar[str] = "prompts"
     prompt_column: str = "prompt"
     """Text, or a list of messages."""
     messages_column: str = "messages"
@@ -59,9 +58,9 @@ class PromptsEnv(SingleTurn):
     def settings(cls) -> tuple[str, ...]:
         return tuple(n for n in super().settings() if n != "rows")
 
-    @classmethod
-    def column_settings(cls) -> tuple[str, ...]:
-        return tuple(f.name for f in fields(cls) if f.name.endswith("_column"))
+    @property
+    def name(self) -> str:
+        return "prompts"
 
     @cached_property
     def _held(self) -> frozenset[str]:
@@ -114,7 +113,8 @@ class PromptsEnv(SingleTurn):
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str | tuple[Message, ...], str]:
         """The row's own completion. There are no false ones, so `wrong` must be 0."""
         if style not in self.styles:
-            known = nearest(style, self.styles) if self.styles else f"the data has no column {self.completion_column!r} (env.args.completion_column)"
+            absent = f"the data has no column {self.completion_column!r} (env.args.completion_column)"
+            known = nearest(style, self.styles) if self.styles else absent
             raise ConfigError(f"prompts cannot write style {style!r}: {known}")
         if wrong:
             raise ConfigError(f"wrong={wrong}: your data has only its own completions; set wrong=0")
@@ -155,7 +155,9 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[Row, ...]:
             name = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
             row = Row(Task(name, row.task.prompt, row.task.answer, row.task.info), row.completion, row.key)
         if name in given:
-            raise DataError(f"{place}: id {name!r} was already given at {given[name]}; ids must differ (or leave the column out, and ids are made)")
+            raise DataError(
+                f"{place}: id {name!r} was already given at {given[name]}; ids must differ (or leave the column out, and ids are made)"
+            )
         given[name] = place
         rows.append(row)
     if not rows:
@@ -246,8 +248,18 @@ def _text(place: Place, column: str, value: str) -> str:
 
 
 def _kind(value: Any) -> str:
-    names = {type(None): "missing", str: "text", bool: "true or false", int: "a number", float: "a number", list: "a list", dict: "an object"}
-    return f"empty {names[type(value)]}" if value in ("", []) and not isinstance(value, bool) else names.get(type(value), type(value).__name__)
+    names = {
+        type(None): "missing",
+        str: "text",
+        bool: "true or false",
+        int: "a number",
+        float: "a number",
+        list: "a list",
+        dict: "an object",
+    }
+    return (
+        f"empty {names[type(value)]}" if value in ("", []) and not isinstance(value, bool) else names.get(type(value), type(value).__name__)
+    )
 
 
 def _texts(prompt: str | Sequence[Message]) -> Iterable[str]:
@@ -266,4 +278,3 @@ def _source(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     if file.suffix in (".jsonl", ".json", ".parquet", ".ndjson") or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise DataError(f"no such file or folder: {path}")
     return tables.hub(path, split)
-

@@ -68,7 +68,11 @@ async def _constant(env: SingleTurn, held: Sequence[Task]) -> Check:
         mean = sum(r or 0.0 for r in rewards) / len(held)
         if mean > best:
             worst, best = answer, mean
-    return Check("constant answer earns its share", best <= share + 0.02, f"{worst!r} everywhere earns {best:.3f}; the modal answer's share is {share:.3f}")
+    return Check(
+        "constant answer earns its share",
+        best <= share + 0.02,
+        f"{worst!r} everywhere earns {best:.3f}; the modal answer's share is {share:.3f}",
+    )
 
 
 def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
@@ -79,7 +83,11 @@ def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
 def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
     keys = {env.key(t) for t in held}
     both = [t for t in train if env.key(t) in keys]
-    return Check("held-out is disjoint from train", not both, f"{len(train)} training tasks, {len(both)} of them held out" + (f", such as {both[0].prompt!r}" if both else ""))
+    return Check(
+        "held-out is disjoint from train",
+        not both,
+        f"{len(train)} training tasks, {len(both)} of them held out" + (f", such as {both[0].prompt!r}" if both else ""),
+    )
 
 
 def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:

@@ -96,7 +96,9 @@ class Renderer:
             ids.pop()
         inside = [i for i in ids if i in self.stop_ids]
         if inside:
-            raise DataError(f"{_named(task)}: the completion has stop token {inside[0]} ({self.tokenizer.decode(inside[:1], **_EXACT)!r}) before its end")
+            raise DataError(
+                f"{_named(task)}: the completion has stop token {inside[0]} ({self.tokenizer.decode(inside[:1], **_EXACT)!r}) before its end"
+            )
         end = self.stop_ids[:1] if not chat else (self.chat_stop,) if self.stop_ids else ()
         return np.array([*ids, *end], np.int32)
 
@@ -120,15 +122,18 @@ class Renderer:
         try:
             return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
         except Exception as error:
-            raise DataError(f"the chat template refused messages with roles {[m['role'] for m in messages]}: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"the chat template refused messages with roles {[m['role'] for m in messages]}: {type(error).__name__}: {error}"
+            ) from error
 
     @property
     def chat_stop(self) -> int:
         """The stop id the chat template writes after an assistant's turn, else the first stop id."""
-        if self._chat_stop is None:
+        stop = self._chat_stop
+        if stop is None:
             tail = self.encode(self._after([Message(role="user", content="hi")], [])).tolist()
-            self._chat_stop = next((i for i in tail[:1] if i in self.stop_ids), self.stop_ids[0])
-        return self._chat_stop
+            stop = self._chat_stop = tail[0] if tail and tail[0] in self.stop_ids else self.stop_ids[0]
+        return stop
 
     def _after(self, history: Sequence[Message], new: Sequence[Message]) -> str:
         """What the template writes after an assistant's turn that follows `history`: its end, then `new`, then the next
@@ -185,7 +190,7 @@ class Dialogue:
         assert self._history is not None
         render, history = self._renderer, self._history
         turn = Message(role="assistant", content=render.text(said))
-        suffix = render._after(history, new)  # noqa: SLF001 (one file, one idea)
+        suffix = render._after(history, new)
         before, whole = render.chat(history, generate=True), render.chat([*history, turn, *new], generate=True)
         if not whole[len(before) :].lstrip().startswith(turn["content"].strip()):
             raise DataError(f"{_named(self._task)}: {_REWRITES}")
@@ -209,7 +214,9 @@ def _leading(tokenizer: Tokenizer) -> tuple[int, ...]:
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return tuple(full[:start])
-    raise DataError(f"this tokenizer encodes '0' as {bare} alone but as {full} with special tokens; its special tokens cannot be told apart")
+    raise DataError(
+        f"this tokenizer encodes '0' as {bare} alone but as {full} with special tokens; its special tokens cannot be told apart"
+    )
 
 
 def _named(task: str) -> str:

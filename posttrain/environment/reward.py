@@ -65,7 +65,7 @@ class FunctionSource:
             return _only(returned)
         except TimedOut:
             return Verdict.failed("timeout", f"no result within {self.timeout:g} s")
-        except Exception as error:  # noqa: BLE001 (whatever it raised is data about the function)
+        except Exception as error:
             return Verdict.failed("raised", where(error, self.function))
 
     def _keywords(self, attempt: Attempt) -> dict[str, list[Any]]:
@@ -84,7 +84,9 @@ class FunctionSource:
             have = {*columns(task), *_TRL_ALWAYS}
             missing = [p for p in required if p not in have]
             if missing:
-                raise ConfigError(f"reward {self.name!r} requires column {missing[0]!r}, which task {task.id!r} does not have: {nearest(missing[0], sorted(have))}")
+                raise ConfigError(
+                    f"reward {self.name!r} requires column {missing[0]!r}, which task {task.id!r} does not have: {nearest(missing[0], sorted(have))}"
+                )
 
 
 def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = ()) -> tuple[Source, ...]:
@@ -123,7 +125,9 @@ def form(function: RewardFunction, name: str) -> Form:
         raise ConfigError(f"reward {name!r} has no readable signature ({error}); wrap it in a function (task, text)") from error
     unsupported = [p for p in _required(function) if p in _TRL_UNSUPPORTED]
     if unsupported:
-        raise ConfigError(f"reward {name!r} requires {unsupported[0]!r}, which is not available here: rewards judge text. Use prompts, completions and columns")
+        raise ConfigError(
+            f"reward {name!r} requires {unsupported[0]!r}, which is not available here: rewards judge text. Use prompts, completions and columns"
+        )
     kinds = {p.kind for p in parameters.values()}
     keywords = inspect.Parameter.VAR_KEYWORD in kinds
     if set(parameters) & set(_TRL_ALWAYS):
@@ -218,7 +222,9 @@ def load(path: Path, attribute: str) -> RewardFunction:
     """The function of a Python file; ConfigError says what exists where the file or the function does not."""
     if not path.is_file():
         beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        found = f"{path.parent} has {', '.join(beside) or 'no Python file'}" if path.parent.is_dir() else f"there is no folder {path.parent}"
+        found = (
+            f"{path.parent} has {', '.join(beside) or 'no Python file'}" if path.parent.is_dir() else f"there is no folder {path.parent}"
+        )
         raise ConfigError(f"reward {path}:{attribute}: no such file; {found}")
     module = _module(path.resolve())
     function = getattr(module, attribute, None)
@@ -247,5 +253,7 @@ def _module(path: Path) -> ModuleType:
         if isinstance(error, KeyboardInterrupt):
             raise
         at = f"{path.name}:{error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(f"reward file {path} cannot be imported: {at or where(error)}" + (f": {error.msg}" if isinstance(error, SyntaxError) else "")) from error
+        raise ConfigError(
+            f"reward file {path} cannot be imported: {at or where(error)}" + (f": {error.msg}" if isinstance(error, SyntaxError) else "")
+        ) from error
     return module

@@ -6,7 +6,7 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
-from typing import ClassVar, Protocol
+from typing import Protocol
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
@@ -63,7 +63,6 @@ class SingleTurn(ABC):
     A task of several turns overrides `play`.
     """
 
-    name: ClassVar[str]
     seed: int = 0
     """Of the training tasks."""
     heldout_count: int = 200
@@ -75,6 +74,10 @@ class SingleTurn(ABC):
         """Names that `Env.args` may set."""
         own = {f.name for f in fields(SingleTurn)}
         return tuple(f.name for f in fields(cls) if f.name not in own)
+
+    @property
+    @abstractmethod
+    def name(self) -> str: ...
 
     @property
     @abstractmethod

@@ -49,7 +49,7 @@ def _parse(place: str, raw: bytes) -> Any:
 
 def _object(place: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{place}: a row is an object such as {{\"prompt\": \"...\"}}, but this is {type(value).__name__}")
+        raise DataError(f'{place}: a row is an object such as {{"prompt": "..."}}, but this is {type(value).__name__}')
     return value
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import operator
 from collections import Counter
 from fractions import Fraction
@@ -57,7 +58,12 @@ class Unsplit(Arithmetic):
 
 @pytest.mark.parametrize(
     ("cls", "failing"),
-    [(Leaky, "silence scores 0"), (Leaky, "constant answer earns its share"), (Contains, "distractor scores 0"), (Unsplit, "held-out is disjoint from train")],
+    [
+        (Leaky, "silence scores 0"),
+        (Leaky, "constant answer earns its share"),
+        (Contains, "distractor scores 0"),
+        (Unsplit, "held-out is disjoint from train"),
+    ],
 )
 async def test_a_broken_task_is_found_out(cls: type[Arithmetic], failing: str) -> None:
     assert failing in {c.name for c in await prove(cls(), samples=500) if not c.passed}
@@ -90,7 +96,9 @@ def by_python(text: str) -> Fraction:
 expressions = st.recursive(
     st.integers(0, 99).map(str),
     lambda inner: st.one_of(
-        st.tuples(inner, st.sampled_from(["+", "-", "*", "/", " + ", " * "]), inner).map("".join), inner.map(lambda e: f"({e})"), inner.map(lambda e: f"-{e}")
+        st.tuples(inner, st.sampled_from(["+", "-", "*", "/", " + ", " * "]), inner).map("".join),
+        inner.map(lambda e: f"({e})"),
+        inner.map(lambda e: f"-{e}"),
     ),
     max_leaves=8,
 )
@@ -113,13 +121,13 @@ def test_the_parser_agrees_with_python_on_fractions(text: str) -> None:
 
 @given(st.text(alphabet="0123456789+-*/() .xe_", max_size=40))
 def test_the_parser_gives_a_value_or_its_own_error(text: str) -> None:
-    try:
+    with contextlib.suppress(ExpressionError):
         evaluate(text)
-    except ExpressionError:
-        pass
 
 
-@pytest.mark.parametrize("text", ["", "1+", "(1", "1)", "1 2", "2**3", "1//2", "+3", "9" * 13, "1" * 201, "(" * (MAX_DEPTH + 2) + "1", "-" * 100 + "1"])
+@pytest.mark.parametrize(
+    "text", ["", "1+", "(1", "1)", "1 2", "2**3", "1//2", "+3", "9" * 13, "1" * 201, "(" * (MAX_DEPTH + 2) + "1", "-" * 100 + "1"]
+)
 def test_the_parser_is_bounded_and_strict(text: str) -> None:
     with pytest.raises(ExpressionError):
         evaluate(text)

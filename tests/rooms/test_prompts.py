@@ -88,7 +88,10 @@ BAD = [
     ([b'{"prompt":"a","id":""}'], "'id' is empty text"),
     ([b'{"prompt":"a","completion":5}'], "'completion' is a number"),
     ([b'{"prompt":"\\ud800"}'], "half of a surrogate pair"),
-    ([b'{"prompt":"a","id":"x"}', b'{"prompt":"b","id":"y"}', b'{"prompt":"c","id":"x"}'], r"p.jsonl:3: id 'x' was already given at .*p.jsonl:1"),
+    (
+        [b'{"prompt":"a","id":"x"}', b'{"prompt":"b","id":"y"}', b'{"prompt":"c","id":"x"}'],
+        r"p.jsonl:3: id 'x' was already given at .*p.jsonl:1",
+    ),
     ([], "has no rows"),
     ([b"", b"  "], "has no rows"),
     ([b"[" * 100_000], "p.jsonl.*JSON"),
@@ -110,8 +113,14 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
         read(str(tmp_path))
 
 
-json_values = st.recursive(st.none() | st.booleans() | st.integers() | st.text(), lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=3), max_leaves=6)
-rows_strategy = st.lists(st.dictionaries(st.sampled_from(["prompt", "messages", "id", "answer", "completion", "x"]), json_values), max_size=5)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(),
+    lambda v: st.lists(v, max_size=3) | st.dictionaries(st.text(), v, max_size=3),
+    max_leaves=6,
+)
+rows_strategy = st.lists(
+    st.dictionaries(st.sampled_from(["prompt", "messages", "id", "answer", "completion", "x"]), json_values), max_size=5
+)
 
 
 @given(rows_strategy)
@@ -135,7 +144,9 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
 
 
 @given(st.lists(st.text(alphabet="abcd", min_size=1, max_size=3), min_size=12, max_size=60), st.integers(1, 20), st.randoms())
-def test_equal_prompts_stay_together_and_the_split_ignores_the_order(tmp_path_factory: pytest.TempPathFactory, prompts: list[str], count: int, random: Any) -> None:
+def test_equal_prompts_stay_together_and_the_split_ignores_the_order(
+    tmp_path_factory: pytest.TempPathFactory, prompts: list[str], count: int, random: Any
+) -> None:
     distinct = set(prompts)
     if len(distinct) < 2:
         return
@@ -154,7 +165,7 @@ def test_equal_prompts_stay_together_and_the_split_ignores_the_order(tmp_path_fa
 
 def test_one_prompt_cannot_be_split_but_may_be_trained_on(tmp_path: Path) -> None:
     path = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1"}] * 3)
-    with pytest.raises(ConfigError, match="env.heldout=0"):
+    with pytest.raises(ConfigError, match=r"env\.heldout=0"):
         _ = env(path).heldout
     assert env(path, heldout=0).train.count == 3 and env(path, heldout=0).heldout == ()
 
@@ -167,7 +178,9 @@ def test_messages_and_their_last_assistant_turn(tmp_path: Path) -> None:
 
 
 def test_columns_can_be_named(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", [{"q": f"{i}", "gold": str(i), "answer": "no", "prompt": 3, "key": f"k{i}", "sft": "x"} for i in range(10)])
+    path = write(
+        tmp_path / "p.jsonl", [{"q": f"{i}", "gold": str(i), "answer": "no", "prompt": 3, "key": f"k{i}", "sft": "x"} for i in range(10)]
+    )
     args = {"prompt_column": "q", "answer_column": "gold", "id_column": "key", "completion_column": "sft"}
     e = env(path, args=args)
     task = e.train.task(0)

@@ -14,11 +14,11 @@ from posttrain.environment.render import Dialogue, Renderer
 
 ALPHABET = [chr(c) for c in range(32, 127)] + ["\n"]
 SPECIALS = ["<bos>", "<eos>", "<|end|>", "<|user|>", "<|assistant|>"]
-CHATML = (
-    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
-)
+CHATML = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 TRIMS = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
-DROPS = CHATML.replace("{{ m['content'] }}", "{{ m['content'].split('#')[-1] if m['role'] == 'assistant' and not loop.last else m['content'] }}")
+DROPS = CHATML.replace(
+    "{{ m['content'] }}", "{{ m['content'].split('#')[-1] if m['role'] == 'assistant' and not loop.last else m['content'] }}"
+)
 CLOSES = CHATML.replace("<|assistant|>{% endif %}", "<|assistant|>##{% endif %}")
 
 
@@ -141,7 +141,7 @@ def test_a_template_that_drops_earlier_reasoning_is_refused() -> None:
     d = Dialogue(Renderer(tokenizer(DROPS), (2,)), "t1")
     d.see([{"role": "user", "content": "q"}])
     d.said([*ids("think#answer"), 2])
-    with pytest.raises(DataError, match="t1.*rewrites history"):
+    with pytest.raises(DataError, match=r"t1.*rewrites history"):
         d.see([{"role": "user", "content": "r"}])
 
 

@@ -71,7 +71,7 @@ class Gym(SingleTurn):
         return env
 
     @property
-    def name(self) -> str:  # type: ignore[override]
+    def name(self) -> str:
         return f"gym:{self.task}"
 
     @property
@@ -96,7 +96,9 @@ class Gym(SingleTurn):
             task = self._task(f"{self.name}-heldout-{len(tasks) + 1}", "heldout", *divmod(draw, CHUNK))
             tasks.setdefault(task.prompt, task)
         if len(tasks) < self.heldout_count:
-            raise ConfigError(f"gym:{self.task}: {20 * self.heldout_count} draws gave {len(tasks)} distinct questions; set env.heldout to half of that")
+            raise ConfigError(
+                f"gym:{self.task}: {20 * self.heldout_count} draws gave {len(tasks)} distinct questions; set env.heldout to half of that"
+            )
         return tuple(tasks.values())
 
     @cached_property
@@ -156,7 +158,7 @@ class Gym(SingleTurn):
         answer = (tagged[-1] if tagged else attempt.text).strip()
         try:
             score = self._data(place["side"], place["chunk"]).score_answer(answer, entry)
-        except Exception as error:  # noqa: BLE001 (scorers trip over answers they cannot parse)
+        except Exception as error:
             return Verdict.value(0.0, "unparsable", where(error))
         return as_verdict(score)
 
@@ -190,4 +192,3 @@ def _check_args(task: str, args: Mapping[str, Scalar]) -> None:
         wanted = type(plain[name])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
             raise ConfigError(f"env.args.{name}={value!r}: gym:{task} wants {wanted.__name__}, got {type(value).__name__}")
-

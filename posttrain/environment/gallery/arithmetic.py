@@ -6,7 +6,6 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
-from typing import ClassVar
 
 import numpy as np
 
@@ -29,7 +28,6 @@ class Arithmetic(SingleTurn):
     forbids `<5+4+3>` in training. At most half of the term multisets of each length are held out.
     """
 
-    name: ClassVar[str] = "arithmetic"
     min_terms: int = 2
     max_terms: int = 4
     max_operand: int = 9
@@ -38,14 +36,19 @@ class Arithmetic(SingleTurn):
     """`+`, or `+-` for sums with subtractions (answers may be negative)."""
 
     def __post_init__(self) -> None:
-        require(2 <= self.min_terms <= self.max_terms <= 32, self.name, f"min_terms={self.min_terms}, max_terms={self.max_terms}: need 2 <= min <= max <= 32")
+        require(
+            2 <= self.min_terms <= self.max_terms <= 32,
+            self.name,
+            f"min_terms={self.min_terms}, max_terms={self.max_terms}: need 2 <= min <= max <= 32",
+        )
         require(1 <= self.max_operand <= 10**9, self.name, f"max_operand={self.max_operand}: must lie in 1..1000000000")
         require(self.ops in ("+", "+-"), self.name, f"ops={self.ops!r}: valid are '+' and '+-'")
         room = sum(self._room(n) for n in self._lengths)
         require(
             self.heldout_count <= room,
             self.name,
-            f"heldout={self.heldout_count}, but these settings have room for {room} (half of the distinct sums); raise max_operand or max_terms, or lower heldout",
+            f"heldout={self.heldout_count}, but these settings have room for {room} (half of the distinct sums); "
+            "raise max_operand or max_terms, or lower heldout",
         )
 
     @property
@@ -57,6 +60,10 @@ class Arithmetic(SingleTurn):
         plain = math.comb(self.max_operand + length, length)
         signed = math.comb(2 * self.max_operand + 1 + length, length) - plain  # any signs but all minus
         return (plain if self.ops == "+" else signed) // 2
+
+    @property
+    def name(self) -> str:
+        return "arithmetic"
 
     @property
     def alphabet(self) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 
@@ -27,7 +26,6 @@ class Calculator(SingleTurn):
     episode ends with stop reason `turns` where the last turn still is a request, and such a turn is no answer.
     """
 
-    name: ClassVar[str] = "calculator"
     max_operand: int = 99
     ops: str = "*"
     """Operators of the questions: some of + - *."""
@@ -40,7 +38,15 @@ class Calculator(SingleTurn):
         require(2 <= self.turns <= 16, self.name, f"turns={self.turns}: must lie in 2..16")
         n = self.max_operand + 1
         room = sum(n * n if op == "-" else n * (n + 1) // 2 for op in set(self.ops)) // 2
-        require(self.heldout_count <= room, self.name, f"heldout={self.heldout_count}, but these settings have room for {room}; raise max_operand")
+        require(
+            self.heldout_count <= room,
+            self.name,
+            f"heldout={self.heldout_count}, but these settings have room for {room}; raise max_operand",
+        )
+
+    @property
+    def name(self) -> str:
+        return "calculator"
 
     @property
     def alphabet(self) -> str:

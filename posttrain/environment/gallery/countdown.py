@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
-from typing import ClassVar
 
 import numpy as np
 
@@ -30,7 +29,6 @@ class Countdown(SingleTurn):
     Two tasks are the same where target and numbers are, in any order.
     """
 
-    name: ClassVar[str] = "countdown"
     numbers: int = 4
     """How many are given."""
     max_number: int = 9
@@ -43,6 +41,10 @@ class Countdown(SingleTurn):
         require(2 <= self.max_number <= 10**6, self.name, f"max_number={self.max_number}: must lie in 2..1000000")
         require(2 <= self.max_target <= 10**9, self.name, f"max_target={self.max_target}: must lie in 2..1000000000")
         require(bool(self.ops) and set(self.ops) <= set("+-*/"), self.name, f"ops={self.ops!r}: some of + - * /")
+
+    @property
+    def name(self) -> str:
+        return "countdown"
 
     @property
     def alphabet(self) -> str:
