@@ -1,0 +1,103 @@
+"""recipe.trackers: the same numbers elsewhere, a missing package said before the run, a failing one never fatal."""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sqlite3
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.run import Reinforce, Run
+from posttrain.core.types import Gauge, Step
+from posttrain.recipe.trackers import Guarded, check_trackers, make_trackers, scalars
+
+
+def run_with(*names: str) -> Run:
+    return Run(recipe="r", stages=(Reinforce(name="rl"),), trackers=names)  # pyright: ignore[reportArgumentType]
+
+
+STEPS = [Step("rl", i, i, {"rollout/reward": Gauge(i, 4), "bad": Gauge(math.nan, 1)}, {"learn": 0.5}, ()) for i in (1, 2)]
+
+
+def drive(name: str, folder: Path) -> None:
+    folder.mkdir(exist_ok=True)
+    (tracker,) = make_trackers(run_with(name), folder)
+    for step in STEPS:
+        tracker.log(step)
+    tracker.say("hello")
+    tracker.close({"final/rl": 0.75})
+
+
+def test_scalars_are_means_by_stage_and_finite() -> None:
+    assert scalars(STEPS[0]) == {"rl/rollout/reward": 0.25, "rl/clock/learn": 0.5}
+
+
+def test_tensorboard_reads_back(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    drive("tensorboard", tmp_path / "run")
+    events = EventAccumulator(str(tmp_path / "run" / "trackers" / "tensorboard"))
+    events.Reload()
+    assert [(e.step, e.value) for e in events.Scalars("rl/rollout/reward")] == [(1, 0.25), (2, 0.5)]
+    assert events.Scalars("final/rl")[0].value == 0.75 and "rl/bad" not in events.Tags()["scalars"]
+
+
+def test_wandb_offline_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    drive("wandb", tmp_path / "run")
+    where = tmp_path / "run" / "trackers" / "wandb"
+    first = (where / "id").read_text()
+    drive("wandb", tmp_path / "run")
+    assert (where / "id").read_text() == first and len(first) == 32
+    assert "failed" not in capsys.readouterr().err
+    assert list(where.rglob(f"run-{first}.wandb")), "W&B wrote no offline run"
+
+
+def test_trackio_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("TRACKIO_DIR", str(tmp_path / "store"))
+    pytest.importorskip("trackio")
+    drive("trackio", tmp_path / "run")
+    assert "failed" not in capsys.readouterr().err
+    (store,) = (tmp_path / "store").glob("*.db")
+    with sqlite3.connect(store) as db:
+        rows = [m for (m,) in db.execute("select metrics from metrics order by id")]
+    assert "rl/rollout/reward" in str(rows[0]) and len(rows) == 3
+
+
+def test_a_missing_package_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"trackers=tensorboard,wandb: tensorboard wandb is not installed\. Run: .* -m pip install tensorboard wandb"):
+        check_trackers(run_with("tensorboard", "wandb"))
+    assert make_trackers(run_with(), Path()) == []
+
+
+class Failing:
+    calls = 0
+
+    def log(self, step: Step) -> None:
+        self.calls += 1
+        raise ConnectionError("gone")
+
+    def say(self, line: str) -> None: ...
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        self.calls += 1
+
+
+def test_a_failing_tracker_is_reported_once_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    failing = Failing()
+    guarded = Guarded("wandb", failing)
+    guarded.log(STEPS[0])
+    guarded.log(STEPS[1])
+    guarded.close({})
+    assert failing.calls == 1
+    assert capsys.readouterr().err == (
+        "tracker wandb failed and is left out from here on (steps.jsonl has everything): ConnectionError('gone')\n"
+    )
