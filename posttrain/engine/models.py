@@ -18,13 +18,11 @@ from posttrain.engine.attention import PackedLayout
 from posttrain.engine.build import build_module
 from posttrain.engine.checkpoint import read_pretrained
 from posttrain.engine.fingerprint import fingerprints
-from posttrain.engine.readout import ReadOut, check_read_out, read_out
+from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.vocabulary import characters, digest, quiet, raw_bytes
 
 __all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out", "resolve_stops"]
 
-POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-"""Config fields in which architectures keep the number of positions they have."""
 SAID = 16
 """Tokens said when a saved model is read back."""
 
@@ -42,7 +40,7 @@ class Policy:
     stop_ids: tuple[int, ...]
     """Ids that end a turn: see `resolve_stops`."""
     context: int
-    """Most tokens of a sequence: the positions the config has."""
+    """Most tokens of a sequence: the positions the config has, or `model.context` where it names no bound."""
     tokenizer_digest: str
     template_digest: str
     source: str
@@ -165,7 +163,7 @@ def load_policy(model: Model, alphabet: str | None, seed: int) -> Policy:
         module=module,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
-        context=_context(module, model),
+        context=positions(module) or model.context,
         tokenizer_digest=digest(tokenizer.backend_tokenizer.to_str()),
         template_digest=digest(str(tokenizer.chat_template or "")),
         source=source,
@@ -225,13 +223,6 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> 
         token = tokenizer.convert_ids_to_tokens(after[0])
         return [f"the chat template ends a turn with {token!r} ({after[0]}), which is not a stop token: add it to eos_token_id in generation_config.json"]
     return []
-
-
-def _context(module: PreTrainedModel, model: Model) -> int:
-    """Positions of the config; `model.context` bounds a model built here, and one whose config names no bound."""
-    config = module.config.get_text_config(decoder=True)
-    positions = next((int(v) for v in (getattr(config, name, None) for name in POSITIONS) if v), None)
-    return model.context if positions is None else positions
 
 
 def _device(name: str) -> torch.device:

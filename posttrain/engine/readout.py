@@ -19,7 +19,9 @@ from posttrain.engine.logprob import logits as head_logits
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
 """Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and whether they divide."""
 CANARY = 24
-"""Tokens of the sequence on which a read-out is compared with the module's own logits."""
+"""Tokens of the sequence on which a read-out is compared with the module's own logits, where the context has them."""
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
+"""Config fields in which architectures keep the number of positions they have."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -56,6 +58,12 @@ class ReadOut:
         return head_logits(hidden, self.weight, self.bias, self.scale, self.softcap)
 
 
+def positions(module: PreTrainedModel) -> int | None:
+    """Positions the config has; None where it names no bound."""
+    config = module.config.get_text_config(decoder=True)
+    return next((int(v) for v in (getattr(config, name, None) for name in POSITIONS) if v), None)
+
+
 def read_out(module: PreTrainedModel) -> ReadOut:
     """The parts of `module`, without a check: `check_read_out` compares them with its own logits."""
     head = module.get_output_embeddings()
@@ -82,9 +90,9 @@ def check_read_out(module: PreTrainedModel, out: ReadOut) -> float:
     The bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits).
     """
     device = out.weight.device
-    ids = torch.arange(CANARY, device=device) * 7919 % out.weight.shape[0]
-    at = torch.arange(CANARY, device=device)
-    layout = PackedLayout([CANARY])
+    at = torch.arange(min(CANARY, positions(module) or CANARY), device=device)
+    ids = at * 7919 % out.weight.shape[0]
+    layout = PackedLayout([len(at)])
     try:
         ours = out.logits(out.hidden(ids, at, layout))
         theirs = module(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).logits[0].to(ours.dtype)

@@ -1,0 +1,181 @@
+"""The head: gradients against finite differences and plain log-softmax, every transform, bounded memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Kept
+from posttrain.engine import logprob
+from posttrain.engine.logprob import logprobs
+
+M, H, V = 7, 5, 11
+
+
+@dataclass(frozen=True)
+class Case:
+    """One combination of what can shape the distribution."""
+
+    name: str
+    temperature: float = 1.0
+    truncated: bool = False
+    softcap: float | None = None
+    scale: float = 1.0
+    bias: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        sampling = Sampling(temperature=self.temperature, top_k=4 if self.truncated else 0)
+        return {"sampling": sampling, "kept": kept_sets() if self.truncated else None, "softcap": self.softcap, "scale": self.scale}
+
+
+CASES = [
+    Case("plain"),
+    Case("temperature", temperature=0.7),
+    Case("kept", truncated=True),
+    Case("softcap", softcap=1.5),
+    Case("scale", scale=0.25, bias=True),
+    Case("everything", temperature=1.3, truncated=True, softcap=2.0, scale=1.7, bias=True),
+]
+
+
+def targets() -> Tensor:
+    return torch.from_numpy(np.random.default_rng(1).integers(0, V, M))
+
+
+def kept_sets() -> Kept:
+    """Of 1 to 5 ids each, the token said among them."""
+    rng = np.random.default_rng(2)
+    return Kept.of([np.union1d(rng.integers(0, V, rng.integers(0, 5)), [int(t)]) for t in targets()])
+
+
+def inputs(dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
+    g = torch.Generator().manual_seed(0)
+    h, w, b = (torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for shape in ((M, H), (V, H), (V,)))
+    return h, w, b if bias else None
+
+
+def plain(h: Tensor, w: Tensor, b: Tensor | None, case: Case) -> tuple[Tensor, Tensor]:
+    """The same in five lines of autograd over all logits at once."""
+    z = torch.nn.functional.linear(h, w, b) * case.scale
+    z = z if case.softcap is None else case.softcap * torch.tanh(z / case.softcap)
+    outside = torch.zeros(M, V, dtype=torch.bool)
+    if case.truncated:
+        outside = ~torch.stack([torch.isin(torch.arange(V), torch.from_numpy(s.astype(np.int64))) for s in kept_sets().sets()])
+    logp = (z / case.temperature).masked_fill(outside, float("-inf")).log_softmax(-1)
+    entropy = -(logp.exp() * logp.masked_fill(outside, 0)).sum(-1)
+    return logp.gather(1, targets()[:, None])[:, 0], entropy
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+@pytest.mark.parametrize("chunk", [1, 3, 100])
+def test_equals_plain_log_softmax_with_its_gradient(case: Case, chunk: int) -> None:
+    ours, theirs = inputs(bias=case.bias), inputs(bias=case.bias)
+    logp, entropy = logprobs(*ours, targets(), **case.arguments(), want_entropy=True, chunk=chunk)
+    want_logp, want_entropy = plain(*theirs, case)
+    assert entropy is not None
+    torch.testing.assert_close(logp, want_logp, rtol=0, atol=1e-12)
+    torch.testing.assert_close(entropy, want_entropy, rtol=0, atol=1e-12)
+    by = torch.randn(2, M, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    (by[0] @ logp + by[1] @ entropy).backward()
+    (by[0] @ want_logp + by[1] @ want_entropy).backward()
+    for a, b in zip(ours, theirs, strict=True):
+        if a is not None and b is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_gradcheck(case: Case) -> None:
+    h, w, b = inputs(bias=case.bias)
+
+    def both(*x: Tensor) -> tuple[Tensor, ...]:
+        logp, entropy = logprobs(x[0], x[1], x[2] if case.bias else None, targets(), **case.arguments(), want_entropy=True, chunk=3)
+        assert entropy is not None
+        return logp, entropy
+
+    assert torch.autograd.gradcheck(both, (h, w, b) if b is not None else (h, w))
+
+
+def test_log_prob_alone_has_the_same_gradient() -> None:
+    one, two = inputs(), inputs()
+    logprobs(*one, targets(), sampling=Sampling(), chunk=2)[0].sum().backward()
+    logprobs(*two, targets(), sampling=Sampling(), chunk=2, want_entropy=True)[0].sum().backward()
+    for a, b in zip(one, two, strict=True):
+        assert a is not None and b is not None and torch.allclose(a.grad, b.grad, rtol=0, atol=1e-14)
+
+
+def test_low_precision_weights_have_float32_logits() -> None:
+    h, w, b = inputs(torch.bfloat16)
+    assert b is not None
+    logp, _ = logprobs(h, w, b, targets(), sampling=Sampling())
+    exact = torch.nn.functional.linear(h.double(), w.double(), b.double()).log_softmax(-1).gather(1, targets()[:, None])[:, 0]
+    assert logp.dtype == torch.float32
+    torch.testing.assert_close(logp.double(), exact, rtol=0, atol=2e-6)
+    logp.sum().backward()
+    assert h.grad is not None and h.grad.dtype == torch.bfloat16 and w.grad is not None and w.grad.dtype == torch.bfloat16
+
+
+def test_large_logits_stay_finite() -> None:
+    h, w, b = inputs(torch.float32)
+    logp, entropy = logprobs(h * 1e4, w, b, targets(), sampling=Sampling(), want_entropy=True)
+    assert entropy is not None
+    (logp.sum() + entropy.sum()).backward()
+    assert torch.isfinite(logp).all() and torch.isfinite(entropy).all() and h.grad is not None and torch.isfinite(h.grad).all()
+
+
+def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The widest matrix made, in forward and backward, has at most `chunk` rows."""
+    seen: list[int] = []
+    whole = logprob.logits
+    monkeypatch.setattr(logprob, "logits", lambda h, *rest: seen.append(h.shape[0]) or whole(h, *rest))
+    monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", {"cpu": 4 * V})
+    h, w, b = inputs()
+    logprobs(h, w, b, targets(), sampling=Sampling())[0].sum().backward()
+    assert seen == [4, 3, 4, 3]
+
+
+def test_memory_between_forward_and_backward_is_not_that_of_the_logits() -> None:
+    tokens, width, vocabulary = 2000, 8, 5000
+    h, w = torch.randn(tokens, width, requires_grad=True), torch.randn(vocabulary, width, requires_grad=True)
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        logp, _ = logprobs(h, w, None, torch.zeros(tokens, dtype=torch.long), sampling=Sampling(), want_entropy=True)
+    assert sum(kept) < tokens * vocabulary / 100
+    logp.sum().backward()
+
+
+def test_the_same_bits_twice() -> None:
+    runs = []
+    for _ in range(2):
+        h, w, b = inputs(torch.float32)
+        logprobs(h, w, b, targets(), sampling=Sampling(), chunk=2)[0].sum().backward()
+        assert w.grad is not None
+        runs.append(w.grad)
+    assert torch.equal(*runs)
+
+
+def test_no_tokens() -> None:
+    h, w, b = inputs()
+    logp, entropy = logprobs(h[:0], w, b, targets()[:0], sampling=Sampling(), want_entropy=True)
+    assert logp.shape == (0,) and entropy is not None and entropy.shape == (0,)
+
+
+def test_refuses_what_has_no_distribution() -> None:
+    h, w, b = inputs()
+    with pytest.raises(ConfigError, match="greedy=false"):
+        logprobs(h, w, b, targets(), sampling=Sampling(greedy=True))
+    with pytest.raises(InvariantError, match="kept sets"):
+        logprobs(h, w, b, targets(), sampling=Sampling(top_p=0.9))
+    with pytest.raises(InvariantError, match="kept sets"):
+        logprobs(h, w, b, targets(), sampling=Sampling(), kept=kept_sets())
+    with pytest.raises(InvariantError, match="hidden states"):
+        logprobs(h[1:], w, b, targets(), sampling=Sampling())
+    wrong = Kept.of([np.array([(int(t) + 1) % V]) for t in targets()])
+    with pytest.raises(InvariantError, match="not in its own kept set"):
+        logprobs(h, w, b, targets(), sampling=Sampling(top_k=1), kept=wrong)
