@@ -184,7 +184,7 @@ def _with_values(value: Value, s: _Sample) -> tuple[Array, Array]:
 
 
 def _scales(a: Algorithm, rewards_P: Sequence[Array]) -> list[float]:
-    """What each group's credit is divided by; 0 where there is no scale, and credit is then exactly 0."""
+    """What each group's credit is divided by; 0 or less where there is no scale, and credit is then exactly 0."""
     match a.scale:
         case "one":
             return [1.0] * len(rewards_P)
@@ -193,7 +193,7 @@ def _scales(a: Algorithm, rewards_P: Sequence[Array]) -> list[float]:
         case "batch_std":
             return [_std(np.concatenate([np.zeros(0), *rewards_P]))] * len(rewards_P)
         case "group_mean":
-            return [max(0.0, _mean(r)) if len(r) else 0.0 for r in rewards_P]
+            return [_mean(r) if len(r) else 0.0 for r in rewards_P]
 
 
 def _mean(x: Array) -> float:

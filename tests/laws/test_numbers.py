@@ -172,8 +172,18 @@ def test_value_clip() -> None:
 
 @pytest.mark.parametrize(
     ("longest", "spoken", "penalty"),
-    [(100, 1, 0), (100, 80, 0), (100, 85, -0.25), (100, 90, -0.5), (100, 100, -1), (100, 101, -1)]
-    + [(20480, 16384, 0), (20480, 17408, -0.25), (20480, 18432, -0.5), (20480, 20480, -1)],
+    [
+        (100, 1, 0),
+        (100, 80, 0),
+        (100, 85, -0.25),
+        (100, 90, -0.5),
+        (100, 100, -1),
+        (100, 101, -1),
+        (20480, 16384, 0),
+        (20480, 17408, -0.25),
+        (20480, 18432, -0.5),
+        (20480, 20480, -1),
+    ],
 )
 def test_overlong(longest: int, spoken: int, penalty: float) -> None:
     """A10, DAPO Eq. 13 with a cache of a fifth, clamped beyond L_max."""
@@ -293,8 +303,15 @@ def test_ratio_of_a_sequence() -> None:
 
 @pytest.mark.parametrize(
     ("estimator", "gap", "expected"),
-    [("k1", 0.1, 0.1), ("k2", 0.1, 0.005), ("k3", 0.1, 0.004837), ("k3", -0.1, 0.005171)]
-    + [("k2", math.log(2), 0.240227), ("k3", math.log(2), 0.193147), ("k3", -math.log(2), 0.306853)],
+    [
+        ("k1", 0.1, 0.1),
+        ("k2", 0.1, 0.005),
+        ("k3", 0.1, 0.004837),
+        ("k3", -0.1, 0.005171),
+        ("k2", math.log(2), 0.240227),
+        ("k3", math.log(2), 0.193147),
+        ("k3", -math.log(2), 0.306853),
+    ],
 )
 def test_kl_estimators_pointwise(estimator, gap: float, expected: float) -> None:
     """A34, pointwise."""

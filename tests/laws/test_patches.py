@@ -48,15 +48,20 @@ def test_meaningless_patches_are_refused(parent: Algorithm, changes: dict[str, o
 
 @pytest.mark.parametrize(
     ("piece", "numbers"),
-    [(Clip, {"low": 1.5}), (Clip, {"high": -0.1}), (Ema, {"decay": 1.0}), (Value, {"gae_lambda": 1.1}), (Value, {"gamma": -0.1})]
-    + [
+    [
+        (Clip, {"low": 1.5}),
+        (Clip, {"high": -0.1}),
+        (Ema, {"decay": 1.0}),
+        (Value, {"gae_lambda": 1.1}),
+        (Value, {"gamma": -0.1}),
         (KL, {"coef": 0.0}),
         (Overlong, {"cache": 0.0}),
         (KL, {"estimator": "k9"}),
         (Truncate, {"cap": 0.0}),
         (Mask, {"low": 2.0, "high": 1.0}),
-    ]
-    + [(SequenceL2, {"coef": 0.0}), (Value, {"clip": 0.0})],
+        (SequenceL2, {"coef": 0.0}),
+        (Value, {"clip": 0.0}),
+    ],
 )
 def test_pieces_own_their_numbers(piece: type, numbers: dict[str, float]) -> None:
     """A number that means nothing is refused where it is written."""

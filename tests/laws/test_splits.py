@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -125,6 +127,16 @@ def test_on_policy_every_trust_region_is_silent(a: Algorithm) -> None:
     free = gradient(a, streams(batch, dtype=torch.float64), lp, WORLD.H, WORLD.v)[1]
     loose = patch(a, "loose", "-", clip=None)
     assert torch.equal(free, gradient(loose, streams(batch, dtype=torch.float64), lp, WORLD.H, WORLD.v)[1])
+
+
+@pytest.mark.parametrize("a", ALL, ids=NAMES)
+def test_start_left_out_is_the_policy_itself(a: Algorithm) -> None:
+    """Law 3: on the first optimizer step the start may be left out; that is the same as scoring it, for every term."""
+    batch = batch_of(a, credit_step(a, WORLD.groups, max_tokens=L_MAX, ema=0.0), with_start=False)
+    bare = streams(batch, dtype=torch.float64)
+    known = replace(bare, logp_start_M=WORLD.lp.detach())
+    for found, right in zip(*(gradient(a, s, WORLD.lp, WORLD.H, WORLD.v) for s in (bare, known)), strict=True):
+        assert torch.equal(found, right)
 
 
 @pytest.mark.parametrize("a", ALL, ids=NAMES)
