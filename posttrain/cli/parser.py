@@ -44,7 +44,7 @@ def parser() -> ArgumentParser:
     return top
 
 
-def _command(sub: argparse._SubParsersAction[ArgumentParser], name: str, call: object, text: str, example: str, **more: bool) -> ArgumentParser:
+def _command(sub: argparse._SubParsersAction[ArgumentParser], name: str, call: object, text: str, example: str, add_help: bool = True) -> ArgumentParser:
     p = sub.add_parser(
         name,
         help=text,
@@ -52,7 +52,7 @@ def _command(sub: argparse._SubParsersAction[ArgumentParser], name: str, call: o
         epilog=f"example:\n  {example}\n\n{EXIT_CODES}",
         formatter_class=RawDescriptionHelpFormatter,
         allow_abbrev=False,
-        **more,
+        add_help=add_help,
     )
     p.set_defaults(command=call)
     return p

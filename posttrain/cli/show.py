@@ -76,13 +76,14 @@ def _choose(files: Sequence[EpisodeFile], wanted: Wanted) -> EpisodeFile | None:
     if wanted.stage is not None and wanted.stage not in stages:
         raise ConfigError(f"--stage {wanted.stage}: no {kind} episodes of it; {nearest(wanted.stage, stages)}")
     of_stage = [f for f in of_kind if f.stage == (wanted.stage or of_kind[-1].stage)]
-    if wanted.step is None:
+    step = wanted.step
+    if step is None:
         return of_stage[-1]
-    found = [f for f in of_stage if f.index == wanted.step]
+    found = [f for f in of_stage if f.index == step]
     if not found:
         there = [f.index for f in of_stage]
-        near = min(there, key=lambda i: abs(i - wanted.step))  # pyright: ignore[reportOptionalOperand]
-        raise ConfigError(f"--step {wanted.step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {there[0]} to {there[-1]})")
+        near = min(there, key=lambda i: abs(i - step))
+        raise ConfigError(f"--step {step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {there[0]} to {there[-1]})")
     return found[0]
 
 

@@ -172,6 +172,7 @@ written_steps = st.builds(
 )
 
 
+@settings(deadline=None, max_examples=60)
 @given(written_steps)
 def test_steps_round_trip(one: Step) -> None:
     assert record.step_from_plain(json.loads(json.dumps(record.step_to_plain(one), allow_nan=False))) == one
