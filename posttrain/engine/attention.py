@@ -144,7 +144,7 @@ class PackedLayout:
     Example: lengths [2, 4, 4] give buckets [1, 2] (4 positions each) and [0] (2 positions), no padding at all.
     """
 
-    def __init__(self, lengths: Sequence[int] | np.ndarray) -> None:
+    def __init__(self, lengths: Sequence[int] | np.ndarray, *, waste: float = WASTE) -> None:
         lengths_S = np.asarray(lengths, np.int64)
         if lengths_S.ndim != 1 or len(lengths_S) == 0 or lengths_S.min() < 1:
             raise EngineError(f"a packed layout needs at least one segment and positive lengths, got {lengths_S.tolist()}")
@@ -155,7 +155,7 @@ class PackedLayout:
         self.shapes: list[tuple[int, int]] = []
         """(B, L) of each bucket."""
         row = 0
-        for group in buckets(lengths_S):
+        for group in buckets(lengths_S, waste):
             longest = int(lengths_S[group[0]])
             column_BL = np.minimum(np.arange(longest), lengths_S[group][:, None] - 1)
             position_BL = starts_S[group][:, None] + column_BL

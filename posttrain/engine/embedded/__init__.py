@@ -1,0 +1,5 @@
+"""The engine inside the process: a paged key-value cache, continuous batching, and a sampler under the log-prob contract."""
+
+from posttrain.engine.embedded.engine import EmbeddedEngine
+
+__all__ = ["EmbeddedEngine"]

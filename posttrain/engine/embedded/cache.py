@@ -1,0 +1,180 @@
+"""The key-value pool, and attention through tables of its rows.
+
+Attention here is ragged: a query reads exactly the rows of its own sequence, whatever its neighbours' lengths. Scores
+are a sampled matrix product over a CSR pattern (one entry per query, head and visible row), weights times values an
+embedding bag over the same indices, so no key or value is copied and none is read for padding. Only the softmax works
+on a padded matrix, of scores (1 / D of the data).
+
+Axis letters: B ragged queries, H query heads, K key-value heads (H = K * groups), D head width, T visible rows summed
+over the queries, E = H * T entries in the order (head, query, row), N positions of the forward pass.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from posttrain.core.errors import EngineError
+from posttrain.engine.attention import PackedLayout
+from posttrain.engine.embedded.blocks import BLOCK
+
+LANES = 64
+"""The score matrix is padded to a multiple of this, so that its width never changes how a row is summed."""
+
+warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches per token."""
+
+    heads: int
+    """K"""
+    key: int
+    """D of keys."""
+    value: int
+    """D of values."""
+
+
+class Pool:
+    """Rows of keys and values for every layer: [rows * K, D], float32 (float64 for a float64 model).
+
+    Narrow models are cached wide: the products are exact to their inputs and the ragged kernels exist in float32.
+    """
+
+    def __init__(self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+        self.shapes = shapes
+        self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        self.device = device
+        self.rows = 0
+        self.keys = [self._rows(s.heads * 0, s.key) for s in shapes]
+        self.values = [self._rows(s.heads * 0, s.value) for s in shapes]
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes one token takes, all layers."""
+        return sum(s.heads * (s.key + s.value) for s in self.shapes) * self.dtype.itemsize
+
+    def grow(self, blocks: int) -> None:
+        """Hold `blocks` blocks; what is cached stays where it is."""
+        rows = blocks * BLOCK
+        for i, s in enumerate(self.shapes):
+            more = (rows - self.rows) * s.heads
+            self.keys[i] = torch.cat([self.keys[i], self._rows(more, s.key)])
+            self.values[i] = torch.cat([self.values[i], self._rows(more, s.value)])
+        self.rows = rows
+
+    def copy(self, source: np.ndarray, to: np.ndarray) -> None:
+        """Copy rows, for a block about to be written by one of its owners."""
+        a, b = (torch.from_numpy(x).to(self.device) for x in (source, to))
+        for pool in (*self.keys, *self.values):
+            rows = pool.view(self.rows, -1)
+            rows.index_copy_(0, b, rows.index_select(0, a))
+
+    def write(self, layer: int, rows_N: Tensor, key: Tensor, value: Tensor) -> None:
+        """Store key and value, both [K, N, D] with N >= len(rows_N); surplus positions (idle ones) are not stored."""
+        n = len(rows_N)
+        for pool, x in ((self.keys[layer], key), (self.values[layer], value)):
+            pool.view(self.rows, -1).index_copy_(0, rows_N, x[:, :n].transpose(0, 1).reshape(n, -1).to(self.dtype))
+
+    def _rows(self, n: int, width: int) -> Tensor:
+        return torch.zeros(n, width, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True, eq=False)
+class _Pattern:
+    """Entries of one (H, K, window): which pool row each reads, and its place in the padded score matrix."""
+
+    csr: Tensor
+    """[H * B, rows * K]; its values are overwritten by every layer."""
+    rows_E: Tensor
+    starts: Tensor
+    """int32 [H * B]: first entry of each bag."""
+    places_E: Tensor
+    width: int
+
+
+class CachedLayout:
+    """One forward pass over cached sequences: first B ragged queries, then whole prompts attended densely.
+
+    Args:
+        rows_N: pool row of every position that is stored (B + dense positions, without idle ones).
+        visible_T: pool rows the ragged queries see, query after query. lengths_B: how many each sees (0: idle).
+        dense: layout of the prompts after the ragged queries; None where there are none.
+    """
+
+    def __init__(self, pool: Pool, rows_N: np.ndarray, visible_T: np.ndarray, lengths_B: np.ndarray, dense: PackedLayout | None) -> None:
+        self.pool, self.dense = pool, dense
+        self._rows_N = torch.from_numpy(rows_N).to(pool.device)
+        self._visible_T, self._lengths_B = visible_T, lengths_B
+        self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
+
+    def attend(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None, softcap: float | None
+    ) -> Tensor:
+        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        self.pool.write(layer, self._rows_N, key[0], value[0])
+        b = len(self._lengths_B)
+        out: list[Tensor] = []
+        if b:
+            out.append(self._ragged(layer, query[0, :, :b], scaling, sliding_window, softcap).to(query.dtype))
+        if self.dense is not None:
+            q, k, v = (x[:, :, b:] for x in (query, key, value))
+            out.append(self.dense.attend(module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap))
+        return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+    def _ragged(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """query [H, B, D] -> [1, B, H, D]: every query over its own rows."""
+        heads, count, width = query.shape
+        pattern = self._pattern(heads, self.pool.shapes[layer].heads, window)
+        csr = pattern.csr
+        torch.sparse.sampled_addmm(
+            csr, query.reshape(-1, width).to(self.pool.dtype), self.pool.keys[layer].t(), beta=0.0, alpha=scaling, out=csr
+        )
+        scores_E = csr.values()
+        if softcap is not None:
+            scores_E = softcap * torch.tanh(scores_E / softcap)
+        padded = scores_E.new_full((heads * count, pattern.width), float("-inf"))
+        padded.view(-1).index_copy_(0, pattern.places_E, scores_E)
+        weights_E = padded.softmax(-1).view(-1).index_select(0, pattern.places_E)
+        out = F.embedding_bag(pattern.rows_E, self.pool.values[layer], pattern.starts, mode="sum", per_sample_weights=weights_E)
+        return out.view(heads, count, -1).transpose(0, 1).unsqueeze(0)
+
+    def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
+        """Indices made once a forward pass for all layers of one shape."""
+        at = (heads, kv_heads, window)
+        if at not in self._patterns:
+            self._patterns[at] = self._build(*at)
+        return self._patterns[at]
+
+    def _build(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
+        visible_T, lengths_B = self._visible_T, self._lengths_B
+        starts_B = np.cumsum(lengths_B) - lengths_B
+        if window is not None and len(lengths_B) and lengths_B.max() > window:
+            cut_B = np.minimum(lengths_B, window)
+            visible_T = visible_T[np.repeat(starts_B + lengths_B - cut_B, cut_B) + ragged_arange(cut_B)]
+            lengths_B, starts_B = cut_B, np.cumsum(cut_B) - cut_B
+        total, count = len(visible_T), len(lengths_B)
+        if max(total * heads, self.pool.rows * kv_heads) >= 2**31:
+            raise EngineError(f"a step attends to {total * heads} entries: use fewer slots or a shorter context")
+        width = -(-int(lengths_B.max(initial=1)) // LANES) * LANES
+        head = np.arange(heads)[:, None]
+        rows_E = ((visible_T * kv_heads).astype(np.int32) + (head // (heads // kv_heads)).astype(np.int32)).ravel()
+        places_T = np.repeat(np.arange(count) * width - starts_B, lengths_B) + np.arange(total)
+        places_E = (places_T + head * (count * width)).ravel()
+        crow = np.append((starts_B + head * total).ravel(), heads * total).astype(np.int32)
+        rows, places, crow_ = (torch.from_numpy(x).to(self.pool.device) for x in (rows_E, places_E, crow))
+        values = torch.zeros(heads * total, dtype=self.pool.dtype, device=self.pool.device)
+        csr = torch.sparse_csr_tensor(crow_, rows, values, size=(heads * count, self.pool.rows * kv_heads), check_invariants=False)
+        return _Pattern(csr, rows, crow_[:-1], places, width)
+
+
+def ragged_arange(lengths: np.ndarray) -> np.ndarray:
+    """0..n-1 for each n, joined: [2, 0, 3] gives [0, 1, 0, 1, 2]."""
+    return np.arange(int(lengths.sum())) - np.repeat(np.cumsum(lengths) - lengths, lengths)

@@ -1,0 +1,168 @@
+"""Logits to tokens under the log-prob contract `core.sampling.Sampling`, for many rows with a contract each.
+
+Every row is a function of its own logits, contract and uniform: ties are broken towards the lower id, sums run along a
+row in a fixed order, and one uniform picks the token through the inverse of the row's cumulative distribution.
+
+Axis letters: B rows, V vocabulary, R truncated rows, n candidates looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.core.sampling import Sampling
+
+HEAD = 1024
+"""Candidates sorted first where the vocabulary is large; rows that keep more are sorted whole."""
+INF = float("-inf")
+
+
+@dataclass(eq=False)
+class Contracts:
+    """The contracts of B rows as columns."""
+
+    beta: np.ndarray
+    """float32: 1 / temperature."""
+    top_k: np.ndarray
+    """int64; 0 keeps all."""
+    top_p: np.ndarray
+    """float64"""
+    min_p: np.ndarray
+    """float64"""
+    greedy: np.ndarray
+    """bool"""
+    truncated: np.ndarray
+    """bool"""
+
+    @staticmethod
+    def plain(n: int) -> Contracts:
+        """Temperature 1, nothing cut, `n` times."""
+        zeros = np.zeros(n, bool)
+        return Contracts(np.ones(n, np.float32), np.zeros(n, np.int64), np.ones(n), np.zeros(n), zeros, zeros.copy())
+
+    @staticmethod
+    def of(samplings: Sequence[Sampling]) -> Contracts:
+        out = Contracts.plain(len(samplings))
+        for i, s in enumerate(samplings):
+            out.put(i, s)
+        return out
+
+    def put(self, row: int, s: Sampling) -> None:
+        """Row `row` follows `s` from now on."""
+        self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
+        self.greedy[row], self.truncated[row] = s.greedy, s.truncated
+
+    def at(self, rows: np.ndarray) -> Contracts:
+        """The contracts of some rows."""
+        return Contracts(self.beta[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.greedy[rows], self.truncated[rows])
+
+
+@dataclass(frozen=True, eq=False)
+class Drawn:
+    """One token a row. `kept` holds the kept ids (ascending) of each truncated row, in order of `truncated_rows`."""
+
+    ids: np.ndarray
+    """int64 [B]"""
+    logp: np.ndarray
+    """float32 [B]: in the distribution really sampled; 0 for a greedy row."""
+    truncated_rows: np.ndarray
+    kept: list[np.ndarray]
+
+
+def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray) -> Drawn:
+    """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1)."""
+    c = contracts
+    if np.any(c.beta != 1):
+        logits.mul_(_to(c.beta, logits)[:, None].to(logits.dtype))
+    best = lowest_argmax(logits) if c.greedy.any() else None
+    cut = np.flatnonzero(c.truncated & ~c.greedy)
+    mask: Tensor | None = None
+    if len(cut):
+        rows = _to(cut, logits)
+        z = logits.index_select(0, rows)
+        mask = kept_mask(z, c.at(cut))
+        logits.index_copy_(0, rows, z.masked_fill_(~mask, INF))
+    logp = torch.log_softmax(logits, -1)
+    ids = pick(logp, uniform)
+    said = logp.gather(1, ids[:, None])[:, 0]
+    if best is not None:
+        greedy = _to(c.greedy, logits)
+        ids, said = torch.where(greedy, best, ids), said.masked_fill_(greedy, 0.0)
+    out, out_logp = ids.cpu().numpy(), said.float().cpu().numpy()
+    return Drawn(out, out_logp, *_kept(c, cut, mask, out))
+
+
+def pick(logp: Tensor, uniform: np.ndarray) -> Tensor:
+    """int64 [B]: the first token whose cumulative probability exceeds uniform * total. Sums are float64, in order of ids.
+
+    Only a token of positive probability can be the first to exceed anything, and the target stays below the total.
+    """
+    cdf = logp.exp().cumsum(-1, dtype=torch.float64)
+    total = cdf[:, -1]
+    target = torch.minimum(_to(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+
+
+def lowest_argmax(logits: Tensor) -> Tensor:
+    """int64 [B]: the lowest id among the most probable."""
+    ids = torch.arange(logits.shape[-1], device=logits.device)
+    return torch.where(logits == logits.amax(-1, keepdim=True), ids, logits.shape[-1]).amin(-1)
+
+
+def kept_mask(z: Tensor, c: Contracts) -> Tensor:
+    """bool [R, V]: top-k, then top-p, then min-p, each on the renormalised distribution the previous one left.
+
+    Example: probabilities [.5, .3, .15, .05] with top_k=3, top_p=.8: top-k leaves [.53, .32, .16], of which the first
+    two reach .8; the result keeps ids 0 and 1.
+    """
+    size = z.shape[-1]
+    if size <= 4 * HEAD:
+        return _prefix(z, c, size)[0]
+    mask, sure = _prefix(z, c, HEAD)
+    if not bool(sure.all()):
+        rest = torch.nonzero(~sure)[:, 0]
+        mask.index_copy_(0, rest, _prefix(z.index_select(0, rest), c.at(rest.cpu().numpy()), size)[0])
+    return mask
+
+
+def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
+    """The kept mask from the n most probable tokens, and for which rows that was enough to know it.
+
+    It is not where the kept set reaches the value of the last candidate: others of that value may lie beyond.
+    """
+    size = z.shape[-1]
+    ids = torch.topk(z, n, sorted=False).indices.sort(-1).values if n < size else None
+    values, order = torch.sort(z if ids is None else z.gather(1, ids), dim=-1, descending=True, stable=True)
+    if ids is not None:
+        order = ids.gather(1, order)
+    top_k = _to(np.where((c.top_k == 0) | (c.top_k > size), size, c.top_k), z)[:, None]
+    inside = torch.arange(n, device=z.device) < top_k
+    wide = values.double().masked_fill_(~inside, INF)
+    norm = wide.logsumexp(-1, keepdim=True)
+    if n < size:
+        norm = torch.where(top_k < size, norm, z.double().logsumexp(-1, keepdim=True))
+    q = (wide - norm).exp()
+    inside &= q.cumsum(-1) - q < _to(c.top_p, z)[:, None]
+    inside &= q >= _to(c.min_p, z)[:, None] * q[:, :1]
+    sure = ~(inside & (values == values[:, -1:])).any(-1) if n < size else torch.ones(len(z), dtype=torch.bool, device=z.device)
+    return torch.zeros_like(z, dtype=torch.bool).scatter_(1, order, inside), sure
+
+
+def _kept(c: Contracts, cut: np.ndarray, mask: Tensor | None, said: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
+    """Kept ids of all truncated rows; of a greedy one, the token itself."""
+    rows = np.flatnonzero(c.truncated)
+    if mask is None:
+        return rows, [said[r : r + 1].astype(np.int32) for r in rows]
+    where, ids = np.nonzero(mask.cpu().numpy())
+    sets = np.split(ids.astype(np.int32), np.cumsum(np.bincount(where, minlength=len(cut)))[:-1])
+    of_row = dict(zip(cut.tolist(), sets, strict=True))
+    return rows, [of_row[r] if r in of_row else said[r : r + 1].astype(np.int32) for r in rows.tolist()]
+
+
+def _to(x: np.ndarray, like: Tensor) -> Tensor:
+    return torch.from_numpy(x).to(like.device)
