@@ -4,8 +4,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Without an NVIDIA driver, torch comes without its gigabytes of CUDA. `make TORCH_INDEX= run` takes what pip finds first.
-TORCH_INDEX ?= $(if $(shell command -v nvidia-smi 2>/dev/null),,https://download.pytorch.org/whl/cpu)
+# Where pip would bring gigabytes of CUDA that the machine cannot use: make TORCH_INDEX=https://download.pytorch.org/whl/cpu run
+TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
@@ -32,7 +32,7 @@ clean:
 $(VENV)/run.stamp: pyproject.toml constraints.txt
 	@echo "installing posttrain into $(VENV) (once; a few minutes)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	@$(PIP) --no-deps $(if $(TORCH_INDEX),--retries 1 --extra-index-url $(TORCH_INDEX)) torch
+	@$(PIP) --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
 	@$(PIP) --editable .
 	@touch $@
 

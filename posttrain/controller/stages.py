@@ -53,6 +53,8 @@ class Progress:
     optimizer_steps: int = 0
     before: float | None = None
     accuracy: tuple[float, float, float] | None = None
+    ended: str = ""
+    """Why the stage needs no further step, where a stop condition was met."""
     seconds: float = 0.0
     roles: dict[str, float] | None = None
     results: list[dict[str, Any]] | None = None
@@ -83,7 +85,7 @@ class Stages:
             stage = parts.run.stages[position]
             await self._stage(stage, checkpoint if p.step else None)
             p.stage, p.step, p.cursor, p.ema, p.optimizer_steps = position + 1, 0, 0, 0.0, 0
-            p.before, p.seconds, p.roles = None, 0.0, None
+            p.before, p.ended, p.seconds, p.roles = None, "", 0.0, None
             parts.book.keep(stage.name, lambda folder: save_weights(folder, parts.learner))
             self._checkpoint(stage, None, p.accuracy[0] if p.accuracy else None)
         return p.done
@@ -151,9 +153,8 @@ class Stages:
         guard = Guard(fresh=fresh)
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
         await parts.publish()
-        why = f"all {stage.steps} steps"
         report = None
-        while p.step < stage.steps:
+        while p.step < stage.steps and not p.ended:
             step = await train_step(house, guard, p.step + 1)
             p.step, p.version, p.cursor, p.ema = p.step + 1, house.trainer.version, house.prompts.cursor, house.ema
             p.optimizer_steps += int(step.gauges["optim/steps"].sum)
@@ -163,13 +164,10 @@ class Stages:
                 report = await self._evaluate(stage)
                 step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self._clock.take()})
             parts.tell(step)
+            p.ended = self._enough(stage, report)
             self._border(stage, house.trainer, report)
-            reason = self._enough(stage, report)
-            if reason:
-                why = reason
-                break
         final = report or await self._evaluate(stage)
-        return self._result(stage, "reinforce", final, why)
+        return self._result(stage, "reinforce", final, p.ended or f"all {stage.steps} steps")
 
     def _house(self, stage: Reinforce, checkpoint: Path | None) -> House:
         parts, p = self.parts, self.progress

@@ -27,7 +27,7 @@ from posttrain.recipe.build import facts, make_environment, make_parts, make_pol
 from posttrain.recipe.progress import Terminal
 from posttrain.recipe.shipped import recipe as shipped
 from posttrain.recipe.summary import show, show_report
-from posttrain.recipe.trackers import make_trackers
+from posttrain.recipe.trackers import check_trackers, make_trackers
 from posttrain.role.evaluate import Report
 from posttrain.role.evaluate import evaluate as measure
 from posttrain.role.weights import load_weights
@@ -96,6 +96,7 @@ def run(recipe: str | Run = "", *overrides: str, out: str | Path | None = None, 
 
 
 async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkpoint | None, quiet: bool) -> Result:
+    check_trackers(run)
     threads = use_threads(run.threads)
     environment = make_environment(run)
     policy = make_policy(run, environment)
