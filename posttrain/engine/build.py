@@ -6,7 +6,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from transformers import AutoModelForCausalLM, GemmaConfig, GPT2Config, LlamaConfig, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
 
 from posttrain.core import seeds
 from posttrain.core.errors import ConfigError
@@ -26,9 +35,12 @@ def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) ->
 def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
     """The architecture's own config class at our sizes, without dropout. Llama keeps its head apart, the others tie it."""
     _check(model)
-    tokens = dict(
-        vocab_size=len(tokenizer), eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id, bos_token_id=tokenizer.bos_token_id
-    )
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+    }
     if model.arch == "gpt2":
         return GPT2Config(
             n_embd=model.hidden,

@@ -37,15 +37,25 @@ def _locate(path: str) -> str:
     if folder.is_dir():
         has = {f.name for f in folder.iterdir()}
         if "config.json" not in has:
-            adapter = " It holds a PEFT adapter: merge it into its base model first (merge_and_unload, save_pretrained)." if "adapter_config.json" in has else ""
-            raise DataError(f"model.path={path}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the folder save_pretrained wrote")
+            adapter = ""
+            if "adapter_config.json" in has:
+                adapter = " It holds a PEFT adapter: merge it into its base model first (merge_and_unload, save_pretrained)."
+            raise DataError(
+                f"model.path={path}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the folder "
+                "save_pretrained wrote"
+            )
         if not has.intersection(TOKENIZER_FILES):
-            raise DataError(f"model.path={path}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the tokenizer there too: tokenizer.save_pretrained")
+            raise DataError(
+                f"model.path={path}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the tokenizer there too: "
+                "tokenizer.save_pretrained"
+            )
         return str(folder.resolve())
     if folder.is_file():
         raise ConfigError(f"model.path={path} is a file: give the directory that holds config.json, the weights and the tokenizer")
     if not HUB_ID.fullmatch(path):
-        raise ConfigError(f"model.path={path}: no such directory. Give a directory written by save_pretrained, or a hub id such as Qwen/Qwen3-0.6B")
+        raise ConfigError(
+            f"model.path={path}: no such directory. Give a directory written by save_pretrained, or a hub id such as Qwen/Qwen3-0.6B"
+        )
     return path
 
 
@@ -60,9 +70,15 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
             f"Check the spelling; offline, download it first (hf download {where}) and give its directory"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
-        raise DataError(f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own code, set model.trust_remote_code=true") from error
+        raise DataError(
+            f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own code, set "
+            "model.trust_remote_code=true"
+        ) from error
     if getattr(config, "is_encoder_decoder", False):
-        raise DataError(f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one (Qwen, Llama, Gemma, GPT-2, ...)")
+        raise DataError(
+            f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one (Qwen, Llama, "
+            "Gemma, GPT-2, ...)"
+        )
     return config
 
 
@@ -71,16 +87,22 @@ def _silence_dropout(config: PreTrainedConfig) -> list[str]:
     rates = {n: v for n, v in config.to_dict().items() if ("dropout" in n or n.endswith("pdrop")) and isinstance(v, float) and v > 0}
     for name in rates:
         setattr(config, name, 0.0)
-    return [f"dropout is off ({', '.join(f'{n}={v:g}' for n, v in rates.items())} in the config): sampler and learner must be the same function"] if rates else []
+    named = ", ".join(f"{n}={v:g}" for n, v in rates.items())
+    return [f"dropout is off ({named} in the config): sampler and learner must be the same function"] if rates else []
 
 
 def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
     except Exception as error:  # broken files raise whatever their parser raises
-        raise DataError(f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with tokenizer.save_pretrained") from error
+        raise DataError(
+            f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with "
+            "tokenizer.save_pretrained"
+        ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
-        raise DataError(f"{where}: {type(tokenizer).__name__} has no tokenizer.json form. Convert it to a PreTrainedTokenizerFast and save it there")
+        raise DataError(
+            f"{where}: {type(tokenizer).__name__} has no tokenizer.json form. Convert it to a PreTrainedTokenizerFast and save it there"
+        )
     return tokenizer
 
 
@@ -97,7 +119,8 @@ def _weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bo
         raise DataError(f"{where}: its weights are damaged ({_first(error)}). Copy or download them again") from error
     if missing := sorted(info["missing_keys"]):
         raise DataError(
-            f"{where}: {len(missing)} tensors of {type(module).__name__} are not in its weights and would be random: {', '.join(missing[:4])}. "
+            f"{where}: {len(missing)} tensors of {type(module).__name__} are not in its weights and would be random: "
+            f"{', '.join(missing[:4])}. "
             "The checkpoint is incomplete, or belongs to another architecture than its config.json says"
         )
     if extra := sorted(info["unexpected_keys"]):

@@ -40,7 +40,7 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
     for name, tensor in tensors:
         if name in sums:
             raise InvariantError(f"tensor {name!r} is listed twice: a fingerprint needs every name once")
-        heads[name] = f"{str(tensor.dtype)} {tuple(tensor.shape)} "
+        heads[name] = f"{tensor.dtype!s} {tuple(tensor.shape)} "
         sums[name] = _row_sums(tensor)
     if not sums:
         return {}

@@ -40,7 +40,10 @@ class HFLearner:
             try:
                 policy.module.activation_checkpointing_enable()
             except ValueError as error:
-                raise ConfigError(f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to false and lower micro_tokens") from error
+                raise ConfigError(
+                    f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to false and lower "
+                    "micro_tokens"
+                ) from error
 
     def forward(self, packed: Packed, *, entropy: bool, value: bool) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32."""
@@ -115,7 +118,10 @@ class _Reader:
         """
         longest = int(packed.lengths_S.max())
         if longest > self.context:
-            raise DataError(f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts and sampling.max_tokens")
+            raise DataError(
+                f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts and "
+                "sampling.max_tokens"
+            )
         device = self.out.weight.device
         ids, positions, source = (_to(x, device) for x in (packed.ids_N, packed.positions_N, packed.source_M))
         return _Pick.apply(self.out.hidden(ids, positions, PackedLayout(packed.lengths_S)), source)

@@ -19,8 +19,10 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
 
-CHUNK_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 27}
-"""Logits (C * V) held at once, per device type: 8 MiB of float32 stay near a CPU's caches, 512 MiB fill a GPU."""
+CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
+"""Logits (C * V) worked on at once, on each kind of device: 8 MiB of float32 stay near a CPU's caches, 512 MiB fill a GPU."""
+CHUNK_ROWS = 128
+"""Tokens a chunk has at least, whatever the vocabulary: fewer would read the whole head's weight for too little work."""
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
@@ -56,17 +58,18 @@ def logprobs(
         hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
         sampling: the contract the tokens were drawn under; greedy is refused.
         kept: one set per token, exactly where `sampling.truncated`.
-        chunk: tokens worked on at once; None: as many as `CHUNK_ELEMENTS` allows.
+        chunk: tokens worked on at once; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`.
 
     With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H).
     """
     sampling.for_training()
     if (kept is not None) != sampling.truncated or (kept is not None and len(kept) != len(targets)):
-        raise InvariantError(f"{len(targets)} tokens with {0 if kept is None else len(kept)} kept sets under {sampling}: one each exactly where it truncates")
+        sets_given = 0 if kept is None else len(kept)
+        raise InvariantError(f"{len(targets)} tokens with {sets_given} kept sets under {sampling}: one each exactly where it truncates")
     if hidden.shape[0] != targets.shape[0]:
         raise InvariantError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} tokens")
     sets = None if kept is None else _Sets(kept, targets)
-    rows = chunk or max(1, CHUNK_ELEMENTS.get(hidden.device.type, 1 << 21) // weight.shape[0])
+    rows = chunk or max(CHUNK_ROWS, CHUNK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "accelerator"] // weight.shape[0])
     logp, entropy = _Head.apply(hidden, weight, bias, targets.long(), sets, 1 / sampling.temperature, softcap, scale, want_entropy, rows)
     return logp, entropy if want_entropy else None
 
@@ -78,7 +81,8 @@ class _Sets:
         said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
         inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
         if not inside.all():
-            raise InvariantError(f"spoken token {int(np.flatnonzero(~inside)[0])} is not in its own kept set: sampler and batch disagree on the distribution")
+            first = int(np.flatnonzero(~inside)[0])
+            raise InvariantError(f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution")
         self.offsets = kept.offsets
         self.rows = torch.from_numpy(np.repeat(np.arange(len(kept)), np.diff(kept.offsets))).to(targets.device)
         self.ids = torch.from_numpy(kept.ids.astype(np.int64)).to(targets.device)
@@ -139,13 +143,14 @@ class _Head(torch.autograd.Function):
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
         grad_weight = torch.zeros_like(w) if need_weight else None
-        grad_bias = torch.zeros_like(b) if need_bias and b is not None else None
+        grad_bias = torch.zeros_like(b) if b is not None and need_bias else None
         for at in range(0, hidden.shape[0], chunk):
             to = min(at + chunk, hidden.shape[0])
             h = hidden[at:to].to(dtype)
             z, outside = _scores(h, w, b, at, ctx.sets, beta, softcap, scale)
             slope = None if softcap is None else 1 - (z / (beta * softcap)).square_()
-            d = _cotangent(z.sub_(norm[at:to, None]), outside, targets[at:to], grads[0][at:to], grads[1][at:to] if want_entropy else None, entropy[at:to])
+            by_logp, by_entropy = grads[0][at:to], grads[1][at:to] if want_entropy else None
+            d = _cotangent(z.sub_(norm[at:to, None]), outside, targets[at:to], by_logp, by_entropy, entropy[at:to])
             if slope is not None:
                 d.mul_(slope if outside is None else slope.masked_fill_(outside, 0))
             d.mul_(beta * scale)
@@ -155,8 +160,12 @@ class _Head(torch.autograd.Function):
                 grad_weight.addmm_(d.t(), h)
             if grad_bias is not None:
                 grad_bias.add_(d.sum(0))
-        cast = [None if g is None else g.to(t.dtype) for g, t in ((grad_weight, weight), (grad_bias, bias))]
-        return grad_hidden, *cast, *(None,) * 7
+        return (
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+            *(None,) * 7,
+        )
 
 
 def _scores(

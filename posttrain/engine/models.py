@@ -64,10 +64,11 @@ class Policy:
 
     def describe(self) -> tuple[str, ...]:
         """What a run prints at its start."""
+        dtype = str(self.dtype).removeprefix("torch.")
         stops = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in self.stop_ids)
         rows = self.module.get_input_embeddings().weight.shape[0]
         return (
-            f"model: {type(self.module).__name__} {self.source}, {self.size:,} parameters, {str(self.dtype).removeprefix('torch.')} on {self.device}",
+            f"model: {type(self.module).__name__} {self.source}, {self.size:,} parameters, {dtype} on {self.device}",
             f"vocabulary: {len(self.tokenizer):,} tokens, {rows:,} embedding rows; context: {self.context:,} tokens",
             f"stop tokens: {stops}",
             *(f"note: {note}" for note in self.notes),
@@ -192,7 +193,10 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -
         )
     unknown = [i for i in stops if not 0 <= i < len(tokenizer)]
     if unknown:
-        raise DataError(f"stop ids {unknown} of generation_config.json are no tokens of this tokenizer ({len(tokenizer)} tokens): correct eos_token_id there")
+        raise DataError(
+            f"stop ids {unknown} of generation_config.json are no tokens of this tokenizer ({len(tokenizer)} tokens): correct "
+            "eos_token_id there"
+        )
     return tuple(stops)
 
 
@@ -201,7 +205,8 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedMode
     top_token, top = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if top >= rows:
         raise DataError(
-            f"the tokenizer's token {top_token!r} has id {top}, but the model has {rows} embedding rows: tokenizer and model do not belong together. "
+            f"the tokenizer's token {top_token!r} has id {top}, but the model has {rows} embedding rows: tokenizer and model do not "
+            "belong together. "
             "Use the tokenizer the model was trained with, or resize the embeddings (model.resize_token_embeddings) and save both"
         )
     missing = rows - len(tokenizer)
@@ -221,7 +226,10 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> 
     special = tokenizer.added_tokens_decoder
     if after and after[0] in special and special[after[0]].special and after[0] not in stop_ids:
         token = tokenizer.convert_ids_to_tokens(after[0])
-        return [f"the chat template ends a turn with {token!r} ({after[0]}), which is not a stop token: add it to eos_token_id in generation_config.json"]
+        return [
+            f"the chat template ends a turn with {token!r} ({after[0]}), which is not a stop token: add it to eos_token_id in "
+            "generation_config.json"
+        ]
     return []
 
 
@@ -230,13 +238,18 @@ def _device(name: str) -> torch.device:
         return torch.empty(0, device=name).device
     except (RuntimeError, AssertionError, ValueError) as error:
         reason = str(error).splitlines()[0]
-        raise ConfigError(f"model.device={name!r} cannot be used here ({reason}). Use model.device=cpu, or a device torch can see") from error
+        raise ConfigError(
+            f"model.device={name!r} cannot be used here ({reason}). Use model.device=cpu, or a device torch can see"
+        ) from error
 
 
 def _same_weights(ours: PreTrainedModel, again: PreTrainedModel, folder: Path) -> None:
     saved, read = fingerprints(named_tensors(ours)), fingerprints(named_tensors(again))
     if wrong := sorted(n for n in saved.keys() | read.keys() if saved.get(n) != read.get(n)):
-        raise InvariantError(f"{folder}: {len(wrong)} tensors were read back differently from what was saved: {', '.join(wrong[:4])}. The disk or the format failed; do not use this folder")
+        raise InvariantError(
+            f"{folder}: {len(wrong)} tensors were read back differently from what was saved: {', '.join(wrong[:4])}. The disk or the "
+            "format failed; do not use this folder"
+        )
 
 
 def _same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFast, folder: Path) -> None:
@@ -245,7 +258,10 @@ def _same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFas
     texts = [ours.convert_tokens_to_string(tokens), "".join(tokens), ours.decode(list(range(min(200, len(ours)))))]
     same = again.get_vocab() == vocabulary and again.eos_token_id == ours.eos_token_id and again.chat_template == ours.chat_template
     if not same or any(_ids(ours, text) != _ids(again, text) for text in texts):
-        raise InvariantError(f"{folder}: the tokenizer read back ({type(again).__name__}) encodes differently from the one saved ({type(ours).__name__}); do not use this folder")
+        raise InvariantError(
+            f"{folder}: the tokenizer read back ({type(again).__name__}) encodes differently from the one saved "
+            f"({type(ours).__name__}); do not use this folder"
+        )
 
 
 def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int] | str:

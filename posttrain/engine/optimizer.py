@@ -118,4 +118,4 @@ class AdamW:
 
 
 def _foreign(name: str) -> str:
-    return f"the optimizer state belongs to other parameters ({name!r} does not fit): resume with the model and stage the run was started with"
+    return f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage the run was started with"

@@ -105,7 +105,8 @@ def check_read_out(module: PreTrainedModel, out: ReadOut) -> float:
     bound = (1e-4 if out.weight.dtype in (torch.float32, torch.float64) else 0.05) * max(1.0, float(theirs.abs().max()))
     if not gap <= bound:
         raise EngineError(
-            f"{type(module).__name__}: its logits differ from head(decoder(ids)) by {gap:.3g} (bound {bound:.3g}), so it does something between "
+            f"{type(module).__name__}: its logits differ from head(decoder(ids)) by {gap:.3g} (bound {bound:.3g}), so it does something "
+            "between "
             f"decoder and logits that posttrain does not know. Use another architecture, or add its scale or cap to `SCALES` in {__name__}"
         )
     return gap

@@ -238,4 +238,5 @@ def test_foreign_optimizer_state_is_refused() -> None:
     with pytest.raises(RunFolderError, match="'exp_avg.c' does not fit"):
         adam.load_state_tensors({"steps": torch.tensor(1), "exp_avg.c": torch.zeros(1)})
     with pytest.raises(RunFolderError, match="'a' does not fit"):
-        adam.load_state_tensors({"steps": torch.tensor(1), "step.a": torch.tensor(1.0), "exp_avg.a": torch.zeros(9), "exp_avg_sq.a": torch.zeros(9)})
+        moments = {"exp_avg.a": torch.zeros(9), "exp_avg_sq.a": torch.zeros(9)}
+        adam.load_state_tensors({"steps": torch.tensor(1), "step.a": torch.tensor(1.0)} | moments)

@@ -135,6 +135,7 @@ def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> N
     whole = logprob.logits
     monkeypatch.setattr(logprob, "logits", lambda h, *rest: seen.append(h.shape[0]) or whole(h, *rest))
     monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", {"cpu": 4 * V})
+    monkeypatch.setattr(logprob, "CHUNK_ROWS", 1)
     h, w, b = inputs()
     logprobs(h, w, b, targets(), sampling=Sampling())[0].sum().backward()
     assert seen == [4, 3, 4, 3]

@@ -290,7 +290,8 @@ def test_vocabulary_mismatch(folder: Path) -> None:
 
 # --- the read-out ----------------------------------------------------------------------------------------------------
 
-SIZES = {"vocab_size": 40, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
+WIDTHS = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 48}
+SIZES = WIDTHS | {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 FAMILY = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
 
 
