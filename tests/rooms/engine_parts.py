@@ -45,7 +45,8 @@ def segments(count: int, seed: int = 0, longest: int = 40, sampling: Sampling = 
         ids = rng.integers(0, vocabulary, size).astype(np.int32)
         sets = [np.union1d(rng.integers(0, vocabulary, 5), [i]).astype(np.int32) for i in ids[mask]]
         logp = np.where(mask, -1.0, np.nan).astype(np.float32)
-        out.append(Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), sampling, Kept.of(sets) if sampling.truncated else None))
+        kept = Kept.of(sets) if sampling.truncated else None
+        out.append(Segment(ids, mask, logp, np.where(mask, 0, -1).astype(np.int32), sampling, kept))
     return out
 
 
