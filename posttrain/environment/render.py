@@ -47,6 +47,11 @@ class Renderer:
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self.context = context
         self._leading = _leading(tokenizer)
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        """The Rust tokenizer inside a fast one: the same ids at a tenth of the cost of going through its wrapper."""
+        if self._backend is not None:
+            self._backend.no_truncation()
+            self._backend.no_padding()
         self._chat_stop: int | None = None
 
     @property
@@ -107,10 +112,14 @@ class Renderer:
         said = [int(i) for i in ids]
         if said and said[-1] in self.stop_ids:
             said.pop()
+        if self._backend is not None:
+            return self._backend.decode(said, skip_special_tokens=False)
         return self.tokenizer.decode(said, **_EXACT)
 
     def encode(self, text: str) -> np.ndarray:
         """int32 of a text on its own, nothing added."""
+        if self._backend is not None:
+            return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     def chat(self, messages: Sequence[Message], *, generate: bool) -> str:

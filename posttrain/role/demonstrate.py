@@ -25,10 +25,10 @@ def demonstrations(teacher: Teacher, renderer: PairRenderer, stage: Supervised, 
     Every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
     """
     walk = Prompts(teacher.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
+    rng = seeds.generator(seed, f"demonstrate/{stage.name}", step)
     segments: list[Segment] = []
     for _ in range(stage.batch):
-        task, visit = next(walk)
-        rng = seeds.generator(seed, f"demonstrate/{stage.name}", task.id, visit)
+        task, _visit = next(walk)
         prompt, completion = teacher.demonstrate(task, stage.style, rng, stage.wrong)
         segments.append(demonstration(renderer, task, prompt, completion, context))
     spoken = sum(s.spoken for s in segments)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 
@@ -179,4 +179,4 @@ def _multiset(terms: Signed) -> Signed:
 
 def _running(terms: Signed) -> list[int]:
     """Sums after each term: 3+4+5 gives [3, 7, 12]."""
-    return np.cumsum([o if s == "+" else -o for s, o in terms], dtype=np.int64).tolist()
+    return list(accumulate(o if s == "+" else -o for s, o in terms))
