@@ -32,7 +32,15 @@ class Layout(Protocol):
     """Who attends to whom in one forward pass."""
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None, softcap: float | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
         ...
@@ -172,11 +180,19 @@ class PackedLayout:
         self._masks: dict[tuple[int, int], Tensor] = {}
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None, softcap: float | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
         if query.shape[0] != 1 or query.shape[2] != self.tokens:
-            raise EngineError(f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}: expected [1, H, N, D]")
+            raise EngineError(f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}, not [1, H, N, D]")
         if self._to.device != query.device:
             self._to, self._back, self._masks = self._to.to(query.device), self._back.to(query.device), {}
         q, k, v = (self._spread(x[0].transpose(0, 1)) for x in (query, key, value))
@@ -187,7 +203,10 @@ class PackedLayout:
             mask = None
             if sliding_window is not None and sliding_window < longest:
                 mask = self._mask(longest, sliding_window)
-            attended = _scores(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap) if softcap is not None else _flash(q_BHLD, k_BKLD, v_BKLD, mask, scaling)
+            if softcap is None:
+                attended = _flash(q_BHLD, k_BKLD, v_BKLD, mask, scaling)
+            else:
+                attended = _scores(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
             row += count * longest
         rows = out[0] if len(out) == 1 else torch.cat(out)
@@ -207,7 +226,9 @@ class PackedLayout:
 
 def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
     """q [B, H, L, D], k and v [B, K, L, D] -> [B, H, L, D]; causal where no mask is given."""
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
+    )
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:

@@ -29,11 +29,21 @@ class _Probe(PackedLayout):
         self.seen: dict[int, LayerShape] = {}
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None, softcap: float | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.seen:
-            raise EngineError(f"{type(module).__name__} has layer index {layer!r}, which is missing or used twice: its cache has no place. {WANTED}")
+            raise EngineError(
+                f"{type(module).__name__} has layer index {layer!r}, missing or used twice, so its cache has no place. {WANTED}"
+            )
         self.seen[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
         return super().attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
 
@@ -51,7 +61,7 @@ def accept(module: PreTrainedModel, context: int, deterministic: bool) -> tuple[
         raise EngineError(f"context={context} exceeds the {bound} positions of {name}. Set context to at most {bound}")
     _check_rope(config, name, context)
     if deterministic and any((getattr(config, field, None) or 0) > 1 for field in EXPERTS):
-        raise EngineError(f"{name} routes tokens to experts in batches of varying shape, so its bits depend on neighbours. Set deterministic=false")
+        raise EngineError(f"{name} routes tokens to experts in batches of any shape: bits depend on neighbours. Set deterministic=false")
     attention.register()
     if config._attn_implementation != attention.NAME:
         module.set_attn_implementation(attention.NAME)
@@ -67,7 +77,7 @@ def accept(module: PreTrainedModel, context: int, deterministic: bool) -> tuple[
     layers = int(config.num_hidden_layers)
     if sorted(probe.seen) != list(range(layers)):
         missing = sorted(set(range(layers)) - set(probe.seen))
-        raise EngineError(f"layers {missing} of {name} do not attend through transformers' attention interface (recurrent or linear attention?). {WANTED}")
+        raise EngineError(f"layers {missing} of {name} do not attend through the attention interface (recurrent?). {WANTED}")
     check_read_out(module, out)
     return out, [probe.seen[i] for i in range(layers)]
 
@@ -82,6 +92,6 @@ def _check_rope(config: object, name: str, context: int) -> None:
             original = original or getattr(config, "max_position_embeddings")  # noqa: B009
             if context > original:
                 raise EngineError(
-                    f"{name} has {kind['rope_type']} rope, whose frequencies change for the whole batch once one sequence passes {original} tokens. "
+                    f"{name} has {kind['rope_type']} rope: its frequencies change for all once one sequence passes {original} tokens. "
                     f"Set context to at most {original}"
                 )

@@ -26,8 +26,6 @@ from posttrain.engine.embedded.blocks import BLOCK
 LANES = 64
 """The score matrix is padded to a multiple of this, so that its width never changes how a row is summed."""
 
-warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta state")
-
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -52,8 +50,13 @@ class Pool:
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.device = device
         self.rows = 0
-        self.keys = [self._rows(s.heads * 0, s.key) for s in shapes]
-        self.values = [self._rows(s.heads * 0, s.value) for s in shapes]
+        self.keys = [self._rows(0, s.key) for s in shapes]
+        self.values = [self._rows(0, s.value) for s in shapes]
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            torch.sparse_csr_tensor(
+                torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), size=(1, 1), check_invariants=False
+            )
 
     @property
     def row_bytes(self) -> int:
@@ -115,7 +118,15 @@ class CachedLayout:
         self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
 
     def attend(
-        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, sliding_window: int | None, softcap: float | None
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
     ) -> Tensor:
         """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
         layer: int = module.layer_idx  # type: ignore[assignment]
@@ -141,7 +152,7 @@ class CachedLayout:
         if softcap is not None:
             scores_E = softcap * torch.tanh(scores_E / softcap)
         padded = scores_E.new_full((heads * count, pattern.width), float("-inf"))
-        padded.view(-1).index_copy_(0, pattern.places_E, scores_E)
+        padded.view(-1).scatter_(0, pattern.places_E, scores_E)
         weights_E = padded.softmax(-1).view(-1).index_select(0, pattern.places_E)
         out = F.embedding_bag(pattern.rows_E, self.pool.values[layer], pattern.starts, mode="sum", per_sample_weights=weights_E)
         return out.view(heads, count, -1).transpose(0, 1).unsqueeze(0)

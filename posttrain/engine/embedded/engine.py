@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.errors import DataError, EngineError
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauge, Gauges, Said, Stop
+from posttrain.core.types import Gauges, Said, Stop
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.accept import accept
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
@@ -140,13 +140,13 @@ class EmbeddedEngine:
     def _request(self, ids: np.ndarray, sampling: Sampling, place: int) -> Request:
         vocabulary = self._read_out.weight.shape[0]
         if ids.ndim != 1 or len(ids) == 0:
-            raise DataError(f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task's prompt and the chat template")
+            raise DataError(f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template")
         if len(ids) >= self._context:
-            raise DataError(f"a prompt of {len(ids)} tokens leaves no room in a context of {self._context}: shorten it or raise the context")
+            raise DataError(f"a prompt of {len(ids)} tokens leaves no room in a context of {self._context}: shorten one or raise the other")
         if ids.min() < 0 or ids.max() >= vocabulary:
-            raise DataError(f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{vocabulary - 1}: use the tokenizer the model came with")
+            raise DataError(f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{vocabulary - 1}: use its own tokenizer")
         if sampling.stop_ids is None:
-            raise EngineError("sampling.stop_ids is not resolved: call sampling.resolve(policy.stop_ids) once at load, or set stop_ids=() for none")
+            raise EngineError("sampling.stop_ids is not resolved: call sampling.resolve(stop_ids) once at load, or set stop_ids=()")
         room = self._context - len(ids)
         limit = min(sampling.max_tokens, room)
         end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT

@@ -32,7 +32,8 @@ def replace_weights(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> No
             )
         given[name] = tensor
     if missing := [name for name in own if name not in given]:
-        raise EngineError(f"{len(missing)} of {len(own)} tensors are missing: {', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''}")
+        names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+        raise EngineError(f"{len(missing)} of {len(own)} tensors are missing: {names}")
     with torch.no_grad():
         for name, tensor in given.items():
             own[name].copy_(tensor)
