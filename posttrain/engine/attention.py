@@ -54,7 +54,7 @@ def register() -> None:
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
     """The layout holds what a mask would say, so transformers need not build one."""
-    return None
+    return
 
 
 def attend(

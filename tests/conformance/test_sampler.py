@@ -13,6 +13,7 @@ import torch
 from scipy import stats
 
 from posttrain.core import seeds
+from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.engine.embedded.sampler import Contracts, draw, kept_mask, lowest_argmax, pick
 
@@ -148,5 +149,7 @@ def test_a_large_vocabulary_keeps_what_a_full_sort_keeps() -> None:
 def test_extreme_uniforms_pick_possible_tokens() -> None:
     logp = torch.log(torch.tensor([[0.0, 0.3, 0.7, 0.0]] * 3))
     assert pick(logp, np.array([0.0, np.nextafter(1, 0), 0.3000001])).tolist() == [1, 2, 2]
+    with pytest.raises(EngineError, match="not finite"):
+        pick(torch.tensor([[float("nan"), 0.0]]), np.array([0.5]))
     flat = torch.full((1, 50_000), -np.log(50_000), dtype=torch.float32)
     assert pick(flat, np.array([np.nextafter(1, 0)])).tolist() == [49_999]

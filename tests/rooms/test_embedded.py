@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as tf
-from embedded_parts import FAMILIES, ROPE, SIZES, V, ask, engine, module, one_thread, prompts, reference_logp, sampling
+from embedded_parts import FAMILIES, ROPE, V, ask, engine, module, one_thread, prompts, reference_logp, sampling
 
 from posttrain.core.errors import DataError, EngineError
 from posttrain.core.types import Stop
@@ -279,3 +279,29 @@ def test_models_that_cannot_be_served() -> None:
     with pytest.raises(EngineError, match="experts"):
         experts = tf.MixtralConfig(**ROPE, num_local_experts=2, num_experts_per_tok=1)
         EmbeddedEngine(tf.MixtralForCausalLM(experts), slots=1, context=64, deterministic=True)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
+def test_the_fused_decoder_is_the_decoder(family: str) -> None:
+    """Same tokens, nearly the same log-probs, the same named weights, and new weights reach both."""
+    fused, plain = engine(family, fused=True), engine(family, fused=False)
+    assert engine(family).fused
+    newer = module(family, seed=1)
+    for _ in range(2):
+        asked = prompts(6)
+        for a, b in zip(*(asyncio.run(ask(e, asked, sampling())) for e in (fused, plain)), strict=True):
+            assert np.array_equal(a.ids, b.ids)
+            assert np.abs(a.logp - b.logp).max() < 2e-5
+        served = [asyncio.run(e.load(e.version + 1, named_tensors(newer))) for e in (fused, plain)]
+        assert served == [fingerprint(named_tensors(newer))] * 2
+
+
+def test_only_plain_layers_are_fused() -> None:
+    assert not engine("gpt2").fused
+    assert not engine("gemma").fused
+    assert not EmbeddedEngine(module(dtype=torch.bfloat16), slots=1, context=8).fused
+    hooked = module()
+    hooked.model.layers[0].mlp.register_forward_hook(lambda *args: None)
+    assert not EmbeddedEngine(hooked, slots=1, context=8).fused
+    with pytest.raises(EngineError, match="not this GPT2LMHeadModel"):
+        engine("gpt2", fused=True)

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from posttrain.core.errors import EngineError
 from posttrain.engine.attention import PackedLayout
@@ -154,7 +153,8 @@ class CachedLayout:
         padded = scores_E.new_full((heads * count, pattern.width), float("-inf"))
         padded.view(-1).scatter_(0, pattern.places_E, scores_E)
         weights_E = padded.softmax(-1).view(-1).index_select(0, pattern.places_E)
-        out = F.embedding_bag(pattern.rows_E, self.pool.values[layer], pattern.starts, mode="sum", per_sample_weights=weights_E)
+        values = self.pool.values[layer]
+        out = torch.embedding_bag(values, pattern.rows_E, pattern.starts, False, 0, False, weights_E)[0]  # mode 0: sum
         return out.view(heads, count, -1).transpose(0, 1).unsqueeze(0)
 
     def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:

@@ -23,6 +23,7 @@ from posttrain.engine.embedded.accept import accept
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.cache import CachedLayout, Pool
 from posttrain.engine.embedded.counters import Counters
+from posttrain.engine.embedded.fused import FAMILIES, FusedDecoder, fusable
 from posttrain.engine.embedded.sampler import draw
 from posttrain.engine.embedded.scheduler import Plan, Scheduler
 from posttrain.engine.embedded.slots import Request
@@ -46,6 +47,7 @@ class EmbeddedEngine:
         context: most tokens of a sequence, prompt included.
         deterministic: fixed matrix shapes, so that a request's bits do not depend on what runs beside it.
         cache_bytes: upper bound of the key-value cache.
+        fused: run the decoder in fewer calls; None: wherever it can be.
 
     Raises:
         EngineError: the architecture remembers its past elsewhere than in keys and values; or sizes do not fit.
@@ -60,11 +62,17 @@ class EmbeddedEngine:
         deterministic: bool = False,
         device: str = "cpu",
         cache_bytes: int = CACHE_BYTES,
+        fused: bool | None = None,
     ) -> None:
         if slots < 1 or context < 2:
             raise EngineError(f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token")
         self._module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self._read_out, shapes = accept(module, context, deterministic)
+        self.fused = fusable(module) if fused is None else fused
+        if self.fused and not fusable(module):
+            raise EngineError(f"fused=True serves plain float32 models of {', '.join(FAMILIES)}, not this {type(module).__name__}")
+        decoder = FusedDecoder(module, self._read_out, context) if self.fused else self._read_out
+        self._hidden = decoder.hidden
         self._pool = Pool(shapes, module.dtype, self._read_out.weight.device)
         self._context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
@@ -236,7 +244,7 @@ class EmbeddedEngine:
         dense = PackedLayout(plan.dense, waste=FINE) if plan.dense else None
         layout = CachedLayout(self._pool, plan.rows, plan.visible, plan.lengths, dense)
         ids, positions = (torch.from_numpy(x).to(self._pool.device) for x in (plan.ids, plan.positions))
-        hidden = self._read_out.hidden(ids, positions, layout)
+        hidden = self._hidden(ids, positions, layout)
         self._counters.forward(plan, dense)
         self._scheduler.cached(plan, lambda i: hidden[i].clone())
         return hidden

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 
 HEAD = 1024
@@ -104,6 +105,8 @@ def pick(logp: Tensor, uniform: np.ndarray) -> Tensor:
     """
     cdf = logp.exp().cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
+    if not bool(total.isfinite().all()):
+        raise EngineError("the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded wrongly")
     target = torch.minimum(_to(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
 
