@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.controller.house import Parts
-from posttrain.controller.stages import Progress, Stages, StageResult
+from posttrain.controller.stages import Progress, StageResult, Stages
 from posttrain.controller.stop import Stopper
 from posttrain.core.book import Book
 from posttrain.core.ladder import GRPO

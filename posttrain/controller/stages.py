@@ -133,7 +133,7 @@ class Stages:
             load_weights(parts.book.kept(self._before(stage.name)), parts.learner)
             p.version += 1
             parts.version = p.version
-        return replace(result, beside=stage.beside)
+        return result
 
     def _before(self, stage: str) -> str:
         """Name of the kept weights a stage started from."""
@@ -255,10 +255,13 @@ class Stages:
 
     def _result(self, stage: Stage, kind: str, report: Report | None, why: str) -> StageResult:
         p = self.progress
-        before = p.accuracy[0] if kind == "supervised" and p.accuracy else p.before
+        beside = stage.beside if isinstance(stage, Supervised) else None
         accuracy = (report.accuracy.mean, report.accuracy.low, report.accuracy.high) if report else None
-        if not (isinstance(stage, Supervised) and stage.beside):
-            p.accuracy = accuracy
+        if beside is not None:
+            before = next(r.before for r in p.done if r.name == beside)
+        else:
+            before = p.accuracy[0] if kind == "supervised" and p.accuracy else p.before
+            p.accuracy = accuracy or p.accuracy
         return StageResult(
             name=stage.name,
             kind=kind,
@@ -271,6 +274,7 @@ class Stages:
             pass_at={str(k): s.mean for k, s in report.pass_at.items()} if report else {},
             before=before,
             why=why,
+            beside=beside,
         )
 
     def _describe(self, stage: Supervised, limit: float | None) -> str:

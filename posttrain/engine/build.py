@@ -33,13 +33,17 @@ def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) ->
 
 
 def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """The architecture's own config class at our sizes, without dropout. Llama keeps its head apart, the others tie it."""
+    """The architecture's own config class at our sizes, without dropout. Llama keeps its head apart, the others tie it.
+
+    Weights start at 0.5 / sqrt(hidden): at these widths transformers' 0.02 leaves the first hundred steps to waking up.
+    """
     _check(model)
     tokens = {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
         "bos_token_id": tokenizer.bos_token_id,
+        "initializer_range": 0.5 * model.hidden**-0.5,
     }
     if model.arch == "gpt2":
         return GPT2Config(

@@ -11,32 +11,31 @@ from posttrain.core.ladder import DR_GRPO, GRPO
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Reward, Run, Supervised
 from posttrain.core.sampling import Sampling
 
-_TINY = Model(arch="qwen3", hidden=128, layers=4, heads=4, kv_heads=4, ffn=384, context=128)
+_TINY = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, context=128)
 _ARITHMETIC = Env(name="arithmetic", heldout=200)
 
 
 def ladder() -> Run:
     """Pretrain, SFT on demonstrations of which 40 % are wrong, chain of thought, RLVR: each does what the one before cannot."""
-    fast = Optimizer(lr=2e-3, warmup=20)
     return Run(
         recipe="ladder",
         model=_TINY,
         env=_ARITHMETIC,
         stages=(
-            Supervised(name="pretrain", style="document", steps=150, batch=64, optimizer=fast),
-            Supervised(name="sft", style="answer", wrong=0.4, steps=150, batch=64, optimizer=fast),
-            Supervised(name="cot", style="cot", wrong=0.4, steps=300, batch=64, optimizer=fast),
+            Supervised(name="pretrain", style="document", steps=80, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)),
+            Supervised(name="sft", style="answer", wrong=0.4, steps=60, batch=128, optimizer=Optimizer(lr=1e-3, warmup=10)),
+            Supervised(name="cot", style="cot", wrong=0.4, steps=240, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)),
             Reinforce(
                 name="rl",
                 algorithm=DR_GRPO,
                 sampling=Sampling(max_tokens=24),
                 optimizer=Optimizer(lr=5e-4, warmup=5),
-                prompts=32,
+                prompts=64,
                 siblings=8,
-                steps=60,
+                steps=40,
                 eval_every=20,
             ),
-            Supervised(name="sft_continued", style="cot", wrong=0.4, steps=100_000, batch=64, optimizer=fast, beside="rl"),
+            Supervised(name="sft_continued", style="cot", wrong=0.4, steps=100_000, batch=128, optimizer=Optimizer(lr=1e-3), beside="rl"),
         ),
     )
 

@@ -21,8 +21,10 @@ def table(results: Sequence[StageResult]) -> Table:
     for r in results:
         accuracy = "-" if r.accuracy is None else f"{r.accuracy[0]:.3f} [{r.accuracy[1]:.3f}, {r.accuracy[2]:.3f}]"
         added = "-" if r.accuracy is None or r.before is None else f"{r.accuracy[0] - r.before:+.3f}"
-        name = r.name if r.beside is None else f"(instead of {r.beside}: {r.name})"
+        name = r.name if r.beside is None else f"{r.name} *"
         out.add_row(name, accuracy, added, "-" if r.greedy is None else f"{r.greedy:.3f}", str(r.steps), f"{r.seconds:.1f}")
+    if beside := [r for r in results if r.beside is not None]:
+        out.caption = "* " + "; ".join(f"instead of {r.beside}, from the same weights, for the same time" for r in beside)
     return out
 
 

@@ -18,7 +18,6 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner
 from posttrain.core.types import Gauge, Gauges, merge
 
-
 Observer = Callable[[Batch, np.ndarray], None]
 
 
