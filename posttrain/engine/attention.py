@@ -85,8 +85,8 @@ def attend(
         raise EngineError(f"{type(module).__name__} adds {', '.join(biases)} to its attention scores, which {NAME!r} does not apply")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
-    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layout.attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap), None
+    scale = float(query.shape[-1] ** -0.5) if scaling is None else scaling
+    return layout.attend(module, query, key, value, scaling=scale, sliding_window=sliding_window, softcap=softcap), None
 
 
 def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:

@@ -10,6 +10,7 @@ Axis letters: N positions, E hidden width, H query heads, K key-value heads, D h
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -33,13 +34,13 @@ class _Layer:
     attention: nn.Module
     scaling: float
     window: int | None
-    before: nn.Module
+    before: Any
     qkv: Tensor
     qkv_bias: Tensor | None
-    q_norm: nn.Module | None
-    k_norm: nn.Module | None
+    q_norm: Any | None
+    k_norm: Any | None
     out: nn.Linear
-    after: nn.Module
+    after: Any
     gate_up: Tensor
     down: nn.Linear
 
@@ -48,7 +49,8 @@ class FusedDecoder:
     """`ReadOut.hidden` for a model that `fusable` accepts; `read_out` is its own."""
 
     def __init__(self, module: PreTrainedModel, read_out: ReadOut, context: int) -> None:
-        decoder, config = read_out.decoder, module.config
+        decoder: Any = read_out.decoder
+        config = module.config
         self._embed, self._norm = decoder.embed_tokens, decoder.norm
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._width: int = decoder.layers[0].self_attn.head_dim
@@ -83,7 +85,7 @@ class FusedDecoder:
             x_NE = _add(x_NE, inner, layer.down)
         return _norm(x_NE, self._norm)
 
-    def _join(self, layer: nn.Module) -> _Layer:
+    def _join(self, layer: Any) -> _Layer:
         """Joined weights of a layer, of which its own parameters become views."""
         a, m = layer.self_attn, layer.mlp
         qkv = [a.q_proj, a.k_proj, a.v_proj]
@@ -143,7 +145,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return norm.square_().mul_(1 / x.shape[-1]).add_(eps).rsqrt_()
 
 
-def _norm(x_NE: Tensor, module: nn.Module) -> Tensor:
+def _norm(x_NE: Tensor, module: Any) -> Tensor:
     return (x_NE * _inverse_rms(x_NE, module.variance_epsilon)).mul_(module.weight)
 
 
