@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
@@ -108,9 +109,10 @@ def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
 
 def _weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str]) -> PreTrainedModel:
     try:
-        module, info = AutoModelForCausalLM.from_pretrained(
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
             where, config=config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust, output_loading_info=True
         )
+        module, info = loaded
     except (OSError, ValueError, RuntimeError, KeyError) as error:
         raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
     except Exception as error:

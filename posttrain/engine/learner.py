@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import torch
@@ -151,13 +152,13 @@ class _Pick(torch.autograd.Function):
     """Rows [N, H] at distinct positions [M]. Every row is read at most once, so the backward writes instead of adding."""
 
     @staticmethod
-    def forward(ctx: torch.autograd.function.FunctionCtx, rows: Tensor, at: Tensor) -> Tensor:
+    def forward(ctx: Any, rows: Tensor, at: Tensor) -> Tensor:
         ctx.save_for_backward(at)
         ctx.rows = rows.shape[0]
         return rows.index_select(0, at)
 
     @staticmethod
-    def backward(ctx: torch.autograd.function.FunctionCtx, *grads: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (at,) = ctx.saved_tensors
         grad = grads[0]
         return grad.new_zeros(ctx.rows, grad.shape[1]).index_copy_(0, at, grad), None
@@ -165,7 +166,7 @@ class _Pick(torch.autograd.Function):
 
 def _zero_head(policy: Policy) -> nn.Linear:
     """hidden -> 1, all zeros: the first value estimate is 0 everywhere. Drawn from no generator."""
-    width = policy.module.get_output_embeddings().weight.shape[1]
+    width = read_out(policy.module).weight.shape[1]
     head = nn.Linear(width, 1, device="meta", dtype=exact(policy.dtype)).to_empty(device=policy.device)
     for p in head.parameters():
         nn.init.zeros_(p)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -66,7 +67,7 @@ class Policy:
         """What a run prints at its start."""
         dtype = str(self.dtype).removeprefix("torch.")
         stops = ", ".join(f"{self.tokenizer.convert_ids_to_tokens(i)!r} ({i})" for i in self.stop_ids)
-        rows = self.module.get_input_embeddings().weight.shape[0]
+        rows = _embedding_rows(self.module)
         return (
             f"model: {type(self.module).__name__} {self.source}, {self.size:,} parameters, {dtype} on {self.device}",
             f"vocabulary: {len(self.tokenizer):,} tokens, {rows:,} embedding rows; context: {self.context:,} tokens",
@@ -97,7 +98,7 @@ class Policy:
         with quiet():
             self.module.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
-            again = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, trust_remote_code=self.remote_code).eval()
+            again: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, trust_remote_code=self.remote_code).eval()
             words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
         _same_weights(self.module, again, Path(folder))
         _same_tokenizer(self.tokenizer, words, Path(folder))
@@ -150,7 +151,7 @@ def load_policy(model: Model, alphabet: str | None, seed: int) -> Policy:
     else:
         module, tokenizer, notes = read_pretrained(model.path, dtype, model.trust_remote_code)
         source = f"from {model.path}"
-    module = module.to(device=device, dtype=dtype).eval()
+    torch.nn.Module.to(module, device=device, dtype=dtype).eval()
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
@@ -184,8 +185,8 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -
     listed = module.generation_config.eos_token_id
     model_ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    own = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    stops = dict.fromkeys([*own, *(int(i) for i in model_ids if not derived or i in special)])
+    own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    stops = dict.fromkeys([*(int(i) for i in own), *(int(i) for i in model_ids if not derived or i in special)])
     if not stops:
         raise DataError(
             "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn. "
@@ -200,8 +201,12 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -
     return tuple(stops)
 
 
+def _embedding_rows(module: PreTrainedModel) -> int:
+    return int(getattr(module.get_input_embeddings(), "weight").shape[0])  # noqa: B009 (typed as any module)
+
+
 def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -> list[str]:
-    rows = module.get_input_embeddings().weight.shape[0]
+    rows = _embedding_rows(module)
     top_token, top = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if top >= rows:
         raise DataError(

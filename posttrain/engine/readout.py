@@ -39,7 +39,9 @@ class ReadOut:
     @property
     def weight(self) -> Tensor:
         """[V, hidden]"""
-        return self.head.weight
+        weight = self.head.weight
+        assert isinstance(weight, Tensor)
+        return weight
 
     @property
     def bias(self) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from posttrain.core import seeds
 from posttrain.core.book import Book
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Environment, Tracker
-from posttrain.core.run import Optimizer, Reinforce, Run, Supervised
+from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
@@ -81,31 +82,47 @@ def make_environment(run: Run) -> Environment:
     return env
 
 
-def make_parts(run: Run, policy: Policy, env: Any, book: Book | None, trackers: list[Tracker]) -> Parts:
-    """All roles of a run around one policy."""
+@dataclass(frozen=True)
+class Roles:
+    """A policy with what learns it, samples it and plays it, before there is a book to write in."""
+
+    learner: HFLearner
+    engine: EmbeddedEngine
+    renderer: Renderer
+    rollout: Rollout
+    sync: Sync
+
+
+def make_roles(run: Run, policy: Policy, env: Environment) -> Roles:
+    """Learner, engine (with its own copy of the weights) and rollout around one policy."""
     check_lengths(run, policy)
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
     engine = EmbeddedEngine(
         policy.clone().module, slots=run.slots, context=policy.context, deterministic=run.deterministic, device=run.model.device
     )
-    renderer = Renderer(policy.tokenizer, policy.stop_ids, policy.context)
+    tokenizer: Any = policy.tokenizer
+    renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
+    rollout = Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed)
+    return Roles(learner, engine, renderer, rollout, Sync(learner, engine))
 
-    def optimize(config: Optimizer) -> AdamW:
-        return AdamW(learner.parameters(), config)
 
+def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker]) -> Parts:
+    """What all stages of a run share, around one policy."""
+    roles = make_roles(run, policy, env)
+    learner = roles.learner
     return Parts(
         run=run,
         environment=env,
-        renderer=renderer,
+        renderer=roles.renderer,
         learner=learner,
-        sampler=engine,
-        rollout=Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed),
-        sync=Sync(learner, engine),
+        sampler=roles.engine,
+        rollout=roles.rollout,
+        sync=roles.sync,
         book=book,
         stop_ids=policy.stop_ids,
-        text=lambda ids: policy.tokenizer.decode(ids.tolist()),
+        text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: FrozenScorer(policy),
-        optimize=optimize,
+        optimize=lambda config: AdamW(learner.parameters(), config),
         trackers=trackers,
     )

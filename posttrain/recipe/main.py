@@ -23,7 +23,7 @@ from posttrain.core.run import Env, Model, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.engine.learner import HFLearner
 from posttrain.recipe import overrides as dotted
-from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, use_threads
+from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads
 from posttrain.recipe.progress import Terminal
 from posttrain.recipe.shipped import recipe as shipped
 from posttrain.recipe.summary import show, show_report
@@ -158,13 +158,13 @@ def evaluate(
     use_threads(run.threads)
     environment = make_environment(replace(run, stages=tuple(s for s in run.stages if isinstance(s, Reinforce)) or run.stages))
     policy = make_policy(run, environment)
-    parts = make_parts(run, policy, environment, None, [])
+    roles = make_roles(run, policy, environment)
     if weights is not None:
-        load_weights(weights, parts.learner)
+        load_weights(weights, roles.learner)
 
     async def work() -> Report:
-        await parts.publish()
-        return await measure(parts.rollout, environment.heldout, contract.resolve(policy.stop_ids), how)
+        await roles.sync.push(0)
+        return await measure(roles.rollout, environment.heldout, contract.resolve(policy.stop_ids), how)
 
     report = wait(work())
     if not quiet:

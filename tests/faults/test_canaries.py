@@ -138,7 +138,7 @@ def test_frozen_layer(tmp_path: Path) -> None:
     """One tensor is cut off from the gradient."""
 
     def plant(parts: Parts) -> None:
-        name, tensor = list(parts.learner.parameters().items())[2]
+        tensor = list(parts.learner.parameters().values())[2]
         tensor.register_hook(torch.zeros_like)
 
     message = stops(tmp_path, plant, tiny_run(prompts=16))
