@@ -163,7 +163,7 @@ def evaluate(
         load_weights(weights, roles.learner)
 
     async def work() -> Report:
-        await roles.sync.push(0)
+        await roles.sync.push(roles.engine.version + 1)
         return await measure(roles.rollout, environment.heldout, contract.resolve(policy.stop_ids), how)
 
     report = wait(work())

@@ -1,4 +1,7 @@
-"""The shipped recipes: each a function that returns a complete, frozen `Run`."""
+"""The shipped recipes: each a function that returns a complete, frozen `Run`.
+
+They run on one thread: at these widths a second one costs more in waiting than it brings (docs/LOG.md).
+"""
 
 from __future__ import annotations
 
@@ -19,6 +22,7 @@ def ladder() -> Run:
     """Pretrain, SFT on demonstrations of which 40 % are wrong, chain of thought, RLVR: each does what the one before cannot."""
     return Run(
         recipe="ladder",
+        threads=1,
         model=_TINY,
         env=_ARITHMETIC,
         stages=(
@@ -44,7 +48,8 @@ def arithmetic() -> Run:
     """RL alone after a short SFT: the smallest run that shows an algorithm learning."""
     full = ladder()
     cot, rl = full.stage("cot"), full.stage("rl")
-    return replace(full, recipe="arithmetic", stages=(replace(cot, name="sft"), replace(rl, algorithm=GRPO)))
+    assert isinstance(rl, Reinforce)
+    return replace(full, recipe="arithmetic", stages=(replace(cot, name="sft"), replace(rl, algorithm=GRPO, prompts=32)))
 
 
 def verifiable() -> Run:
@@ -52,6 +57,7 @@ def verifiable() -> Run:
     here = Path(__file__).parent / "data"
     return Run(
         recipe="verifiable",
+        threads=1,
         model=_TINY,
         env=Env(
             name="prompts",
