@@ -61,4 +61,5 @@ def _settings(recipe: str, overrides: list[str]) -> str:
     chosen = apply(shipped(recipe), overrides)
     short = {"model": chosen.model.path, "env": chosen.env.name}
     rows = [(path, word(short[path] if path in short else value(chosen, path)), valid) for path, valid in surface(chosen)]
-    return f"settings of {recipe}:\n" + "\n".join(f"  {f'{path}={now}':<44} {valid}" for path, now, valid in rows)
+    stages = ", ".join(s.name for s in chosen.stages)
+    return f"settings of {recipe} (stages: {stages}; STAGE=none leaves one out):\n" + "\n".join(f"  {f'{path}={now}':<44} {valid}" for path, now, valid in rows)

@@ -84,9 +84,12 @@ class Guard:
         return observe
 
     @contextmanager
-    def first_move(self, h: House) -> Iterator[None]:
-        """Around an optimizer step: in the first of the stage every trainable parameter moves."""
-        if self._moved:
+    def first_move(self, h: House, batch: Batch) -> Iterator[None]:
+        """Around an optimizer step: in the first of the stage that carries credit every trainable parameter moves.
+
+        Without credit there may be nothing to follow: the gradient of a KL pull is 0 at the reference itself.
+        """
+        if self._moved or not np.any(batch.advantage_M):
             yield
             return
         watch = Movement.watch(h.learner.parameters())

@@ -40,7 +40,7 @@ async def train_step(h: House, guard: Guard, index: int) -> Step:
     with h.clock.of("learn"):
         for minibatch in pack(credit, stage, seed=h.run.seed, step=index):
             if minibatch.batch is not None:
-                with guard.first_move(h):
+                with guard.first_move(h, minibatch.batch):
                     learned.append(h.trainer.policy_step(minibatch.batch, a, guard.observer(h, minibatch)))
     with h.clock.of("sync"):
         if h.trainer.version != version:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -46,7 +47,39 @@ REGISTRY: dict[str, Definition] = {
     "eval/unjudged": Definition("held-out episodes without a verdict", "episodes", "0"),
     "eval/tokens": Definition("spoken tokens a held-out episode", "tokens", "steady"),
     "eval/truncated": Definition("share of held-out episodes cut off at max_tokens", "share", "< 0.1"),
+    "eval/pass_at_K": Definition("unbiased estimate of P(at least one of K samples of a held-out task solves it)", "share", "rises; far above accuracy: RL has room"),
+    "policy/ratio": Definition("pi / anchor, mean over tokens (of the episode, for sequence ratios)", "1", "near 1"),
+    "policy/ratio_square": Definition("(pi / anchor)^2, mean over tokens", "1", "near 1; a few huge ratios show up here first"),
+    "policy/clip_low": Definition("share of tokens silenced below the trust region", "share", "< 0.2; 0 with one optimizer step a step"),
+    "policy/clip_high": Definition("share of tokens silenced above the trust region", "share", "< 0.2; 0 with one optimizer step a step"),
+    "policy/surrogate": Definition("push x correction x credit, mean over tokens; only its gradient means something", "reward", "no band"),
+    "policy/kl_start": Definition("k3 distance of the policy from the start of the step, mean over tokens", "nats", "< 0.02; 0 in the first optimizer step"),
+    "policy/kl_anchor": Definition("k3 distance of the policy from the anchor of the ratio, mean over tokens", "nats", "< 0.02"),
+    "policy/kl_reference": Definition("k3 distance of the policy from the reference, mean over tokens", "nats", "0 at first, rises slowly"),
+    "policy/entropy": Definition("entropy of the next-token distribution, mean over spoken tokens", "nats", "falls slowly; near 0: nothing left to explore"),
+    "mismatch/logp_gap": Definition("|log-prob at the start of the step - of the sampler|, mean over tokens", "nats", "the dtype's noise"),
+    "mismatch/kl": Definition("k3 distance of the sampler from the start of the step, mean over tokens", "nats", "the dtype's noise squared"),
+    "value/loss": Definition("clipped squared error of the value, mean over tokens", "reward^2", "falls"),
+    "value/return": Definition("target of the value (GAE credit + old value), mean over tokens", "reward", "follows credit/shaped"),
+    "value/return_square": Definition("its square; with value/return gives Var(return)", "reward^2", "no band"),
+    "value/residual": Definition("return - value, mean over tokens", "reward", "near 0"),
+    "value/residual_square": Definition("its square; explained variance = 1 - Var(residual) / Var(return)", "reward^2", "below Var(return): the value explains something"),
+    "correction/raw": Definition("start / mu before truncation, mean over tokens", "1", "near 1"),
+    "correction/used": Definition("what multiplies the push, mean over tokens", "1", "near 1"),
+    "correction/used_square": Definition("its square; effective share of tokens = used^2 / used_square", "1", "near used^2"),
+    "correction/silenced": Definition("share of tokens whose correction is 0", "share", "< 0.05"),
+    "engine/tokens": Definition("tokens of delivered turns, per turn (the sum is all that was said)", "tokens", "steady"),
+    "engine/steps": Definition("decoding steps of the engine (read the sum)", "steps", "no band"),
+    "engine/occupancy": Definition("share of slots that said a token, mean over steps", "share", "high; low at the end of a wave: long tails"),
+    "engine/positions_linear": Definition("positions the layers computed, per position needed", "1", "near 1"),
+    "engine/positions_attention": Definition("query-key pairs attended, per pair needed", "1", "near 1"),
+    "engine/shared": Definition("prompt tokens taken from a sibling's prefill, per prompt token asked for", "share", "towards 1 - 1 / siblings"),
 }
+
+
+def definition(name: str) -> Definition | None:
+    """What a gauge of the record says; `eval/pass_at_8` is one of `eval/pass_at_K`."""
+    return REGISTRY.get(re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", name))
 
 
 def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, version: int) -> Gauges:

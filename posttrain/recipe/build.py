@@ -60,7 +60,7 @@ def check_environment(run: Run, env: Environment) -> None:
     for stage in run.stages:
         if isinstance(stage, Supervised) and stage.style not in styles:
             offered = ", ".join(styles) or "none: it has no demonstrations"
-            raise ConfigError(f"{stage.name}.style={stage.style!r}: environment {env.name!r} writes {offered}")
+            raise ConfigError(f"{stage.name}.style={stage.style!r}: environment {env.name!r} writes {offered}. Leave the stage out with {stage.name}=none, or give it another style")
 
 
 def check_lengths(run: Run, policy: Policy) -> None:

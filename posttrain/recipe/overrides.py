@@ -6,7 +6,8 @@ together and validated once, so their order means nothing. Changes inside an alg
 lineage, so that a run always says what its user changed.
 
 Words for values: `none`, `true`, `false`, numbers, text; lists with commas; a piece by its lower-case type name with
-its defaults (`baseline=others`, `pull=kl`, `shape=signed,overlong`).
+its defaults (`baseline=others`, `pull=kl`, `shape=signed,overlong`). A stage's own word is `none`, which leaves it out
+(`sft=none`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from typing import Any, cast
 from posttrain.core import ladder, tree
 from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.run import Env, Model, Reinforce, Run, Stage
+from posttrain.core.run import Env, Model, Reinforce, Run, Stage, Supervised
 from posttrain.recipe.words import read
 
 YOURS = "your patch"
@@ -52,8 +53,17 @@ def apply(run: Run, overrides: Sequence[str]) -> Run:
         if node.word is not None and node.word != word:
             raise ConfigError(f"{'.'.join(path)} is given twice, as {node.word!r} and as {word!r}; keep one")
         node.word = word
-    stages = tuple(_rebuild(type(s), s, root.parts.pop(s.name, Node()), s.name) for s in run.stages)
+    asked = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
+    stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in asked if not _left_out(node, s.name))
     return _rebuild(Run, replace(run, stages=stages), root, "")
+
+
+def _left_out(node: Node, name: str) -> bool:
+    """`sft=none` leaves a stage out."""
+    out = node.word is not None and node.word.lower() == "none"
+    if out and node.parts:
+        raise ConfigError(f"{name}=none leaves the stage out, and {name}.{next(iter(node.parts))} changes it: keep one")
+    return out
 
 
 # --- addresses -------------------------------------------------------------------------------------------------------
@@ -149,7 +159,7 @@ def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
         return SHORT[cls](current, word)
     if declared is cls and dataclasses.is_dataclass(cls):
         settings = ", ".join(f"{path}.{name}" for name in tree.hints(cls) if name not in FIXED.get(cls.__name__, ()))
-        raise ConfigError(f"{path}={word}: {path} is a group of settings; set one of {settings}")
+        raise ConfigError(f"{path}={word}: {path} is a group of settings; set one of {settings}{', or leave the stage out: ' + path + '=none' if cls in (Supervised, Reinforce) else ''}")
     return read(declared, word, path)
 
 

@@ -34,9 +34,10 @@ class Terminal:
 
     def log(self, step: Step) -> None:
         if step.stage != self._stage:
-            self._open(step)
+            self._open(step)  # the first step only starts the clock: what it said took time before
+        else:
+            self._tokens += sum(step.gauges[n].sum for n in ("engine/tokens", "sft/tokens") if n in step.gauges)
         total = self.run.stage(step.stage).steps
-        self._tokens += sum(step.gauges[n].sum for n in ("engine/tokens", "sft/tokens") if n in step.gauges)
         if "eval/accuracy" in step.gauges:
             self._accuracy = step.gauges["eval/accuracy"].mean
         if self._bar is not None and self._task is not None:
@@ -92,6 +93,6 @@ class Terminal:
 
     def _left(self, step: Step, total: int) -> str:
         done = step.index - self._first
-        if not done or self._open_ended(step):
+        if not done or step.index >= total or self._open_ended(step):
             return ""
         return f"  {(time.monotonic() - self._begun) / done * (total - step.index):.0f} s left"

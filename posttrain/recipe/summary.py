@@ -10,6 +10,7 @@ from rich.table import Table
 
 from posttrain.controller.stages import StageResult
 from posttrain.core.run import Reinforce, Run
+from posttrain.recipe.shipped import RECIPES
 from posttrain.role.evaluate import Report
 
 
@@ -43,13 +44,16 @@ def roles(results: Sequence[StageResult]) -> Table:
 def next_steps(run: Run, folder: Path) -> list[str]:
     """Commands worth trying now."""
     out = [
-        f"posttrain show {folder}                    read what it said, token by token",
-        f"posttrain eval {folder}                    accuracy and pass@k again, on more samples",
-        f"posttrain export {folder} my-model         a plain Hugging Face directory",
+        (f"posttrain show {folder}", "read what it said, token by token"),
+        (f"posttrain eval {folder} --samples 16", "accuracy and pass@k on more samples"),
+        (f"posttrain export {folder} my-model", "a plain Hugging Face directory"),
     ]
-    if any(isinstance(s, Reinforce) for s in run.stages):
-        out.append(f"posttrain run {run.recipe} algorithm=grpo    the same run with another algorithm (posttrain ladder lists them)")
-    return out
+    used = [s.algorithm.name for s in run.stages if isinstance(s, Reinforce)]
+    if len(used) == 1 and run.recipe in RECIPES:
+        other = "grpo" if not used[0].startswith("grpo") else "dapo"
+        out.append((f"posttrain run {run.recipe} algorithm={other}", "another algorithm; posttrain ladder lists them"))
+    width = max(len(command) for command, _ in out)
+    return [f"{command:<{width}}  # {why}" for command, why in out]
 
 
 def show(console: Console, run: Run, results: Sequence[StageResult], folder: Path) -> None:
