@@ -92,10 +92,10 @@ class Guard:
         if self._moved or not np.any(batch.advantage_M):
             yield
             return
-        watch = Movement.watch(h.learner.parameters())
+        watch = Movement.watch(h.trainer.trained())
         yield
         unread = () if isinstance(h.stage.algorithm.baseline, Value) else ("value_head.",)
-        self._gauges = merge(self._gauges, watch.check(h.learner.parameters(), unread=unread))
+        self._gauges = merge(self._gauges, watch.check(h.trainer.trained(), unread=unread))
         self._moved = True
 
 

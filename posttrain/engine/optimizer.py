@@ -42,6 +42,10 @@ class AdamW:
         """Learning rate the next step will use: step k (from 1) of the warm-up uses lr * k / warmup."""
         return self.config.lr * min(1.0, (self.steps + 1) / self.config.warmup) if self.config.warmup else self.config.lr
 
+    def trained(self) -> dict[str, Tensor]:
+        """What a step moves, by parameter: the float32 master where there is one, else the parameter itself."""
+        return dict(self._moved)
+
     def step(self) -> float:
         """Clip globally, update, clear; returns the gradient norm before the clip.
 

@@ -118,7 +118,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
         load_weights(checkpoint.folder, parts.learner)
         parts.version = progress.version
         if not quiet:
-            terminal.say(f"resuming at stage {progress.stage + 1} of {len(run.stages)}, step {progress.step}")
+            terminal.say(_standing(run, progress))
     stopper = Stopper()
     try:
         with stopper.listening():
@@ -131,6 +131,14 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
     if not quiet:
         show(terminal.console, run, results, book.folder)
     return Result(book.folder, run, tuple(results))
+
+
+def _standing(run: Run, p: Progress) -> str:
+    """Where a resumed run stands, in words."""
+    if p.stage >= len(run.stages):
+        return "this run is finished: nothing is left to do"
+    stage = run.stages[p.stage]
+    return f"resuming at stage {p.stage + 1} of {len(run.stages)}: {stage.name}, after {p.step} of {stage.steps} steps"
 
 
 def evaluate(

@@ -11,7 +11,7 @@ from rich.table import Table
 from posttrain.controller.stages import StageResult
 from posttrain.core.run import Reinforce, Run
 from posttrain.recipe.shipped import RECIPES
-from posttrain.role.evaluate import Report
+from posttrain.role.evaluate import Report, interval
 
 
 def table(results: Sequence[StageResult]) -> Table:
@@ -20,7 +20,7 @@ def table(results: Sequence[StageResult]) -> Table:
     for name in ("stage", "accuracy [95 %]", "added", "greedy", "steps", "seconds"):
         out.add_column(name, justify="left" if name == "stage" else "right")
     for r in results:
-        accuracy = "-" if r.accuracy is None else f"{r.accuracy[0]:.3f} [{r.accuracy[1]:.3f}, {r.accuracy[2]:.3f}]"
+        accuracy = "-" if r.accuracy is None else interval(*r.accuracy)
         added = "-" if r.accuracy is None or r.before is None else f"{r.accuracy[0] - r.before:+.3f}"
         name = r.name if r.beside is None else f"{r.name} *"
         out.add_row(name, accuracy, added, "-" if r.greedy is None else f"{r.greedy:.3f}", str(r.steps), f"{r.seconds:.1f}")

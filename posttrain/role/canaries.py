@@ -94,7 +94,7 @@ class Movement:
         if still:
             raise InvariantError(
                 f"{len(still)} of {len(names)} trainable parameters did not move in the first optimizer step: {', '.join(still[:5])}"
-                f"{', ...' if len(still) > 5 else ''}. They are frozen or cut off from the loss. Check requires_grad, the learning rate "
-                "(it must be > 0 at step 1) and, in bfloat16, that updates are larger than the weights' rounding"
+                f"{', ...' if len(still) > 5 else ''}. They are frozen or cut off from the loss. Check requires_grad, and that the "
+                "learning rate is > 0 at step 1"
             )
         return {"canary/moved": Gauge(len(names) - len(still), len(names))}

@@ -29,6 +29,17 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
 
 
+def interval(mean: float, low: float, high: float) -> str:
+    """A mean with its interval; `-` where nothing was judged, no interval where one prompt says nothing about others.
+
+    >>> interval(0.5, 0.25, 0.75), interval(0.5, -math.inf, math.inf), interval(math.nan, math.nan, math.nan)
+    ('0.500 [0.250, 0.750]', '0.500 [one prompt]', '-')
+    """
+    if math.isnan(mean):
+        return "-"
+    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if math.isfinite(low) and math.isfinite(high) else f"{mean:.3f} [one prompt]"
+
+
 @dataclass(frozen=True)
 class Score:
     """A mean over prompts with its 95 % interval (normal, over prompt means, so siblings do not count twice)."""
@@ -47,7 +58,7 @@ class Score:
         return Score(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half, len(x))
 
     def __str__(self) -> str:
-        return f"{self.mean:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        return interval(self.mean, self.low, self.high)
 
 
 @dataclass(frozen=True)

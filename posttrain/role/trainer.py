@@ -33,6 +33,10 @@ class Optimizer(Protocol):
         """Learning rate the next step will use."""
         ...
 
+    def trained(self) -> Mapping[str, torch.Tensor]:
+        """What a step moves, by parameter: its master where it has one."""
+        ...
+
     def state_tensors(self) -> Mapping[str, torch.Tensor]: ...
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
@@ -87,5 +91,6 @@ class Trainer:
         self.version += 1
         return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
-    def parameters(self) -> Mapping[str, Any]:
-        return self.learner.parameters()
+    def trained(self) -> Mapping[str, Any]:
+        """What an optimizer step moves, by parameter."""
+        return self.optimizer.trained()

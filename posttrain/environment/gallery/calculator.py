@@ -50,7 +50,7 @@ class Calculator(SingleTurn):
 
     @property
     def alphabet(self) -> str:
-        return "0123456789+-*/()<>[]:?=;calc"
+        return "0123456789+-*/()<>[]:?=;cal"
 
     @property
     def train(self) -> TaskSource:
