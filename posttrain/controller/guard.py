@@ -48,8 +48,8 @@ class Guard:
             kinds = "; ".join(f"{name} x {n} ({why})" for name, (n, why) in failures(asked.played).items()) or "every source abstained"
             raise RewardError(
                 f"{unjudged} of {len(episodes)} samples of this step could not be judged: {kinds}. They are no wrong answers, so they were "
-                f"left out, and more than {h.stage.name}.max_failed={h.stage.max_failed:g} of a step is too many to go on. Mend the reward "
-                "function or the environment, then resume"
+                f"left out, and more than {h.stage.name}.max_failed={h.stage.max_failed:g} of a step is too many to go on. Mend "
+                f"{', '.join(r.function for r in h.run.env.rewards) or 'the environment'}, then resume: posttrain run --resume {h.book.folder}"
             )
 
     def scored(self, h: House, groups: Sequence[ScoredGroup]) -> None:
@@ -107,10 +107,12 @@ def notes(asked: Asked, credit: Credit, wanted: int) -> tuple[str, ...]:
             f"only {len(asked.groups)} of {wanted} groups passed the filter after asking for {len(asked.played)}; "
             "the tasks are too easy or too hard for this policy (raise refill, or change the tasks)"
         )
+    rewards = sorted({float(r) for g in credit.groups for r in g.group.rewards})
+    shown = ", ".join(f"{r:g}" for r in rewards[:4])
     if credit.groups and all(g.silent for g in credit.groups):
-        rewards = sorted({float(r) for g in credit.groups for r in g.group.rewards})
-        shown = ", ".join(f"{r:g}" for r in rewards[:4])
         out.append(f"no group has spread (all siblings agree; rewards seen: {shown}), so this step carries no credit")
+    elif len(rewards) == 1:
+        out.append(f"every sample got the same reward ({shown}), so nothing in this step tells good from bad")
     return tuple(out)
 
 

@@ -60,6 +60,10 @@ class Env:
     heldout: int = 200
     """Held-out tasks."""
 
+    def __post_init__(self) -> None:
+        if self.heldout < 1:
+            raise ConfigError(f"env.heldout={self.heldout}: must be >= 1, or there is nothing to measure on")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
@@ -173,6 +177,10 @@ class Evaluation:
     greedy: bool = True
     """Also score one greedy answer a prompt."""
 
+    def __post_init__(self) -> None:
+        if self.samples < 1:
+            raise ConfigError(f"evaluation.samples={self.samples}: must be >= 1")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -196,6 +204,9 @@ class Run:
     record_episodes: bool = True
 
     def __post_init__(self) -> None:
+        for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
+            if getattr(self, name) < least:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")

@@ -53,7 +53,7 @@ def _locate(path: str) -> str:
         return str(folder.resolve())
     if folder.is_file():
         raise ConfigError(f"model.path={path} is a file: give the directory that holds config.json, the weights and the tokenizer")
-    if not HUB_ID.fullmatch(path):
+    if not HUB_ID.fullmatch(path) or ("/" in path and folder.parent.is_dir()):
         raise ConfigError(
             f"model.path={path}: no such directory. Give a directory written by save_pretrained, or a hub id such as Qwen/Qwen3-0.6B"
         )
@@ -113,7 +113,7 @@ def _weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bo
             where, config=config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust, output_loading_info=True
         )
         module, info = loaded
-    except (OSError, ValueError, RuntimeError, KeyError) as error:
+    except (OSError, ValueError, RuntimeError, KeyError, AssertionError, IndexError) as error:
         raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
     except Exception as error:
         if type(error).__name__ != "SafetensorError":

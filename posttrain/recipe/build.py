@@ -68,12 +68,15 @@ def check_lengths(run: Run, policy: Policy) -> None:
     for stage in run.stages:
         if isinstance(stage, Reinforce) and stage.sampling.max_tokens >= policy.context:
             raise ConfigError(
-                f"{stage.name}.sampling.max_tokens={stage.sampling.max_tokens} leaves no room for a prompt in a context of {policy.context} tokens"
+                f"{stage.name}.sampling.max_tokens={stage.sampling.max_tokens} leaves no room for a prompt in a context of {policy.context} tokens; "
+                "lower it (posttrain eval: --max-tokens N), or raise model.context where the model is built here"
             )
 
 
 def make_policy(run: Run, env: Environment) -> Policy:
-    return load_policy(run.model, getattr(env, "alphabet", None), run.seed)
+    policy = load_policy(run.model, getattr(env, "alphabet", None), run.seed)
+    check_lengths(run, policy)
+    return policy
 
 
 def make_environment(run: Run) -> Environment:
@@ -95,7 +98,6 @@ class Roles:
 
 def make_roles(run: Run, policy: Policy, env: Environment) -> Roles:
     """Learner, engine (with its own copy of the weights) and rollout around one policy."""
-    check_lengths(run, policy)
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
     engine = EmbeddedEngine(

@@ -160,11 +160,13 @@ def evaluate(
     """
     run, weights = _target(target, checkpoint)
     run = dotted.apply(run, list(overrides))
-    how = replace(run.evaluation, samples=samples or run.evaluation.samples)
+    how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
     contract = replace(contract, **{k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature)) if v is not None})
     use_threads(run.threads)
-    environment = make_environment(replace(run, stages=tuple(s for s in run.stages if isinstance(s, Reinforce)) or run.stages))
+    asked = tuple(replace(s, sampling=contract) for s in run.stages if isinstance(s, Reinforce))
+    run = replace(run, stages=asked or run.stages)
+    environment = make_environment(run)
     policy = make_policy(run, environment)
     roles = make_roles(run, policy, environment)
     if weights is not None:

@@ -65,7 +65,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str, code: int) -> str:
     """The message a command ends with, and its exit code."""
     assert main(list(words)) == code
     said = capsys.readouterr().err
-    assert said.startswith("posttrain: ") and "Traceback" not in said
+    assert said.strip().splitlines()[-1].startswith("posttrain: ") and "Traceback" not in said
     return said
 
 

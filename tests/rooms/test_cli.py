@@ -46,7 +46,7 @@ begun = time.perf_counter()
 from posttrain.cli import main
 try: main({words!r})
 except SystemExit: pass
-print(sorted(m for m in sys.modules if m in ("torch", "transformers")), time.perf_counter() - begun, file=sys.stderr)
+print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizers", "safetensors", "rich")), time.perf_counter() - begun, file=sys.stderr)
 """
     done = python(code)
     modules, seconds = done.stderr.rsplit(" ", 1)

@@ -1,0 +1,38 @@
+"""Every number a run writes down is defined, and the generated pages are those of the data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from run_parts import mine, play
+
+from posttrain.core import reader
+from posttrain.diagnose.gauges import REGISTRY, definition
+from posttrain.recipe.pages import PAGES
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_generated_pages_are_current(name: str) -> None:
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `python -m posttrain.recipe.pages`"
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("algorithm=ppo", "entropy=entropybonus"), ("algorithm=grpo", "rl.minibatches=2", "correction=truncate"), ("algorithm=rloo",)],
+    ids=["ppo", "grpo", "rloo"],
+)
+def test_every_gauge_of_a_run_is_defined(words: tuple[str, ...], tmp_path: Path) -> None:
+    words = tuple(w for w in mine(tmp_path / "data") if "eval_every" not in w and w != "sft=none") + words
+    rows = (tmp_path / "data" / "mine.jsonl").read_text().replace('"answer"', '"completion": "say", "answer"')
+    (tmp_path / "data" / "mine.jsonl").write_text(rows)
+    folder = play(tmp_path / "run", *words, "rl.eval_every=1", "sft.steps=1", "sft.batch=4")
+    seen = {name for step in reader.steps(folder) for name in step.gauges}
+    assert not {name for name in seen if definition(name) is None}
+    assert {"sft/loss", "rollout/reward", "engine/tokens", "optim/grad_norm", "eval/pass_at_2", "policy/ratio"} <= seen
+
+
+def test_every_definition_is_whole() -> None:
+    assert all(d.formula and d.unit and d.band for d in REGISTRY.values())
