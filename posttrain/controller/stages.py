@@ -285,7 +285,7 @@ class Stages:
 
 def productive_band(report: Report, low: float = 0.1, high: float = 0.8) -> str:
     """Whether reinforcement has work to do: the pass rate before it lies between 10 and 80 %."""
-    rate = report.accuracy.mean
+    rate = report.pass_at[1].mean if report.pass_at else 0.0
     if low <= rate <= high:
         return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%})"
     advice = "most groups will be all wrong: teach it more by imitation first" if rate < low else "most groups will be all right: use harder tasks"

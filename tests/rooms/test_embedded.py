@@ -211,9 +211,10 @@ def test_a_loop_that_ended_leaves_the_engine_usable() -> None:
     e = engine(slots=2)
 
     async def abandon() -> None:
-        asyncio.ensure_future(ask(e, prompts(5), sampling(max_tokens=50)))
+        waiting = asyncio.ensure_future(ask(e, prompts(5), sampling(max_tokens=50)))
         for _ in range(5):
             await asyncio.sleep(0)
+        assert not waiting.done()
 
     asyncio.run(abandon())
     assert len(asyncio.run(ask(e, prompts(5), sampling()))) == 5

@@ -96,6 +96,7 @@ def test_any_order_and_split_has_the_same_gradient(arch: str) -> None:
     learner, pieces = exact_learner(arch), segments(7)
     bound = 5e-6 if arch == "gemma" else 1e-10  # Gemma's norm sums its weight's gradient in float32 whatever the dtype
     whole = gradients(learner, [Packed.of(pieces)])
+    bound *= max(1.0, max(float(g.abs().max()) for g in whole.values()))
     assert furthest(whole, gradients(learner, [Packed.of(pieces[::-1])])) < bound
     assert furthest(whole, gradients(learner, Packed.of(pieces).split(25))) < bound
     assert furthest(whole, gradients(learner, [Packed.of([s]) for s in pieces])) < bound
