@@ -68,7 +68,7 @@ def play(name: str, seed: int, steps: int, model: Path, folder: Path) -> Row:
     stage = base.stage("rl")
     assert isinstance(stage, Reinforce)
     stage = replace(stage, algorithm=LADDER[name], steps=steps, eval_every=0, checkpoint_every=0, target=None, wall_time=None)
-    run = Run(recipe=name, seed=seed, model=Model(path=str(model)), env=base.env, evaluation=base.evaluation, stages=(stage,))
+    run = Run(recipe=name, seed=seed, threads=1, model=Model(path=str(model)), env=base.env, evaluation=base.evaluation, stages=(stage,))
     begun = time.perf_counter()
     result = posttrain.run(run, out=folder / name, quiet=True)
     before, after = accuracies(result.folder, 0), accuracies(result.folder, result.stages[0].steps)
