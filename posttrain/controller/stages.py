@@ -147,8 +147,9 @@ class Stages:
         fresh = p.step == 0
         if fresh:
             report = await self._evaluate(stage)
-            p.before, p.accuracy = report.accuracy.mean, (report.accuracy.mean, report.accuracy.low, report.accuracy.high)
-            parts.say(productive_band(report))
+            if report is not None:
+                p.before, p.accuracy = report.accuracy.mean, (report.accuracy.mean, report.accuracy.low, report.accuracy.high)
+            parts.say(productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)")
         house = self._house(stage, checkpoint)
         guard = Guard(fresh=fresh)
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
@@ -162,6 +163,7 @@ class Stages:
             report = None
             if stage.eval_every and p.step % stage.eval_every == 0 and p.step < stage.steps:
                 report = await self._evaluate(stage)
+            if report is not None:
                 step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self._clock.take()})
             parts.tell(step)
             p.ended = self._enough(stage, report)
@@ -212,8 +214,10 @@ class Stages:
     def _seconds(self) -> float:
         return self._carried + time.perf_counter() - self._begun
 
-    async def _evaluate(self, stage: Stage) -> Report:
-        """Held-out evaluation, remembered per version so that no weights are evaluated twice."""
+    async def _evaluate(self, stage: Stage) -> Report | None:
+        """Held-out evaluation, remembered per version so that no weights are evaluated twice. None: no task is held out."""
+        if not self.parts.environment.heldout:
+            return None
         sampling = self.parts.sampling(stage)
         if self._last is not None and self._last[0] == self.parts.version and self._sampled == sampling:
             return self._last[1]

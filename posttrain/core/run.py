@@ -58,11 +58,11 @@ class Env:
     rewards: tuple[Reward, ...] = ()
     """With name=prompts: at least one. Elsewhere they are added to the environment's own."""
     heldout: int = 200
-    """Held-out tasks."""
+    """Held-out tasks. 0: train without measuring."""
 
     def __post_init__(self) -> None:
-        if self.heldout < 1:
-            raise ConfigError(f"env.heldout={self.heldout}: must be >= 1, or there is nothing to measure on")
+        if self.heldout < 0:
+            raise ConfigError(f"env.heldout={self.heldout}: must be >= 0 (0 trains without measuring)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,6 +212,8 @@ class Run:
             raise ConfigError("a run needs at least one stage")
         if len(set(names)) != len(names):
             raise ConfigError(f"stage names must differ: {names}")
+        if not self.env.heldout and (blind := [s.name for s in self.stages if isinstance(s, Reinforce) and s.target is not None]):
+            raise ConfigError(f"{blind[0]}.target is never measured with env.heldout=0: set env.heldout, or target=none")
         for i, s in enumerate(self.stages):
             if isinstance(s, Supervised) and s.beside is not None and s.beside not in names[:i]:
                 raise ConfigError(f"stage {s.name!r}: beside={s.beside!r} must name an earlier stage of {names[:i]}")

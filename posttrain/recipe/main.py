@@ -167,6 +167,8 @@ def evaluate(
     asked = tuple(replace(s, sampling=contract) for s in run.stages if isinstance(s, Reinforce))
     run = replace(run, stages=asked or run.stages)
     environment = make_environment(run)
+    if not environment.heldout:
+        raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
     policy = make_policy(run, environment)
     roles = make_roles(run, policy, environment)
     if weights is not None:

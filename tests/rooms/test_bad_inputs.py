@@ -190,7 +190,7 @@ def test_a_folder_that_holds_a_run_or_is_in_use(tmp_path: Path, capsys: pytest.C
         (("run", "ladder", "rl=none", "rl.steps=3"), "keep one"),
         (("run", "arithmetic", "rl=none", "sft=none"), "at least one stage"),
         (("run", "ladder", "evaluation.samples=0"), "evaluation.samples=0: must be >= 1"),
-        (("run", "ladder", "env.heldout=0"), "env.heldout=0: must be >= 1"),
+        (("run", "ladder", "env.heldout=-1"), "env.heldout=-1: must be >= 0"),
         (("run", "ladder", "slots=0"), "slots=0: must be >= 1"),
         (("run", "--resume", "somewhere", "ladder"), "leave out recipe"),
     ],

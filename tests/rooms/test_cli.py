@@ -138,7 +138,8 @@ def test_a_bug_keeps_its_traceback_and_ctrl_c_is_130(monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_outside_a_run_end_with_their_code(number: signal.Signals) -> None:
     code = """
-import sys, time, types
+import signal, sys, time, types
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background hands down that Ctrl-C is ignored
 fake = types.ModuleType("posttrain.recipe.main")
 def run(*a, **k):
     print("ready", flush=True); time.sleep(60)
