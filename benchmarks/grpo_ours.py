@@ -1,0 +1,163 @@
+"""posttrain's side of `grpo_step.py`: a worker process that runs the real `train_step`, one per command.
+
+The parts are built by `posttrain.recipe.build.make_parts` from a `Run` with the shipped defaults; the one thing put
+in between is `ForcedLengths`, which gives each sibling its number of tokens through the Sampler port. All canaries
+are on; recording of episodes is off. KL is off, as on the other side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from grpo_work import LR, SIBLINGS, Job, Wire, lengths_PG, memory_mb, prompt, reward
+
+from posttrain.controller.guard import Guard
+from posttrain.controller.house import House, Parts
+from posttrain.controller.step import train_step
+from posttrain.core.algorithm import patch
+from posttrain.core.book import Book
+from posttrain.core.ladder import GRPO
+from posttrain.core.ports import Attempt, Sampler, Talk
+from posttrain.core.run import Model, Optimizer, Reinforce, Run
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Gauges, Judged, Said, Stop, Task, Verdict
+from posttrain.recipe.build import facts, make_parts, make_policy, use_threads
+from posttrain.role.prompts import Prompts
+
+NO_KL = patch(GRPO, "grpo_no_kl", "2402.03300", pull=None)
+
+
+class Tasks:
+    """Prompts in order, without end."""
+
+    count: int | None = None
+
+    def task(self, index: int) -> Task:
+        return Task(f"t{index}", prompt(index))
+
+
+class Symbols:
+    """The environment: one turn, and the reward of `grpo_work`."""
+
+    name = "symbols"
+    train = Tasks()
+    heldout: Sequence[Task] = ()
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        talk.see(str(task.prompt))
+        return (await talk.say()).stop
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        return (Judged("even", 1.0, Verdict.value(reward(attempt.text))),)
+
+
+class ForcedLengths:
+    """A Sampler that says exactly `lengths[i]` tokens to the i-th request of a step: groups in order, siblings in order."""
+
+    def __init__(self, inner: Sampler) -> None:
+        self._inner = inner
+        self.lengths: list[int] = []
+        self.asked = 0
+
+    @property
+    def version(self) -> int:
+        return self._inner.version
+
+    @property
+    def keeps_sets(self) -> bool:
+        return self._inner.keeps_sets
+
+    @property
+    def context(self) -> int:
+        return self._inner.context
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+        wanted = self.lengths[self.asked]
+        self.asked += 1
+        said = await self._inner.generate(ids, replace(sampling, max_tokens=wanted, stop_ids=()), place)
+        if len(said.ids) != wanted:
+            raise AssertionError(f"said {len(said.ids)} tokens, wanted {wanted}")
+        return said
+
+    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        return await self._inner.load(version, tensors)
+
+    def gauges(self) -> Gauges:
+        return self._inner.gauges()
+
+
+def make_run(job: Job) -> Run:
+    stage = Reinforce(
+        name="rl",
+        algorithm=NO_KL,
+        sampling=Sampling(max_tokens=job.cap),
+        optimizer=Optimizer(lr=LR, warmup=0),
+        prompts=job.prompts,
+        siblings=SIBLINGS,
+        minibatches=1,
+        epochs=1,
+        eval_every=0,
+        checkpoint_every=0,
+    )
+    return Run(recipe="benchmark", model=Model(path=job.checkpoint), stages=(stage,), threads=job.threads, record_episodes=False)
+
+
+def make_house(parts: Parts) -> House:
+    """The house of the run's one stage, as `controller.stages` builds it."""
+    stage = parts.run.stages[0]
+    assert isinstance(stage, Reinforce)
+    return House(
+        run=parts.run,
+        stage=stage,
+        sampling=parts.sampling(stage),
+        rollout=parts.rollout,
+        prompts=Prompts(parts.environment.train, parts.run.seed),
+        learner=parts.learner,
+        trainer=parts.trainer(stage.optimizer, stage.micro_tokens),
+        sync=parts.sync,
+        reference=None,
+        reference_digest="",
+        book=parts.book,
+        text=parts.text,
+    )
+
+
+async def serve(wire: Wire, job: Job, folder: Path) -> None:
+    """Build the house once, then one `train_step` per `step` command."""
+    run, env = make_run(job), Symbols()
+    threads = use_threads(run.threads)
+    policy = make_policy(run, env)
+    with Book.create(folder, run, facts(policy, threads)) as book:
+        parts = make_parts(run, policy, env, book, [])
+        lengths = parts.rollout.sampler = ForcedLengths(parts.sampler)
+        house, guard = make_house(parts), Guard(fresh=True)
+        await parts.publish()
+        table = lengths_PG(job.regime, job.prompts).ravel()
+        wire.send(ready=True, **memory_mb())
+        index = 0
+        while (command := wire.receive())["do"] == "step":
+            lengths.lengths, lengths.asked = np.minimum(table, command.get("at_most", 10**9)).tolist(), 0
+            begun = time.perf_counter()
+            step = await train_step(house, guard, index)
+            seconds = time.perf_counter() - begun
+            index += 1
+            extra = {name: gauge.mean for name, gauge in step.gauges.items()}
+            wire.send(seconds=seconds, roles=dict(step.clock), spoken=sum(lengths.lengths), extra=extra, **memory_mb())
+
+
+def main(job: Job) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(serve(Wire(), job, Path(folder) / "run"))
+
+
+if __name__ == "__main__":
+    main(Job(**json.loads(sys.argv[1])))
