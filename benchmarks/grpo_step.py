@@ -136,27 +136,22 @@ def refinements(best: dict[str, Any], samples: int, regime: str) -> list[dict[st
     return [static, *smaller, best | {"continuous": True}]
 
 
-def search(job: Job, errors: Path) -> list[dict[str, Any]]:
-    """Step time of TRL at each candidate setting, fastest first: one short step to warm up, one full step to measure.
-
-    Ranked by wall time x the share of the cores that was left, since a neighbour may slow one candidate only.
-    """
+def search(job: Job, tries: int, errors: Path) -> list[dict[str, Any]]:
+    """Step time of TRL at each candidate setting, fastest first: one short step to warm up, then the best of `tries` full ones."""
 
     def measured(how: dict[str, Any]) -> dict[str, Any]:
         worker.ask(do="configure", **how)
         worker.step(at_most=WARM)
-        told = worker.step()
-        left = told["seconds"] * (1 - told["others"])
-        row = {"how": how, "seconds": told["seconds"], "left_s": left, "roles": told["roles"], "others": told["others"]}
-        print(f"    {_words(how)}: {told['seconds']:.2f} s, x share of the cores left {left:.2f} s", flush=True)
-        return row
+        told = min((worker.step() for _ in range(tries)), key=lambda t: t["seconds"])
+        print(f"    {_words(how)}: {told['seconds']:.2f} s (others {told['others']:.0%})", flush=True)
+        return {"how": how, **{k: told[k] for k in ("seconds", "cpu_seconds", "roles", "others")}}
 
     samples = job.prompts * SIBLINGS
     with Worker("trl", job, errors) as worker:
         rows = [measured(how) for how in candidates(samples)]
-        best = min(rows, key=lambda r: r["left_s"])["how"]
+        best = min(rows, key=lambda r: r["seconds"])["how"]
         rows += [measured(how) for how in refinements(best, samples, job.regime)]
-    return sorted(rows, key=lambda r: r["left_s"])
+    return sorted(rows, key=lambda r: r["seconds"])
 
 
 def _words(how: dict[str, Any]) -> str:
@@ -175,7 +170,7 @@ def contest(name: str, regime: str, args: argparse.Namespace, folder: Path, para
     job = Job(str(folder / name), regime, args.prompts, args.threads)
     smaller = Job(job.checkpoint, regime, min(size.search, args.prompts), args.threads)
     print(f"\n{name} {regime}: searching TRL's fastest setting on {smaller.prompts * SIBLINGS} completions", flush=True)
-    rows = search(smaller, folder / "search.err")
+    rows = search(smaller, size.tries, folder / "search.err")
     how = scaled(rows[0]["how"], smaller.prompts * SIBLINGS, job.prompts * SIBLINGS)
     repeats = args.repeats or size.repeats
     told: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}

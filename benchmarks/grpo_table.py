@@ -100,7 +100,7 @@ def _search(found: dict[str, Any]) -> Table:
     table = Table(title="Search for TRL's fastest setting (first row of each: taken)", box=box.SIMPLE_HEAD)
     for name in ("size", "lengths", "completions", "micro-batch", "generation batch", "other"):
         table.add_column(name)
-    for name in ("step s", "x cores left", "generation s"):
+    for name in ("step s", "generation s", "others"):
         table.add_column(name, justify="right")
     for c in found["contests"]:
         for i, row in enumerate(c["search"]):
@@ -114,8 +114,8 @@ def _search(found: dict[str, Any]) -> Table:
                 str(how["generation"]),
                 other,
                 f"{row['seconds']:.2f}",
-                f"{row['left_s']:.2f}",
                 f"{row['roles']['generation']:.2f}",
+                f"{row['others']:.0%}",
             )
     return table
 

@@ -29,7 +29,7 @@ EQUAL = 64
 
 @dataclass(frozen=True)
 class Size:
-    """A Qwen3 configuration. `search` is how many prompts the search for TRL's fastest setting uses, `repeats` the default."""
+    """A Qwen3 configuration. The search for TRL's fastest setting uses `search` prompts and `tries` steps; `repeats` is the default."""
 
     hidden: int
     layers: int
@@ -37,12 +37,13 @@ class Size:
     kv_heads: int
     ffn: int
     search: int
+    tries: int
     repeats: int
 
 
 SIZES: Mapping[str, Size] = {
-    "1m": Size(hidden=128, layers=4, heads=4, kv_heads=4, ffn=384, search=8, repeats=5),
-    "26m": Size(hidden=512, layers=8, heads=8, kv_heads=4, ffn=1536, search=4, repeats=2),
+    "1m": Size(hidden=128, layers=4, heads=4, kv_heads=4, ffn=384, search=8, tries=2, repeats=5),
+    "26m": Size(hidden=512, layers=8, heads=8, kv_heads=4, ffn=1536, search=4, tries=1, repeats=2),
 }
 REGIMES = ("equal", "heavy")
 
