@@ -96,7 +96,7 @@ class Supervised:
     steps: int = 100
     batch: int = 64
     """Sequences per optimizer step."""
-    micro_tokens: int = 16384
+    micro_tokens: int = 4096
     optimizer: Optimizer = Optimizer()
     beside: str | None = None
     """Name of a later-compared stage: start from the weights that stage started from, run for the wall time it took,
@@ -141,7 +141,7 @@ class Reinforce:
     """Steps between checkpoints (0: only at the end of the stage)."""
     refill: int = 8
     """With a filter: ask for at most this many times `prompts` groups a step, then go on with what was kept."""
-    micro_tokens: int = 16384
+    micro_tokens: int = 4096
     """Packed tokens per forward/backward; splits only, never changes the gradient."""
     max_failed: float = 0.5
     """Stop the run when more than this share of a step's samples could not be judged."""
