@@ -116,11 +116,19 @@ def main() -> None:
             for name in args.only.split(","):
                 rows.append(play(name, seed, args.steps, model, Path(scratch)))
                 r = rows[-1]
-                print(f"seed {seed} {name:15s} {r.before:.3f} -> {r.after:.3f}  gain {r.gain:+.3f} (>= {r.low:+.3f})  {r.moved} steps  {r.seconds:.0f} s", flush=True)
+                print(
+                    f"seed {seed} {name:15s} {r.before:.3f} -> {r.after:.3f}  gain {r.gain:+.3f} (>= {r.low:+.3f})  {r.moved} steps  {r.seconds:.0f} s",
+                    flush=True,
+                )
     print(page(rows, args.steps))
     if not args.dry:
         (ROOT / "docs/algorithm-table.md").write_text(page(rows, args.steps), encoding="utf-8")
-        facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "steps": args.steps, "rows": [asdict(r) for r in rows]}
+        facts = {
+            "date": time.strftime("%Y-%m-%d"),
+            "python": platform.python_version(),
+            "steps": args.steps,
+            "rows": [asdict(r) for r in rows],
+        }
         (ROOT / "benchmarks/results/algorithms.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 

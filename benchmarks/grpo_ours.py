@@ -29,7 +29,8 @@ from posttrain.core.ladder import GRPO
 from posttrain.core.ports import Attempt, Sampler, Talk
 from posttrain.core.run import Model, Optimizer, Reinforce, Run
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauges, Judged, Said, Stop, Task, Verdict
+from posttrain.core.types import Gauges, Said, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
 from posttrain.recipe.build import facts, make_parts, make_policy, use_threads
 from posttrain.role.prompts import Prompts
 

@@ -7,14 +7,16 @@ the bias that was bought.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from posttrain.algorithm.distance import binary_kl
 from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import bounded_exp
-from posttrain.core.algorithm import Correction, Mask, Truncate
+from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
 from posttrain.core.types import Gauge
 
 
@@ -26,20 +28,42 @@ class Corrected:
     used_M: Tensor
 
 
-def correct(correction: Correction, start_M: Tensor, batch: Streams) -> Corrected:
-    """The correction of each token; tokens it masks stay in the denominator of the aggregation.
+def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch: Streams) -> Corrected:
+    """The correction of each token: the product over `pieces`. Tokens it masks stay in the denominator of the aggregation.
 
     start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0, .9, 1.5, 4, 0].
+
+    Args:
+        start_M: log-probs of the learner at the start of the step. now_M: those of the policy as it is.
     """
     log_M = start_M.detach() - batch.logp_mu_M
-    if correction.level == "sequence":
-        log_M = batch.episode_sum(log_M)
-    raw_M = bounded_exp(log_M)
-    match correction:
+    raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)
+    for piece in pieces:
+        if isinstance(piece, Truncate | Mask) and piece.level == "sequence":
+            raw_M = bounded_exp(batch.episode_sum(log_M))
+        used_M = used_M * _factor(piece, raw_M, log_M, now_M.detach(), batch)
+    return Corrected(raw_M, used_M)
+
+
+def _factor(piece: Correction, raw_M: Tensor, log_M: Tensor, now_M: Tensor, batch: Streams) -> Tensor:
+    """What one piece multiplies the push with [M]."""
+    match piece:
         case Truncate(cap=cap):
-            return Corrected(raw_M, raw_M.clamp(max=cap))
+            return raw_M if cap is None else raw_M.clamp(max=cap)
         case Mask(low=low, high=high):
-            return Corrected(raw_M, torch.where((raw_M >= low) & (raw_M <= high), raw_M, 0.0))
+            return torch.where((raw_M >= low) & (raw_M <= high), raw_M, 0.0)
+        case BinaryKL(phi=phi):
+            mu_M = batch.logp_mu_M
+            near_M = (binary_kl(log_M + mu_M, mu_M) <= phi) & (binary_kl(mu_M, log_M + mu_M) <= phi)
+            return torch.where(near_M, raw_M, 0.0)
+        case Reject(low=low, high=high):
+            mean_M = bounded_exp(batch.episode_sum(log_M) / batch.episode_length())
+            return ((mean_M >= low) & (mean_M <= high)).to(raw_M.dtype)
+        case Veto(below=below):
+            return (~batch.episode_any(bounded_exp(log_M) < below)).to(raw_M.dtype)
+        case NegativeMask(delta=delta):
+            left_M = batch.episode_sum(batch.logp_mu_M - now_M) / batch.episode_length() > delta
+            return (~((batch.advantage_M < 0) & left_M)).to(raw_M.dtype)
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:

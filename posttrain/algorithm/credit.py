@@ -12,30 +12,33 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from posttrain.algorithm import kl
-from posttrain.algorithm.value import gae
-from posttrain.core.algorithm import (
-    KL,
-    Algorithm,
-    DropTruncated,
+from posttrain.algorithm.shape import best_spread, shaped
+from posttrain.algorithm.value import gae, v_trace
+from posttrain.core.algorithm import Algorithm, Whiten
+from posttrain.core.errors import InvariantError
+from posttrain.core.pieces.baseline import (
+    TO_GO,
     Ema,
+    Greedy,
     GroupMean,
+    LengthMean,
     Others,
-    Overlong,
-    Shaping,
-    Signed,
+    SecondBest,
+    SoftMean,
+    StepMean,
+    ToGo,
     Value,
-    Whiten,
     Zero,
 )
-from posttrain.core.errors import InvariantError
-from posttrain.core.types import Credit, Episode, EpisodeCredit, GroupCredit, Scored, ScoredGroup, Stop
+from posttrain.core.pieces.shape import BestOf
+from posttrain.core.types import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
 
 Array = NDArray[np.float64]
 
@@ -47,42 +50,39 @@ class _Sample:
     scored: Scored
     shaped: float
     penalty_T: Array
-    """coef * KL estimate of each spoken token; zeros where the reward carries no KL."""
+    """coef * KL estimate of each spoken token; zeros where credit carries no KL."""
     dropped: str
 
     @property
-    def reward(self) -> float:
-        """What scalar baselines compare: the shaped reward less the whole episode's KL."""
-        return self.shaped - math.fsum(self.penalty_T)
+    def spoken(self) -> int:
+        return self.scored.episode.spoken
 
 
 def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float) -> Credit:
     """Credit of every spoken token of a step, whole groups at once.
 
     Args:
-        a: the algorithm; only its baseline, scale, whiten, shape, and a KL placed in the reward are read.
+        a: the algorithm; only its baseline, scale, rewards, whiten, shape, and a KL in the credit are read.
         groups: groups with their judged episodes scored; a group may have none.
-        max_tokens: L_max of the sampling contract (`Overlong`).
+        max_tokens: L_max of the sampling contract (`Overlong`, `Cosine`).
         ema: the moving baseline before this step (`Ema`); handed back unchanged by other baselines.
 
     Raises:
         InvariantError: a stream that the algorithm reads is missing.
     """
-    samples_P = [[_sample(a, s, max_tokens) for s in g.episodes] for g in groups]
-    rewards_P = [np.array([s.reward for s in samples]) for samples in samples_P]
-    silent_P = [a.group_relative and not spread(r) for r in rewards_P]
-    returns: Sequence[Array | None]
-    if isinstance(a.baseline, Value):
-        pairs = [_with_values(a.baseline, s) for samples in samples_P for s in samples]
-        raw, returns = [p[0] for p in pairs], [p[1] for p in pairs]
+    samples_P = [_samples(a, g, max_tokens) for g in groups]
+    returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
+    if (value := a.learns_values) is not None:
+        pairs = [_with_values(value, s) for samples in samples_P for s in samples]
+        raw, returns, silent_P = [p[0] for p in pairs], [p[1] for p in pairs], [False] * len(groups)
+    elif isinstance(a.baseline, StepMean):
+        raw, silent_P = _by_steps(a, samples_P)
     else:
-        centred_P, ema = _centred(a, rewards_P, silent_P, ema)
-        scalars = [x for centred in centred_P for x in centred]
-        tokens = [s.scored.episode.spoken for samples in samples_P for s in samples]
-        raw, returns = [np.full(n, x) for x, n in zip(scalars, tokens, strict=True)], [None] * len(tokens)
-    divisors = [d for d, r in zip(_scales(a, rewards_P), rewards_P, strict=True) for _ in r]
-    scaled = [x / d if d > 0 else np.zeros_like(x) for x, d in zip(raw, divisors, strict=True)]
-    final = scaled if a.whiten is None else whitened(a.whiten, scaled)
+        raw, silent_P, ema = _by_samples(a, samples_P, groups, ema)
+    flat = [s for samples in samples_P for s in samples]
+    final = raw if a.whiten is None else whitened(a.whiten, raw, [_source(s) for s in flat])
+    if a.kl_in_credit is not None and a.kl_in_credit.placement == "token":
+        final = [x - s.penalty_T for x, s in zip(final, flat, strict=True)]
     rows = iter(zip(final, returns, strict=True))
     return Credit(
         tuple(
@@ -93,43 +93,37 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
     )
 
 
-# --- shaping -----------------------------------------------------------------------------------------------------
+def without_credit(credit: Credit) -> Credit:
+    """The same step with credit 0 everywhere: the value targets stay, the policy stands still (value warm-up, A19)."""
+    groups = tuple(
+        replace(g, episodes=tuple(replace(e, advantage=tuple(np.zeros_like(x) for x in e.advantage)) for e in g.episodes))
+        for g in credit.groups
+    )
+    return replace(credit, groups=groups)
 
 
-def _sample(a: Algorithm, scored: Scored, max_tokens: int) -> _Sample:
-    reward, dropped = scored.episode.reward, ""
-    assert reward is not None, "Scored refuses an episode that was not judged"
-    for piece in a.shape:
-        reward, why = shape(piece, reward, scored.episode, max_tokens)
-        dropped = dropped or why
-    if scored.episode.spoken == 0:
-        dropped = dropped or "said nothing"
-    return _Sample(scored, reward, _penalty(a, scored), dropped)
+# --- samples -----------------------------------------------------------------------------------------------------
 
 
-def shape(piece: Shaping, reward: float, episode: Episode, max_tokens: int) -> tuple[float, str]:
-    """(reward after one piece of shaping, why the episode may carry no gradient or '').
-
-    `Overlong` is DAPO Eq. 13 (A10), clamped: L_max 100, cache 20: 80 tokens -> 0, 85 -> -.25, 90 -> -.5, 100 and above -> -1.
-    """
-    match piece:
-        case Signed():
-            return 2 * reward - 1, ""
-        case Overlong(cache=share):
-            cache = share * max_tokens
-            return reward + min(0.0, max(-1.0, (max_tokens - cache - episode.spoken) / cache)), ""
-        case DropTruncated():
-            return reward, "truncated" if episode.stop in (Stop.LENGTH, Stop.CONTEXT) else ""
+def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[_Sample]:
+    """One prompt's judged siblings, shaped; without the greedy answer it is compared with, nobody can learn from the group."""
+    episodes = [s.episode for s in group.episodes]
+    raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
+    rewards, dropped = shaped(a.shape, raw, episodes, max_tokens)
+    if isinstance(a.baseline, Greedy) and (group.group.greedy is None or group.group.greedy.reward is None):
+        dropped = ["the greedy answer was not judged"] * len(episodes)
+    return [_Sample(s, float(r), _penalty(a, s), d) for s, r, d in zip(group.episodes, rewards, dropped, strict=True)]
 
 
 def _penalty(a: Algorithm, scored: Scored) -> Array:
-    """coef * estimate per spoken token [T] of a KL in the reward (A34), under the anchor's log-probs; else zeros."""
-    if not (isinstance(a.pull, KL) and kl.in_reward(a.pull)):
+    """coef * estimate per spoken token [T] of a KL in the credit (A34), under the anchor's log-probs; else zeros."""
+    pull = a.kl_in_credit
+    if pull is None:
         return np.zeros(scored.episode.spoken)
     mu = tuple(s.logp[s.mask] for s in scored.episode.segments)
-    said_T = _joined(mu if a.anchor == "behaviour" else scored.start, "start", a)
+    said_T = _joined(scored.start if a.anchor == "start" else mu, "start", a)
     gap_T = said_T - _joined(scored.reference, "reference", a)
-    return a.pull.coef * kl.estimate(a.pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
+    return pull.coef * kl.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
 
 
 def _joined(parts: tuple[np.ndarray, ...] | None, name: str, a: Algorithm) -> Array:
@@ -139,7 +133,42 @@ def _joined(parts: tuple[np.ndarray, ...] | None, name: str, a: Algorithm) -> Ar
     return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
 
 
-# --- baseline and scale ------------------------------------------------------------------------------------------
+def _source(s: _Sample) -> str:
+    """Where a task came from, for whitening per source: its column `source`."""
+    return str(s.scored.episode.task.info.get("source", ""))
+
+
+# --- one number a sample -------------------------------------------------------------------------------------------
+
+
+def _by_samples(
+    a: Algorithm, samples_P: Sequence[Sequence[_Sample]], groups: Sequence[ScoredGroup], ema: float
+) -> tuple[list[Array], list[bool], float]:
+    """Credit [T] of every sample from its reward and its siblings'; a KL in the reward is charged to go or to the whole episode."""
+    to_go = isinstance(a.baseline, TO_GO)
+    in_reward = a.kl_in_credit is not None and a.kl_in_credit.placement != "token"
+    centred_P: list[Array]
+    if a.rewards == "each":
+        centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
+        silent_P = [not np.any(c) for c in centred_P]
+    else:
+        whole = [[0.0 if to_go or not in_reward else math.fsum(s.penalty_T) for s in samples] for samples in samples_P]
+        rewards_P = [
+            np.array([s.shaped - k for s, k in zip(samples, ks, strict=True)]) for samples, ks in zip(samples_P, whole, strict=True)
+        ]
+        silent_P = [a.group_relative and not spread(r) for r in rewards_P]
+        centred_P = []
+        for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
+            lengths = np.array([s.spoken for s in samples], np.float64)
+            centred, ema = (np.zeros_like(r), ema) if silent else _centred(a, r, lengths, group, ema)
+            centred_P.append(centred)
+        divisors = _scales(a, rewards_P, samples_P)
+        centred_P = [c / d if d > 0 else np.zeros_like(c) for c, d in zip(centred_P, divisors, strict=True)]
+    raw: list[Array] = []
+    for centred, samples in zip(centred_P, samples_P, strict=True):
+        for x, s in zip(centred, samples, strict=True):
+            raw.append(x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken)))
+    return raw, silent_P, ema
 
 
 def spread(rewards: Array) -> bool:
@@ -147,43 +176,60 @@ def spread(rewards: Array) -> bool:
     return len(rewards) > 1 and bool(rewards.max() != rewards.min())
 
 
-def _centred(a: Algorithm, rewards_P: Sequence[Array], silent_P: Sequence[bool], ema: float) -> tuple[list[Array], float]:
-    """Reward less baseline, one array [G] per prompt, and the moving baseline afterwards. Means are exact sums, so siblings may be permuted."""
-    out: list[Array] = []
-    for r, silent in zip(rewards_P, silent_P, strict=True):
-        if silent:
-            out.append(np.zeros_like(r))
+def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
+    """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may be permuted."""
+    match a.baseline:
+        case Zero() | ToGo():
+            return r, ema
+        case Ema(decay=decay):
+            before: list[float] = []
+            for x in r:
+                before.append(ema)
+                ema = decay * ema + (1 - decay) * float(x)
+            return r - np.array(before), ema
+        case GroupMean():
+            return r - _mean(r), ema
+        case Others():
+            return r - (math.fsum(r) - r) / (len(r) - 1), ema
+        case LengthMean():
+            total = math.fsum(lengths)
+            return r - (math.fsum(lengths * r) / total if total else 0.0), ema
+        case SoftMean(tau=tau):
+            top = r.max()
+            return r - (top + tau * math.log(math.fsum(np.exp((r - top) / tau)) / len(r))), ema
+        case SecondBest():
+            order = np.argsort(r, kind="stable")
+            only = np.zeros_like(r)
+            only[order[-1]] = r[order[-1]] - r[order[-2]]
+            return only, ema
+        case Greedy():
+            greedy = group.group.greedy
+            return r - (0.0 if greedy is None or greedy.reward is None else greedy.reward), ema
+        case Value() | StepMean():
+            raise InvariantError("this baseline gives credit per token, not per sample")
+
+
+def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
+    """GDPO (A31): every reward source centred and scaled among its own siblings, then summed with the sources' weights [G].
+
+    A sample whose source abstained takes no part in that source's comparison.
+    """
+    total = np.zeros(len(scored))
+    sources = list(dict.fromkeys(j.source for s in scored for j in s.episode.verdicts if j.end is None))
+    for source in sources:
+        found = [(i, j) for i, s in enumerate(scored) for j in s.episode.verdicts if j.source == source and j.end is None]
+        valued = [(i, j.weight, j.verdict.score) for i, j in found if j.verdict.score is not None]
+        r = np.array([score for _, _, score in valued], np.float64)
+        if not spread(r):
             continue
-        match a.baseline:
-            case Zero():
-                out.append(r)
-            case Ema(decay=decay):
-                before: list[float] = []
-                for x in r:
-                    before.append(ema)
-                    ema = decay * ema + (1 - decay) * float(x)
-                out.append(r - np.array(before))
-            case GroupMean():
-                out.append(r - _mean(r))
-            case Others():
-                out.append(r - (math.fsum(r) - r) / (len(r) - 1))
-            case Value():
-                raise InvariantError("a value baseline gives credit per token, not per sample")
-    return out, ema
+        centred = r - _mean(r) if isinstance(a.baseline, GroupMean) else r - (math.fsum(r) - r) / (len(r) - 1)
+        scale = _std(r) if a.scale == "group_std" else 1.0
+        for (i, weight, _), x in zip(valued, centred, strict=True):
+            total[i] += weight * x / scale
+    return total
 
 
-def _with_values(value: Value, s: _Sample) -> tuple[Array, Array]:
-    """(advantage [T], return [T]): the shaped reward at the last spoken token, the KL where it was paid (A05)."""
-    if s.scored.values is None:
-        raise InvariantError("credit with a value baseline reads the stream 'values', which was not scored")
-    values_T = np.concatenate([np.zeros(0), *s.scored.values]).astype(np.float64)
-    rewards_T = -s.penalty_T
-    if len(rewards_T):
-        rewards_T[-1] += s.shaped
-    return gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
-
-
-def _scales(a: Algorithm, rewards_P: Sequence[Array]) -> list[float]:
+def _scales(a: Algorithm, rewards_P: Sequence[Array], samples_P: Sequence[Sequence[_Sample]]) -> list[float]:
     """What each group's credit is divided by; 0 or less where there is no scale, and credit is then exactly 0."""
     match a.scale:
         case "one":
@@ -194,6 +240,75 @@ def _scales(a: Algorithm, rewards_P: Sequence[Array]) -> list[float]:
             return [_std(np.concatenate([np.zeros(0), *rewards_P]))] * len(rewards_P)
         case "group_mean":
             return [_mean(r) if len(r) else 0.0 for r in rewards_P]
+        case "best_std":
+            k = next(s.k for s in a.shape if isinstance(s, BestOf))
+            outcomes = [np.array([s.scored.episode.reward for s in samples], np.float64) for samples in samples_P]
+            return [k * best_spread(r, k) for r in outcomes]
+        case "mixed_share":
+            every = sum(len(r) for r in rewards_P)
+            valid = sum(len(r) for r in rewards_P if spread(r))
+            return [valid / every if every else 0.0] * len(rewards_P)
+
+
+# --- several numbers a sample --------------------------------------------------------------------------------------
+
+
+def _with_values(value: Value, s: _Sample) -> tuple[Array, Array]:
+    """(advantage [T], return [T]): the shaped reward at the last spoken token, the KL where it was paid (A05)."""
+    if s.scored.values is None:
+        raise InvariantError("credit with a value baseline reads the stream 'values', which was not scored")
+    values_T = np.concatenate([np.zeros(0), *s.scored.values]).astype(np.float64)
+    rewards_T = -s.penalty_T
+    if len(rewards_T):
+        rewards_T[-1] += s.shaped
+    if value.trace is not None:
+        if s.scored.start is None:
+            raise InvariantError("V-trace reads the stream 'start', which was not scored")
+        mu = [segment.logp[segment.mask] for segment in s.scored.episode.segments]
+        log_T = np.concatenate([np.zeros(0), *s.scored.start]).astype(np.float64) - np.concatenate([np.zeros(0), *mu])
+        return v_trace(values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace)
+    advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
+    own = credit_lambda(value, s.spoken)
+    if own != value.gae_lambda:
+        advantage_T, _ = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=own)
+    return advantage_T, return_T
+
+
+def credit_lambda(value: Value, length: int) -> float:
+    """Lambda of the credit of an answer of `length` tokens: its own, the targets', or 1 - 1 / (alpha * length), not below 0 (A19)."""
+    if value.length_alpha is not None:
+        return max(0.0, 1 - 1 / (value.length_alpha * length)) if length else 0.0
+    return value.gae_lambda if value.credit_lambda is None else value.credit_lambda
+
+
+def _by_steps(a: Algorithm, samples_P: Sequence[Sequence[_Sample]]) -> tuple[list[Array], list[bool]]:
+    """Process-supervised credit (A07): steps normalised over all steps of the group; a token sums those that end at or after it."""
+    raw: list[Array] = []
+    silent: list[bool] = []
+    for samples in samples_P:
+        steps = [_steps(s) for s in samples]
+        if not any(steps):
+            steps = [[(s.spoken, s.shaped - math.fsum(s.penalty_T))] for s in samples]
+        values = np.array([v for each in steps for _, v in each], np.float64)
+        flat = not spread(values)
+        mean, scale = (0.0, 1.0) if flat else (_mean(values), _std(values) if a.scale == "group_std" else 1.0)
+        silent.append(flat)
+        for s, each in zip(samples, steps, strict=True):
+            ends_T = np.zeros(s.spoken)
+            for end, v in each if not flat else []:
+                if 0 < end <= s.spoken:
+                    ends_T[end - 1] += (v - mean) / scale
+            raw.append(np.cumsum(ends_T[::-1])[::-1].copy())
+    return raw, silent
+
+
+def _steps(s: _Sample) -> list[tuple[int, float]]:
+    """(spoken tokens up to the step's end, value) of every judged step of an episode."""
+    found = s.scored.episode.verdicts
+    return [(j.end, j.weight * j.verdict.score) for j in found if j.end is not None and j.verdict.score is not None]
+
+
+# --- numbers -------------------------------------------------------------------------------------------------------
 
 
 def _mean(x: Array) -> float:
@@ -205,11 +320,21 @@ def _std(x: Array) -> float:
     return math.sqrt(math.fsum((x - _mean(x)) ** 2) / (len(x) - 1)) if spread(x) else 0.0
 
 
-def whitened(whiten: Whiten, credit: Sequence[Array]) -> list[Array]:
-    """Credit less its mean, over its standard deviation (ddof 1), over the whole step; centred zeros where all agree.
+def whitened(whiten: Whiten, credit: Sequence[Array], sources: Sequence[str]) -> list[Array]:
+    """Credit less its mean, over its standard deviation (ddof 1); centred zeros where all agree.
 
-    `token` counts every token once, so long episodes weigh more; `sample` every episode once, its tokens sharing that one.
+    Over the whole step: `token` counts every token once, so long episodes weigh more; `sample` every episode once, its
+    tokens sharing that one. `source` is `sample` within the episodes of one source.
     """
+    out = list(credit)
+    for source in dict.fromkeys(sources) if whiten == "source" else [None]:
+        at = [i for i, s in enumerate(sources) if source in (None, s)]
+        for i, x in zip(at, _whitened("token" if whiten == "token" else "sample", [credit[i] for i in at]), strict=True):
+            out[i] = x
+    return out
+
+
+def _whitened(whiten: Whiten, credit: Sequence[Array]) -> list[Array]:
     spoken = [x for x in credit if len(x)]
     if not spoken:
         return list(credit)

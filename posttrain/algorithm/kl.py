@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from posttrain.core.algorithm import KL, Estimator
 from posttrain.core.errors import InvariantError
+from posttrain.core.pieces.pull import KL, Estimator
 
 
 def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None) -> Tensor:
@@ -34,11 +34,6 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
             if log_ratio is None:
                 raise InvariantError("rk3 weights k3 by a ratio, and none was given")
             return log_ratio.exp() * (torch.expm1(-gap) + gap)
-
-
-def in_reward(pull: object) -> bool:
-    """Whether this pull is a KL that enters the reward."""
-    return isinstance(pull, KL) and pull.placement in ("reward", "both")
 
 
 def in_loss(pull: object) -> bool:

@@ -15,11 +15,14 @@ from torch import Tensor
 
 from posttrain.algorithm import kl
 from posttrain.algorithm.correction import Corrected, correct
+from posttrain.algorithm.distance import jensen_shannon
 from posttrain.algorithm.streams import Streams
-from posttrain.algorithm.trust import Push, importance, push
+from posttrain.algorithm.trust import Look, Push, importance, push
 from posttrain.algorithm.value import value_loss
-from posttrain.core.algorithm import KL, Algorithm, Pull, SequenceL2, Value
+from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import InvariantError
+from posttrain.core.pieces.pull import KL, Pull, SequenceL2
+from posttrain.core.pieces.token import KlCov
 from posttrain.core.ports import TokenScores
 from posttrain.core.types import Gauge, Gauges
 
@@ -36,37 +39,34 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     """Loss and gauges of one micro-batch of whole episodes. A minibatch's are the sums over its micro-batches.
 
     Args:
-        a: the algorithm; its ratio, anchor, clip, correction, pull, entropy and value choices are read.
+        a: the algorithm; every choice but those of credit and rollout is read.
         batch: streams [M], on the device of the scores.
-        scores: differentiable log-prob [M] of each spoken token, with entropy and value where `a` reads them.
+        scores: differentiable log-prob [M] of each spoken token, with entropy, value and candidates where `a` reads them.
 
     Raises:
         InvariantError: a stream or score that the algorithm reads is missing.
     """
     logp_M: Tensor = scores.logp
-    start_M = logp_M.detach() if batch.logp_start_M is None else batch.logp_start_M
+    start_M = _start(a, logp_M.detach(), batch)
     log_ratio_M = logp_M - (batch.logp_mu_M if a.anchor == "behaviour" else start_M)
     ratio_M = importance(a.ratio, log_ratio_M, batch)
-    pushed = push(a.clip, ratio_M, batch.advantage_M)
-    corrected = None if a.correction is None else correct(a.correction, start_M, batch)
+    pushed = push(a.clip, Look(ratio_M, log_ratio_M.detach(), batch.advantage_M, logp_M.detach(), batch, _detached(scores.candidates)))
+    corrected = correct(a.correction, start_M, logp_M, batch) if a.correction else None
     loudness_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
-    term_M = -(loudness_M * batch.advantage_M).detach() * logp_M
-    if a.pull is not None:
-        pull_M = pull_term(a.pull, log_ratio_M, logp_M, batch)
-        term_M = term_M if pull_M is None else term_M + pull_M
-    if a.entropy is not None:
-        term_M = term_M - a.entropy.coef * _present(scores.entropy, "entropy", a)
+    loudness_M = _chosen(a, loudness_M, logp_M.detach(), batch)
+    term_M = -(loudness_M * batch.advantage_M).detach() * logp_M + _beside(a, log_ratio_M, logp_M, batch, scores)
     seen = _Seen(batch)
-    if isinstance(a.baseline, Value):
+    if (value := a.learns_values) is not None:
         value_M, return_M = _present(scores.value, "value", a), _present(batch.return_M, "returns", a)
-        each_M = value_loss(value_M, batch.value_M, return_M, a.baseline.clip)
-        term_M = term_M + a.baseline.coef * each_M
+        each_M = value_loss(value_M, batch.value_M, return_M, value.clip)
+        term_M = term_M + value.coef * each_M
         seen.values(each_M, value_M, return_M)
     seen.policy(ratio_M, pushed, loudness_M)
     seen.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=batch.logp_start_M is not None or "start" in a.reads)
     if corrected is not None:
         seen.correction(corrected)
-    return Terms((batch.weight_M * term_M).sum(), seen.gauges())
+    loss = (batch.weight_M * term_M).sum()
+    return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch), seen.gauges())
 
 
 def supervised(weight_M: Tensor, logp_M: Tensor) -> Tensor:
@@ -74,8 +74,60 @@ def supervised(weight_M: Tensor, logp_M: Tensor) -> Tensor:
     return -(weight_M * logp_M).sum()
 
 
+def _start(a: Algorithm, now_M: Tensor, batch: Streams) -> Tensor:
+    """Log-probs of the policy at the start of the step [M]: scored, the policy itself, or interpolated (A-3PO, A26)."""
+    if a.anchor == "proximal":
+        return batch.logp_mu_M + _present(batch.mix_M, "mix", a) * (now_M - batch.logp_mu_M)
+    return now_M if batch.logp_start_M is None else batch.logp_start_M
+
+
+def _chosen(a: Algorithm, loudness_M: Tensor, now_M: Tensor, batch: Streams) -> Tensor:
+    """Loudness after the choice of tokens, and with shown tokens at the gradient of p / (p + gamma) (LUFFY, A24)."""
+    if a.tokens is not None and not isinstance(a.tokens, KlCov):
+        loudness_M = loudness_M * _present(batch.chosen_M, "chosen", a)
+    if a.shown is None:
+        return loudness_M
+    shown_M = _present(batch.shown_M, "shown", a)
+    return torch.where(shown_M, 0.0 if a.shown.gamma is None else shown_push(now_M, a.shown.gamma), loudness_M)
+
+
+def shown_push(logp_M: Tensor, gamma: float) -> Tensor:
+    """d f(p) / d log p of f(p) = p / (p + gamma): gamma .1 and p .01, .1, .5, .9 -> .0826, .25, .1389, .09 (A24)."""
+    p_M = logp_M.exp()
+    return gamma * p_M / (p_M + gamma).square()
+
+
+def _beside(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams, scores: TokenScores) -> Tensor:
+    """The differentiable terms beside the policy's, per token [M]."""
+    term_M = torch.zeros_like(logp_M)
+    if a.pull is not None and (pull_M := pull_term(a.pull, log_ratio_M, logp_M, batch)) is not None:
+        term_M = term_M + pull_M
+    if isinstance(a.tokens, KlCov):
+        term_M = term_M + a.tokens.coef * _present(batch.chosen_M, "chosen", a) * log_ratio_M.abs()
+    if a.entropy is not None:
+        term_M = term_M - a.entropy.coef * _present(scores.entropy, "entropy", a)
+    if a.distill is not None:
+        teacher_MK, student_MK = _present(batch.top_logp_MK, "teacher", a), _present(scores.candidates, "candidates", a)
+        term_M = term_M + a.distill.coef * jensen_shannon(teacher_MK, student_MK, a.distill.beta)
+    return term_M
+
+
+def imitation(a: Algorithm, logp_M: Tensor, batch: Streams) -> Tensor:
+    """-coef * weighted log-prob of the imitated tokens; `imitate_M` sums to 1 over the minibatch (A19, A24)."""
+    assert a.imitate is not None
+    weight_M = _present(batch.imitate_M, "imitate", a)
+    if a.imitate.unsure:
+        weight_M = weight_M * unsure(logp_M.detach())
+    return -a.imitate.coef * (weight_M * logp_M).sum()
+
+
+def unsure(logp_M: Tensor) -> Tensor:
+    """CHORD-phi's p (1 - p): .01 -> .0099, .5 -> .25, .99 -> .0099 (A24)."""
+    return logp_M.exp() * (1 - logp_M.exp())
+
+
 def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    """The differentiable regulariser per token [M]; None where it lives in the reward alone.
+    """The differentiable regulariser per token [M]; None where it lives in the credit alone.
 
     `SequenceL2` is coef/2 * (sum of the episode's log-ratios)^2 once per episode (A20, Eq. 3), its value shared out over the
     episode's tokens: a token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi.
@@ -95,6 +147,10 @@ def _present(stream: Tensor | None, name: str, a: Algorithm) -> Tensor:
     if stream is None:
         raise InvariantError(f"the objective of {a.name!r} reads {name!r}, which is missing")
     return stream
+
+
+def _detached(x: Tensor | None) -> Tensor | None:
+    return None if x is None else x.detach()
 
 
 class _Seen:

@@ -1,4 +1,4 @@
-"""Trust regions: how loudly a token may speak. A trust region is one type in `core.algorithm` and one `case` in `push`.
+"""Trust regions: how loudly a token may speak. A trust region is one type in `core.pieces.trust` and one `case` in `push`.
 
 Everything here is detached: a push multiplies the score-function gradient A * grad log pi and is never differentiated.
 That this equals the gradient of each published objective is law 1.
@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from posttrain.algorithm.distance import distance
 from posttrain.algorithm.streams import Streams
-from posttrain.core.algorithm import Clip, Ratio, TrustRegion
+from posttrain.core.algorithm import Ratio
+from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper, TrustRegion
 
 LOG_RATIO_LIMIT = 20.0
 """|log ratio| is bounded here before exp, so that a ratio of a lost token stays finite (e^20 = 4.9e8)."""
@@ -27,10 +29,26 @@ class Push:
     high_M: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Look:
+    """What a trust region may look at, detached: the ratio it bounds, and where it came from.
+
+    candidates_MK: log pi of the batch's `top_ids_MK`, where the trust region reads them.
+    """
+
+    ratio_M: Tensor
+    log_ratio_M: Tensor
+    advantage_M: Tensor
+    logp_M: Tensor
+    batch: Streams
+    candidates_MK: Tensor | None = None
+
+
 def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
     """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. Sequence forms give all tokens of an episode one ratio.
 
     `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13), `sequence_product` the likelihood ratio of the answer.
+    `sequence_token` is s as well: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where credit varies.
     """
     x_M = log_ratio_M.detach()
     match ratio:
@@ -38,27 +56,73 @@ def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
             return torch.ones_like(x_M)
         case "token":
             log_M = x_M
-        case "sequence_mean":
+        case "sequence_mean" | "sequence_token":
             log_M = batch.episode_sum(x_M) / batch.episode_length()
         case "sequence_product":
             log_M = batch.episode_sum(x_M)
     return bounded_exp(log_M)
 
 
-def push(region: TrustRegion | None, ratio_M: Tensor, advantage_M: Tensor) -> Push:
+def push(region: TrustRegion | None, look: Look) -> Push:
     """What each token's policy gradient is multiplied with.
 
     `Clip` (A05, Eq. 7 of 1707.06347): the gradient of -min(r A, clip(r, 1-low, 1+high) A) is -r A grad log pi, or 0 where
     the clipped branch is the smaller: r > 1+high with A > 0, r < 1-low with A < 0.
     """
+    r_M, up_M, down_M = look.ratio_M, look.advantage_M > 0, look.advantage_M < 0
     match region:
         case None:
-            nothing_M = torch.zeros_like(ratio_M, dtype=torch.bool)
-            return Push(ratio_M, nothing_M, nothing_M)
-        case Clip(low=low, high=high):
-            low_M = (advantage_M < 0) & (ratio_M < 1 - low)
-            high_M = (advantage_M > 0) & (ratio_M > 1 + high)
-            return Push(ratio_M.masked_fill(low_M | high_M, 0.0), low_M, high_M)
+            return _loud(r_M)
+        case Clip(low=low, high=high, cap=cap):
+            return _clipped(r_M, down_M & (r_M < 1 - low), (up_M & (r_M > 1 + high)) | (down_M & (r_M > (cap or torch.inf))))
+        case Cap(low=low, high=high):
+            return _loud(r_M.clamp(low, high))
+        case Taper(cap=cap):
+            return _loud(torch.where(down_M, r_M.clamp(max=cap), 1.0))
+        case Soft(tau=tau, tau_negative=tau_negative):
+            gate_M = torch.sigmoid(torch.where(up_M, tau, tau_negative) * (r_M - 1))
+            return _loud(4 * r_M * gate_M * (1 - gate_M))
+        case Geometric(low=low, high=high):
+            return _geometric(low, high, look)
+        case Divergence():
+            far_M = distance(region, look.logp_M, look.logp_M - look.log_ratio_M, look.batch, look.candidates_MK) > region.delta
+            return _clipped(r_M.clamp(max=region.cap), down_M & (r_M < 1) & far_M, up_M & (r_M > 1) & far_M)
+        case FutureKL(low=low, high=high):
+            pushed = push(Clip(low=low, high=high), look)
+            return Push(pushed.push_M * future(region, look), pushed.low_M, pushed.high_M)
+        case Hump():
+            k_M = torch.where(up_M, region.k, region.k_negative)
+            return _loud(r_M.pow(k_M) * torch.exp(torch.where(up_M, region.fade, region.fade_negative) * (1 - r_M)))
+
+
+def _loud(push_M: Tensor) -> Push:
+    """A push that silences nothing."""
+    nothing_M = torch.zeros_like(push_M, dtype=torch.bool)
+    return Push(push_M, nothing_M, nothing_M)
+
+
+def _clipped(ratio_M: Tensor, low_M: Tensor, high_M: Tensor) -> Push:
+    return Push(ratio_M.masked_fill(low_M | high_M, 0.0), low_M, high_M)
+
+
+def _geometric(low: float, high: float, look: Look) -> Push:
+    """GMPO: d/dlogp_t of exp(mean of clipped log-ratios) * A is that weight * A / |y|, and 0 where the token is clipped."""
+    high_M = (look.advantage_M > 0) & (look.log_ratio_M > high)
+    low_M = (look.advantage_M < 0) & (look.log_ratio_M < -low)
+    held_M = torch.where(high_M, high, torch.where(low_M, -low, look.log_ratio_M))
+    weight_M = bounded_exp(look.batch.episode_sum(held_M) / look.batch.episode_length())
+    return _clipped(weight_M, low_M, high_M)
+
+
+def future(region: FutureKL, look: Look) -> Tensor:
+    """FIPO's factor [M]: what followed a token became likelier (> 1) or less likely (< 1) since the anchor.
+
+    Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).
+    """
+    counted_M = look.log_ratio_M.masked_fill(look.ratio_M > region.ignore, 0.0)
+    factor_M = bounded_exp(look.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))
+    top_M = torch.where((look.advantage_M < 0) & (look.ratio_M > region.loud), 1.0, 1 + region.band_high)
+    return torch.minimum(factor_M.clamp(min=1 - region.band_low), top_M.to(factor_M.dtype))
 
 
 def bounded_exp(x: Tensor) -> Tensor:

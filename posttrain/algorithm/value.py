@@ -35,6 +35,36 @@ def gae(
     return advantage_T, advantage_T + values_T
 
 
+def v_trace(
+    values_T: NDArray[np.float64],
+    rewards_T: NDArray[np.float64],
+    ratio_T: NDArray[np.float64],
+    *,
+    gamma: float,
+    gae_lambda: float,
+    cap: float,
+) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+    """(advantage [T], return [T]) of an episode the policy did not say itself (1802.01561, Eq. 1 and 4.2).
+
+    With rho_t = min(cap, ratio_t) and c_t = lambda * rho_t, of ratio = start/mu:
+
+        return_t = V_t + rho_t * delta_t + gamma * c_t * (return_{t+1} - V_{t+1})      A_t = r_t + gamma * return_{t+1} - V_t
+
+    The policy gradient's own weight is the algorithm's correction, so A carries none. On policy and with lambda 1 the
+    targets are `gae`'s.
+    """
+    return_T = np.zeros_like(values_T)
+    advantage_T = np.zeros_like(values_T)
+    value_next, return_next = 0.0, 0.0
+    for t in range(len(values_T) - 1, -1, -1):
+        rho = min(cap, float(ratio_T[t]))
+        delta = rewards_T[t] + gamma * value_next - values_T[t]
+        advantage_T[t] = rewards_T[t] + gamma * return_next - values_T[t]
+        return_T[t] = values_T[t] + rho * delta + gamma * gae_lambda * rho * (return_next - value_next)
+        value_next, return_next = values_T[t], return_T[t]
+    return advantage_T, return_T
+
+
 def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: float | None) -> Tensor:
     """Loss per token [M]: 0.5 * max((V - ret)^2, (V_old + clamp(V - V_old, -clip, clip) - ret)^2) (A05).
 

@@ -30,9 +30,7 @@ def ladder(o: Namespace) -> int:
 def evaluate(o: Namespace) -> int:
     from posttrain.recipe import main
 
-    main.evaluate(
-        o.target, *o.overrides, samples=o.samples, checkpoint=o.checkpoint, max_tokens=o.max_tokens, temperature=o.temperature
-    )
+    main.evaluate(o.target, *o.overrides, samples=o.samples, checkpoint=o.checkpoint, max_tokens=o.max_tokens, temperature=o.temperature)
     return 0
 
 
@@ -62,4 +60,6 @@ def _settings(recipe: str, overrides: list[str]) -> str:
     short = {"model": chosen.model.path, "env": chosen.env.name}
     rows = [(path, word(short[path] if path in short else value(chosen, path)), valid) for path, valid in surface(chosen)]
     stages = ", ".join(s.name for s in chosen.stages)
-    return f"settings of {recipe} (stages: {stages}; STAGE=none leaves one out):\n" + "\n".join(f"  {f'{path}={now}':<44} {valid}" for path, now, valid in rows)
+    return f"settings of {recipe} (stages: {stages}; STAGE=none leaves one out):\n" + "\n".join(
+        f"  {f'{path}={now}':<44} {valid}" for path, now, valid in rows
+    )

@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 from posttrain.cli.formula import formula
-from posttrain.core.algorithm import CHOICES, KL, Algorithm, differences
+from posttrain.core.algorithm import CHOICES, Algorithm, differences
 from posttrain.core.ladder import LADDER, algorithm
+from posttrain.core.pieces.pull import KL
 
 FORM = """\
 A    = (reward - baseline) / scale                     credit

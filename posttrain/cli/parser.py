@@ -44,7 +44,9 @@ def parser() -> ArgumentParser:
     return top
 
 
-def _command(sub: argparse._SubParsersAction[ArgumentParser], name: str, call: object, text: str, example: str, add_help: bool = True) -> ArgumentParser:
+def _command(
+    sub: argparse._SubParsersAction[ArgumentParser], name: str, call: object, text: str, example: str, add_help: bool = True
+) -> ArgumentParser:
     p = sub.add_parser(
         name,
         help=text,

@@ -49,7 +49,11 @@ def lines(folder: str | Path, wanted: Wanted, colour: bool | None = None) -> Ite
     run = run_file(folder).run
     chosen = _choose(episode_files(folder), wanted)
     if chosen is None:
-        why = "the run was started with record_episodes=false" if not run.record_episodes else "they appear after its first step or evaluation"
+        why = (
+            "the run was started with record_episodes=false"
+            if not run.record_episodes
+            else "they appear after its first step or evaluation"
+        )
         yield f"no episodes in {folder} yet: {why}"
         return
     what = f"{chosen.stage} step {chosen.index}" + (", held-out evaluation" if chosen.kind == "eval" else "")
@@ -83,7 +87,9 @@ def _choose(files: Sequence[EpisodeFile], wanted: Wanted) -> EpisodeFile | None:
     if not found:
         there = [f.index for f in of_stage]
         near = min(there, key=lambda i: abs(i - step))
-        raise ConfigError(f"--step {step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {there[0]} to {there[-1]})")
+        raise ConfigError(
+            f"--step {step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {there[0]} to {there[-1]})"
+        )
     return found[0]
 
 
@@ -118,7 +124,9 @@ def _table(folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wante
     if len(shown) < len(rows):
         yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
     flag = " --eval" if chosen.kind == "eval" else ""
-    yield paint(f"token by token: posttrain show {folder} --stage {chosen.stage} --step {chosen.index}{flag} --episode {shown[0][0]}", "dim", on)
+    yield paint(
+        f"token by token: posttrain show {folder} --stage {chosen.stage} --step {chosen.index}{flag} --episode {shown[0][0]}", "dim", on
+    )
 
 
 def _row(i: int, r: Recorded, on: bool) -> str:
@@ -170,7 +178,9 @@ def episode_lines(i: int, r: Recorded, decode: Callable[[Sequence[int]], str] | 
     for j in e.verdicts:
         v = j.verdict
         why = ": ".join(x for x in (v.kind, visible(v.why)) if x)
-        yield f"  {j.source} (weight {j.weight:g}): {_number(v.score) if v.score is not None else v.state.value}" + (f"  {why}" if why else "")
+        yield f"  {j.source} (weight {j.weight:g}): {_number(v.score) if v.score is not None else v.state.value}" + (
+            f"  {why}" if why else ""
+        )
     if e.error:
         yield paint(f"error: {visible(e.error)}", "red", on)
     if decode is None:

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import numpy as np
 
 from posttrain.controller.house import House
-from posttrain.core.algorithm import Value
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import RewardError
 from posttrain.core.types import Credit, Gauges, Group, ScoredGroup, merge
@@ -65,10 +64,13 @@ class Guard:
         learner = h.learner.score(packed)
         version = np.concatenate([s.version[s.mask] for s in segments])
         mu = np.concatenate([s.logp[s.mask] for s in segments])
-        self._gauges = merge(self._gauges, sampler_agrees(packed, mu, learner, version == h.trainer.version, dtype=h.run.model.dtype, text=h.text))
+        self._gauges = merge(
+            self._gauges, sampler_agrees(packed, mu, learner, version == h.trainer.version, dtype=h.run.model.dtype, text=h.text)
+        )
         if h.reference is not None and episodes[0].reference is not None:
             reference = np.concatenate([x for e in episodes for x in e.reference or ()])
-            no_distance_yet(learner, reference, h.run.model.dtype)
+            if h.own_reference:
+                no_distance_yet(learner, reference, h.run.model.dtype)
 
     def observer(self, h: House, minibatch: Minibatch) -> Callable[[Batch, np.ndarray], None] | None:
         """On the first optimizer step after a push, every token the current weights said has rho = 1."""
@@ -94,7 +96,7 @@ class Guard:
             return
         watch = Movement.watch(h.trainer.trained())
         yield
-        unread = () if isinstance(h.stage.algorithm.baseline, Value) else ("value_head.",)
+        unread = () if h.stage.algorithm.learns_values else ("value_head.",)
         self._gauges = merge(self._gauges, watch.check(h.trainer.trained(), unread=unread))
         self._moved = True
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
+from posttrain.algorithm.steer import Memory
 from posttrain.core.book import Book
-from posttrain.core.ports import Learner, PairRenderer, Sampler, Scorer, Teacher, Tracker
+from posttrain.core.ports import Examiner, Learner, PairRenderer, Sampler, Teacher, Tracker
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.run import Reinforce, Run, Stage
 from posttrain.core.sampling import Sampling
@@ -58,12 +59,16 @@ class House:
     learner: Learner
     trainer: Trainer
     sync: Sync
-    reference: Scorer | None
+    reference: Examiner | None
     reference_digest: str
     book: Book
     text: Callable[[np.ndarray], str]
     """Decodes token ids, for messages."""
-    ema: float = 0.0
+    memory: Memory = Memory()
+    freeze: Callable[[], Examiner] | None = None
+    """A frozen copy of the policy as it is, for a reference that is refreshed."""
+    own_reference: bool = True
+    """Whether the reference began as the policy itself, so that nothing lies between them before the first step."""
     clock: Clock = field(default_factory=Clock)
 
 
@@ -81,8 +86,10 @@ class Parts:
     book: Book
     stop_ids: tuple[int, ...]
     text: Callable[[np.ndarray], str]
-    freeze: Callable[[], Scorer]
+    freeze: Callable[[], Examiner]
     """A frozen copy of the learner as it is now."""
+    teacher: Callable[[str], Examiner]
+    """A frozen model of this directory, which must share the policy's tokenizer."""
     optimize: Callable[[OptimizerConfig], Optimizer]
     """A new optimizer of the learner's parameters."""
     trackers: list[Tracker] = field(default_factory=list[Tracker])
@@ -104,7 +111,9 @@ class Parts:
         """The contract under which a stage is evaluated: its own, or that of the run's next reinforcement stage."""
         after = self.run.stages[self.run.stages.index(stage) :]
         own = [s for s in (*after, *self.run.stages) if isinstance(s, Reinforce)]
-        return (own[0].sampling if own else Sampling()).resolve(self.stop_ids)
+        contract = (own[0].sampling if own else Sampling()).resolve(self.stop_ids)
+        stores = own[0].algorithm.stores_top if own else 0
+        return replace(contract, top=stores) if stores != contract.top else contract
 
     async def publish(self) -> None:
         """Serve the learner's weights, unless they are being served."""

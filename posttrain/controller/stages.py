@@ -7,10 +7,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.algorithm.steer import Memory
 from posttrain.controller.guard import Guard
 from posttrain.controller.house import Clock, House, Parts
 from posttrain.controller.step import train_step
 from posttrain.controller.stop import Interrupted, Stopper
+from posttrain.core.pieces.pull import KL
+from posttrain.core.ports import Examiner
 from posttrain.core.run import Reinforce, Stage, Supervised
 from posttrain.core.types import Step, merge
 from posttrain.role.demonstrate import demonstrations
@@ -49,7 +52,13 @@ class Progress:
     step: int = 0
     version: int = 0
     cursor: int = 0
-    ema: float = 0.0
+    memory: dict[str, Any] | None = None
+    """What the algorithm remembers (`algorithm.steer.Memory`)."""
+    rates: dict[str, float] | None = None
+    visits: dict[str, int] | None = None
+    """What a curriculum has seen of each task."""
+    reference: str = ""
+    """Name of the kept weights the reference was last refreshed with; '' where it never was."""
     optimizer_steps: int = 0
     before: float | None = None
     accuracy: tuple[float, float, float] | None = None
@@ -84,7 +93,8 @@ class Stages:
         for position in range(p.stage, len(parts.run.stages)):
             stage = parts.run.stages[position]
             await self._stage(stage, checkpoint if p.step else None)
-            p.stage, p.step, p.cursor, p.ema, p.optimizer_steps = position + 1, 0, 0, 0.0, 0
+            p.stage, p.step, p.cursor, p.optimizer_steps = position + 1, 0, 0, 0
+            p.memory, p.rates, p.visits, p.reference = None, None, None, ""
             p.before, p.ended, p.seconds, p.roles = None, "", 0.0, None
             parts.book.keep(stage.name, lambda folder: save_weights(folder, parts.learner))
             self._checkpoint(stage, None, p.accuracy[0] if p.accuracy else None)
@@ -118,7 +128,9 @@ class Stages:
         why = f"all {stage.steps} steps"
         while p.step < stage.steps:
             with self._clock.of("learn"):
-                batch = demonstrations(parts.environment, parts.renderer, stage, seed=parts.run.seed, step=p.step, context=parts.sampler.context)
+                batch = demonstrations(
+                    parts.environment, parts.renderer, stage, seed=parts.run.seed, step=p.step, context=parts.sampler.context
+                )
                 gauges = trainer.imitate(batch)
             p.step, p.version, p.optimizer_steps = p.step + 1, trainer.version, p.optimizer_steps + 1
             parts.tell(Step(stage.name, p.step, p.version, gauges, self._clock.take()))
@@ -157,7 +169,9 @@ class Stages:
         report = None
         while p.step < stage.steps and not p.ended:
             step = await train_step(house, guard, p.step + 1)
-            p.step, p.version, p.cursor, p.ema = p.step + 1, house.trainer.version, house.prompts.cursor, house.ema
+            p.step, p.version, p.cursor, p.memory = p.step + 1, house.trainer.version, house.prompts.cursor, asdict(house.memory)
+            p.rates, p.visits = dict(house.prompts.rates), dict(house.prompts.visits)
+            step = self._refresh(stage, house, step)
             p.optimizer_steps += int(step.gauges["optim/steps"].sum)
             parts.version = p.version
             report = None
@@ -173,14 +187,7 @@ class Stages:
 
     def _house(self, stage: Reinforce, checkpoint: Path | None) -> House:
         parts, p = self.parts, self.progress
-        reference = None
-        if "reference" in stage.algorithm.reads:
-            now = snapshot(parts.learner) if checkpoint is not None else None
-            if now is not None:
-                load_weights(parts.book.kept(self._before(stage.name)), parts.learner)
-            reference = parts.freeze()
-            if now is not None:
-                restore(parts.learner, now)
+        reference = self._reference(stage, checkpoint)
         trainer = parts.trainer(stage.optimizer, stage.micro_tokens)
         if checkpoint is not None:
             load_optimizer(checkpoint, trainer.optimizer)
@@ -189,7 +196,9 @@ class Stages:
             stage=stage,
             sampling=parts.sampling(stage),
             rollout=parts.rollout,
-            prompts=Prompts(parts.environment.train, parts.run.seed, p.cursor),
+            prompts=Prompts(
+                parts.environment.train, parts.run.seed, p.cursor, stage.algorithm.curriculum, dict(p.rates or {}), dict(p.visits or {})
+            ),
             learner=parts.learner,
             trainer=trainer,
             sync=parts.sync,
@@ -197,9 +206,37 @@ class Stages:
             reference_digest=reference.fingerprint() if reference else "",
             book=parts.book,
             text=parts.text,
-            ema=p.ema,
+            memory=Memory(**p.memory) if p.memory else Memory(),
+            freeze=parts.freeze,
+            own_reference=stage.reference is None,
             clock=self._clock,
         )
+
+    def _reference(self, stage: Reinforce, checkpoint: Path | None) -> Examiner | None:
+        """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last refreshed with."""
+        parts = self.parts
+        if not stage.algorithm.reads & {"reference", "teacher"}:
+            return None
+        if stage.reference is not None and not self.progress.reference:
+            return parts.teacher(stage.reference)
+        if checkpoint is None:
+            return parts.freeze()
+        now = snapshot(parts.learner)
+        load_weights(parts.book.kept(self.progress.reference or self._before(stage.name)), parts.learner)
+        reference = parts.freeze()
+        restore(parts.learner, now)
+        return reference
+
+    def _refresh(self, stage: Reinforce, house: House, step: Step) -> Step:
+        """The policy becomes its own reference where the algorithm says so; its weights are kept, for a resumed run."""
+        pull, p = stage.algorithm.pull, self.progress
+        if not isinstance(pull, KL) or not pull.refresh or p.step % pull.refresh:
+            return step
+        house.reference = self.parts.freeze()
+        house.reference_digest = house.reference.fingerprint()
+        p.reference = f"{stage.name}-reference-{p.step:06d}"
+        self.parts.book.keep(p.reference, lambda folder: save_weights(folder, self.parts.learner))
+        return replace(step, notes=(*step.notes, f"the reference is now the policy of step {p.step}"))
 
     def _enough(self, stage: Reinforce, report: Report | None) -> str:
         """Why the stage may end before its last step, or ''."""
@@ -292,7 +329,9 @@ def productive_band(report: Report, low: float = 0.1, high: float = 0.8) -> str:
     rate = report.pass_at[1].mean if report.pass_at else 0.0
     if low <= rate <= high:
         return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%})"
-    advice = "most groups will be all wrong: teach it more by imitation first" if rate < low else "most groups will be all right: use harder tasks"
+    advice = (
+        "most groups will be all wrong: teach it more by imitation first"
+        if rate < low
+        else "most groups will be all right: use harder tasks"
+    )
     return f"pass rate before RL: {rate:.1%}, OUTSIDE the productive band ({low:.0%} to {high:.0%}); {advice}"
-
-

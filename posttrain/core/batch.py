@@ -45,7 +45,7 @@ class Packed:
         m = len(self.source_M)
         for f in fields(self):
             value = getattr(self, f.name)
-            if f.name.endswith("_M") and value is not None and len(value) != m:
+            if f.name.endswith(("_M", "_MK")) and value is not None and len(value) != m:
                 raise InvariantError(f"batch: {f.name} has {len(value)} entries for {m} spoken tokens")
         if int(self.lengths_S.sum()) != len(self.ids_N) or len(self.sequence_S) != len(self.lengths_S):
             raise InvariantError("batch: segment lengths must sum to the packed tokens, with one episode per segment")
@@ -115,7 +115,7 @@ class Packed:
         streams = {
             f.name: None if getattr(self, f.name) is None else getattr(self, f.name)[keep_M]
             for f in fields(self)
-            if f.name.endswith("_M") and f.name not in ("source_M", "segment_M")
+            if f.name.endswith(("_M", "_MK")) and f.name not in ("source_M", "segment_M")
         }
         kept = None if self.kept is None else Kept.of([k for k, yes in zip(self.kept.sets(), keep_M, strict=True) if yes])
         return replace(
@@ -174,3 +174,15 @@ class Batch(Packed):
     """float32: the value head's estimate at the start of the step."""
     return_M: np.ndarray | None = None
     """float64: value targets."""
+    mix_M: np.ndarray | None = None
+    """float64: where between sampler (0) and policy (1) the start of the step is taken to lie (anchor=proximal)."""
+    chosen_M: np.ndarray | None = None
+    """bool: the tokens that `Algorithm.tokens` chose over the whole minibatch."""
+    imitate_M: np.ndarray | None = None
+    """float64: weights of the imitated tokens; they sum to 1 over the minibatch, or are all 0."""
+    shown_M: np.ndarray | None = None
+    """bool: tokens that a demonstration wrote."""
+    top_ids_MK: np.ndarray | None = None
+    """int32: candidate tokens at each position: the sampler's or the teacher's most probable."""
+    top_logp_MK: np.ndarray | None = None
+    """float32: their log-probs under whoever named them."""

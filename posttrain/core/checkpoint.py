@@ -1,7 +1,7 @@
 """Checkpoints: the old or the new, never half of one; the newest few and the best are kept; damage is named.
 
-    checkpoints/00000040-rl-000020/   the caller's files, state.json, digests.json (blake2b of each)
-    checkpoints/index.json            best and all others, for readers; rebuilt from the folders at every open
+checkpoints/00000040-rl-000020/   the caller's files, state.json, digests.json (blake2b of each)
+checkpoints/index.json            best and all others, for readers; rebuilt from the folders at every open
 """
 
 from __future__ import annotations
@@ -103,7 +103,9 @@ class Checkpoints:
     def still_good(self) -> str:
         return f"The last good checkpoint is {self.all[-1].name}" if self.all else "There is no checkpoint yet"
 
-    def write(self, name: str, fill: Callable[[Path], None], state: Mapping[str, Any], metric: float | None, position: Position) -> Checkpoint:
+    def write(
+        self, name: str, fill: Callable[[Path], None], state: Mapping[str, Any], metric: float | None, position: Position
+    ) -> Checkpoint:
         """Write one, durably, then drop the ones that are neither new nor best."""
         if any(c.name == name for c in self.all):
             raise InvariantError(f"checkpoint {name} was already written: names must differ")

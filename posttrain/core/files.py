@@ -77,7 +77,9 @@ def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generato
     except Exception as error:
         if not is_full(error):
             raise
-        raise RunFolderError(f"the disk is full: {what} was not written. {still_good()}. Free some space and go on with --resume") from error
+        raise RunFolderError(
+            f"the disk is full: {what} was not written. {still_good()}. Free some space and go on with --resume"
+        ) from error
 
 
 # --- directories written whole -----------------------------------------------------------------------------------------

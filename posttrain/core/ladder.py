@@ -1,27 +1,29 @@
 """The ladder: every algorithm is a patch on its predecessor. Formulas, defaults and numeric cases: docs/algorithms.md.
 
-Adding one is a line here and, when it needs a new piece, one type in `core.algorithm` and one `case` in the
-mathematics.
+Adding one is a line here and, when it needs a new piece, one type in `core.pieces` and one `case` in the mathematics.
 """
 
 from __future__ import annotations
 
-from posttrain.core.algorithm import (
-    KL,
-    Algorithm,
-    Clip,
-    Ema,
-    GroupMean,
-    Others,
-    Overlong,
-    Signed,
-    Value,
-    patch,
-)
+from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.pieces.baseline import Ema, Greedy, GroupMean, LengthMean, Others, SecondBest, SoftMean, StepMean, ToGo, Value
+from posttrain.core.pieces.correction import NegativeMask, Truncate
+from posttrain.core.pieces.pull import KL, SequenceL2
+from posttrain.core.pieces.shape import BestOf, Overlong, Signed
+from posttrain.core.pieces.token import ClipCov, Distill, EntropyBonus, Imitate, KlCov, NoEasy, Priority, SecondMoment, Shown, TopEntropy
+from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper
+
+# --- REINFORCE and its baselines -------------------------------------------------------------------------------------
 
 REINFORCE = Algorithm(name="reinforce", paper="Williams 1992")
-EMA = patch(REINFORCE, "reinforce_ema", "Williams 1992", baseline=Ema(decay=0.95), note="a sample is compared with the baseline as it was before that sample; updating first would bias it")
+EMA = patch(
+    REINFORCE,
+    "reinforce_ema",
+    "Williams 1992",
+    baseline=Ema(decay=0.95),
+    note="a sample is compared with the baseline as it was before that sample; updating first would bias it",
+)
 RLOO = patch(
     REINFORCE,
     "rloo",
@@ -30,6 +32,56 @@ RLOO = patch(
     pull=KL(coef=0.03, estimator="k1", placement="reward"),
     note="sequence sum as in the paper; most peers take a token mean and add a ratio clip",
 )
+REMAX = patch(
+    REINFORCE, "remax", "2310.10505", baseline=Greedy(), note="costs one greedy answer a prompt, which is judged and never learned from"
+)
+OPO = patch(REINFORCE, "opo", "2505.23585", baseline=LengthMean())
+GPG = patch(
+    REINFORCE,
+    "gpg",
+    "2504.02546",
+    baseline=GroupMean(),
+    scale="mixed_share",
+    aggregate="token_mean",
+    note="alpha counts samples of groups with spread, as in the paper; verl counts non-zero rewards, so that rewards of +-1 switch it off",
+)
+OPMD = patch(
+    REINFORCE,
+    "opmd",
+    "2505.17826",
+    baseline=SoftMean(tau=1.0),
+    note="the paper's factor 1 / (1 + tau) on the loss is left to the learning rate; b may also be the group's mean",
+)
+PKPO = patch(REINFORCE, "pkpo", "2505.15201", baseline=Others(), shape=(BestOf(k=4),))
+MAXRL_SUCCESS = patch(
+    REINFORCE,
+    "maxrl_success",
+    "2602.02710",
+    scale="group_mean",
+    note="mean score over the successes alone: unbiased for the log-likelihood truncated at order G; only for rewards >= 0",
+)
+KIMI = patch(
+    REINFORCE,
+    "kimi_k15",
+    "2501.12599",
+    baseline=GroupMean(),
+    pull=SequenceL2(coef=0.1),
+    anchor="start",
+    curriculum=Priority(floor=0.05),
+    note="tau is not in the paper; ROLL, verl and prime-rl square token log-ratios instead; the paper also resets the optimizer every iteration",
+)
+TOPR = patch(
+    REINFORCE,
+    "topr",
+    "2503.14286",
+    ratio="sequence_product",
+    clip=Taper(cap=1.0),
+    shape=(Signed(),),
+    note="sequence ratio as in the paper; ROLL's is per token. Without a baseline, so successes are always learned in full",
+)
+
+# --- PPO and learned values ------------------------------------------------------------------------------------------
+
 PPO = patch(
     REINFORCE,
     "ppo",
@@ -41,6 +93,30 @@ PPO = patch(
     clip=Clip(low=0.2, high=0.2),
     aggregate="token_mean",
 )
+DUAL_CLIP = patch(PPO, "dual_clip", "1912.09729", clip=Clip(low=0.2, high=0.2, cap=3.0))
+VAPO = patch(
+    PPO,
+    "vapo",
+    "2504.05118",
+    baseline=Value(gae_lambda=1.0, length_alpha=0.05, warmup=5),
+    clip=Clip(low=0.2, high=0.28),
+    imitate=Imitate(coef=0.1),
+    note="the paper warms its values up for 50 steps of 8,192 samples; lambda of answers up to 20 tokens is clamped to 0",
+)
+REINFORCE_PP = patch(
+    PPO,
+    "reinforce_pp",
+    "2501.03262",
+    baseline=ToGo(),
+    pull=KL(coef=0.001, estimator="k1", placement="reward"),
+    note="whitened over tokens as in the peers, so long answers weigh more; the text says samples (whiten=sample)",
+)
+REINFORCE_PP_BASELINE = patch(
+    REINFORCE_PP, "reinforce_pp_baseline", "2501.03262", baseline=GroupMean(), pull=KL(coef=0.001, estimator="k2", placement="loss")
+)
+
+# --- GRPO and its children -------------------------------------------------------------------------------------------
+
 GRPO = patch(
     PPO,
     "grpo",
@@ -52,6 +128,104 @@ GRPO = patch(
     pull=KL(coef=0.04, estimator="k3", placement="loss"),
     note="std is ddof 1 with no epsilon; the paper leaves the clip range unstated (0.2 is convention)",
 )
+GRPO_PROCESS = patch(
+    GRPO, "grpo_process", "2402.03300", baseline=StepMean(), note="steps are judged by the environment; without step verdicts it is grpo"
+)
+TWO_SIDED = patch(
+    GRPO, "two_sided", "2505.07291", clip=Clip(low=0.2, high=0.2, cap=4.0), pull=KL(coef=0.001, estimator="k3", placement="loss")
+)
+DEEPSEEK_V32 = patch(
+    GRPO,
+    "deepseek_v32",
+    "2512.02556",
+    pull=KL(coef=0.04, estimator="rk3", placement="loss"),
+    correction=(NegativeMask(delta=0.5),),
+    note="delta is not in the paper; 0.5 is TRL's. Routing and sampling masks: the kept token sets of the sampler are always used here",
+)
+GDPO = patch(
+    GRPO,
+    "gdpo",
+    "2601.05242",
+    rewards="each",
+    whiten="sample",
+    note="whitened over samples like TRL; verl over tokens. With one reward source it is grpo, whitened",
+)
+PASS_AT_K = patch(GRPO, "pass_at_k", "2508.10751", shape=(BestOf(k=4),), scale="best_std")
+GRPO_PASS_AT_K = patch(GRPO, "grpo_passk", "2503.19595", baseline=SecondBest(), pull=None)
+LUFFY = patch(GRPO, "luffy", "2504.14945", shown=Shown(siblings=1, gamma=0.1), pull=None)
+CHORD = patch(
+    GRPO,
+    "chord",
+    "2508.11408",
+    shown=Shown(siblings=1, gamma=None),
+    imitate=Imitate(coef=0.1, of="shown", unsure=True),
+    pull=None,
+    note="mu stays at the valley of the paper's schedule; expert data come as shown siblings",
+)
+DECOUPLED = patch(
+    GRPO,
+    "decoupled_ppo",
+    "2505.24298",
+    correction=(Truncate(cap=None),),
+    pull=None,
+    note="the proximal policy is the learner at the start of the step; without values, as in AReaL's default",
+)
+A3PO = patch(DECOUPLED, "a3po", "2512.06547", anchor="proximal")
+M2PO = patch(GRPO, "m2po", "2510.01161", tokens=SecondMoment(limit=0.04), pull=None)
+LITE_PPO = patch(GRPO, "lite_ppo", "2508.08221", scale="batch_std", aggregate="token_mean", pull=None)
+GMPO = patch(GRPO, "gmpo", "2507.20673", clip=Geometric(low=0.4, high=0.4), pull=None)
+SAPO = patch(GRPO, "sapo", "2511.20347", clip=Soft(tau=1.0, tau_negative=1.05), pull=None)
+GSPO = patch(GRPO, "gspo", "2507.18071", ratio="sequence_mean", clip=Clip(low=3e-4, high=4e-4), pull=None)
+GSPO_TOKEN = patch(
+    GSPO,
+    "gspo_token",
+    "2507.18071",
+    ratio="sequence_token",
+    note="the gradient of gspo where credit is one number an answer; for credit that varies inside it",
+)
+VESPO = patch(GRPO, "vespo", "TRL paper index", ratio="sequence_product", clip=Hump(), pull=None)
+CISPO = patch(
+    GRPO,
+    "cispo",
+    "2506.13585",
+    clip=Cap(low=0.0, high=5.0),
+    aggregate="prompt_mean",
+    filter="mixed",
+    pull=None,
+    note="the cap is absolute (TRL's 5); the paper does not disclose it and has no lower bound, where verl keeps one",
+)
+AIPO = patch(
+    REINFORCE,
+    "aipo",
+    "2505.24034",
+    baseline=GroupMean(),
+    ratio="token",
+    clip=Cap(low=0.0, high=4.0),
+    aggregate="token_mean",
+    note="the paper's rho lies in [2, 10]; the weight is detached, unlike min(ratio, rho) * A of older prime-rl docs",
+)
+CLIP_COV = patch(GRPO, "clip_cov", "2505.22617", tokens=ClipCov(), aggregate="token_mean", pull=None)
+KL_COV = patch(
+    GRPO,
+    "kl_cov",
+    "2505.22617",
+    tokens=KlCov(),
+    clip=None,
+    aggregate="token_mean",
+    pull=None,
+    note="no clip on any token, as in the authors' code; the penalty is |k1|",
+)
+TOP_ENTROPY = patch(GRPO, "top_entropy", "2506.01939", tokens=TopEntropy(share=0.2), pull=None)
+SKYWORK = patch(
+    GRPO,
+    "skywork_or1",
+    "2505.22312",
+    entropy=EntropyBonus(coef=0.0, target=0.2, delta=0.005),
+    aggregate="token_mean",
+    filter="mixed",
+    pull=None,
+)
+
 DAPO = patch(
     GRPO,
     "dapo",
@@ -63,6 +237,25 @@ DAPO = patch(
     pull=None,
     note="the paper normalises by each group's tokens (prompt_mean); peers by the whole batch's",
 )
+FIPO = patch(DAPO, "fipo", "2603.19835", clip=FutureKL(), note="constants as in ms-swift's implementation")
+MAGISTRAL = patch(
+    DAPO,
+    "magistral",
+    "2506.10910",
+    scale="one",
+    whiten="sample",
+    note="the paper whitens each minibatch; here the step, which is the same with one minibatch. Its format and language rewards are the environment's",
+)
+SCALERL = patch(
+    CISPO,
+    "scalerl",
+    "2510.13786",
+    scale="batch_std",
+    anchor="behaviour",
+    curriculum=NoEasy(rate=0.9),
+    note="the paper's cap lies in 4 to 8, insensitive; its FP32 head is the default here, its interruptions are the environment's",
+)
+
 DR_GRPO = patch(
     GRPO,
     "dr_grpo",
@@ -72,8 +265,54 @@ DR_GRPO = patch(
     pull=None,
     note="the objective has no length divisor; the constant (max_tokens) only sets the scale",
 )
+MAXRL = patch(
+    DR_GRPO,
+    "maxrl",
+    "2602.02710",
+    scale="group_mean",
+    note="centred, with credit 0 for groups without success: unbiased for order G - 1, not G; only for rewards >= 0",
+)
+DPPO = patch(
+    DR_GRPO,
+    "dppo",
+    "2602.04879",
+    anchor="behaviour",
+    clip=Divergence(measure="tv", delta=0.15),
+    note="prime-rl has no cap on the ratio; the authors' code 10, verl 20",
+)
+DPPO_KL = patch(DPPO, "dppo_kl", "2602.04879", clip=Divergence(measure="kl", delta=0.05))
+DPPO_TOP = patch(
+    DPPO,
+    "dppo_top",
+    "2602.04879",
+    clip=Divergence(measure="tv", delta=0.15, top=8),
+    note="the paper finds no significant gain over the binary form",
+)
 
-LADDER: dict[str, Algorithm] = {a.name: a for a in (REINFORCE, EMA, RLOO, PPO, GRPO, DAPO, DR_GRPO)}
+# --- on-policy distillation ------------------------------------------------------------------------------------------
+
+OPD = patch(
+    REINFORCE,
+    "opd",
+    "Thinking Machines 2025",
+    rewards="none",
+    ratio="token",
+    aggregate="token_mean",
+    pull=KL(coef=1.0, estimator="k1", placement="token"),
+    note="the reference is the teacher; discount 0, so that no token answers for the KL of later ones",
+)
+GKD = patch(
+    REINFORCE,
+    "gkd",
+    "2306.13649",
+    rewards="none",
+    distill=Distill(beta=0.5),
+    aggregate="token_mean",
+    note="student samples only (lambda 1); the paper mixes in supervised data. The reference is the teacher",
+)
+
+LADDER: dict[str, Algorithm] = {a.name: a for a in list(globals().values()) if isinstance(a, Algorithm)}
+"""Everything defined above, by name."""
 
 
 def algorithm(name: str) -> Algorithm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,7 +10,8 @@ import numpy as np
 
 from posttrain.core.batch import Packed
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauges, Judged, Message, Said, Step, Stop, Task
+from posttrain.core.types import Gauges, Message, Said, Step, Stop, Task, Top
+from posttrain.core.verdict import Judged
 
 
 class Sampler(Protocol):
@@ -67,13 +68,30 @@ class TokenScores:
     logp: Any
     entropy: Any | None
     value: Any | None
+    candidates: Any | None = None
+    """[M, K]: log-probs of the candidate tokens that were asked for."""
 
 
-class Learner(Scorer, Protocol):
+class Examiner(Scorer, Protocol):
+    """A scorer that also tells of whole next-token distributions."""
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: entropy of the distribution each spoken token was drawn from."""
+        ...
+
+    def top(self, packed: Packed, k: int) -> Top:
+        """The `k` most probable tokens at each spoken position (0: the whole vocabulary)."""
+        ...
+
+
+class Learner(Examiner, Protocol):
     """The model that trains, as the trainer sees it. It owns modules; the trainer owns the optimizer and backward()."""
 
-    def forward(self, packed: Packed, *, entropy: bool, value: bool) -> TokenScores:
-        """Differentiable scores of one micro-batch."""
+    def forward(
+        self, packed: Packed, *, entropy: bool, value: bool, candidates_MK: np.ndarray | None = None, head_only: bool = False
+    ) -> TokenScores:
+        """Differentiable scores of one micro-batch; with `candidates_MK` also the log-probs of those tokens. `head_only`
+        lets no gradient of the value reach the policy."""
         ...
 
     def value(self, packed: Packed) -> np.ndarray:
@@ -118,6 +136,8 @@ class Attempt:
     task: Task
     turns: tuple[str, ...]
     stop: Stop
+    spoken_upto: Callable[[int], int] = int
+    """Spoken tokens up to a character of `text`: the `end` of a verdict about a step."""
 
     @property
     def text(self) -> str:
@@ -141,6 +161,10 @@ class Dialogue(Protocol):
 
     def see(self, content: str | Sequence[Message]) -> np.ndarray:
         """int32 ids of the prompt (first call, special tokens included exactly once) or of an observation."""
+        ...
+
+    def text(self, ids: np.ndarray) -> str:
+        """What these ids say, without the stop token."""
         ...
 
     def said(self, ids: np.ndarray) -> str:

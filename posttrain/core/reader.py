@@ -70,7 +70,9 @@ def episode_name(stage: str, index: int, kind: str) -> str:
 def episode_files(folder: Path | str) -> list[EpisodeFile]:
     """In the order they were written. A file that was written but not yet listed is left out."""
     where = Path(folder) / "episodes"
-    return [EpisodeFile(where / d["file"], d["stage"], d["index"], d["kind"], d["episodes"]) for _, d in files.read_lines(where / "index.jsonl")]
+    return [
+        EpisodeFile(where / d["file"], d["stage"], d["index"], d["kind"], d["episodes"]) for _, d in files.read_lines(where / "index.jsonl")
+    ]
 
 
 def episodes(folder: Path | str, stage: str, index: int, kind: str = "train") -> tuple[record.Recorded, ...]:

@@ -5,6 +5,7 @@ Columns of an episode file, N tokens of all segments one after another:
     ids int32 [N], mask bool [N], logp float32 [N], version int32 [N], advantage float64 [N] (NaN: none)
     length int64 [segments]
     kept_length int64 [spoken tokens of truncated segments], kept_ids int32
+    top_ids int32, top_logp float32 [spoken tokens x K of segments that store their K most probable tokens, one after another]
     meta uint8: UTF-8 JSON with tasks, samplings and one object per episode
 """
 
@@ -25,7 +26,8 @@ import numpy as np
 from posttrain.core.errors import RunFolderError
 from posttrain.core.sampling import Sampling
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.core.types import Credit, Episode, Gauge, Group, Judged, Kept, Segment, State, Step, Stop, Task, Verdict
+from posttrain.core.types import Credit, Episode, Gauge, Group, Kept, Segment, Step, Stop, Task, Top
+from posttrain.core.verdict import Judged, State, Verdict
 
 Columns = dict[str, np.ndarray]
 
@@ -42,13 +44,15 @@ class Recorded:
 
 
 def of_step(credit: Credit, unjudged: Iterable[Group]) -> list[Recorded]:
-    """All episodes of a training step: groups in order, siblings in order, those nobody could judge included."""
+    """All episodes of a training step: groups in order, siblings in order, those nobody could judge included; an argmax answer
+    stands after its group's siblings, and its sampling says so."""
     out: list[Recorded] = []
     for group in credit.groups:
         credited = {c.episode.sibling: c for c in group.episodes}
         for episode in group.group.episodes:
             c = credited.get(episode.sibling)
             out.append(Recorded(episode) if c is None else Recorded(episode, c.shaped, c.advantage, c.dropped))
+        out += [Recorded(e) for e in (group.group.greedy,) if e is not None]
     return out + of_groups(unjudged)
 
 
@@ -104,7 +108,7 @@ def _task(task: Task) -> dict[str, Any]:
 
 def _verdict(j: Judged) -> dict[str, Any]:
     v = j.verdict
-    return {"source": j.source, "weight": j.weight, "state": v.state, "score": v.score, "kind": v.kind, "why": v.why}
+    return {"source": j.source, "weight": j.weight, "state": v.state, "score": v.score, "kind": v.kind, "why": v.why, "end": j.end}
 
 
 def to_columns(records: Sequence[Recorded]) -> Columns:
@@ -143,6 +147,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
         )
     meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}
     kept = [s.kept for s in segments if s.kept is not None]
+    top = [s.top for s in segments if s.top is not None]
     return {
         "ids": _join([s.ids for s in segments], np.int32),
         "mask": _join([s.mask for s in segments], np.bool_),
@@ -152,6 +157,8 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
         "length": np.array([len(s.ids) for s in segments], np.int64),
         "kept_length": _join([np.diff(k.offsets) for k in kept], np.int64),
         "kept_ids": _join([k.ids for k in kept], np.int32),
+        "top_ids": _join([t.ids.ravel() for t in top], np.int32),
+        "top_logp": _join([t.logp.ravel() for t in top], np.float32),
         "meta": np.frombuffer(json.dumps(meta, default=_foreign).encode(), np.uint8),
     }
 
@@ -171,7 +178,7 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         which: list[int] = m["samplings"]
         drawn = [cut.segment(samplings[i]) for i in which]
         verdicts = tuple(
-            Judged(v["source"], v["weight"], Verdict(State(v["state"]), v["score"], v["kind"], v["why"])) for v in m["verdicts"]
+            Judged(v["source"], v["weight"], Verdict(State(v["state"]), v["score"], v["kind"], v["why"]), v["end"]) for v in m["verdicts"]
         )
         segments = tuple(s for s, _ in drawn)
         episode = Episode(tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, m["text"], m["error"])
@@ -190,7 +197,7 @@ class _Cut:
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         self.columns = columns
         self.lengths = iter(columns["length"].tolist())
-        self.token = self.draw = self.kept = 0
+        self.token = self.draw = self.kept = self.top = 0
 
     def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
         """The next segment and the advantages of its spoken tokens."""
@@ -198,7 +205,13 @@ class _Cut:
         self.token = here.stop
         ids, mask, logp, version, advantage = (self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage"))
         kept = self._kept(int(mask.sum())) if sampling.truncated else None
-        return Segment(ids, mask, logp, version, sampling, kept), advantage[mask]
+        top = self._top(int(mask.sum()), sampling.top) if sampling.top else None
+        return Segment(ids, mask, logp, version, sampling, kept, top), advantage[mask]
+
+    def _top(self, draws: int, k: int) -> Top:
+        here = slice(self.top, self.top + draws * k)
+        self.top = here.stop
+        return Top(self.columns["top_ids"][here].reshape(draws, k), self.columns["top_logp"][here].reshape(draws, k))
 
     def _kept(self, draws: int) -> Kept:
         offsets = np.concatenate([[0], np.cumsum(self.columns["kept_length"][self.draw : self.draw + draws])]).astype(np.int64)

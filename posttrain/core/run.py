@@ -143,6 +143,9 @@ class Reinforce:
     """With a filter: ask for at most this many times `prompts` groups a step, then go on with what was kept."""
     micro_tokens: int = 4096
     """Packed tokens per forward/backward; splits only, never changes the gradient."""
+    reference: str | None = None
+    """Weights the algorithm's KL or distillation compares with: a model directory with the policy's tokenizer. None: the policy
+    as the stage began."""
     max_failed: float = 0.5
     """Stop the run when more than this share of a step's samples could not be judged."""
 
@@ -151,12 +154,37 @@ class Reinforce:
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
         if self.prompts % self.minibatches:
-            raise ConfigError(f"{self.name}: prompts={self.prompts} cannot be cut into minibatches={self.minibatches} of whole groups; use a divisor of {self.prompts}")
+            raise ConfigError(
+                f"{self.name}: prompts={self.prompts} cannot be cut into minibatches={self.minibatches} of whole groups; use a divisor of {self.prompts}"
+            )
         if self.algorithm.group_relative and self.siblings < 2:
             raise ConfigError(f"{self.name}.siblings={self.siblings}: {self.algorithm.name} compares siblings, so at least 2 are needed")
         if self.target is not None and self.eval_every == 0:
             raise ConfigError(f"{self.name}.target={self.target} is never checked with eval_every=0; set eval_every")
+        self._check_pieces()
         self.sampling.for_training()
+
+    def _check_pieces(self) -> None:
+        """What the algorithm needs of the stage."""
+        a = self.algorithm
+        if a.shown is not None and a.shown.siblings >= self.siblings:
+            raise ConfigError(
+                f"{self.name}: shown.siblings={a.shown.siblings} of siblings={self.siblings} leaves nothing for the policy to say; raise siblings"
+            )
+        if a.shown is not None and self.sampling.truncated:
+            raise ConfigError(
+                f"{self.name}: {a.name} learns from demonstrations, which no truncated sampler drew. Set top_p=1 top_k=0 min_p=0"
+            )
+        if self.reference is not None and not a.reads & {"reference", "teacher"}:
+            raise ConfigError(
+                f"{self.name}.reference={self.reference}: {a.name} reads no reference. Set reference=none, or pull or distill"
+            )
+        if a.rewards == "none" and self.reference is None:
+            raise ConfigError(f"{self.name}: {a.name} learns from a teacher alone. Name its model directory: {self.name}.reference=PATH")
+        if self.sampling.top not in (0, a.stores_top):
+            raise ConfigError(
+                f"{self.name}.sampling.top={self.sampling.top}: the algorithm decides it ({a.name}: {a.stores_top}). Leave it out"
+            )
 
     @property
     def optimizer_steps(self) -> int:

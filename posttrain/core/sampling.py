@@ -24,6 +24,8 @@ class Sampling:
     """Keep this many most probable tokens. 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens with probability >= min_p * largest. 0 keeps all."""
+    top: int = 0
+    """Also store the log-probs of this many most probable tokens with every token said. An algorithm that reads them asks for them."""
     greedy: bool = False
     """Take the most probable token. For evaluation only: it has no log-prob to learn from."""
     max_tokens: int = 64
@@ -40,6 +42,8 @@ class Sampling:
             raise ConfigError(f"sampling.top_k={self.top_k}: must be >= 0 (0 keeps all tokens)")
         if not 0 <= self.min_p < 1:
             raise ConfigError(f"sampling.min_p={self.min_p}: must lie in [0, 1)")
+        if self.top < 0:
+            raise ConfigError(f"sampling.top={self.top}: must be >= 0 (0 stores the said token alone)")
         if self.max_tokens < 1:
             raise ConfigError(f"sampling.max_tokens={self.max_tokens}: must be >= 1")
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Kept, Said, Segment
+from posttrain.core.types import SHOWN, Kept, Said, Segment, Top
 
 
 class Transcript:
@@ -27,6 +27,7 @@ class Transcript:
         self._logp: list[np.ndarray] = []
         self._version: list[np.ndarray] = []
         self._kept: list[np.ndarray] = []
+        self._top: list[Top] = []
         self._length = 0
 
     def __len__(self) -> int:
@@ -43,8 +44,17 @@ class Transcript:
         if self.sampling.truncated != (said.kept is not None):
             raise InvariantError("a truncated sampler must hand over the kept set of every token it said, and no other may")
         self._append(said.ids, np.ones(n, bool), said.logp, said.version)
+        if bool(self.sampling.top) != (said.top is not None):
+            raise InvariantError(f"sampling.top={self.sampling.top}: the sampler must hand over so many most probable tokens a draw")
         if said.kept is not None:
             self._kept += said.kept.sets()
+        if said.top is not None:
+            self._top.append(said.top)
+
+    def show(self, ids: Sequence[int] | np.ndarray) -> None:
+        """A demonstration said these tokens: learned from, with log-prob 0 and version SHOWN."""
+        n = len(ids)
+        self._append(ids, np.ones(n, bool), np.zeros(n, np.float32), np.full(n, SHOWN, np.int32))
 
     def _append(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray, logp: np.ndarray, version: np.ndarray) -> None:
         if not len(ids) == len(mask) == len(logp) == len(version):
@@ -69,4 +79,5 @@ class Transcript:
             version=np.concatenate([np.zeros(0, np.int32), *self._version]),
             sampling=self.sampling,
             kept=Kept.of(self._kept) if self.sampling.truncated else None,
+            top=Top.join(self._top, self.sampling.top) if self.sampling.top else None,
         )

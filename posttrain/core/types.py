@@ -16,6 +16,7 @@ import numpy as np
 
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
+from posttrain.core.verdict import Judged, outcome
 
 
 class Message(TypedDict):
@@ -36,62 +37,8 @@ class Task:
     """Extra columns of the source; reward functions receive them as keyword arguments."""
 
 
-class State(StrEnum):
-    """Whether a verdict is a number. `failed` is our outage, never a wrong answer."""
-
-    VALUE = "value"
-    ABSTAIN = "abstain"
-    FAILED = "failed"
-
-
-@dataclass(frozen=True)
-class Verdict:
-    """What one verifier said of one episode.
-
-    What the candidate caused (its time-out, its crash) is a value of 0 with its `kind`; what we caused (an outage,
-    a broken worker) is `failed`, which is retried, then excluded from baseline and batch.
-    """
-
-    state: State
-    score: float | None
-    kind: str = ""
-    why: str = ""
-
-    def __post_init__(self) -> None:
-        if (self.state is State.VALUE) != (self.score is not None and math.isfinite(self.score)):
-            raise InvariantError(f"a verdict is a finite score exactly when its state is value: got {self.state}, {self.score}")
-
-    @staticmethod
-    def value(score: float, kind: str = "", why: str = "") -> Verdict:
-        return Verdict(State.VALUE, float(score), kind, why)
-
-    @staticmethod
-    def abstain(why: str = "") -> Verdict:
-        return Verdict(State.ABSTAIN, None, "", why)
-
-    @staticmethod
-    def failed(kind: str, why: str = "") -> Verdict:
-        return Verdict(State.FAILED, None, kind, why)
-
-
-@dataclass(frozen=True)
-class Judged:
-    """One source's verdict with its weight in the outcome."""
-
-    source: str
-    weight: float
-    verdict: Verdict
-
-
-def outcome(verdicts: Sequence[Judged]) -> float | None:
-    """The raw reward: weighted sum of the sources that gave a value; abstentions leave the sum.
-
-    None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
-    """
-    if any(j.verdict.state is State.FAILED for j in verdicts):
-        return None
-    scores = [j.weight * j.verdict.score for j in verdicts if j.verdict.score is not None]
-    return math.fsum(scores) if scores else None
+SHOWN = -2
+"""Version of a token that a demonstration wrote: learned from, but said by no weights of ours."""
 
 
 class Stop(StrEnum):
@@ -129,6 +76,26 @@ class Kept:
 
 
 @dataclass(frozen=True, eq=False)
+class Top:
+    """The sampler's `K` most probable tokens at each of n draws, most probable first: ids int32 [n, K], logp float32 [n, K]."""
+
+    ids: np.ndarray
+    logp: np.ndarray
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 2 or self.ids.shape != self.logp.shape:
+            raise InvariantError(f"top tokens: ids {self.ids.shape} and log-probs {self.logp.shape} must be one [n, K] each")
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @staticmethod
+    def join(parts: Sequence[Top], k: int) -> Top:
+        ids = np.concatenate([np.zeros((0, k), np.int32), *(p.ids for p in parts)])
+        return Top(ids, np.concatenate([np.zeros((0, k), np.float32), *(p.logp for p in parts)]))
+
+
+@dataclass(frozen=True, eq=False)
 class Said:
     """One turn as an engine returns it: tokens, the log-prob of each under the resolved `Sampling`, and who said it.
 
@@ -141,12 +108,15 @@ class Said:
     version: np.ndarray
     stop: Stop
     kept: Kept | None = None
+    top: Top | None = None
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.logp) == len(self.version):
             raise InvariantError(f"said {len(self.ids)} tokens with {len(self.logp)} log-probs and {len(self.version)} versions")
         if self.kept is not None and len(self.kept) != len(self.ids):
             raise InvariantError(f"said {len(self.ids)} tokens with {len(self.kept)} kept sets")
+        if self.top is not None and len(self.top) != len(self.ids):
+            raise InvariantError(f"said {len(self.ids)} tokens with top tokens of {len(self.top)} draws")
 
 
 @dataclass(frozen=True, eq=False)
@@ -155,7 +125,8 @@ class Segment:
 
     mask is True where the policy spoke; there logp is finite and version >= 0. Elsewhere logp is NaN and version -1,
     so that reading an unspoken log-prob poisons whatever read it instead of passing for a number.
-    `kept` holds one set per spoken token, in order, exactly where `sampling.truncated`.
+    Tokens of a demonstration count as spoken, with version SHOWN and logp 0: their sampler is not known.
+    `kept` holds one set per spoken token, in order, exactly where `sampling.truncated`; `top` exactly where `sampling.top`.
     """
 
     ids: np.ndarray
@@ -164,6 +135,7 @@ class Segment:
     version: np.ndarray
     sampling: Sampling
     kept: Kept | None = None
+    top: Top | None = None
 
     def __post_init__(self) -> None:
         n = len(self.ids)
@@ -172,16 +144,27 @@ class Segment:
         if self.ids.dtype != np.int32 or self.mask.dtype != np.bool_ or self.logp.dtype != np.float32 or self.version.dtype != np.int32:
             raise InvariantError("segment dtypes are ids int32, mask bool, logp float32, version int32")
         if n and self.mask[0]:
-            raise InvariantError("the first token of a segment has nothing before it, so the policy cannot have said it: see() a prompt first")
+            raise InvariantError(
+                "the first token of a segment has nothing before it, so the policy cannot have said it: see() a prompt first"
+            )
         spoken = self.logp[self.mask]
         if not np.all(np.isfinite(spoken)) or np.any(spoken > 1e-5):
             raise InvariantError("every spoken token carries a finite log-prob <= 0")
-        if not np.all(np.isnan(self.logp[~self.mask])) or np.any(self.version[~self.mask] != -1) or np.any(self.version[self.mask] < 0):
-            raise InvariantError("unspoken tokens carry logp NaN and version -1; spoken ones a version >= 0")
+        if not np.all(np.isnan(self.logp[~self.mask])) or np.any(self.version[~self.mask] != -1):
+            raise InvariantError("unspoken tokens carry logp NaN and version -1")
+        if np.any((self.version[self.mask] < 0) & (self.version[self.mask] != SHOWN)):
+            raise InvariantError("spoken tokens carry the version >= 0 of the weights that said them, or SHOWN")
         if self.sampling.truncated != (self.kept is not None):
             raise InvariantError("kept sets are stored exactly where the sampling truncates the support")
         if self.kept is not None and len(self.kept) != int(self.mask.sum()):
             raise InvariantError(f"{int(self.mask.sum())} spoken tokens but {len(self.kept)} kept sets")
+        if bool(self.sampling.top) != (self.top is not None) or (self.top is not None and len(self.top) != int(self.mask.sum())):
+            raise InvariantError("top tokens are stored for every spoken token exactly where sampling.top asks for them")
+
+    @property
+    def shown(self) -> bool:
+        """Whether a demonstration wrote the spoken tokens."""
+        return bool(np.any(self.version[self.mask] == SHOWN))
 
     @property
     def spoken(self) -> int:
@@ -214,6 +197,11 @@ class Episode:
     def spoken(self) -> int:
         return sum(s.spoken for s in self.segments)
 
+    @property
+    def shown(self) -> bool:
+        """Whether a demonstration wrote it."""
+        return any(s.shown for s in self.segments)
+
 
 @dataclass(frozen=True, eq=False)
 class Group:
@@ -222,6 +210,8 @@ class Group:
     task: Task
     visit: int
     episodes: tuple[Episode, ...]
+    greedy: Episode | None = None
+    """The prompt's argmax answer, where a baseline compares with it. It is judged, and in no batch."""
 
     def __post_init__(self) -> None:
         if not self.episodes:
@@ -243,8 +233,8 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether the judged siblings differ in raw outcome (max != min, tested before any division)."""
-        r = self.rewards
+        """Whether the judged siblings that the policy said differ in raw outcome (max != min, tested before any division)."""
+        r = np.array([e.reward for e in self.judged if not e.shown], dtype=np.float64)
         return len(r) > 1 and bool(r.max() != r.min())
 
 
@@ -262,11 +252,15 @@ class Scored:
     """float32: the frozen reference's log-probs."""
     values: tuple[np.ndarray, ...] | None = None
     """float32: the value head's estimate before each spoken token."""
+    entropy: tuple[np.ndarray, ...] | None = None
+    """float32: entropy of the distribution each spoken token was drawn from, at the start of the step."""
+    teacher: tuple[Top, ...] | None = None
+    """The reference's most probable tokens at each spoken position."""
 
     def __post_init__(self) -> None:
         if self.episode.reward is None:
             raise InvariantError("an episode that was not judged cannot be scored: it leaves baseline and batch")
-        for stream in (self.start, self.reference, self.values):
+        for stream in (self.start, self.reference, self.values, self.entropy, self.teacher):
             for segment, x in zip(self.episode.segments, stream or (), strict=stream is not None):
                 if len(x) != segment.spoken:
                     raise InvariantError(f"a score stream of {len(x)} tokens for {segment.spoken} spoken ones")

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.core.types import Credit, Gauge, Gauges, Group, State, Stop
+from posttrain.core.types import Credit, Gauge, Gauges, Group, Stop
+from posttrain.core.verdict import SOLVED, State
 
 
 @dataclass(frozen=True)
@@ -21,7 +22,7 @@ class Definition:
 
 
 REGISTRY: dict[str, Definition] = {
-    "rollout/reward": Definition("mean raw outcome of all judged episodes played, filtered ones included", "reward", "rises"),
+    "rollout/reward": Definition("mean raw outcome of all judged episodes the policy played, filtered ones included", "reward", "rises"),
     "rollout/solved": Definition("share of judged episodes with raw outcome >= 1", "share", "0.1 to 0.9: else there is little to learn"),
     "rollout/mixed": Definition("share of played groups whose raw outcomes differ", "share", "> 0.3"),
     "rollout/unjudged": Definition("share of episodes without a verdict (outage, abstention)", "share", "0"),
@@ -29,12 +30,16 @@ REGISTRY: dict[str, Definition] = {
     "rollout/truncated": Definition("share of episodes cut off at max_tokens or at the context", "share", "< 0.1"),
     "rollout/groups": Definition("groups that entered the step", "groups", "= prompts"),
     "rollout/refused": Definition("share of played groups a filter turned away", "share", "< 0.8"),
-    "rollout/versions_behind": Definition("weights pushed minus weights that said the token, mean over tokens", "optimizer steps", "0 when synchronous"),
+    "rollout/versions_behind": Definition(
+        "weights pushed minus weights that said the token, mean over tokens", "optimizer steps", "0 when synchronous"
+    ),
     "credit/silent": Definition("share of groups in the step without spread, so with credit exactly 0", "share", "< 0.5"),
     "credit/shaped": Definition("mean reward after shaping", "reward", "follows rollout/reward"),
     "credit/dropped": Definition("share of judged episodes that may carry no gradient", "share", "< 0.1"),
     "credit/advantage_abs": Definition("mean |credit| a token", "credit", "> 0"),
-    "optim/grad_norm": Definition("global gradient norm before the clip, mean over optimizer steps", "norm", "steady; spikes precede collapse"),
+    "optim/grad_norm": Definition(
+        "global gradient norm before the clip, mean over optimizer steps", "norm", "steady; spikes precede collapse"
+    ),
     "optim/lr": Definition("learning rate", "1", "as configured"),
     "optim/steps": Definition("optimizer steps that moved weights", "steps", "= minibatches x epochs"),
     "sft/loss": Definition("mean negative log-prob of a demonstrated token", "nats", "falls"),
@@ -47,33 +52,47 @@ REGISTRY: dict[str, Definition] = {
     "eval/unjudged": Definition("held-out episodes without a verdict", "episodes", "0"),
     "eval/tokens": Definition("spoken tokens a held-out episode", "tokens", "steady"),
     "eval/truncated": Definition("share of held-out episodes cut off at max_tokens", "share", "< 0.1"),
-    "eval/pass_at_K": Definition("unbiased estimate of P(at least one of K samples of a held-out task solves it)", "share", "rises; far above accuracy: RL has room"),
+    "eval/pass_at_K": Definition(
+        "unbiased estimate of P(at least one of K samples of a held-out task solves it)", "share", "rises; far above accuracy: RL has room"
+    ),
     "policy/ratio": Definition("pi / anchor, mean over tokens (of the episode, for sequence ratios)", "1", "near 1"),
     "policy/ratio_square": Definition("(pi / anchor)^2, mean over tokens", "1", "near 1; a few huge ratios show up here first"),
     "policy/clip_low": Definition("share of tokens silenced below the trust region", "share", "< 0.2; 0 with one optimizer step a step"),
     "policy/clip_high": Definition("share of tokens silenced above the trust region", "share", "< 0.2; 0 with one optimizer step a step"),
     "policy/surrogate": Definition("push x correction x credit, mean over tokens; only its gradient means something", "reward", "no band"),
-    "policy/kl_start": Definition("k3 distance of the policy from the start of the step, mean over tokens", "nats", "< 0.02; 0 in the first optimizer step"),
+    "policy/kl_start": Definition(
+        "k3 distance of the policy from the start of the step, mean over tokens", "nats", "< 0.02; 0 in the first optimizer step"
+    ),
     "policy/kl_anchor": Definition("k3 distance of the policy from the anchor of the ratio, mean over tokens", "nats", "< 0.02"),
     "policy/kl_reference": Definition("k3 distance of the policy from the reference, mean over tokens", "nats", "0 at first, rises slowly"),
-    "policy/entropy": Definition("entropy of the next-token distribution, mean over spoken tokens", "nats", "falls slowly; near 0: nothing left to explore"),
+    "policy/entropy": Definition(
+        "entropy of the next-token distribution, mean over spoken tokens", "nats", "falls slowly; near 0: nothing left to explore"
+    ),
     "mismatch/logp_gap": Definition("|log-prob at the start of the step - of the sampler|, mean over tokens", "nats", "the dtype's noise"),
-    "mismatch/kl": Definition("k3 distance of the sampler from the start of the step, mean over tokens", "nats", "the dtype's noise squared"),
+    "mismatch/kl": Definition(
+        "k3 distance of the sampler from the start of the step, mean over tokens", "nats", "the dtype's noise squared"
+    ),
     "value/loss": Definition("clipped squared error of the value, mean over tokens", "reward^2", "falls"),
     "value/return": Definition("target of the value (GAE credit + old value), mean over tokens", "reward", "follows credit/shaped"),
     "value/return_square": Definition("its square; with value/return gives Var(return)", "reward^2", "no band"),
     "value/residual": Definition("return - value, mean over tokens", "reward", "near 0"),
-    "value/residual_square": Definition("its square; explained variance = 1 - Var(residual) / Var(return)", "reward^2", "below Var(return): the value explains something"),
+    "value/residual_square": Definition(
+        "its square; explained variance = 1 - Var(residual) / Var(return)", "reward^2", "below Var(return): the value explains something"
+    ),
     "correction/raw": Definition("start / mu before truncation, mean over tokens", "1", "near 1"),
     "correction/used": Definition("what multiplies the push, mean over tokens", "1", "near 1"),
     "correction/used_square": Definition("its square; effective share of tokens = used^2 / used_square", "1", "near used^2"),
     "correction/silenced": Definition("share of tokens whose correction is 0", "share", "< 0.05"),
     "engine/tokens": Definition("tokens of delivered turns, per turn (the sum is all that was said)", "tokens", "steady"),
     "engine/steps": Definition("decoding steps of the engine (read the sum)", "steps", "no band"),
-    "engine/occupancy": Definition("share of slots that said a token, mean over steps", "share", "high; low at the end of a wave: long tails"),
+    "engine/occupancy": Definition(
+        "share of slots that said a token, mean over steps", "share", "high; low at the end of a wave: long tails"
+    ),
     "engine/positions_linear": Definition("positions the layers computed, per position needed", "1", "near 1"),
     "engine/positions_attention": Definition("query-key pairs attended, per pair needed", "1", "near 1"),
-    "engine/shared": Definition("prompt tokens taken from a sibling's prefill, per prompt token asked for", "share", "towards 1 - 1 / siblings"),
+    "engine/shared": Definition(
+        "prompt tokens taken from a sibling's prefill, per prompt token asked for", "share", "towards 1 - 1 / siblings"
+    ),
 }
 
 
@@ -84,15 +103,15 @@ def definition(name: str) -> Definition | None:
 
 def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, version: int) -> Gauges:
     """What a step's rollout and credit look like. `played` includes refused groups; `version` is that of the push before."""
-    episodes = [e for g in played for e in g.episodes]
-    rewards = np.concatenate([g.rewards for g in played]) if played else np.zeros(0)
+    episodes = [e for g in played for e in g.episodes if not e.shown]
+    rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
     credits = [e for g in credit.groups for e in g.episodes]
     said = [s.version[s.mask] for e in episodes for s in e.segments]
     versions = np.concatenate(said) if said else np.zeros(0, np.int32)
     advantages = [a for e in credits for a in e.advantage]
     return {
         "rollout/reward": Gauge.of(rewards),
-        "rollout/solved": Gauge.of(rewards >= 1 - 1e-9),
+        "rollout/solved": Gauge.of(rewards >= SOLVED),
         "rollout/mixed": Gauge.of([g.mixed for g in played]),
         "rollout/unjudged": Gauge.of([e.reward is None for e in episodes]),
         "rollout/tokens": Gauge.of([e.spoken for e in episodes]),

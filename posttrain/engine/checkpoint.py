@@ -97,8 +97,7 @@ def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
     except Exception as error:  # broken files raise whatever their parser raises
         raise DataError(
-            f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with "
-            "tokenizer.save_pretrained"
+            f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with tokenizer.save_pretrained"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(

@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import TokenScores
+from posttrain.core.types import Top
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.logprob import exact, logprobs
+from posttrain.engine.logprob import candidates, exact, logprobs, most_probable
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
 
@@ -46,11 +47,22 @@ class HFLearner:
                     "micro_tokens"
                 ) from error
 
-    def forward(self, packed: Packed, *, entropy: bool, value: bool) -> TokenScores:
+    def forward(
+        self, packed: Packed, *, entropy: bool, value: bool, candidates_MK: np.ndarray | None = None, head_only: bool = False
+    ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32."""
         hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
-        return TokenScores(logp, spread, self._values(hidden) if value else None)
+        candidates = None if candidates_MK is None else self._reader.candidates(packed, hidden, _to(candidates_MK, hidden.device))
+        return TokenScores(logp, spread, self._values(hidden.detach() if head_only else hidden) if value else None, candidates)
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        """float32 [M] entropies, without gradient."""
+        return self._reader.entropy(packed)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        """The `k` most probable tokens at each spoken position; 0: all of them."""
+        return self._reader.top(packed, k)
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M] log-probs under `packed.sampling`, without gradient."""
@@ -99,6 +111,14 @@ class FrozenScorer:
         """float32 [M] log-probs under `packed.sampling`."""
         return self._reader.score(packed)
 
+    def entropy(self, packed: Packed) -> np.ndarray:
+        """float32 [M] entropies."""
+        return self._reader.entropy(packed)
+
+    def top(self, packed: Packed, k: int) -> Top:
+        """The `k` most probable tokens at each spoken position; 0: all of them."""
+        return self._reader.top(packed, k)
+
     def fingerprint(self) -> str:
         return fingerprint(named_tensors(self.policy.module))
 
@@ -146,6 +166,30 @@ class _Reader:
         """float32 [M], forward only, in parts of at most `SCORE_TOKENS`."""
         with _forward_only(self.module):
             return _joined([self.head(part, self.hidden(part), False)[0] for part in packed.split(SCORE_TOKENS)])
+
+    def entropy(self, packed: Packed) -> np.ndarray:
+        """float32 [M], forward only."""
+        with _forward_only(self.module):
+            found = (self.head(part, self.hidden(part), True)[1] for part in packed.split(SCORE_TOKENS))
+            return _joined([x for x in found if x is not None])
+
+    def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
+        """[M, K] log-probs of `ids_MK`, differentiable."""
+        out = self.out
+        return candidates(
+            hidden, out.weight, out.bias, ids_MK, sampling=packed.sampling, kept=packed.kept, softcap=out.softcap, scale=out.scale
+        )
+
+    def top(self, packed: Packed, k: int) -> Top:
+        """Most probable tokens first, forward only."""
+        out, parts = self.out, list[Top]()
+        with _forward_only(self.module):
+            for part in packed.split(SCORE_TOKENS):
+                found = most_probable(
+                    self.hidden(part), out.weight, out.bias, k, sampling=part.sampling, kept=part.kept, softcap=out.softcap, scale=out.scale
+                )
+                parts.append(Top(found.indices.int().cpu().numpy(), found.values.float().cpu().numpy()))
+        return Top.join(parts, parts[0].ids.shape[1])
 
 
 class _Pick(torch.autograd.Function):

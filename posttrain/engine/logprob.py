@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import checkpoint
 
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
@@ -69,23 +70,84 @@ def logprobs(
     if hidden.shape[0] != targets.shape[0]:
         raise InvariantError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} tokens")
     sets = None if kept is None else _Sets(kept, targets)
-    rows = chunk or max(CHUNK_ROWS, CHUNK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "accelerator"] // weight.shape[0])
+    rows = chunk or _rows(hidden, weight)
     logp, entropy = _Head.apply(hidden, weight, bias, targets.long(), sets, 1 / sampling.temperature, softcap, scale, want_entropy, rows)
     return logp, entropy if want_entropy else None
 
 
-class _Sets:
+def candidates(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    ids_MK: Tensor,
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable; each chunk's logits are computed again in
+    the backward. A token outside a kept set has the log-prob of probability 0, as low as its dtype goes."""
+    dtype, sets = exact(weight.dtype), None if kept is None else _Kept(kept, hidden.device)
+    low = torch.finfo(dtype).min
+
+    def some(h: Tensor, ids: Tensor, at: int) -> Tensor:
+        z, _ = _scores(
+            h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), at, sets, 1 / sampling.temperature, softcap, scale
+        )
+        return (z.gather(1, ids) - torch.logsumexp(z, 1, keepdim=True)).clamp_min(low)
+
+    rows = _rows(hidden, weight)
+    parts = [checkpoint(some, hidden[a : a + rows], ids_MK[a : a + rows], a, use_reentrant=False) for a in range(0, len(hidden), rows)]
+    return torch.cat([hidden.new_zeros((0, ids_MK.shape[1]), dtype=dtype), *parts])
+
+
+@torch.no_grad()
+def most_probable(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    k: int,
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Any:
+    """(values, indices) [M, K] of the most probable tokens, in descending order; k = 0 takes the whole vocabulary."""
+    dtype, sets = exact(weight.dtype), None if kept is None else _Kept(kept, hidden.device)
+    k, rows = k or weight.shape[0], _rows(hidden, weight)
+    values: list[Tensor] = []
+    indices: list[Tensor] = []
+    for at in range(0, len(hidden), rows):
+        z, _ = _scores(
+            hidden[at : at + rows].to(dtype),
+            weight.to(dtype),
+            None if bias is None else bias.to(dtype),
+            at,
+            sets,
+            1 / sampling.temperature,
+            softcap,
+            scale,
+        )
+        best = torch.log_softmax(z, 1).topk(min(k, z.shape[1]), 1)
+        values.append(best.values.clamp_min(torch.finfo(dtype).min))
+        indices.append(best.indices)
+    return torch.return_types.topk((torch.cat(values), torch.cat(indices)))
+
+
+def _rows(hidden: Tensor, weight: Tensor) -> int:
+    """Tokens of one chunk."""
+    return max(CHUNK_ROWS, CHUNK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "accelerator"] // weight.shape[0])
+
+
+class _Kept:
     """Kept sets on the device, ready to mask chunk after chunk."""
 
-    def __init__(self, kept: Kept, targets: Tensor) -> None:
-        said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
-        inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
-        if not inside.all():
-            first = int(np.flatnonzero(~inside)[0])
-            raise InvariantError(f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution")
+    def __init__(self, kept: Kept, device: torch.device) -> None:
         self.offsets = kept.offsets
-        self.rows = torch.from_numpy(np.repeat(np.arange(len(kept)), np.diff(kept.offsets))).to(targets.device)
-        self.ids = torch.from_numpy(kept.ids.astype(np.int64)).to(targets.device)
+        self.rows = torch.from_numpy(np.repeat(np.arange(len(kept)), np.diff(kept.offsets))).to(device)
+        self.ids = torch.from_numpy(kept.ids.astype(np.int64)).to(device)
 
     def outside(self, a: int, b: int, vocabulary: int) -> Tensor:
         """bool [b - a, V]: True where tokens a..b did not keep the id."""
@@ -93,6 +155,18 @@ class _Sets:
         mask = torch.ones(b - a, vocabulary, dtype=torch.bool, device=self.ids.device)
         mask[self.rows[lo:hi] - a, self.ids[lo:hi]] = False
         return mask
+
+
+class _Sets(_Kept):
+    """Kept sets that were checked to hold the token said."""
+
+    def __init__(self, kept: Kept, targets: Tensor) -> None:
+        said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
+        inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
+        if not inside.all():
+            first = int(np.flatnonzero(~inside)[0])
+            raise InvariantError(f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution")
+        super().__init__(kept, targets.device)
 
 
 class _Head(torch.autograd.Function):

@@ -50,9 +50,7 @@ class ReadOut:
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, **kwargs: Any) -> Tensor:
         """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`; no cache, no mask, no logits."""
-        out = self.decoder(
-            input_ids=input_ids.view(1, -1), position_ids=position_ids.view(1, -1), use_cache=False, layout=layout, **kwargs
-        )
+        out = self.decoder(input_ids=input_ids.view(1, -1), position_ids=position_ids.view(1, -1), use_cache=False, layout=layout, **kwargs)
         return out.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:

@@ -13,7 +13,8 @@ import threading
 from collections.abc import Callable
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.types import Task, Verdict
+from posttrain.core.types import Task
+from posttrain.core.verdict import Verdict
 from posttrain.environment.integers import last_integer
 from posttrain.environment.single import graded
 

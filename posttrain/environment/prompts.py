@@ -15,7 +15,8 @@ import numpy as np
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.run import Env
-from posttrain.core.types import Judged, Message, Task, Verdict
+from posttrain.core.types import Message, Task
+from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.single import Listed, SingleTurn
 
 HELDOUT_SHARE = 5

@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from posttrain.core.ports import Environment
 from posttrain.core.seeds import generator
-from posttrain.core.types import Task, outcome
+from posttrain.core.types import Task
+from posttrain.core.verdict import outcome
 from posttrain.environment.script import judged
 from posttrain.environment.single import SingleTurn
 

@@ -190,6 +190,10 @@ class Dialogue:
             raise InvariantError(f"{_named(self._task)}: messages were shown twice without a turn of the policy between them")
         return self._observe(messages, self._said)
 
+    def text(self, ids: Sequence[int] | np.ndarray) -> str:
+        """What these ids say, without the stop token."""
+        return self._renderer.text([int(i) for i in ids])
+
     def said(self, ids: Sequence[int] | np.ndarray) -> str:
         """Take note of the policy's turn; returns its text."""
         self._said = [int(i) for i in ids]

@@ -26,7 +26,8 @@ from typing import Any, Literal
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Reward
-from posttrain.core.types import Judged, Message, Task, Verdict
+from posttrain.core.types import Message, Task
+from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.builtin import BUILTIN
 from posttrain.environment.calls import Raised, TimedOut, call
 from posttrain.environment.single import Source

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from posttrain.core.ports import Attempt, Environment, Utterance
-from posttrain.core.types import Judged, Message, Stop, Task
+from posttrain.core.types import Message, Stop, Task
+from posttrain.core.verdict import Judged
 
 
 class Script:

@@ -10,7 +10,8 @@ from typing import Protocol
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
-from posttrain.core.types import Judged, Stop, Task, Verdict
+from posttrain.core.types import Stop, Task
+from posttrain.core.verdict import Judged, Verdict
 
 HELDOUT_SEED = 20_240_229
 """Seed of every generated held-out set: never the run's, so that runs of different seeds answer the same questions."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -60,7 +60,9 @@ def check_environment(run: Run, env: Environment) -> None:
     for stage in run.stages:
         if isinstance(stage, Supervised) and stage.style not in styles:
             offered = ", ".join(styles) or "none: it has no demonstrations"
-            raise ConfigError(f"{stage.name}.style={stage.style!r}: environment {env.name!r} writes {offered}. Leave the stage out with {stage.name}=none, or give it another style")
+            raise ConfigError(
+                f"{stage.name}.style={stage.style!r}: environment {env.name!r} writes {offered}. Leave the stage out with {stage.name}=none, or give it another style"
+            )
 
 
 def check_lengths(run: Run, policy: Policy) -> None:
@@ -77,6 +79,19 @@ def make_policy(run: Run, env: Environment) -> Policy:
     policy = load_policy(run.model, getattr(env, "alphabet", None), run.seed)
     check_lengths(run, policy)
     return policy
+
+
+def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
+    """A frozen model from a directory or hub id, to compare the policy with token by token."""
+    other = load_policy(replace(run.model, path=path), None, run.seed)
+    if other.tokenizer_digest != policy.tokenizer_digest:
+        raise ConfigError(
+            f"reference={path}: its tokenizer differs from the policy's, so their tokens cannot be compared. Use a model with the same "
+            "tokenizer files, such as one exported from a run that built the same tokenizer"
+        )
+    if other.context < policy.context:
+        raise ConfigError(f"reference={path}: its context of {other.context} tokens is shorter than the policy's {policy.context}")
+    return FrozenScorer(other)
 
 
 def make_environment(run: Run) -> Environment:
@@ -105,7 +120,7 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> Roles:
     )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
-    rollout = Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed)
+    rollout = Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed, renderer)
     return Roles(learner, engine, renderer, rollout, Sync(learner, engine))
 
 
@@ -125,6 +140,7 @@ def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tr
         stop_ids=policy.stop_ids,
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: FrozenScorer(policy),
+        teacher=lambda path: make_teacher(run, path, policy),
         optimize=lambda config: AdamW(learner.parameters(), config),
         trackers=trackers,
     )

@@ -73,7 +73,9 @@ def wait(work: Coroutine[Any, Any, T]) -> T:
     return value
 
 
-def run(recipe: str | Run = "", *overrides: str, out: str | Path | None = None, resume: str | Path | None = None, quiet: bool = False) -> Result:
+def run(
+    recipe: str | Run = "", *overrides: str, out: str | Path | None = None, resume: str | Path | None = None, quiet: bool = False
+) -> Result:
     """Run a recipe, or go on with a run that was cut.
 
     Args:

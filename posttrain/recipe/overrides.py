@@ -159,7 +159,9 @@ def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
         return SHORT[cls](current, word)
     if declared is cls and dataclasses.is_dataclass(cls):
         settings = ", ".join(f"{path}.{name}" for name in tree.hints(cls) if name not in FIXED.get(cls.__name__, ()))
-        raise ConfigError(f"{path}={word}: {path} is a group of settings; set one of {settings}{', or leave the stage out: ' + path + '=none' if cls in (Supervised, Reinforce) else ''}")
+        raise ConfigError(
+            f"{path}={word}: {path} is a group of settings; set one of {settings}{', or leave the stage out: ' + path + '=none' if cls in (Supervised, Reinforce) else ''}"
+        )
     return read(declared, word, path)
 
 

@@ -67,7 +67,16 @@ def verifiable() -> Run:
         ),
         stages=(
             Supervised(name="sft", style="completion", steps=200, batch=64, optimizer=Optimizer(lr=2e-3)),
-            Reinforce(name="rl", algorithm=GRPO, sampling=Sampling(max_tokens=16), optimizer=Optimizer(lr=5e-4), prompts=16, siblings=8, steps=30, eval_every=10),
+            Reinforce(
+                name="rl",
+                algorithm=GRPO,
+                sampling=Sampling(max_tokens=16),
+                optimizer=Optimizer(lr=5e-4),
+                prompts=16,
+                siblings=8,
+                steps=30,
+                eval_every=10,
+            ),
         ),
         evaluation=Evaluation(samples=4),
     )

@@ -69,7 +69,9 @@ class Wandb:
                 project=PROJECT, name=folder.name, id=_identity(where), resume="allow", dir=str(where), config=to_plain(run)
             )
         except Exception as error:
-            raise ConfigError(f"trackers=wandb: {error}. Run `wandb login`, or set WANDB_MODE=offline to keep it on this machine") from error
+            raise ConfigError(
+                f"trackers=wandb: {error}. Run `wandb login`, or set WANDB_MODE=offline to keep it on this machine"
+            ) from error
         for stage in run.stages:
             self._run.define_metric(f"{stage.name}/step")
             self._run.define_metric(f"{stage.name}/*", step_metric=f"{stage.name}/step")
@@ -144,7 +146,9 @@ def check_trackers(run: Run) -> None:
     missing = [TRACKERS[name][0] for name in run.trackers if importlib.util.find_spec(TRACKERS[name][0]) is None]
     if missing:
         packages = " ".join(missing)
-        raise ConfigError(f"trackers={','.join(run.trackers)}: {packages} is not installed. Run: {sys.executable} -m pip install {packages}")
+        raise ConfigError(
+            f"trackers={','.join(run.trackers)}: {packages} is not installed. Run: {sys.executable} -m pip install {packages}"
+        )
 
 
 def make_trackers(run: Run, folder: Path) -> list[Tracker]:

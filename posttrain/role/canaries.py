@@ -19,7 +19,9 @@ MEAN_BOUND: Mapping[str, float] = {"float32": 2e-5, "bfloat16": 0.02}
 """The same, averaged over a step's tokens."""
 
 
-def sampler_agrees(batch: Batch | Packed, mu_M: np.ndarray, learner_M: np.ndarray, fresh_M: np.ndarray, *, dtype: str, text: Callable[[np.ndarray], str]) -> Gauges:
+def sampler_agrees(
+    batch: Batch | Packed, mu_M: np.ndarray, learner_M: np.ndarray, fresh_M: np.ndarray, *, dtype: str, text: Callable[[np.ndarray], str]
+) -> Gauges:
     """Sampler and learner agree on every token said by the weights the learner holds now (so rho = 1 within the bound).
 
     Args:
@@ -69,7 +71,7 @@ def no_distance_yet(learner_logp: np.ndarray, reference_logp: np.ndarray, dtype:
 
 def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
     """The masks of a step's episodes cover exactly the tokens the engine says it sampled for them."""
-    covered = sum(e.spoken for g in groups for e in g.episodes)
+    covered = sum(e.spoken for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if not e.shown)
     if covered != said_tokens:
         raise InvariantError(
             f"the masks of this step cover {covered} tokens, but the engine said {said_tokens}. Some observation is trained on, or some "

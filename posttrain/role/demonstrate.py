@@ -45,6 +45,8 @@ def demonstration(renderer: PairRenderer, task: Task, prompt: str | Sequence[Mes
         raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
     ids = np.concatenate([seen, said])
     if len(ids) > context:
-        raise DataError(f"the demonstration of task {task.id!r} has {len(ids)} tokens and the model's context is {context}: shorten it, or use a longer context")
+        raise DataError(
+            f"the demonstration of task {task.id!r} has {len(ids)} tokens and the model's context is {context}: shorten it, or use a longer context"
+        )
     mask = np.arange(len(ids)) >= len(seen)
     return Segment(ids, mask, np.where(mask, 0.0, np.nan).astype(np.float32), np.where(mask, 0, -1).astype(np.int32), _LIKELIHOOD)

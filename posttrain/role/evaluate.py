@@ -11,11 +11,10 @@ import numpy as np
 from posttrain.core.run import Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauge, Gauges, Group, Task
+from posttrain.core.verdict import SOLVED
 from posttrain.role.rollout import Rollout, together
 
 Z95 = 1.959963984540054
-SOLVED = 1.0 - 1e-9
-"""A raw outcome of at least this counts as solved for pass@k."""
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -79,7 +78,11 @@ class Report:
             out["eval/greedy"] = Gauge(self.greedy.mean * self.greedy.prompts, self.greedy.prompts)
         for k, s in self.pass_at.items():
             out[f"eval/pass_at_{k}"] = Gauge(s.mean * s.prompts, s.prompts)
-        return out | {"eval/unjudged": Gauge(self.unjudged, 1), "eval/tokens": Gauge(self.mean_tokens, 1), "eval/truncated": Gauge(self.truncated, 1)}
+        return out | {
+            "eval/unjudged": Gauge(self.unjudged, 1),
+            "eval/tokens": Gauge(self.mean_tokens, 1),
+            "eval/truncated": Gauge(self.truncated, 1),
+        }
 
 
 async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> Report:

@@ -8,17 +8,20 @@ stay in the denominators they were counted in.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
+from posttrain.algorithm.choose import choose, mixing
 from posttrain.algorithm.weigh import weigh
 from posttrain.core import seeds
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.pieces.token import ClipCov
 from posttrain.core.run import Reinforce
-from posttrain.core.types import Credit, EpisodeCredit, GroupCredit
+from posttrain.core.types import SHOWN, Credit, EpisodeCredit, GroupCredit
+from posttrain.core.verdict import SOLVED
 
 
 @dataclass(frozen=True)
@@ -31,9 +34,11 @@ class Minibatch:
     """Episodes in the denominators."""
 
 
-def pack(credit: Credit, stage: Reinforce, *, seed: int, step: int) -> Iterator[Minibatch]:
-    """The step's groups cut into `minibatches` of whole groups, `epochs` times; later epochs in a new order."""
-    a = stage.algorithm
+def pack(credit: Credit, a: Algorithm, stage: Reinforce, *, seed: int, step: int, version: int = 0) -> Iterator[Minibatch]:
+    """The step's groups cut into `minibatches` of whole groups, `epochs` times; later epochs in a new order.
+
+    `a` is the stage's algorithm as it is steered now; `version` that of the weights at the start of the step.
+    """
     groups = [g for g in credit.groups if any(not e.dropped for e in g.episodes)]
     if not groups:
         return
@@ -42,14 +47,24 @@ def pack(credit: Credit, stage: Reinforce, *, seed: int, step: int) -> Iterator[
         parts = [p for p in np.array_split(order, min(stage.minibatches, len(groups))) if len(p)]
         for i, part in enumerate(parts):
             chosen = [groups[j] for j in sorted(part)]
-            yield _minibatch(a, chosen, max_tokens=stage.sampling.max_tokens, first=epoch == 0 and i == 0)
+            made = seeds.generator(seed, "tokens", step, epoch, i) if isinstance(a.tokens, ClipCov) else None
+            step_of = epoch * len(parts) + i
+            yield _minibatch(
+                a, chosen, max_tokens=stage.sampling.max_tokens, first=step_of == 0, versions=(version, version + step_of + 1), rng=made
+            )
 
 
-def _minibatch(a: Algorithm, groups: Sequence[GroupCredit], *, max_tokens: int, first: bool) -> Minibatch:
+def _minibatch(
+    a: Algorithm, groups: Sequence[GroupCredit], *, max_tokens: int, first: bool, versions: tuple[int, int], rng: np.random.Generator | None
+) -> Minibatch:
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
     per_token = weigh(a.aggregate, [e.episode.spoken for _, e in members], [i for i, _ in members], max_tokens)
-    loud = [(e, w) for (_, e), w in zip(members, per_token, strict=True) if a.reads_silent_tokens or any(np.any(x != 0) for x in e.advantage)]
+    loud = [
+        (e, w) for (_, e), w in zip(members, per_token, strict=True) if a.reads_silent_tokens or any(np.any(x != 0) for x in e.advantage)
+    ]
     batch = _batch([e for e, _ in loud], np.array([w for _, w in loud])) if loud else None
+    if batch is not None:
+        batch = replace(batch, **_further(a, batch, [e for e, _ in loud], versions, rng))
     return Minibatch(batch, first, len(members))
 
 
@@ -72,6 +87,32 @@ def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
     if batch.spoken != sum(e.episode.spoken for e in credits):
         raise InvariantError("packing lost or invented spoken tokens")
     return batch
+
+
+def _further(
+    a: Algorithm, batch: Batch, credits: Sequence[EpisodeCredit], versions: tuple[int, int], rng: np.random.Generator | None
+) -> dict[str, np.ndarray | None]:
+    """The streams only some algorithms read, each made over the whole minibatch."""
+    out: dict[str, np.ndarray | None] = {}
+    shown_M = batch.version_M == SHOWN
+    if a.shown is not None:
+        out["shown_M"] = shown_M
+    if a.anchor == "proximal":
+        out["mix_M"] = mixing(batch.version_M, *versions)
+    if a.tokens is not None:
+        out["chosen_M"] = choose(a.tokens, batch, _stream([e.scored.entropy for e in credits], "entropy"), rng)
+    if a.imitate is not None:
+        solved = np.array([e.episode.reward is not None and e.episode.reward >= SOLVED for e in credits])
+        wanted = shown_M if a.imitate.of == "shown" else solved[batch.sequence_M] & ~shown_M
+        out["imitate_M"] = wanted / max(1, int(wanted.sum()))
+    tops = (
+        [t for e in credits for t in e.scored.teacher or ()]
+        if a.distill is not None
+        else [s.top for e in credits for s in e.episode.segments if s.top]
+    )
+    if tops:
+        out |= {"top_ids_MK": np.concatenate([t.ids for t in tops]), "top_logp_MK": np.concatenate([t.logp for t in tops])}
+    return out
 
 
 def _stream(parts: Sequence[tuple[np.ndarray, ...] | None], name: str) -> np.ndarray | None:

@@ -1,38 +1,66 @@
-"""Which task comes next: a pure function of (seed, cursor), so a checkpoint needs one integer."""
+"""Which task comes next: a pure function of (seed, cursor, what was solved), so a checkpoint needs little."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
 
 from posttrain.core import seeds
-from posttrain.core.errors import DataError
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.pieces.token import Curriculum, NoEasy, Priority
 from posttrain.core.ports import TaskSource
-from posttrain.core.types import Task
+from posttrain.core.types import Group, Task
+from posttrain.core.verdict import SOLVED
 
 
 @dataclass
 class Prompts:
     """An endless walk through a task source: shuffled anew every epoch, or in order where tasks are generated.
 
-    `visit` counts how often a task was asked before; it enters every random key of its episodes (law 8).
+    `visit` counts how often a task was asked before; it enters every random key of its episodes (law 8). A curriculum
+    leaves tasks out (`NoEasy`) or draws them by what is left to learn (`Priority`); it reads raw outcomes only.
     """
 
     source: TaskSource
     seed: int
     cursor: int = 0
+    curriculum: Curriculum | None = None
+    rates: dict[str, float] = field(default_factory=dict[str, float])
+    """Task id -> pass rate when it was last asked. Part of every checkpoint, where a curriculum reads it."""
+    visits: dict[str, int] = field(default_factory=dict[str, int])
+    """Task id -> how often it was asked, under `Priority`, which asks in no epochs."""
 
     def __post_init__(self) -> None:
         if self.source.count == 0:
             raise DataError("there are no training tasks: every prompt went to the held-out split, or the source is empty")
+        if self.curriculum is not None and self.source.count is None:
+            self.curriculum = None
         self._epoch = -1
         self._order: list[int] = []
+        self._tasks: list[Task] | None = None
 
     def __iter__(self) -> Iterator[tuple[Task, int]]:
         return self
 
     def __next__(self) -> tuple[Task, int]:
         """The next task with its visit number."""
+        match self.curriculum:
+            case None:
+                return self._walk()
+            case NoEasy(rate=rate):
+                for _ in range(self.source.count or 1):
+                    task, visit = self._walk()
+                    if self.rates.get(task.id, 0.0) < rate:
+                        return task, visit
+                raise ConfigError(
+                    f"curriculum: every one of the {self.source.count} tasks was solved at a rate of {rate:g} or more. Stop here, or add harder tasks"
+                )
+            case Priority(floor=floor):
+                return self._draw(floor)
+
+    def _walk(self) -> tuple[Task, int]:
         count = self.source.count
         if count is None:
             index, visit = self.cursor, 0
@@ -44,3 +72,23 @@ class Prompts:
             index = self._order[place]
         self.cursor += 1
         return self.source.task(index), visit
+
+    def _draw(self, floor: float) -> tuple[Task, int]:
+        """A task with probability in proportion to what is left of it to solve."""
+        if self._tasks is None:
+            self._tasks = [self.source.task(i) for i in range(self.source.count or 0)]
+        weight = np.array([max(floor, 1 - self.rates.get(t.id, 0.0)) for t in self._tasks])
+        task = self._tasks[int(seeds.generator(self.seed, "prompt-draw", self.cursor).choice(len(weight), p=weight / weight.sum()))]
+        self.cursor += 1
+        visit = self.visits.get(task.id, 0)
+        self.visits[task.id] = visit + 1
+        return task, visit
+
+    def learn(self, groups: Iterable[Group]) -> None:
+        """Take note of the raw outcomes of what was asked."""
+        if self.curriculum is None:
+            return
+        for group in groups:
+            own = [e.reward for e in group.judged if not e.shown and e.reward is not None]
+            if own:
+                self.rates[group.task.id] = sum(r >= SOLVED for r in own) / len(own)

@@ -7,16 +7,22 @@ A failed rollout is data: what the environment or a verifier of ours broke becom
 from __future__ import annotations
 
 import asyncio
+from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeVar
+
+import numpy as np
 
 from posttrain.core import seeds
 from posttrain.core.errors import InvariantError, PosttrainError
-from posttrain.core.ports import Attempt, Dialogue, Environment, Sampler, Utterance
+from posttrain.core.pieces.token import Shown
+from posttrain.core.ports import Attempt, Dialogue, PairRenderer, Sampler, Teacher, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Judged, Message, State, Stop, Task, Verdict
+from posttrain.core.types import Episode, Group, Message, Stop, Task
+from posttrain.core.verdict import Judged, State, Verdict
 
 JUDGE_RETRIES = 2
 T = TypeVar("T")
@@ -30,6 +36,7 @@ class _Talk:
         self.transcript = Transcript(sampling)
         self._dialogue = rollout.dialogue(task.id)
         self.turns: list[str] = []
+        self._before, self._last = 0, np.zeros(0, np.int32)
         self.stop: Stop = Stop.ERROR
 
     def see(self, content: str | Sequence[Message]) -> None:
@@ -43,9 +50,15 @@ class _Talk:
         said = await self._sampler.generate(self.transcript.ids, self._sampling, self._place(len(self.turns)))
         self.transcript.say(said)
         text = self._dialogue.said(said.ids)
+        self._before += len(self._last)
+        self._last = said.ids
         self.turns.append(text)
         self.stop = said.stop
         return Utterance(text, said.stop, len(said.ids))
+
+    def spoken_upto(self, characters: int) -> int:
+        """Spoken tokens up to this character of the last turn's text, all earlier turns included."""
+        return self._before + tokens_upto(self._dialogue, self._last, characters)
 
 
 @dataclass(frozen=True)
@@ -65,10 +78,12 @@ class Rollout:
     """Plays episodes of one environment on one engine under one seed."""
 
     sampler: Sampler
-    environment: Environment
+    environment: Teacher
     dialogue: Callable[[str], Dialogue]
     """A new encoder for one episode of the named task."""
     seed: int
+    renderer: PairRenderer | None = None
+    """Writes demonstrations as tokens, where groups are shown some."""
 
     async def episode(self, task: Task, visit: int, sibling: int, sampling: Sampling, stream: str) -> Episode:
         """Play and judge one episode. Broken invariants and config errors propagate; other failures become data."""
@@ -85,12 +100,10 @@ class Rollout:
             why = f"{type(error).__name__}: {error}"
             verdicts: tuple[Judged, ...] = (Judged("environment", 1.0, Verdict.failed("environment", why)),)
             return self._episode(task, visit, sibling, talk, Stop.ERROR, verdicts, why)
-        verdicts = await self._judge(Attempt(task, tuple(talk.turns), stop))
+        verdicts = await self._judge(Attempt(task, tuple(talk.turns), stop, talk.spoken_upto))
         return self._episode(task, visit, sibling, talk, stop, verdicts, "")
 
-    def _episode(
-        self, task: Task, visit: int, sibling: int, talk: _Talk, stop: Stop, verdicts: tuple[Judged, ...], error: str
-    ) -> Episode:
+    def _episode(self, task: Task, visit: int, sibling: int, talk: _Talk, stop: Stop, verdicts: tuple[Judged, ...], error: str) -> Episode:
         text = "\n".join(talk.turns)
         return Episode(task, visit, sibling, (talk.transcript.segment(),), stop, verdicts, text, error)
 
@@ -102,13 +115,36 @@ class Rollout:
                 break
             verdicts = await self.environment.judge(attempt)
         if not verdicts:
-            raise InvariantError(f"environment {self.environment.name!r} returned no verdict for task {attempt.task.id!r}: judge() must return one per source")
+            raise InvariantError(
+                f"environment {self.environment.name!r} returned no verdict for task {attempt.task.id!r}: judge() must return one per source"
+            )
         return verdicts
 
-    async def group(self, task: Task, visit: int, siblings: int, sampling: Sampling, stream: str) -> Group:
-        """All siblings of one prompt, concurrently."""
-        episodes = await together([self.episode(task, visit, i, sampling, stream) for i in range(siblings)])
-        return Group(task, visit, tuple(episodes))
+    async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str) -> Episode:
+        """An episode that a demonstration says instead of the policy, judged like any other."""
+        if self.renderer is None:
+            raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
+        rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
+        prompt, completion = self.environment.demonstrate(task, style, rng, 0.0)
+        seen, said = self.renderer.pair(prompt, completion, task.id)
+        transcript = Transcript(sampling)
+        transcript.see(seen)
+        transcript.show(said)
+        verdicts = await self._judge(Attempt(task, (completion,), Stop.SAID, partial(tokens_upto, self.dialogue(task.id), said)))
+        return Episode(task, visit, sibling, (transcript.segment(),), Stop.SAID, verdicts, completion)
+
+    async def group(
+        self, task: Task, visit: int, siblings: int, sampling: Sampling, stream: str, *, greedy: bool = False, shown: Shown | None = None
+    ) -> Group:
+        """All siblings of one prompt, concurrently; the last `shown.siblings` of them demonstrations, beside them the argmax answer."""
+        own = siblings - (shown.siblings if shown else 0)
+        work = [self.episode(task, visit, i, sampling, stream) for i in range(own)]
+        if shown:
+            work += [self.show(task, visit, i, sampling, shown.style) for i in range(own, siblings)]
+        if greedy:
+            work.append(self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy"))
+        episodes = await together(work)
+        return Group(task, visit, tuple(episodes[:siblings]), episodes[siblings] if greedy else None)
 
     async def until(
         self,
@@ -120,6 +156,8 @@ class Rollout:
         stream: str,
         keep: Callable[[Group], bool] | None = None,
         most: int = 8,
+        greedy: bool = False,
+        shown: Shown | None = None,
     ) -> Asked:
         """Groups until `count` pass `keep`, asking for at most `most * count`; in the order they were asked."""
         kept: list[Group] = []
@@ -128,10 +166,15 @@ class Rollout:
         while len(kept) < count and asked < most * count:
             wave = [next(prompts) for _ in range(min(count - len(kept), most * count - asked))]
             asked += len(wave)
-            groups = await together([self.group(t, v, siblings, sampling, stream) for t, v in wave])
+            groups = await together([self.group(t, v, siblings, sampling, stream, greedy=greedy, shown=shown) for t, v in wave])
             for group in groups:
                 (kept if keep is None or keep(group) else refused).append(group)
         return Asked(tuple(kept), tuple(refused))
+
+
+def tokens_upto(dialogue: Dialogue, ids: np.ndarray, characters: int) -> int:
+    """How many of `ids` it takes to say this many characters: text grows with every token, so the border is bisected."""
+    return bisect_left(range(len(ids)), characters, key=lambda n: len(dialogue.text(ids[:n])))
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
@@ -150,4 +193,3 @@ def _first(many: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     return cause
-

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from posttrain.core.algorithm import KL, Algorithm
+from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Learner, Scorer
-from posttrain.core.types import Episode, Group, Scored, ScoredGroup
+from posttrain.core.ports import Examiner, Learner
+from posttrain.core.types import Episode, Group, Scored, ScoredGroup, Top
 
 Stream = tuple[np.ndarray, ...]
 
@@ -20,12 +20,11 @@ def reads_start(a: Algorithm, optimizer_steps: int) -> bool:
 
     With one optimizer step a step they equal the training forward's own, except where credit already needs them.
     """
-    credit_needs = isinstance(a.pull, KL) and a.pull.placement != "loss" and a.anchor == "start"
-    return credit_needs or ("start" in a.reads and optimizer_steps > 1)
+    return a.start_before_loss or ("start" in a.reads and optimizer_steps > 1)
 
 
 def score(
-    groups: Sequence[Group], a: Algorithm, learner: Learner, reference: Scorer | None, *, optimizer_steps: int
+    groups: Sequence[Group], a: Algorithm, learner: Learner, reference: Examiner | None, *, optimizer_steps: int
 ) -> tuple[ScoredGroup, ...]:
     """Judged episodes of each group with the streams `a` reads. Groups without a judged episode leave here."""
     episodes = [e for g in groups for e in g.judged]
@@ -33,16 +32,24 @@ def score(
         return ()
     packed = Packed.of([s for e in episodes for s in e.segments])
     start = _cut(learner.score(packed), episodes) if reads_start(a, optimizer_steps) else None
-    ref = None
-    if "reference" in a.reads:
-        if reference is None:
-            raise InvariantError(f"algorithm {a.name!r} reads a reference, and the house has none")
-        ref = _cut(reference.score(packed), episodes)
+    ref = _cut(_there(a, reference).score(packed), episodes) if "reference" in a.reads else None
     values = _cut(learner.value(packed), episodes) if "values" in a.reads else None
-    scored = iter(
-        Scored(e, start[i] if start else None, ref[i] if ref else None, values[i] if values else None) for i, e in enumerate(episodes)
-    )
+    entropy = _cut(learner.entropy(packed), episodes) if "entropy" in a.reads else None
+    teacher = _cut_top(_there(a, reference).top(packed, a.distill.top), episodes) if a.distill is not None else None
+    streams = (start, ref, values, entropy, teacher)
+    scored = iter(Scored(e, *(stream and stream[i] for stream in streams)) for i, e in enumerate(episodes))
     return tuple(ScoredGroup(g, tuple(next(scored) for _ in g.judged)) for g in groups if g.judged)
+
+
+def _there(a: Algorithm, reference: Examiner | None) -> Examiner:
+    if reference is None:
+        raise InvariantError(f"algorithm {a.name!r} reads a reference, and the house has none")
+    return reference
+
+
+def _cut_top(top: Top, episodes: Sequence[Episode]) -> list[tuple[Top, ...]]:
+    """Top tokens of a packing back into per-episode, per-segment ones."""
+    return [tuple(map(Top, ids, logp)) for ids, logp in zip(_cut(top.ids, episodes), _cut(top.logp, episodes), strict=True)]
 
 
 def _cut(stream_M: np.ndarray, episodes: Sequence[Episode]) -> list[Stream]:

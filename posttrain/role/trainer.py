@@ -12,7 +12,7 @@ import torch
 
 from posttrain.algorithm.objective import objective, supervised
 from posttrain.algorithm.streams import streams
-from posttrain.core.algorithm import Algorithm, Value
+from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch, Demonstrations
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner
@@ -51,16 +51,18 @@ class Trainer:
     micro_tokens: int
     version: int = 0
 
-    def policy_step(self, batch: Batch, a: Algorithm, observe: Observer | None = None) -> Gauges:
+    def policy_step(self, batch: Batch, a: Algorithm, observe: Observer | None = None, *, warming: bool = False) -> Gauges:
         """One optimizer step on one minibatch; micro-batches only split it.
 
-        `observe` sees each micro-batch with the learner's log-probs before anything is differentiated; it may raise.
+        `warming` trains the value head alone. `observe` sees each micro-batch with the learner's log-probs before anything is differentiated; it may raise.
         """
         self.learner.train_mode(True)
         parts: list[Gauges] = []
-        value = isinstance(a.baseline, Value)
         for micro in batch.split(self.micro_tokens):
-            scores = self.learner.forward(micro, entropy=a.entropy is not None, value=value)
+            value, alone = a.learns_values is not None, warming
+            scores = self.learner.forward(
+                micro, entropy=a.entropy is not None, value=value, candidates_MK=micro.top_ids_MK, head_only=alone
+            )
             if observe is not None:
                 observe(micro, scores.logp.detach().float().cpu().numpy())
             terms = objective(a, streams(micro, scores.logp.device), scores)

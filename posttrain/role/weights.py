@@ -46,7 +46,9 @@ def restore(learner: Learner, weights: Mapping[str, torch.Tensor]) -> None:
 def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor], path: Path | None) -> None:
     if set(source) != set(target) or any(source[n].shape != target[n].shape for n in target):
         wrong = sorted(set(source) ^ set(target)) or [n for n in target if source[n].shape != target[n].shape]
-        raise RunFolderError(f"{path or 'these weights'} belong to another model: {', '.join(wrong[:4])} differ. Resume with the model the run was started with")
+        raise RunFolderError(
+            f"{path or 'these weights'} belong to another model: {', '.join(wrong[:4])} differ. Resume with the model the run was started with"
+        )
     with torch.no_grad():
         for name, tensor in target.items():
             tensor.copy_(source[name])

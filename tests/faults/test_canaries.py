@@ -17,7 +17,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.ladder import GRPO
 from posttrain.core.run import Run
-from posttrain.core.types import Judged, Verdict
+from posttrain.core.verdict import Judged, Verdict
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 

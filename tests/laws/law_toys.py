@@ -13,12 +13,14 @@ from torch import Tensor
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.objective import objective
 from posttrain.algorithm.streams import Streams
+from posttrain.algorithm.trust import Look
 from posttrain.algorithm.weigh import weigh
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Credit, Episode, EpisodeCredit, Group, Judged, Scored, ScoredGroup, Segment, Stop, Task, Verdict
+from posttrain.core.types import Credit, Episode, EpisodeCredit, Group, Scored, ScoredGroup, Segment, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
 
 SAMPLING = Sampling(max_tokens=20, stop_ids=(0,))
 
@@ -143,6 +145,14 @@ def gradient(
     loss = objective(a, streams, TokenScores(logp, entropy, value)).loss
     grads = torch.autograd.grad(loss, inputs, allow_unused=True)
     return (loss.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)))
+
+
+def look(ratio: Tensor, advantage: Tensor, sequence: np.ndarray | None = None) -> Look:
+    """What a trust region sees of these tokens: each in an episode of its own, the anchor at log-prob -1."""
+    log_ratio = ratio.log()
+    places = np.arange(len(ratio)) if sequence is None else sequence
+    streams = streams_of(advantage.numpy(), np.ones(len(ratio)), places, mu=np.full(len(ratio), -1.0))
+    return Look(ratio, log_ratio, advantage, log_ratio - 1, streams)
 
 
 # --- a policy whose every response can be listed -------------------------------------------------------------------

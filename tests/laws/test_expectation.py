@@ -20,8 +20,10 @@ from torch import Tensor
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.objective import objective
 from posttrain.algorithm.weigh import weigh
-from posttrain.core.algorithm import Algorithm, Ema, GroupMean, Mask, Others, Truncate, Value, patch
+from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.ladder import DR_GRPO, EMA, GRPO, PPO, REINFORCE
+from posttrain.core.pieces.baseline import Ema, GroupMean, Others, Value
+from posttrain.core.pieces.correction import Mask, Truncate
 from posttrain.core.ports import TokenScores
 from posttrain.core.types import ScoredGroup
 
@@ -95,7 +97,7 @@ UNBIASED: dict[str, Callable[[], Tensor]] = {
     "ratio of the answer, off policy": lambda: expected(IS, siblings=1, sampler=SAMPLER),
     "ratio of the answer, off policy, leave one out": lambda: expected(patch(IS, "loo", "-", baseline=Others()), sampler=SAMPLER),
     "uncapped correction of the answer": lambda: expected(
-        patch(LOO, "c", "-", correction=Truncate(cap=1e9, level="sequence")), sampler=SAMPLER
+        patch(LOO, "c", "-", correction=(Truncate(cap=1e9, level="sequence"),)), sampler=SAMPLER
     ),
 }
 
@@ -140,11 +142,11 @@ BIASED: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
         lambda: per_token(lambda i, t: float(R[i] * SAMPLED_RATIO[i] * _ratio(i, t))),
     ),
     "masked correction: only answers inside the band": (
-        lambda: expected(patch(REINFORCE, "m", "-", correction=Mask(low=0.5, high=2, level="sequence")), siblings=1, sampler=SAMPLER),
+        lambda: expected(patch(REINFORCE, "m", "-", correction=(Mask(low=0.5, high=2, level="sequence"),)), siblings=1, sampler=SAMPLER),
         lambda: score_of(R * ((SAMPLED_RATIO <= 2) & (SAMPLED_RATIO >= 0.5))),
     ),
     "capped correction": (
-        lambda: expected(patch(REINFORCE, "m", "-", correction=Truncate(cap=1.2, level="sequence")), siblings=1, sampler=SAMPLER),
+        lambda: expected(patch(REINFORCE, "m", "-", correction=(Truncate(cap=1.2, level="sequence"),)), siblings=1, sampler=SAMPLER),
         lambda: score_of(R * SAMPLED_RATIO * (1 / SAMPLED_RATIO).clamp(max=1.2)),
     ),
 }

@@ -19,9 +19,14 @@ from torch import Tensor
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.objective import objective, supervised
 from posttrain.algorithm.streams import streams
-from posttrain.core.algorithm import KL, Algorithm, Clip, EntropyBonus, GroupMean, Mask, SequenceL2, Truncate, Value, patch
+from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import DAPO, DR_GRPO, EMA, GRPO, LADDER, PPO, REINFORCE, RLOO
+from posttrain.core.pieces.baseline import GroupMean, Value
+from posttrain.core.pieces.correction import Mask, Truncate
+from posttrain.core.pieces.pull import KL, SequenceL2
+from posttrain.core.pieces.token import EntropyBonus
+from posttrain.core.pieces.trust import Clip
 from posttrain.core.ports import TokenScores
 
 L_MAX = SAMPLING.max_tokens
@@ -258,18 +263,21 @@ CASES: list[tuple[Algorithm, Book]] = [
     (patch(GRPO, "k2", "-", pull=KL(coef=0.04, estimator="k2")), grpo_k2),
     (patch(RLOO, "k3_both", "-", pull=KL(coef=0.03, estimator="k3", placement="both")), rloo_k3_both),
     (patch(DR_GRPO, "entropy", "-", entropy=EntropyBonus(coef=0.01)), entropy),
-    (patch(DR_GRPO, "tis", "-", correction=Truncate(cap=1.1)), corrected(lambda d: d.exp().clamp(max=1.1))),
+    (patch(DR_GRPO, "tis", "-", correction=(Truncate(cap=1.1),)), corrected(lambda d: d.exp().clamp(max=1.1))),
     (
-        patch(DR_GRPO, "seq_tis", "-", correction=Truncate(cap=1.1, level="sequence")),
+        patch(DR_GRPO, "seq_tis", "-", correction=(Truncate(cap=1.1, level="sequence"),)),
         corrected(lambda d: d.sum().exp().clamp(max=1.1).expand(len(d))),
     ),
-    (patch(DR_GRPO, "icepop", "-", correction=Mask(low=0.8, high=1.2)), corrected(lambda d: d.exp() * ((d.exp() > 0.8) & (d.exp() < 1.2)))),
     (
-        patch(DR_GRPO, "mis", "-", correction=Mask(low=0.7, high=1.4, level="sequence")),
+        patch(DR_GRPO, "icepop", "-", correction=(Mask(low=0.8, high=1.2),)),
+        corrected(lambda d: d.exp() * ((d.exp() > 0.8) & (d.exp() < 1.2))),
+    ),
+    (
+        patch(DR_GRPO, "mis", "-", correction=(Mask(low=0.7, high=1.4, level="sequence"),)),
         corrected(lambda d: (d.sum().exp() * ((d.sum().exp() > 0.7) & (d.sum().exp() < 1.4))).expand(len(d))),
     ),
     (patch(CENTRED, "batch_std", "2508.08221", scale="batch_std", aggregate="token_mean"), batch_scaled),
-    (patch(REINFORCE, "decoupled", "2505.24298", correction=Truncate(cap=1e9)), decoupled),
+    (patch(REINFORCE, "decoupled", "2505.24298", correction=(Truncate(cap=1e9),)), decoupled),
 ]
 
 

@@ -12,12 +12,13 @@ from law_toys import Answer, Tabular, scored_group, streams_of
 from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.kl import estimate, in_loss, in_reward
+from posttrain.algorithm.kl import estimate, in_loss
 from posttrain.algorithm.objective import objective
-from posttrain.core import algorithm as data
-from posttrain.core.algorithm import KL, Estimator, Placement, SequenceL2, patch
+from posttrain.core.algorithm import patch
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import REINFORCE
+from posttrain.core.pieces import pull as data
+from posttrain.core.pieces.pull import KL, Estimator, Placement, SequenceL2
 from posttrain.core.ports import TokenScores
 
 REF = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
@@ -87,13 +88,13 @@ def test_the_table_of_the_data_is_the_measured_one() -> None:
         if pair in data._KL_TRUTH:
             kl = KL(coef=0.1, estimator=pair[0], placement=pair[1])
             assert kl.truth.startswith("exact") == exact
-            assert in_reward(kl) == (pair[1] != "loss") and in_loss(kl) == (pair[1] != "reward")
+            assert kl.in_credit == (pair[1] != "loss") and in_loss(kl) == (pair[1] != "reward")
         else:
             assert not exact or pair == ("k1", "both")
             with pytest.raises(ConfigError, match="Use one of"):
                 KL(coef=0.1, estimator=pair[0], placement=pair[1])
             assert pair in data._KL_REFUSED
-    assert not in_reward(SequenceL2()) and not in_loss(None)
+    assert not in_loss(SequenceL2()) and not in_loss(None)
 
 
 # --- sequences: the library's own credit and objective, every response listed ----------------------------------------

@@ -7,33 +7,24 @@ import math
 import numpy as np
 import pytest
 import torch
-from law_toys import Answer, credits, rewarded, scored_group, streams_of
+from law_toys import Answer, credits, look, rewarded, scored_group, streams_of
 
 from posttrain.algorithm import kl
 from posttrain.algorithm.correction import correct, effective_share
-from posttrain.algorithm.credit import credit_step, shape, whitened
+from posttrain.algorithm.credit import credit_step, whitened
 from posttrain.algorithm.objective import objective
+from posttrain.algorithm.shape import shaped
 from posttrain.algorithm.trust import importance, push
 from posttrain.algorithm.value import gae, value_loss
 from posttrain.algorithm.weigh import weigh
-from posttrain.core.algorithm import (
-    KL,
-    Clip,
-    DropTruncated,
-    Ema,
-    GroupMean,
-    Mask,
-    Others,
-    Overlong,
-    SequenceL2,
-    Signed,
-    Truncate,
-    Value,
-    Zero,
-    patch,
-)
+from posttrain.core.algorithm import patch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import DAPO, DR_GRPO, EMA, GRPO, PPO, REINFORCE, RLOO
+from posttrain.core.pieces.baseline import Ema, GroupMean, Others, Value, Zero
+from posttrain.core.pieces.correction import Mask, Truncate
+from posttrain.core.pieces.pull import KL, SequenceL2
+from posttrain.core.pieces.shape import DropTruncated, Overlong, Signed
+from posttrain.core.pieces.trust import Clip
 from posttrain.core.ports import TokenScores
 from posttrain.core.types import Gauge, Stop
 
@@ -153,7 +144,7 @@ def test_clip_is_where_the_published_loss_is_flat(high: float, r: float, advanta
     published = -torch.minimum(x * advantage, x.clamp(0.8, 1 + high) * advantage)
     assert published.item() == pytest.approx(loss)
     slope = torch.autograd.grad(published.sum(), x)[0]
-    pushed = push(Clip(low=0.2, high=high), x.detach(), tensor(advantage))
+    pushed = push(Clip(low=0.2, high=high), look(x.detach(), tensor(advantage)))
     assert (-pushed.push_M * advantage).item() == pytest.approx((slope * x).item())
     assert pushed.high_M.item() == (advantage > 0 and r > 1) and pushed.low_M.item() == (advantage < 0 and r < 1)
 
@@ -189,7 +180,7 @@ def test_overlong(longest: int, spoken: int, penalty: float) -> None:
     """A10, DAPO Eq. 13 with a cache of a fifth, clamped beyond L_max."""
     one = np.full(spoken, -1, np.float32)
     (group,) = [scored_group("t", [Answer(1.0, [[spoken]], one)])]
-    reward, why = shape(Overlong(cache=0.2), 1.0, group.episodes[0].episode, longest)
+    (reward,), (why,) = shaped((Overlong(cache=0.2),), np.ones(1), [group.episodes[0].episode], longest)
     assert reward - 1 == pytest.approx(penalty, abs=1e-9) and why == ""
 
 
@@ -225,7 +216,7 @@ def test_share_of_groups_with_a_signal(p: float, n: int, kept: float) -> None:
 def test_clip_higher(high: float, reach: float) -> None:
     """A10: a token of probability .01 is pushed up to .012 (clip .2) or .0128 (.28) and not beyond."""
     ratios = tensor(reach - 1e-6, reach + 1e-6) / 0.01
-    assert (push(Clip(low=0.2, high=high), ratios, tensor(1, 1)).push_M > 0).tolist() == [True, False]
+    assert (push(Clip(low=0.2, high=high), look(ratios, tensor(1, 1))).push_M > 0).tolist() == [True, False]
 
 
 def test_weight_of_a_token_in_a_long_wrong_answer() -> None:
@@ -275,7 +266,7 @@ def test_corrections(correction: Truncate | Mask, log_ratio: np.ndarray, used: l
     n = len(used)
     s = streams_of(np.zeros(n + 1), np.zeros(n + 1), np.array([0] * n + [1]), mu=np.full(n + 1, -3.0))
     start = torch.tensor([*(-3.0 + log_ratio), -2.0], dtype=torch.float64)
-    found = correct(correction, start, s)
+    found = correct((correction,), start, start, s)
     assert found.used_M[:n].numpy() == pytest.approx(used, abs=1e-6)
     raw = np.exp(log_ratio) if correction.level == "token" else np.full(n, np.exp(log_ratio.sum()))
     assert found.raw_M[:n].numpy() == pytest.approx(raw, abs=1e-9)

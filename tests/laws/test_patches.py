@@ -4,22 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from posttrain.core.algorithm import (
-    KL,
-    Algorithm,
-    Clip,
-    Ema,
-    GroupMean,
-    Mask,
-    Overlong,
-    SequenceL2,
-    Truncate,
-    Value,
-    differences,
-    patch,
-)
+from posttrain.core.algorithm import Algorithm, differences, patch
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import DAPO, DR_GRPO, EMA, GRPO, LADDER, PPO, REINFORCE, RLOO, algorithm
+from posttrain.core.pieces.baseline import Ema, GroupMean, Value
+from posttrain.core.pieces.correction import Mask, Truncate
+from posttrain.core.pieces.pull import KL, SequenceL2
+from posttrain.core.pieces.shape import Overlong
+from posttrain.core.pieces.trust import Clip
 
 REFUSED = [
     (REINFORCE, {"clip": Clip()}, "ratio='one' has none"),
@@ -90,7 +82,7 @@ def test_what_is_read_is_what_is_scored() -> None:
         "dr_grpo": ["start"],
     }
     assert patch(RLOO, "r", "-", anchor="start").reads == {"reference", "start"}, "the KL in the reward is taken under the anchor"
-    assert patch(REINFORCE, "c", "-", correction=Mask()).reads == {"start"}
+    assert patch(REINFORCE, "c", "-", correction=(Mask(),)).reads == {"start"}
     kimi = patch(REINFORCE, "k", "-", baseline=GroupMean(), anchor="start", pull=SequenceL2())
     assert kimi.reads == {"start"} and kimi.needs_episode_whole and kimi.reads_silent_tokens
     assert not GRPO.needs_episode_whole and not DAPO.reads_silent_tokens

@@ -16,9 +16,10 @@ from torch import Tensor
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.objective import objective
 from posttrain.algorithm.streams import streams
-from posttrain.core.algorithm import Algorithm, Value, patch
+from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.batch import Batch
 from posttrain.core.ladder import PPO
+from posttrain.core.pieces.baseline import Value
 from posttrain.core.ports import TokenScores
 from posttrain.core.types import Gauges, merge
 

@@ -8,8 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from law_toys import credits
 
-from posttrain.core.algorithm import Algorithm, Ema, GroupMean, Others, patch
+from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.ladder import DAPO, DR_GRPO, EMA, GRPO, LADDER, REINFORCE, RLOO
+from posttrain.core.pieces.baseline import Ema, GroupMean, Others
 
 PLAIN_RLOO = patch(RLOO, "rloo_no_kl", "-", pull=None)
 PLAIN_GRPO = patch(GRPO, "grpo_no_kl", "-", pull=None)

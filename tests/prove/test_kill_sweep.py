@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from posttrain.core import checkpoint as checkpoints
-from posttrain.core.algorithm import Ema
 from posttrain.core.ladder import GRPO, PPO
+from posttrain.core.pieces.baseline import Ema
 from posttrain.core.reader import record_digest
 from posttrain.core.run import Run
 from posttrain.recipe import main
@@ -35,7 +35,9 @@ INSIDE = 5
 
 def sweep_run() -> Run:
     """SFT, then RL with a reference, several minibatches and epochs, evaluation, and an optimizer state to lose."""
-    return replace(tiny_run(algorithm=GRPO, steps=6, prompts=4, minibatches=2, epochs=2, eval_every=2, checkpoint_every=2), deterministic=False)
+    return replace(
+        tiny_run(algorithm=GRPO, steps=6, prompts=4, minibatches=2, epochs=2, eval_every=2, checkpoint_every=2), deterministic=False
+    )
 
 
 def digest(folder: Path) -> str:

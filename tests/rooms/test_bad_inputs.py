@@ -84,7 +84,10 @@ def test_equal_rewards_are_noted_and_the_run_goes_on(name: str, tmp_path: Path, 
     words = mine(tmp_path / "data", reward="def reward(task, text):\n    return 0.0\n")
     folder = play(tmp_path / "run", *words, f"algorithm={name}")
     assert len(rl_steps(folder)) == 2
-    assert all(any("spread" in n or "passed the filter" in n or "same reward" in n for n in s.notes) for s in rl_steps(folder)) and "note:" in capsys.readouterr().out
+    assert (
+        all(any("spread" in n or "passed the filter" in n or "same reward" in n for n in s.notes) for s in rl_steps(folder))
+        and "note:" in capsys.readouterr().out
+    )
 
 
 @pytest.mark.parametrize(
@@ -199,7 +202,9 @@ def test_words_that_mean_nothing(words: tuple[str, ...], says: str, capsys: pyte
     assert says in refused(capsys, *words, code=2)
 
 
-def test_a_missing_tracker_is_said_before_anything_is_written(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_tracker_is_said_before_anything_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.setattr("importlib.util.find_spec", lambda name, *_: None)
     said = refused(capsys, "run", *LADDER, "trackers=wandb", "--out", str(tmp_path / "run"), code=2)

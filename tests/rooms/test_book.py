@@ -27,23 +27,8 @@ from posttrain.core.ladder import GRPO
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import (
-    Credit,
-    Episode,
-    EpisodeCredit,
-    Gauge,
-    Group,
-    GroupCredit,
-    Judged,
-    Kept,
-    Said,
-    Scored,
-    Segment,
-    Step,
-    Stop,
-    Task,
-    Verdict,
-)
+from posttrain.core.types import Credit, Episode, EpisodeCredit, Gauge, Group, GroupCredit, Kept, Said, Scored, Segment, Step, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
 from posttrain.recipe.overrides import apply
 
 RUN = Run(recipe="test", stages=(Reinforce(name="rl"),), keep_checkpoints=2)
@@ -63,10 +48,14 @@ def segment(rng: np.random.Generator, truncated: bool = False) -> Segment:
     return t.segment()
 
 
-def episode(rng: np.random.Generator, task: Task, sibling: int, score: float | None = 1.0, segments: int = 1, truncated: bool = False) -> Episode:
+def episode(
+    rng: np.random.Generator, task: Task, sibling: int, score: float | None = 1.0, segments: int = 1, truncated: bool = False
+) -> Episode:
     verdict = Verdict.failed("outage", "down") if score is None else Verdict.value(score, "exact", "because")
     parts = tuple(segment(rng, truncated) for _ in range(segments))
-    return Episode(task, 3, sibling, parts, Stop.LENGTH, (Judged("answer", 0.5, verdict),), "said «x»", "" if score is not None else "broke")
+    return Episode(
+        task, 3, sibling, parts, Stop.LENGTH, (Judged("answer", 0.5, verdict),), "said «x»", "" if score is not None else "broke"
+    )
 
 
 def a_step(seed: int = 0, truncated: bool = False) -> tuple[Credit, tuple[Group, ...]]:
@@ -81,7 +70,9 @@ def a_step(seed: int = 0, truncated: bool = False) -> tuple[Credit, tuple[Group,
 
 
 def _credit(rng: np.random.Generator, e: Episode) -> EpisodeCredit:
-    return EpisodeCredit(Scored(e), rng.normal(), tuple(rng.normal(size=s.spoken) for s in e.segments), dropped="overlong" if e.sibling else "")
+    return EpisodeCredit(
+        Scored(e), rng.normal(), tuple(rng.normal(size=s.spoken) for s in e.segments), dropped="overlong" if e.sibling else ""
+    )
 
 
 def step(index: int = 1, **gauges: Gauge) -> Step:
@@ -110,11 +101,23 @@ def crash(book: Book) -> None:
 
 
 def same(a: Episode, b: Episode) -> bool:
-    rest = (a.task, a.visit, a.sibling, a.stop, a.verdicts, a.text, a.error) == (b.task, b.visit, b.sibling, b.stop, b.verdicts, b.text, b.error)
+    rest = (a.task, a.visit, a.sibling, a.stop, a.verdicts, a.text, a.error) == (
+        b.task,
+        b.visit,
+        b.sibling,
+        b.stop,
+        b.verdicts,
+        b.text,
+        b.error,
+    )
     pairs = list(zip(a.segments, b.segments, strict=True))
-    arrays = all(np.array_equal(getattr(x, n), getattr(y, n), equal_nan=n == "logp") for x, y in pairs for n in ("ids", "mask", "logp", "version"))
+    arrays = all(
+        np.array_equal(getattr(x, n), getattr(y, n), equal_nan=n == "logp") for x, y in pairs for n in ("ids", "mask", "logp", "version")
+    )
     kept = all((x.kept is None) == (y.kept is None) and x.sampling == y.sampling for x, y in pairs)
-    sets = all(np.array_equal(x.kept.ids, y.kept.ids) and np.array_equal(x.kept.offsets, y.kept.offsets) for x, y in pairs if x.kept and y.kept)
+    sets = all(
+        np.array_equal(x.kept.ids, y.kept.ids) and np.array_equal(x.kept.offsets, y.kept.offsets) for x, y in pairs if x.kept and y.kept
+    )
     return rest and arrays and kept and sets
 
 
@@ -127,7 +130,11 @@ def test_run_file(tmp_path: Path) -> None:
     back = reader.run_file(tmp_path / "r")
     assert back.run == run and back.facts == FACTS
     assert [row["name"] for row in back.lineages["rl"]] == ["reinforce", "ppo", "grpo", "grpo+user"]
-    assert back.lineages["rl"][-1] == {"name": "grpo+user", "paper": "your patch", "changes": {"clip": {"type": "Clip", "low": 0.2, "high": 0.3}}}
+    assert back.lineages["rl"][-1] == {
+        "name": "grpo+user",
+        "paper": "your patch",
+        "changes": {"clip": {"type": "Clip", "low": 0.2, "high": 0.3}},
+    }
 
 
 @pytest.mark.parametrize("truncated", [False, True])
@@ -205,7 +212,9 @@ def test_every_cut_of_one_record(tmp_path: Path) -> None:
         assert [s.index for s in reader.steps(tmp_path)] == [1, 2][: whole[:cut].count(b"\n")]
 
 
-@pytest.mark.parametrize("line", [b'{"stage":', b"{}", b"[1]", b'{"stage":"rl","index":1,"version":1,"gauges":{"x":1},"clock":{},"notes":[]}'])
+@pytest.mark.parametrize(
+    "line", [b'{"stage":', b"{}", b"[1]", b'{"stage":"rl","index":1,"version":1,"gauges":{"x":1},"clock":{},"notes":[]}']
+)
 def test_a_broken_line_before_the_last_names_file_and_line(book: Book, line: bytes) -> None:
     book.write(step(1))
     with (book.folder / "steps.jsonl").open("ab") as f:
@@ -334,7 +343,9 @@ def test_damage_is_named_with_the_way_out(book: Book, harm: str) -> None:
         target.write_bytes(data[: len(data) // 2] if harm == "cut" else data)
     folder = book.folder
     crash(book)
-    with pytest.raises(RunFolderError, match=rf"checkpoint b: .*{target.name} is .*Go on from the one before it with --resume .*checkpoints/a"):
+    with pytest.raises(
+        RunFolderError, match=rf"checkpoint b: .*{target.name} is .*Go on from the one before it with --resume .*checkpoints/a"
+    ):
         Book.open_for_resume(folder)
     again, checkpoint = Book.open_for_resume(folder / "checkpoints" / "a")
     assert checkpoint is not None and checkpoint.state == {"at": "a"} and names(folder) == ["a"]
@@ -450,7 +461,9 @@ def test_a_full_disk_says_which_checkpoint_is_still_good(book: Book) -> None:
         (folder / "weights.bin").write_bytes(b"half")
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with pytest.raises(RunFolderError, match=r"disk is full: .*checkpoints/b was not written\. The last good checkpoint is a\. Free some space"):
+    with pytest.raises(
+        RunFolderError, match=r"disk is full: .*checkpoints/b was not written\. The last good checkpoint is a\. Free some space"
+    ):
         book.checkpoint("b", full, {"step": 2})
     assert names(book.folder) == ["a"] and not list((book.folder / "checkpoints").glob(".*"))
     book.checkpoint("b", weights(2), {"step": 2})
@@ -488,7 +501,10 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 256 KiB, where this user may mount one."""
     where = tmp_path / "small"
     where.mkdir()
-    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", where], capture_output=True, check=False).returncode:
+    if (
+        os.geteuid()
+        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", where], capture_output=True, check=False).returncode
+    ):
         pytest.skip("mounting a small file system needs root")
     yield where
     subprocess.run(["umount", "-l", where], check=True)

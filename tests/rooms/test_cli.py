@@ -26,7 +26,8 @@ from posttrain.core.ladder import LADDER
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Credit, Episode, EpisodeCredit, Group, GroupCredit, Judged, Said, Scored, Stop, Task, Verdict
+from posttrain.core.types import Credit, Episode, EpisodeCredit, Group, GroupCredit, Said, Scored, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
 
 PYTHON = (sys.executable, "-m", "posttrain.cli")
 
@@ -38,7 +39,9 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 # --- starting ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("words", [["--help"], ["ladder"], ["ladder", "grpo"], ["ladder", "--diff", "grpo", "dapo"], ["run", "ladder", "--help"]])
+@pytest.mark.parametrize(
+    "words", [["--help"], ["ladder"], ["ladder", "grpo"], ["ladder", "--diff", "grpo", "dapo"], ["run", "ladder", "--help"]]
+)
 def test_light_commands_import_no_torch(words: list[str]) -> None:
     code = f"""
 import sys, time

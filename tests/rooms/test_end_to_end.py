@@ -43,7 +43,15 @@ def posttrain_process(*words: str) -> subprocess.CompletedProcess[str]:
 def test_a_run_says_what_it_does_and_ends_with_a_table(ladder: tuple[Path, str]) -> None:
     folder, said = ladder
     assert "\x1b" not in said and "\r" not in said, "plain lines where nobody watches"
-    for part in ("parameters", "stop tokens: '<eos>'", f"run folder: {folder}", "pretrain 2/2", "tokens/s", "productive band", "sft_continued *"):
+    for part in (
+        "parameters",
+        "stop tokens: '<eos>'",
+        f"run folder: {folder}",
+        "pretrain 2/2",
+        "tokens/s",
+        "productive band",
+        "sft_continued *",
+    ):
         assert part in said, part
     table = said[said.index("held-out accuracy after each stage") :]
     assert all(len(line) <= 80 for line in table.splitlines() if not line.startswith(("run folder", "  posttrain", "* ")))
@@ -62,7 +70,9 @@ def test_show_eval_and_export(ladder: tuple[Path, str], tmp_path: Path, capsys: 
     assert main(["eval", str(model), "--samples", "4", "--max-tokens", "6", "threads=1", "slots=16", "env.heldout=20"]) == 0
     exported = capsys.readouterr().out
     numbers = [line for line in own.splitlines() if "│" in line or "tokens a response" in line]
-    assert numbers == [line for line in exported.splitlines() if "│" in line or "tokens a response" in line], "the same weights, the same answers"
+    assert numbers == [line for line in exported.splitlines() if "│" in line or "tokens a response" in line], (
+        "the same weights, the same answers"
+    )
     ids = torch.tensor([AutoTokenizer.from_pretrained(model).encode("<3+4>")])
     out = AutoModelForCausalLM.from_pretrained(model).generate(ids, max_new_tokens=4, do_sample=False)
     assert out.shape[1] > ids.shape[1]
@@ -92,7 +102,9 @@ def reward(task, text):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
-def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
+    number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The reward function sends the signal, once, in the middle of the third step."""
     flag = tmp_path / "flag"
     words = [*mine(tmp_path / "data", reward=KILL.format(flag=str(flag), number=int(number))), "rl.checkpoint_every=0"]
@@ -129,12 +141,25 @@ def test_a_checkpoint_of_ones_own(arch: str, tokenizer: str, tmp_path: Path) -> 
     assert moved(folder)
     assert max(s.gauges["canary/logp_gap"].mean for s in rl_steps(folder)) < 1e-5
     assert main(["export", str(folder), str(tmp_path / "out")]) == 0
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type == AutoModelForCausalLM.from_pretrained(model).config.model_type
+    assert (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.model_type
+        == AutoModelForCausalLM.from_pretrained(model).config.model_type
+    )
 
 
 @pytest.mark.parametrize("env", ["calculator", "countdown", "gym:chain_sum"])
 def test_one_step_of_every_environment(env: str, tmp_path: Path) -> None:
-    words = ("arithmetic", "sft=none", *SMALL, f"env={env}", "env.heldout=3", "rl.steps=1", "rl.prompts=2", "rl.siblings=2", "model.context=256")
+    words = (
+        "arithmetic",
+        "sft=none",
+        *SMALL,
+        f"env={env}",
+        "env.heldout=3",
+        "rl.steps=1",
+        "rl.prompts=2",
+        "rl.siblings=2",
+        "model.context=256",
+    )
     folder = play(tmp_path / "run", *words)
     assert len(rl_steps(folder)) == 1 and len(reader.read_episodes(reader.episode_files(folder)[-1].path)) > 0
 

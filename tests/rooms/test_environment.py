@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Env, Reward
-from posttrain.core.types import Stop, Task, Verdict, outcome
+from posttrain.core.types import Stop, Task
+from posttrain.core.verdict import Verdict, outcome
 from posttrain.environment.build import environment
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import Calculator, result

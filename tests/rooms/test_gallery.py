@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Env, Scalar
-from posttrain.core.types import State, Stop, Task, Verdict
+from posttrain.core.types import Stop, Task
+from posttrain.core.verdict import State, Verdict
 from posttrain.environment.adapters.reasoning_gym import NO_GOLD, REFUSED, Gym
 from posttrain.environment.build import environment
 from posttrain.environment.expression import MAX_CHARACTERS, MAX_DEPTH, ExpressionError, evaluate

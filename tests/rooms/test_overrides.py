@@ -58,7 +58,9 @@ def test_one_word_for_a_branch() -> None:
     assert apply(RUN, ["model=none"]).model.path is None
     assert apply(RUN, ["model=P", "model.device=cuda"]).model.device == "cuda"
     env = apply(RUN, ["env=prompts", "env.prompts=data.jsonl", "env.rewards=my.py:score,other.py:f"]).env
-    assert env == Env(name="prompts", prompts="data.jsonl", rewards=(Reward(function="my.py:score"), Reward(function="other.py:f")), heldout=64)
+    assert env == Env(
+        name="prompts", prompts="data.jsonl", rewards=(Reward(function="my.py:score"), Reward(function="other.py:f")), heldout=64
+    )
     assert apply(RUN, ["env.rewards=my.py:score", "env.rewards.0.weight=0.5"]).env.rewards == (Reward(function="my.py:score", weight=0.5),)
 
 
@@ -173,7 +175,13 @@ def test_numbers_as_people_write_them() -> None:
 
 def test_the_surface_is_addressable() -> None:
     paths = [path for path, _ in surface(RUN)]
-    for path in ("rl.algorithm.clip.high", "rl.algorithm.baseline.gae_lambda", "env.args.NAME", "rl.algorithm.shape.overlong.cache", "model"):
+    for path in (
+        "rl.algorithm.clip.high",
+        "rl.algorithm.baseline.gae_lambda",
+        "env.args.NAME",
+        "rl.algorithm.shape.overlong.cache",
+        "model",
+    ):
         assert path in paths
     for path in paths:
         assert ".".join(address(RUN, path)) == path

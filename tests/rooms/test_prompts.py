@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.run import Env, Reward
-from posttrain.core.types import Judged, Verdict
+from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.build import environment
 from posttrain.environment.prompts import PromptsEnv, read
 from posttrain.environment.script import judged

@@ -16,7 +16,8 @@ import pytest
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Reward
-from posttrain.core.types import State, Stop, Task, Verdict
+from posttrain.core.types import Stop, Task
+from posttrain.core.verdict import State, Verdict
 from posttrain.environment.builtin import BUILTIN
 from posttrain.environment.reward import source, sources
 

@@ -73,7 +73,9 @@ def test_trackio_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 
 def test_a_missing_package_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"trackers=tensorboard,wandb: tensorboard wandb is not installed\. Run: .* -m pip install tensorboard wandb"):
+    with pytest.raises(
+        ConfigError, match=r"trackers=tensorboard,wandb: tensorboard wandb is not installed\. Run: .* -m pip install tensorboard wandb"
+    ):
         check_trackers(run_with("tensorboard", "wandb"))
     assert make_trackers(run_with(), Path()) == []
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
+from posttrain.core.types import Top
 
 HEAD = 1024
 """Candidates sorted first where the vocabulary is large; rows that keep more are sorted whole."""
@@ -39,12 +40,14 @@ class Contracts:
     """bool"""
     truncated: np.ndarray
     """bool"""
+    top: np.ndarray
+    """int64: most probable tokens to hand over with each draw."""
 
     @staticmethod
     def plain(n: int) -> Contracts:
         """Temperature 1, nothing cut, `n` times."""
         zeros = np.zeros(n, bool)
-        return Contracts(np.ones(n, np.float32), np.zeros(n, np.int64), np.ones(n), np.zeros(n), zeros, zeros.copy())
+        return Contracts(np.ones(n, np.float32), np.zeros(n, np.int64), np.ones(n), np.zeros(n), zeros, zeros.copy(), np.zeros(n, np.int64))
 
     @staticmethod
     def of(samplings: Sequence[Sampling]) -> Contracts:
@@ -56,11 +59,13 @@ class Contracts:
     def put(self, row: int, s: Sampling) -> None:
         """Row `row` follows `s` from now on."""
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
-        self.greedy[row], self.truncated[row] = s.greedy, s.truncated
+        self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
 
     def at(self, rows: np.ndarray) -> Contracts:
         """The contracts of some rows."""
-        return Contracts(self.beta[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.greedy[rows], self.truncated[rows])
+        return Contracts(
+            self.beta[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.greedy[rows], self.truncated[rows], self.top[rows]
+        )
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,6 +78,8 @@ class Drawn:
     """float32 [B]: in the distribution really sampled; 0 for a greedy row."""
     truncated_rows: np.ndarray
     kept: list[np.ndarray]
+    top: Top | None = None
+    """The most probable tokens of every row, as many as the row that wants most."""
 
 
 def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray) -> Drawn:
@@ -95,7 +102,17 @@ def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray) -> Drawn:
         greedy = _to(c.greedy, logits)
         ids, said = torch.where(greedy, best, ids), said.masked_fill_(greedy, 0.0)
     out, out_logp = ids.cpu().numpy(), said.float().cpu().numpy()
-    return Drawn(out, out_logp, *_kept(c, cut, mask, out))
+    return Drawn(out, out_logp, *_kept(c, cut, mask, out), _top(logp, int(c.top.max(initial=0))))
+
+
+def _top(logp: Tensor, k: int) -> Top | None:
+    """The k most probable tokens of the distributions drawn from."""
+    if not k:
+        return None
+    if k > logp.shape[-1]:
+        raise EngineError(f"sampling.top={k} of a vocabulary of {logp.shape[-1]} tokens. Lower it to at most that")
+    best = logp.topk(k, -1)
+    return Top(best.indices.int().cpu().numpy(), best.values.float().cpu().numpy())
 
 
 def pick(logp: Tensor, uniform: np.ndarray) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Kept, Said, Stop
+from posttrain.core.types import Kept, Said, Stop, Top
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
 from posttrain.engine.embedded.sampler import Contracts, Drawn
 
@@ -88,6 +88,7 @@ class Slots:
         """Stop ids, filled up with -1."""
         self.contracts = Contracts.plain(count)
         self.kept: list[list[np.ndarray]] = [[] for _ in range(count)]
+        self.top: list[list[Top]] = [[] for _ in range(count)]
 
     def assign(self, request: Request) -> int:
         """Take a free slot for a request."""
@@ -104,7 +105,7 @@ class Slots:
         self.uniforms[s, : request.limit] = seeds.uniforms(request.place, request.limit)
         self.said[s], self.limit[s], self.cached[s] = 0, request.limit, 0
         self.owed[s] = request.own_blocks
-        self.kept[s] = []
+        self.kept[s], self.top[s] = [], []
         return s
 
     def blocks(self, s: int) -> np.ndarray:
@@ -115,6 +116,7 @@ class Slots:
         """The slot is free."""
         self.request[s], self.speaking[s], self.cached[s], self.owed[s] = None, False, 0, 0
         self.contracts.truncated[s] = self.contracts.greedy[s] = False
+        self.contracts.top[s] = 0
         self.free.append(s)
 
     def say(self, at: np.ndarray, drawn: Drawn) -> tuple[np.ndarray, np.ndarray]:
@@ -124,6 +126,10 @@ class Slots:
         self.logp[at, said] = drawn.logp
         for row, ids in zip(drawn.truncated_rows.tolist(), drawn.kept, strict=True):
             self.kept[at[row]].append(ids)
+        if drawn.top is not None:
+            for row in np.flatnonzero(self.contracts.top[at]).tolist():
+                k = int(self.contracts.top[at[row]])
+                self.top[at[row]].append(Top(drawn.top.ids[row : row + 1, :k], drawn.top.logp[row : row + 1, :k]))
         self.pending[at] = drawn.ids
         self.said[at] = said + 1
         stopped = (self.stops[at] == drawn.ids[:, None]).any(1)
@@ -141,4 +147,5 @@ class Slots:
             version=np.full(n, version, np.int32),
             stop=Stop.SAID if stopped else request.end,
             kept=Kept.of(self.kept[s]) if request.sampling.truncated else None,
+            top=Top.join(self.top[s], request.sampling.top) if request.sampling.top else None,
         )

@@ -16,7 +16,8 @@ from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.run import Scalar
 from posttrain.core.seeds import key as seed_key
-from posttrain.core.types import Judged, Task, Verdict
+from posttrain.core.types import Task
+from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.calls import Raised, TimedOut, call
 from posttrain.environment.reward import as_verdict, where
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn

@@ -9,7 +9,8 @@ import numpy as np
 
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.seeds import generator
-from posttrain.core.types import Stop, Task, Verdict
+from posttrain.core.types import Stop, Task
+from posttrain.core.verdict import Verdict
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.integers import last_integer
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require

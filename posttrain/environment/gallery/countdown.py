@@ -12,7 +12,8 @@ import numpy as np
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.seeds import generator
-from posttrain.core.types import Task, Verdict
+from posttrain.core.types import Task
+from posttrain.core.verdict import Verdict
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require
 

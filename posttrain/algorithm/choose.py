@@ -1,0 +1,76 @@
+"""Which tokens of a minibatch speak, chosen over the whole of it before it is split, so that a split changes nothing.
+
+Chosen from the log-probs before the step: the learner's where they were scored, else the sampler's own. Published code
+chooses inside each micro-batch from the log-probs of the moment, which ties the algorithm to memory settings.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from posttrain.core.batch import Batch
+from posttrain.core.errors import InvariantError
+from posttrain.core.pieces.token import ClipCov, KlCov, SecondMoment, Tokens, TopEntropy
+
+Array = NDArray[np.float64]
+
+
+def choose(tokens: Tokens, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
+    """bool [M]: the tokens that speak; for `KlCov` the ones that pay.
+
+    Raises:
+        InvariantError: what the choice reads was not scored.
+    """
+    before_M = np.asarray(batch.logp_mu_M if batch.logp_start_M is None else batch.logp_start_M, np.float64)
+    match tokens:
+        case ClipCov(share=share, low=low, high=high):
+            if rng is None:
+                raise InvariantError("clip-cov draws tokens at random, and no generator was given")
+            cov_M = covariance(batch.advantage_M, before_M)
+            within = np.flatnonzero((cov_M > low) & (cov_M < high))
+            count = min(len(within), int(share * len(cov_M)))
+            silent = rng.choice(within, count, replace=False) if count else within[:0]
+            return ~np.isin(np.arange(len(cov_M)), silent)
+        case KlCov(share=share):
+            return largest(covariance(batch.advantage_M, before_M), share)
+        case TopEntropy(share=share):
+            if entropy_M is None:
+                raise InvariantError("tokens=topentropy reads the entropy at the start of the step, which was not scored")
+            return largest(np.asarray(entropy_M, np.float64), share)
+        case SecondMoment(limit=limit):
+            return within_moment(before_M - batch.logp_mu_M, limit)
+
+
+def covariance(advantage_M: Array, logp_M: Array) -> Array:
+    """(A_t - mean A) * (logp_t - mean logp): p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831, .1277] (A33)."""
+    return (advantage_M - advantage_M.mean()) * (logp_M - logp_M.mean())
+
+
+def largest(x_M: Array, share: float) -> NDArray[np.bool_]:
+    """The ceil(share * M) largest entries; ties go to the earlier token."""
+    count = int(np.ceil(share * len(x_M)))
+    out = np.zeros(len(x_M), bool)
+    out[np.argsort(-x_M, kind="stable")[:count]] = True
+    return out
+
+
+def within_moment(log_ratio_M: Array, limit: float) -> NDArray[np.bool_]:
+    """M2PO: all but the largest |log-ratio|, so many that the mean square of the rest is at most `limit` (A26).
+
+    [.1, -.2, .5] has mean square .1; at limit .04 the .5 falls silent.
+    """
+    order = np.argsort(np.abs(log_ratio_M), kind="stable")
+    means = np.cumsum(log_ratio_M[order] ** 2) / np.arange(1, len(order) + 1)
+    out = np.zeros(len(order), bool)
+    out[order[: int(np.searchsorted(means, limit, side="right"))]] = True
+    return out
+
+
+def mixing(version_M: np.ndarray, start: int, making: int) -> Array:
+    """A-3PO's alpha per token: (start - said) / (making - said), so 0 for a token of the current weights (A26).
+
+    Said by version 3, step started at 6, making 7: .75.
+    """
+    said_M = np.minimum(version_M, start)
+    return (start - said_M) / (making - said_M)

@@ -1,0 +1,72 @@
+"""Distances between two next-token distributions at the positions that were sampled: binary, top-k, and whole.
+
+P is what was sampled from (or the teacher), Q the policy; K candidate tokens, the rest summed into one.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from posttrain.algorithm.streams import Streams
+from posttrain.core.errors import InvariantError
+from posttrain.core.pieces.trust import Divergence
+
+TINY = 1e-12
+"""Least probability of the rest: it is a difference of sums near 1, so below this it is rounding."""
+
+
+def distance(region: Divergence, logq_M: Tensor, logp_M: Tensor, batch: Streams, candidates_MK: Tensor | None) -> Tensor:
+    """Distance [M] between P (log-probs logp_M of the said tokens) and the policy Q (A18).
+
+    mu .99, pi .8: TV .19, KL .181. Top-2 of mu [.5, .3, .1, .06, .04] against pi [.4, .35, .12, .05, .08]: TV .10, KL .0207.
+    """
+    p, q = logp_M[:, None], logq_M[:, None]
+    if region.top:
+        if batch.top_logp_MK is None or batch.top_ids_MK is None or batch.target_M is None or candidates_MK is None:
+            raise InvariantError("a top-k divergence reads the sampler's most probable tokens, which are missing from the batch")
+        inside = batch.top_ids_MK == batch.target_M[:, None]
+        # Where the said token is among the candidates, its own column would count it twice.
+        apart = ~inside.any(1, keepdim=True)
+        p = torch.cat([batch.top_logp_MK, p.masked_fill(~apart, -torch.inf)], 1)
+        q = torch.cat([candidates_MK, q.masked_fill(~apart, -torch.inf)], 1)
+    return total_variation(p, q) if region.measure == "tv" else forward_kl(p, q)
+
+
+def total_variation(logp_MK: Tensor, logq_MK: Tensor) -> Tensor:
+    """[M]: half the sum of |P - Q| over candidates and rest."""
+    p, q = logp_MK.exp(), logq_MK.exp()
+    return 0.5 * ((p - q).abs().sum(1) + (p.sum(1) - q.sum(1)).abs())
+
+
+def forward_kl(logp_MK: Tensor, logq_MK: Tensor) -> Tensor:
+    """[M]: KL(P || Q) over candidates and rest."""
+    p = logp_MK.exp()
+    inside = torch.where(p > 0, p * (logp_MK - logq_MK), torch.zeros_like(p)).sum(1)
+    rest_p, rest_q = rest(logp_MK), rest(logq_MK)
+    return inside + torch.where(rest_p > TINY, rest_p * (rest_p.log() - rest_q.log()), torch.zeros_like(rest_p))
+
+
+def binary_kl(logp_M: Tensor, logq_M: Tensor) -> Tensor:
+    """KL(P || Q) [M] between {the said token, any other}."""
+    return forward_kl(logp_M[:, None], logq_M[:, None])
+
+
+def jensen_shannon(teacher_MK: Tensor, student_MK: Tensor, beta: float) -> Tensor:
+    """Generalised JSD [M] over candidates and rest, differentiable in the student (GKD, A30).
+
+    beta * KL(T || M) + (1 - beta) * KL(S || M), M = beta T + (1 - beta) S; beta 0 is KL(T || S), beta 1 KL(S || T).
+    T (.8, .2), S (.5, .5): KL(S || T) .223144, KL(T || S) .192745, JSD_.5 .050672.
+    """
+    t = torch.cat([teacher_MK, rest(teacher_MK)[:, None].log()], 1)
+    s = torch.cat([student_MK, rest(student_MK)[:, None].log()], 1)
+    if beta in (0, 1):
+        a, b = (t, s) if beta == 0 else (s, t)
+        return (a.exp() * (a - b)).sum(1)
+    m = torch.logaddexp(t + torch.log(torch.tensor(beta)), s + torch.log(torch.tensor(1 - beta)))
+    return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(1)
+
+
+def rest(logp_MK: Tensor) -> Tensor:
+    """[M]: probability outside the candidates."""
+    return (1 - logp_MK.exp().sum(1)).clamp_min(TINY)

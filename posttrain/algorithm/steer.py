@@ -1,0 +1,55 @@
+"""Coefficients that follow what was measured: adaptive KL, adaptive entropy. Plain numbers, carried from step to step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.pieces.pull import KL
+from posttrain.core.types import Gauge
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What an algorithm remembers between steps; part of every checkpoint."""
+
+    ema: float = 0.0
+    """The moving baseline (`Ema`)."""
+    pull: float | None = None
+    """The KL coefficient, where it adapts."""
+    entropy: float | None = None
+    """The entropy coefficient, where it adapts."""
+    spread: bool = False
+    """Whether the entropy was at or above its target, so that no bonus is due."""
+
+
+def steered(a: Algorithm, memory: Memory) -> Algorithm:
+    """The algorithm with its adaptive coefficients as they stand."""
+    if memory.pull is not None and isinstance(a.pull, KL):
+        a = replace(a, pull=replace(a.pull, coef=memory.pull))
+    if memory.entropy is not None and a.entropy is not None:
+        a = replace(a, entropy=replace(a.entropy, coef=0.0 if memory.spread else memory.entropy))
+    return a
+
+
+def remember(a: Algorithm, memory: Memory, gauges: Mapping[str, Gauge], *, episodes: int) -> Memory:
+    """The memory after a step whose gauges were these. `a` is the algorithm as configured, not as steered.
+
+    KL (A05): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. Entropy (A33): coef rises by delta below
+    the target and falls by it above, not below 0; at or above the target it is not applied.
+    """
+    if isinstance(a.pull, KL) and a.pull.target is not None and "policy/kl_reference" in gauges:
+        memory = replace(memory, pull=adapted(a.pull, memory.pull or a.pull.coef, gauges["policy/kl_reference"].mean, episodes))
+    if a.entropy is not None and a.entropy.target is not None and "policy/entropy" in gauges:
+        before = a.entropy.coef if memory.entropy is None else memory.entropy
+        up = gauges["policy/entropy"].mean < a.entropy.target
+        memory = replace(memory, entropy=max(0.0, before + (a.entropy.delta if up else -a.entropy.delta)), spread=not up)
+    return memory
+
+
+def adapted(pull: KL, coef: float, kl: float, episodes: int) -> float:
+    """The KL coefficient after a step that measured `kl` nats a token."""
+    assert pull.target is not None
+    error = min(0.2, max(-0.2, kl / pull.target - 1))
+    return coef * (1 + error * episodes / pull.horizon)

@@ -1,0 +1,120 @@
+"""Baselines: what a reward is compared with. Group-relative ones compare siblings and are silent without spread."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.pieces.checks import not_negative, positive, share
+
+
+@dataclass(frozen=True, kw_only=True)
+class Zero:
+    """No baseline: credit is the reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ToGo:
+    """No baseline, and a token answers only for what follows it: the reward, less the KL paid from it on (A02)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ema:
+    """b <- decay * b + (1 - decay) * R, sample after sample in order of group and sibling, from b = 0 (A01).
+
+    Every sample is compared with b as it was *before* it, so a sample never meets a baseline that saw it.
+    """
+
+    decay: float = 0.95
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.decay < 1:
+            raise ConfigError(f"baseline.decay={self.decay}: must lie in [0, 1)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupMean:
+    """Mean reward of all judged siblings, the sample itself included (A07)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Others:
+    """Leave-one-out: mean reward of the other judged siblings (RLOO, A09)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LengthMean:
+    """Mean reward of the siblings weighted by their lengths: the variance-optimal one where gradients grow with length (OPO, A04)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SoftMean:
+    """tau * log of the siblings' mean of exp(reward / tau): tau * log Z of Kimi k1.5 and OPMD (A20, A21)."""
+
+    tau: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive("baseline.tau", self.tau)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SecondBest:
+    """Only the best sibling has credit: its reward less the second best's (A32, verl's grpo_passk)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Greedy:
+    """Reward of the prompt's argmax answer, sampled beside the siblings and never learned from (ReMax, A03).
+
+    Like `ToGo`, a token answers only for the KL paid from it on.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepMean:
+    """Mean over all judged steps of all siblings; a token's credit sums the steps that end at or after it (A07, process form).
+
+    Steps are verdicts about a part of an episode (`Judged.end`). Siblings without any have one step: the outcome, at their end.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Value:
+    """A learned value per token, GAE over spoken tokens only (A05; Schulman et al. 1506.02438)."""
+
+    gae_lambda: float = 0.95
+    """Of the value targets, and of the credit where `credit_lambda` is none."""
+    gamma: float = 1.0
+    coef: float = 0.5
+    """Weight of the value loss beside the policy term."""
+    clip: float | None = 0.2
+    """Values move at most this far from the old value before the loss stops paying for it. None: no value clip."""
+    credit_lambda: float | None = None
+    """Decoupled GAE (VC-PPO, 2503.01491): the credit's own lambda. None: `gae_lambda`."""
+    length_alpha: float | None = None
+    """Length-adaptive credit (VAPO, A19): credit_lambda = 1 - 1 / (alpha * |y|), not below 0. None: off."""
+    trace: float | None = None
+    """V-trace (1802.01561): importance start/mu, truncated here, in the value targets. None: off."""
+    warmup: int = 0
+    """First steps of the stage that train the value head alone, on a policy that stands still (A19)."""
+
+    def __post_init__(self) -> None:
+        for name in ("gae_lambda", "gamma", "credit_lambda"):
+            if (value := getattr(self, name)) is not None:
+                share(f"baseline.{name}", value)
+        not_negative("baseline.warmup", self.warmup)
+        for name in ("length_alpha", "trace"):
+            if (value := getattr(self, name)) is not None:
+                positive(f"baseline.{name}", value, f"{name}=none")
+        if self.credit_lambda is not None and self.length_alpha is not None:
+            raise ConfigError("baseline.credit_lambda and baseline.length_alpha both say the credit's lambda: set one of them to none")
+        if self.coef < 0 or (self.clip is not None and self.clip <= 0):
+            raise ConfigError(
+                f"baseline.coef={self.coef} must be >= 0 and baseline.clip={self.clip} > 0; to switch the value clip off set clip=none"
+            )
+
+
+Baseline = Zero | ToGo | Ema | GroupMean | Others | LengthMean | SoftMean | SecondBest | Greedy | StepMean | Value
+GROUP_RELATIVE = (GroupMean, Others, LengthMean, SoftMean, SecondBest, StepMean)
+TO_GO = (ToGo, Greedy, Value)
+"""Baselines under which a KL in the reward is charged to the tokens at and before the one that paid it, not to the whole episode."""

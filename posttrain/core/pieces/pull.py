@@ -1,0 +1,83 @@
+"""Pulls: differentiable regularisers beside the policy term. They live even where credit is zero."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.pieces.checks import not_negative, positive
+
+Estimator = Literal["k1", "k2", "k3", "rk3"]
+Placement = Literal["reward", "loss", "both", "token"]
+"""reward: charged to the actions that led there. loss: differentiated at the token. token: charged to the token alone."""
+
+_KL_TRUTH: dict[tuple[Estimator, Placement], str] = {
+    ("k1", "reward"): "exact",
+    ("k1", "token"): "exact at each token; no token is charged for the KL of the tokens after it",
+    ("k2", "loss"): "exact on policy at each token; no token is charged for the KL of the tokens after it",
+    ("k3", "loss"): "biased: on policy its gradient is that of the forward KL(ref || pi) at each token, off policy of neither",
+    ("k3", "both"): "exact on policy",
+    ("rk3", "loss"): "exact at each token, also off policy; no token is charged for the KL of the tokens after it",
+}
+_KL_REFUSED: dict[tuple[Estimator, Placement], str] = {
+    ("k1", "loss"): "k1 as a loss has zero expected gradient on policy: it regularises nothing",
+    ("k1", "both"): "k1 as a loss has zero expected gradient on policy: beside k1/reward it only adds noise",
+    ("k2", "reward"): "k2 in the reward alone misses the path term and does not estimate the KL",
+    ("k2", "both"): "its gradient is that of E[k2], which is not the KL",
+    ("k3", "reward"): "k3 in the reward alone misses the path term: its gradient can point the wrong way",
+    ("rk3", "reward"): "rk3 in the reward alone misses the path term, like k3",
+    ("rk3", "both"): "rk3 in the loss is already exact: the reward term on top is a second, wrong one",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class KL:
+    """A pull towards the reference. `truth` says whether its gradient is that of KL(pi || ref) (A34).
+
+    d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3 with the ratio differentiated.
+    """
+
+    coef: float = 0.04
+    estimator: Estimator = "k3"
+    placement: Placement = "loss"
+    target: float | None = None
+    """Adaptive control (A05): after each step coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. None: fixed."""
+    horizon: float = 10_000.0
+    refresh: int = 0
+    """Every this many steps the reference becomes the policy as it is (ProRL, A37). 0: never."""
+
+    def __post_init__(self) -> None:
+        pair = (self.estimator, self.placement)
+        if pair not in _KL_TRUTH:
+            why = _KL_REFUSED.get(pair, "there is no such pair")
+            legal = ", ".join(f"{e}/{p}" for e, p in _KL_TRUTH)
+            raise ConfigError(f"pull.estimator={self.estimator} with pull.placement={self.placement}: {why}. Use one of {legal}")
+        positive("pull.coef", self.coef, "pull=none")
+        positive("pull.horizon", self.horizon)
+        not_negative("pull.refresh", self.refresh)
+        if self.target is not None:
+            positive("pull.target", self.target, "target=none")
+
+    @property
+    def truth(self) -> str:
+        return _KL_TRUTH[self.estimator, self.placement]
+
+    @property
+    def in_credit(self) -> bool:
+        """Whether credit reads the log-probs it is made of."""
+        return self.placement != "loss"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SequenceL2:
+    """coef / 2 * (log pi(y)/anchor(y))^2 of the whole episode: Kimi k1.5's surrogate (A20, Eq. 3)."""
+
+    coef: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.coef <= 0:
+            raise ConfigError(f"pull.coef={self.coef}: must be > 0; to switch the pull off set pull=none")
+
+
+Pull = KL | SequenceL2

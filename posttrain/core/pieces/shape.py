@@ -1,0 +1,124 @@
+"""Shaping of the reward, applied in order. Filters, pass rates and difficulty never see it: they read the raw outcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.pieces.checks import not_negative, positive
+
+
+@dataclass(frozen=True, kw_only=True)
+class Signed:
+    """reward -> 2 * reward - 1: outcomes of {0, 1} become the {-1, +1} of DAPO's rule reward."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Overlong:
+    """Soft punishment, DAPO Eq. 13: 0 up to L_max - cache spoken tokens, then linearly down to -1 at L_max.
+
+    L_max is the sampling's max_tokens. `cache` is a share of it.
+    """
+
+    cache: float = 0.2
+
+    def __post_init__(self) -> None:
+        if not 0 < self.cache <= 1:
+            raise ConfigError(f"shape.overlong.cache={self.cache}: a share of max_tokens in (0, 1]")
+
+
+@dataclass(frozen=True, kw_only=True)
+class DropTruncated:
+    """Overlong filtering (DAPO): an episode cut off at its length keeps its place in the baseline, but has no gradient."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class BestOf:
+    """reward -> k * mean over the k-subsets of siblings that hold this one of their best reward (A32).
+
+    The group's mean of credit * grad log pi is then an unbiased gradient of the expected best of k (PKPO); for outcomes
+    of {0, 1} that is pass@k.
+    """
+
+    k: int = 4
+
+    def __post_init__(self) -> None:
+        if self.k < 1:
+            raise ConfigError(f"shape.bestof.k={self.k}: must be >= 1")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankLength:
+    """+- coef by where the length lies between the group's shortest (+.5) and longest (-.5); failures only lose (Kimi k1.5, C04)."""
+
+    coef: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive("shape.ranklength.coef", self.coef)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TargetLength:
+    """L1 (2503.04697, C04). exact: reward - alpha * |target - |y||; most: reward * clip(alpha * (target - |y|) + .5, 0, 1).
+
+    The paper's slope; its code halves it in the second form. The target is the task's `n_gold` where it has one.
+    """
+
+    target: int = 32
+    alpha: float = 0.0003
+    form: Literal["exact", "most"] = "exact"
+
+    def __post_init__(self) -> None:
+        positive("shape.targetlength.target", self.target)
+        positive("shape.targetlength.alpha", self.alpha)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RateLength:
+    """reward - beta * max(the group's pass rate, 1/G) * |y|: easy prompts pay most for length (ALP 2506.05256, C04)."""
+
+    beta: float = 1e-4
+
+    def __post_init__(self) -> None:
+        positive("shape.ratelength.beta", self.beta)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cosine:
+    """Half a cosine over length 0 ... max_tokens, in place of the reward: solved 1 -> .5, not solved -1 -> -.5 (2503.03373, C04)."""
+
+    solved_short: float = 1.0
+    solved_long: float = 0.5
+    wrong_short: float = -1.0
+    wrong_long: float = -0.5
+    exceeded: float = -1.0
+    """Reward of an episode that was cut off at its length (the paper uses -10)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Repetition:
+    """reward - penalty * (1 - distinct n-grams / n-grams) over the spoken tokens (C04)."""
+
+    n: int = 3
+    penalty: float = 1.0
+
+    def __post_init__(self) -> None:
+        positive("shape.repetition.n", self.n)
+        not_negative("shape.repetition.penalty", self.penalty)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelativeLength:
+    """L_ref / |y| - 1 + coef * (reward - A_ref), in place of the reward (O1-Pruner 2501.12570, C04).
+
+    L_ref and A_ref are the task's `reference_length` and `reference_accuracy`, means over the reference policy's samples.
+    """
+
+    coef: float = 5.0
+
+    def __post_init__(self) -> None:
+        positive("shape.relativelength.coef", self.coef)
+
+
+Shaping = Signed | Overlong | DropTruncated | BestOf | RankLength | TargetLength | RateLength | Cosine | Repetition | RelativeLength

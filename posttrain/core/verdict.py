@@ -1,0 +1,77 @@
+"""What verifiers say of an episode, and what the sum of it is."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+
+from posttrain.core.errors import InvariantError
+
+SOLVED = 1.0 - 1e-9
+"""A raw outcome of at least this counts as solved."""
+
+
+class State(StrEnum):
+    """Whether a verdict is a number. `failed` is our outage, never a wrong answer."""
+
+    VALUE = "value"
+    ABSTAIN = "abstain"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What one verifier said of one episode.
+
+    What the candidate caused (its time-out, its crash) is a value of 0 with its `kind`; what we caused (an outage,
+    a broken worker) is `failed`, which is retried, then excluded from baseline and batch.
+    """
+
+    state: State
+    score: float | None
+    kind: str = ""
+    why: str = ""
+
+    def __post_init__(self) -> None:
+        if (self.state is State.VALUE) != (self.score is not None and math.isfinite(self.score)):
+            raise InvariantError(f"a verdict is a finite score exactly when its state is value: got {self.state}, {self.score}")
+
+    @staticmethod
+    def value(score: float, kind: str = "", why: str = "") -> Verdict:
+        return Verdict(State.VALUE, float(score), kind, why)
+
+    @staticmethod
+    def abstain(why: str = "") -> Verdict:
+        return Verdict(State.ABSTAIN, None, "", why)
+
+    @staticmethod
+    def failed(kind: str, why: str = "") -> Verdict:
+        return Verdict(State.FAILED, None, kind, why)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """One source's verdict with its weight in the outcome.
+
+    With `end` it is about a step: the episode up to its spoken token number `end`. Steps never enter the outcome; only a
+    baseline that compares steps reads them.
+    """
+
+    source: str
+    weight: float
+    verdict: Verdict
+    end: int | None = None
+
+
+def outcome(verdicts: Sequence[Judged]) -> float | None:
+    """The raw reward: weighted sum of the sources that gave a value; abstentions leave the sum.
+
+    None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
+    """
+    verdicts = [j for j in verdicts if j.end is None]
+    if any(j.verdict.state is State.FAILED for j in verdicts):
+        return None
+    scores = [j.weight * j.verdict.score for j in verdicts if j.verdict.score is not None]
+    return math.fsum(scores) if scores else None
