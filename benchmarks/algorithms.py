@@ -24,11 +24,13 @@ import numpy as np
 import posttrain
 from posttrain.core import reader
 from posttrain.core.ladder import LADDER
+from posttrain.core.pieces.baseline import StepMean
 from posttrain.core.run import Model, Reinforce, Run
 from posttrain.recipe.shipped import recipe
 from posttrain.role.evaluate import Score
 
 ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks/results/algorithms.json"
 
 
 @dataclass(frozen=True)
@@ -62,13 +64,25 @@ def accuracies(folder: Path, index: int) -> dict[str, float]:
     return {task: float(np.mean(x)) for task, x in sums.items()}
 
 
+def teacher(seed: int, steps: int, model: Path, folder: Path) -> str:
+    """What distillation learns from: the start after `steps` steps of dr_grpo, as a plain model directory."""
+    if not (folder / "teacher").exists():
+        play("dr_grpo", seed, steps, model, folder / "teaching")
+        posttrain.export(folder / "teaching" / "dr_grpo", folder / "teacher")
+    return str(folder / "teacher")
+
+
 def play(name: str, seed: int, steps: int, model: Path, folder: Path) -> Row:
     """One algorithm from the start for `steps` controller steps, stopping for nothing."""
     base = recipe("arithmetic")
     stage = base.stage("rl")
     assert isinstance(stage, Reinforce)
-    stage = replace(stage, algorithm=LADDER[name], steps=steps, eval_every=0, checkpoint_every=0, target=None, wall_time=None)
-    run = Run(recipe=name, seed=seed, threads=1, model=Model(path=str(model)), env=base.env, evaluation=base.evaluation, stages=(stage,))
+    reference = teacher(seed, steps, model, folder) if LADDER[name].rewards == "none" else None
+    stage = replace(
+        stage, algorithm=LADDER[name], reference=reference, steps=steps, eval_every=0, checkpoint_every=0, target=None, wall_time=None
+    )
+    env = replace(base.env, args={**base.env.args, "judge_steps": True}) if isinstance(LADDER[name].baseline, StepMean) else base.env
+    run = Run(recipe=name, seed=seed, threads=1, model=Model(path=str(model)), env=env, evaluation=base.evaluation, stages=(stage,))
     begun = time.perf_counter()
     result = posttrain.run(run, out=folder / name, quiet=True)
     before, after = accuracies(result.folder, 0), accuracies(result.folder, result.stages[0].steps)
@@ -102,34 +116,45 @@ def page(rows: list[Row], steps: int) -> str:
     return "\n".join(lines) + "\n"
 
 
+def written(steps: int) -> list[Row]:
+    """Rows of the results file, where they were run for as many steps."""
+    facts = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"steps": 0}
+    return [Row(**r) for r in facts["rows"]] if facts["steps"] == steps else []
+
+
+def write(rows: list[Row], steps: int) -> None:
+    """The results file and the page, after every row: a run that is cut short leaves what it found."""
+    order = list(LADDER)
+    rows = sorted(rows, key=lambda r: (r.seed, order.index(r.algorithm)))
+    (ROOT / "docs/algorithm-table.md").write_text(page(rows, steps), encoding="utf-8")
+    facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "steps": steps, "rows": [asdict(r) for r in rows]}
+    RESULTS.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", default=",".join(LADDER), help="comma-separated algorithm names")
     parser.add_argument("--dry", action="store_true", help="print the table, write nothing")
+    parser.add_argument("--add", action="store_true", help="keep the rows of the results file and run only what is missing there")
     args = parser.parse_args()
-    rows: list[Row] = []
+    names = args.only.split(",")
+    rows = written(args.steps) if args.add else []
     for seed in (int(s) for s in args.seeds.split(",")):
+        missing = [n for n in names if not any((r.algorithm, r.seed) == (n, seed) for r in rows)]
         with tempfile.TemporaryDirectory() as scratch:
-            model = start(seed, Path(scratch))
-            for name in args.only.split(","):
+            model = start(seed, Path(scratch)) if missing else Path()
+            for name in missing:
                 rows.append(play(name, seed, args.steps, model, Path(scratch)))
                 r = rows[-1]
+                if not args.dry:
+                    write(rows, args.steps)
                 print(
                     f"seed {seed} {name:15s} {r.before:.3f} -> {r.after:.3f}  gain {r.gain:+.3f} (>= {r.low:+.3f})  {r.moved} steps  {r.seconds:.0f} s",
                     flush=True,
                 )
     print(page(rows, args.steps))
-    if not args.dry:
-        (ROOT / "docs/algorithm-table.md").write_text(page(rows, args.steps), encoding="utf-8")
-        facts = {
-            "date": time.strftime("%Y-%m-%d"),
-            "python": platform.python_version(),
-            "steps": args.steps,
-            "rows": [asdict(r) for r in rows],
-        }
-        (ROOT / "benchmarks/results/algorithms.json").write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -33,6 +33,11 @@ def steered(a: Algorithm, memory: Memory) -> Algorithm:
     return a
 
 
+def standing(a: Algorithm) -> Algorithm:
+    """The algorithm without any term that moves the policy: what is left learns values (value warm-up, A19)."""
+    return replace(a, pull=None, entropy=None, imitate=None, distill=None)
+
+
 def remember(a: Algorithm, memory: Memory, gauges: Mapping[str, Gauge], *, episodes: int) -> Memory:
     """The memory after a step whose gauges were these. `a` is the algorithm as configured, not as steered.
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from posttrain.algorithm.credit import credit_step, without_credit
-from posttrain.algorithm.steer import remember, steered
+from posttrain.algorithm.steer import remember, standing, steered
 from posttrain.controller.guard import Guard, notes, unjudged_groups
 from posttrain.controller.house import House
 from posttrain.core.pieces.baseline import Greedy
@@ -25,7 +25,8 @@ async def train_step(h: House, guard: Guard, index: int) -> Step:
     """One controller step: up to `stage.optimizer_steps` optimizer steps on freshly sampled groups."""
     stage, version = h.stage, h.trainer.version
     a = steered(stage.algorithm, h.memory)
-    warming = a.learns_values is not None and index <= a.learns_values.warmup
+    if warming := a.learns_values is not None and index <= a.learns_values.warmup:
+        a = standing(a)
     with h.clock.of("rollout"):
         asked = await h.rollout.until(
             h.prompts,

@@ -12,6 +12,7 @@ from typing import Literal
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
+from posttrain.core.pieces.shape import BestOf
 from posttrain.core.sampling import Sampling
 
 Scalar = str | int | float | bool
@@ -175,6 +176,8 @@ class Reinforce:
             raise ConfigError(
                 f"{self.name}: {a.name} learns from demonstrations, which no truncated sampler drew. Set top_p=1 top_k=0 min_p=0"
             )
+        if (best := next((s for s in a.shape if isinstance(s, BestOf)), None)) and best.k >= self.siblings:
+            raise ConfigError(f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is learned. Lower shape.bestof.k, or raise siblings")
         if self.reference is not None and not a.reads & {"reference", "teacher"}:
             raise ConfigError(
                 f"{self.name}.reference={self.reference}: {a.name} reads no reference. Set reference=none, or pull or distill"

@@ -115,7 +115,11 @@ class SingleTurn(ABC):
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         own = Judged(self.name, 1.0, self.verify(attempt))
-        return (own, *await self.added(attempt))
+        return (own, *self.steps(attempt), *await self.added(attempt))
+
+    def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """Verdicts about parts of the answer (`Judged.end`), for algorithms that give credit by step."""
+        return ()
 
     async def added(self, attempt: Attempt) -> tuple[Judged, ...]:
         """The verdicts of the user's rewards, asked at the same time."""

@@ -57,9 +57,17 @@ def facts(policy: Policy, threads: int) -> dict[str, Any]:
 def check_environment(run: Run, env: Environment) -> None:
     """A stage that imitates a style the environment cannot write never starts."""
     styles: tuple[str, ...] = getattr(env, "styles", ())
+    offered = ", ".join(styles) or "none: it has no demonstrations"
     for stage in run.stages:
+        if (
+            isinstance(stage, Reinforce)
+            and (shown := stage.algorithm.shown) is not None
+            and (not styles or shown.style not in (None, *styles))
+        ):
+            raise ConfigError(
+                f"{stage.name}: {stage.algorithm.name} is shown demonstrations in style {shown.style!r}, and environment {env.name!r} writes {offered}. Use another algorithm, or give your prompts a column 'completion'"
+            )
         if isinstance(stage, Supervised) and stage.style not in styles:
-            offered = ", ".join(styles) or "none: it has no demonstrations"
             raise ConfigError(
                 f"{stage.name}.style={stage.style!r}: environment {env.name!r} writes {offered}. Leave the stage out with {stage.name}=none, or give it another style"
             )

@@ -120,12 +120,12 @@ class Rollout:
             )
         return verdicts
 
-    async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str) -> Episode:
+    async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None) -> Episode:
         """An episode that a demonstration says instead of the policy, judged like any other."""
         if self.renderer is None:
             raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
-        prompt, completion = self.environment.demonstrate(task, style, rng, 0.0)
+        prompt, completion = self.environment.demonstrate(task, style or self.environment.styles[-1], rng, 0.0)
         seen, said = self.renderer.pair(prompt, completion, task.id)
         transcript = Transcript(sampling)
         transcript.see(seen)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import product
 
 import numpy as np
@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
-from posttrain.algorithm.objective import objective
 from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import Look
-from posttrain.algorithm.weigh import weigh
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.ports import TokenScores
+from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Credit, Episode, EpisodeCredit, Group, Scored, ScoredGroup, Segment, Stop, Task
+from posttrain.core.types import SHOWN, Credit, Episode, EpisodeCredit, Group, GroupCredit, Scored, ScoredGroup, Segment, Stop, Task, Top
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.role.pack import pack
 
 SAMPLING = Sampling(max_tokens=20, stop_ids=(0,))
 
@@ -38,13 +38,26 @@ class Answer:
     start: np.ndarray | None = None
     reference: np.ndarray | None = None
     values: np.ndarray | None = None
+    entropy: np.ndarray | None = None
     stop: Stop = Stop.SAID
     observation: int = 2
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    version: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    shown: bool = False
+    """Whether a demonstration wrote it; `mu` is then not known."""
+    verdicts: tuple[Judged, ...] = ()
+    """In place of one verdict of value `reward`."""
+    top: Top | None = None
+    teacher: Top | None = None
 
     @property
     def spoken(self) -> int:
         return sum(sum(t) for t in self.turns)
+
+    @property
+    def judged(self) -> tuple[Judged, ...]:
+        verdict = Verdict.failed("outage") if self.reward is None else Verdict.value(self.reward)
+        return self.verdicts or (Judged("toy", 1.0, verdict),)
 
 
 def segments_of(answer: Answer) -> tuple[Segment, ...]:
@@ -55,20 +68,21 @@ def segments_of(answer: Answer) -> tuple[Segment, ...]:
         for i, n in enumerate(turns):
             mask += [False] * (answer.observation if i else 0) + [True] * n
         m = np.array(mask)
-        logp = np.full(len(m), np.nan, np.float32)
-        spoken = int(m.sum())
-        logp[m] = np.minimum(answer.mu[at : at + spoken], 0)
-        ids = np.full(len(m), 7, np.int32)
+        here = slice(at, at + int(m.sum()))
+        logp, ids, version = np.full(len(m), np.nan, np.float32), np.full(len(m), 7, np.int32), np.full(len(m), -1, np.int32)
+        logp[m] = 0.0 if answer.shown else np.minimum(answer.mu[here], 0)
+        version[m] = SHOWN if answer.shown else answer.version[here] if len(answer.version) else 0
         if len(answer.ids):
-            ids[m] = answer.ids[at : at + spoken]
-        out.append(Segment(ids, m, logp, np.where(m, 0, -1).astype(np.int32), SAMPLING))
-        at += spoken
+            ids[m] = answer.ids[here]
+        top = None if answer.top is None else Top(answer.top.ids[here], answer.top.logp[here])
+        sampling = SAMPLING if top is None else replace(SAMPLING, top=top.ids.shape[1])
+        out.append(Segment(ids, m, logp, version, sampling, top=top))
+        at = here.stop
     return tuple(out)
 
 
 def episode_of(task: Task, sibling: int, answer: Answer) -> Episode:
-    verdict = Verdict.failed("outage") if answer.reward is None else Verdict.value(answer.reward)
-    return Episode(task, 0, sibling, segments_of(answer), answer.stop, (Judged("toy", 1.0, verdict),))
+    return Episode(task, 0, sibling, segments_of(answer), answer.stop, answer.judged)
 
 
 def _cut(x: np.ndarray | None, episode: Episode) -> tuple[np.ndarray, ...] | None:
@@ -77,15 +91,21 @@ def _cut(x: np.ndarray | None, episode: Episode) -> tuple[np.ndarray, ...] | Non
     return tuple(np.split(x, np.cumsum([s.spoken for s in episode.segments])[:-1]))
 
 
-def scored_group(name: str, answers: Sequence[Answer]) -> ScoredGroup:
-    task = Task(name, "?")
+def _scored(episode: Episode, a: Answer) -> Scored:
+    teacher = None
+    if a.teacher is not None:
+        parts = (_cut(a.teacher.ids, episode) or (), _cut(a.teacher.logp, episode) or ())
+        teacher = tuple(Top(i, p) for i, p in zip(*parts, strict=True))
+    return Scored(episode, _cut(a.start, episode), _cut(a.reference, episode), _cut(a.values, episode), _cut(a.entropy, episode), teacher)
+
+
+def scored_group(name: str, answers: Sequence[Answer], greedy: float | None = None, **info: object) -> ScoredGroup:
+    """A prompt's siblings, scored; with `greedy` also its argmax answer of that reward. `info` are columns of the task."""
+    task = Task(name, "?", info=info)
     episodes = [episode_of(task, i, a) for i, a in enumerate(answers)]
-    scored = [
-        Scored(e, _cut(a.start, e), _cut(a.reference, e), _cut(a.values, e))
-        for e, a in zip(episodes, answers, strict=True)
-        if e.reward is not None
-    ]
-    return ScoredGroup(Group(task, 0, tuple(episodes)), tuple(scored))
+    best = None if greedy is None else episode_of(task, len(answers), Answer(greedy, [[1]], np.full(1, -1.0)))
+    scored = [_scored(e, a) for e, a in zip(episodes, answers, strict=True) if e.reward is not None]
+    return ScoredGroup(Group(task, 0, tuple(episodes), best), tuple(scored))
 
 
 def rewarded(*groups: Sequence[float], lengths: Sequence[Sequence[int]] | None = None) -> list[ScoredGroup]:
@@ -103,48 +123,29 @@ def credits(a: Algorithm, *groups: Sequence[float], lengths: Sequence[Sequence[i
     return [[float(e.advantage[0][0]) for e in g.episodes] for g in credit.groups]
 
 
-def members(credit: Credit) -> list[tuple[int, EpisodeCredit]]:
-    return [(i, e) for i, g in enumerate(credit.groups) for e in g.episodes if not e.dropped]
+STAGE = Reinforce(name="laws", sampling=SAMPLING)
+START = 4
+"""Version of the weights at the start of a toy step; its one optimizer step makes the next."""
 
 
-def batch_of(a: Algorithm, credit: Credit, *, order: Sequence[int] | None = None, with_start: bool = True) -> Batch:
-    """The step as one minibatch. `order` permutes episodes."""
-    chosen = members(credit)
-    weights = weigh(a.aggregate, [e.episode.spoken for _, e in chosen], [i for i, _ in chosen], SAMPLING.max_tokens)
-    picked = list(range(len(chosen))) if order is None else list(order)
-    eps = [chosen[i][1] for i in picked]
-    segments = [s for e in eps for s in e.episode.segments]
+def batch_of(a: Algorithm, credit: Credit, *, order: np.random.Generator | None = None, with_start: bool = True) -> Batch:
+    """The step as one minibatch, through the packer of real runs. `order` shuffles the groups, and the episodes inside each."""
+    if order is not None:
+        groups = [credit.groups[i] for i in order.permutation(len(credit.groups))]
+        shuffled = [tuple(g.episodes[i] for i in order.permutation(len(g.episodes))) for g in groups]
+        credit = replace(credit, groups=tuple(replace(g, episodes=e) for g, e in zip(groups, shuffled, strict=True)))
+    (made,) = pack(credit, a, STAGE, seed=0, step=0, version=START)
+    assert made.batch is not None, "every token is silent"
+    return made.batch if with_start else replace(made.batch, logp_start_M=None)
 
-    def stream(get: Callable[[EpisodeCredit], tuple[np.ndarray, ...] | None]) -> np.ndarray | None:
-        parts = [get(e) for e in eps]
-        return None if parts[0] is None else np.concatenate([x for p in parts for x in p or ()])
 
-    return Batch.of(
-        segments,
-        [i for i, e in enumerate(eps) for _ in e.episode.segments],
-        logp_mu_M=np.concatenate([s.logp[s.mask] for s in segments]),
-        version_M=np.concatenate([s.version[s.mask] for s in segments]),
-        advantage_M=stream(lambda e: e.advantage),
-        return_M=stream(lambda e: e.returns),
-        logp_start_M=stream(lambda e: e.scored.start) if with_start else None,
-        logp_ref_M=stream(lambda e: e.scored.reference),
-        value_M=stream(lambda e: e.scored.values),
-        weight_M=np.concatenate([np.full(eps[j].episode.spoken, weights[i]) for j, i in enumerate(picked)]),
-    )
+def kept(credit: Credit) -> list[tuple[GroupCredit, EpisodeCredit]]:
+    """The episodes that may carry a gradient."""
+    return [(g, e) for g in credit.groups for e in g.episodes if not e.dropped]
 
 
 def leaf(x: np.ndarray) -> Tensor:
     return torch.tensor(x, dtype=torch.float64, requires_grad=True)
-
-
-def gradient(
-    a: Algorithm, streams: Streams, logp: Tensor, entropy: Tensor | None = None, value: Tensor | None = None
-) -> tuple[Tensor, ...]:
-    """(loss, d/dlogp, d/dentropy, d/dvalue) of the library's objective; zeros where nothing is read."""
-    inputs = [x for x in (logp, entropy, value) if x is not None]
-    loss = objective(a, streams, TokenScores(logp, entropy, value)).loss
-    grads = torch.autograd.grad(loss, inputs, allow_unused=True)
-    return (loss.detach(), *(torch.zeros_like(x) if g is None else g for x, g in zip(inputs, grads, strict=True)))
 
 
 def look(ratio: Tensor, advantage: Tensor, sequence: np.ndarray | None = None) -> Look:

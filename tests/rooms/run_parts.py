@@ -42,7 +42,7 @@ def mine(folder: Path, rows: int = 20, reward: str = REWARD) -> tuple[str, ...]:
     """Words of a run on prompts and a reward written into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts, code = folder / "mine.jsonl", folder / "mine.py"
-    prompts.write_text("".join(f'{{"prompt": "say {a}: ", "answer": "{a}"}}\n' for a in range(rows)))
+    prompts.write_text("".join(f'{{"prompt": "say {a}: ", "answer": "{a}", "completion": "{a}"}}\n' for a in range(rows)))
     code.write_text(reward)
     return ("verifiable", "sft=none", *SMALL, *RL, f"env.prompts={prompts}", f"env.rewards={code}:reward", "env.heldout=2")
 

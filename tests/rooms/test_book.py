@@ -133,7 +133,7 @@ def test_run_file(tmp_path: Path) -> None:
     assert back.lineages["rl"][-1] == {
         "name": "grpo+user",
         "paper": "your patch",
-        "changes": {"clip": {"type": "Clip", "low": 0.2, "high": 0.3}},
+        "changes": {"clip": {"type": "Clip", "low": 0.2, "high": 0.3, "cap": None}},
     }
 
 

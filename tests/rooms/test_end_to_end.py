@@ -21,6 +21,7 @@ import posttrain
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.ladder import LADDER as ALGORITHMS
+from posttrain.core.pieces.shape import BestOf
 
 
 @pytest.fixture(scope="module")
@@ -166,7 +167,14 @@ def test_one_step_of_every_environment(env: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_learns_something_finite(name: str, tmp_path: Path) -> None:
-    folder = play(tmp_path / "run", *mine(tmp_path / "data"), f"algorithm={name}", "rl.minibatches=2", "rl.epochs=2")
+    words = [f"algorithm={name}", "rl.minibatches=2", "rl.epochs=2"]
+    if any(isinstance(s, BestOf) for s in ALGORITHMS[name].shape):
+        words.append("shape.bestof.k=2")
+    if ALGORITHMS[name].rewards == "none":
+        teacher = play(tmp_path / "teacher", *mine(tmp_path / "data"))
+        assert main(["export", str(teacher), str(tmp_path / "model")]) == 0
+        words.append(f"rl.reference={tmp_path / 'model'}")
+    folder = play(tmp_path / "run", *mine(tmp_path / "data"), *words)
     steps = rl_steps(folder)
     assert moved(folder) and len(steps) == 2
     assert all(s.gauges["optim/steps"].sum == 4 for s in steps)

@@ -11,6 +11,12 @@ from hypothesis import strategies as st
 from posttrain.core import algorithm as A
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import DAPO, GRPO, LADDER, RLOO
+from posttrain.core.pieces.baseline import Others, Value
+from posttrain.core.pieces.correction import Mask
+from posttrain.core.pieces.pull import KL, SequenceL2
+from posttrain.core.pieces.shape import Overlong, Signed
+from posttrain.core.pieces.token import EntropyBonus
+from posttrain.core.pieces.trust import Clip
 from posttrain.core.run import Env, Reinforce, Reward, Run, Supervised
 from posttrain.recipe.overrides import address, apply, surface
 
@@ -73,7 +79,7 @@ def test_environment_arguments_take_any_name_and_the_plainest_type() -> None:
 def test_algorithm_by_name_is_the_ladder_entry_itself() -> None:
     assert rl("algorithm=dapo").algorithm is DAPO
     assert rl("rl.algorithm=rloo").algorithm is RLOO
-    assert "did you mean 'dapo'" in refused("algorithm=dappo")
+    assert "did you mean 'dapo'" in refused("algorithm=dapoo")
 
 
 def test_changes_inside_become_one_last_patch_whatever_the_order() -> None:
@@ -82,7 +88,7 @@ def test_changes_inside_become_one_last_patch_whatever_the_order() -> None:
     assert a == rl(*reversed(words)).algorithm
     assert (a.name, a.paper, a.parent) == ("dapo+user", "your patch", DAPO)
     assert A.differences(DAPO, a) == {
-        "clip": (A.Clip(low=0.2, high=0.28), A.Clip(low=0.2, high=0.3)),
+        "clip": (Clip(low=0.2, high=0.28), Clip(low=0.2, high=0.3)),
         "aggregate": ("prompt_mean", "token_mean"),
         "filter": ("mixed", None),
     }
@@ -90,16 +96,16 @@ def test_changes_inside_become_one_last_patch_whatever_the_order() -> None:
 
 def test_pieces() -> None:
     assert rl("clip=none").algorithm.clip is None
-    assert rl("baseline=others").algorithm.baseline == A.Others()
-    assert rl("algorithm=reinforce", "pull=kl", "pull.coef=0.1").algorithm.pull == A.KL(coef=0.1)
-    assert rl("pull=sequence_l2").algorithm.pull == A.SequenceL2()
-    assert rl("shape=signed,overlong").algorithm.shape == (A.Signed(), A.Overlong())
-    assert rl("algorithm=dapo", "shape.overlong.cache=0.5").algorithm.shape == (A.Signed(), A.Overlong(cache=0.5))
+    assert rl("baseline=others").algorithm.baseline == Others()
+    assert rl("algorithm=reinforce", "pull=kl", "pull.coef=0.1").algorithm.pull == KL(coef=0.1)
+    assert rl("pull=sequence_l2").algorithm.pull == SequenceL2()
+    assert rl("shape=signed,overlong").algorithm.shape == (Signed(), Overlong())
+    assert rl("algorithm=dapo", "shape.overlong.cache=0.5").algorithm.shape == (Signed(), Overlong(cache=0.5))
     assert rl("algorithm=dapo", "shape=none").algorithm.shape == ()
-    assert rl("algorithm=ppo", "baseline.clip=none").algorithm.baseline == A.Value(clip=None)
-    assert rl("pull.estimator=k1", "pull.placement=reward").algorithm.pull == A.KL(estimator="k1", placement="reward")
-    assert rl("entropy=entropybonus").algorithm.entropy == A.EntropyBonus()
-    assert rl("correction=mask", "correction.level=sequence").algorithm.correction == A.Mask(level="sequence")
+    assert rl("algorithm=ppo", "baseline.clip=none").algorithm.baseline == Value(clip=None)
+    assert rl("pull.estimator=k1", "pull.placement=reward").algorithm.pull == KL(estimator="k1", placement="reward")
+    assert rl("entropy=entropybonus").algorithm.entropy == EntropyBonus()
+    assert rl("correction=mask", "correction.mask.level=sequence").algorithm.correction == (Mask(level="sequence"),)
 
 
 def test_a_change_that_changes_nothing_is_no_patch() -> None:
@@ -135,8 +141,8 @@ def test_everything_is_checked_once_together() -> None:
         ("rl.optimizer.lr=nan", "rl.optimizer.lr=nan: expected a number"),
         ("ratio=tokn", "rl.algorithm.ratio=tokn: did you mean 'token'?"),
         ("filter=mxed", "did you mean 'mixed'? (valid: mixed, none)"),
-        ("clip=clop", "rl.algorithm.clip=clop: did you mean 'clip'? (valid: none, clip)"),
-        ("baseline=none", "(valid: zero, ema, groupmean, others, value)"),
+        ("clip=clop", "rl.algorithm.clip=clop: did you mean 'clip'? (valid: none, clip, cap,"),
+        ("baseline=none", "(valid: zero, togo, ema, groupmean,"),
         ("clip.hihg=1", "rl.algorithm.clip.hihg: Clip has no such setting; did you mean 'high'?"),
         ("baseline.decay=1", "GroupMean has no such setting"),
         ("algorithm.name=x", "rl.algorithm.name: an algorithm has no such choice"),
@@ -200,8 +206,9 @@ def test_no_word_ever_raises_anything_but_a_config_error(word: str, path: str) -
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(LADDER)), st.floats(0, 1), st.integers(1, 500))
 def test_what_is_asked_for_is_what_is_there(name: str, high: float, steps: int) -> None:
-    words = [f"algorithm={name}", f"rl.steps={steps}", *([f"clip.high={high!r}"] if LADDER[name].clip else [])]
+    words = [f"algorithm={name}", f"rl.steps={steps}", *([f"clip.high={high!r}"] if LADDER[name].clip == Clip() else [])]
+    words += ["rl.reference=teacher"] if LADDER[name].rewards == "none" else []
     stage = rl(*words)
     assert stage.steps == steps and stage.algorithm.lineage()[0].name == "reinforce"
-    if LADDER[name].clip:
-        assert stage.algorithm.clip == A.Clip(low=0.2, high=high)
+    if LADDER[name].clip == Clip():
+        assert stage.algorithm.clip == Clip(low=0.2, high=high)

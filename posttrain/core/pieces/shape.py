@@ -38,10 +38,13 @@ class BestOf:
     """reward -> k * mean over the k-subsets of siblings that hold this one of their best reward (A32).
 
     The group's mean of credit * grad log pi is then an unbiased gradient of the expected best of k (PKPO); for outcomes
-    of {0, 1} that is pass@k.
+    of {0, 1} that is pass@k. Fewer than k siblings count as one subset of all of them.
     """
 
     k: int = 4
+    gain: bool = False
+    """Less the best reward of each subset without this sample (PKPO's loo-1, Eq. 33): still unbiased, and of far less variance. A
+    baseline over these rewards instead would not be: the others' rewards contain this sample's."""
 
     def __post_init__(self) -> None:
         if self.k < 1:

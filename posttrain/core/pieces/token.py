@@ -108,8 +108,8 @@ class Shown:
 
     siblings: int = 1
     """How many of the group's siblings are shown."""
-    style: str = "cot"
-    """Which kind of text the environment writes."""
+    style: str | None = None
+    """Which kind of text the environment writes. None: the last it names, its most elaborate one."""
     gamma: float | None = 0.1
 
     def __post_init__(self) -> None:

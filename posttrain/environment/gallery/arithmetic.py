@@ -13,7 +13,7 @@ from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.seeds import generator
 from posttrain.core.types import Task
-from posttrain.core.verdict import Verdict
+from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.integers import last_integer
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require
 
@@ -35,6 +35,8 @@ class Arithmetic(SingleTurn):
     """Largest term; the smallest is 0. 9 is one digit, 99 two."""
     ops: str = "+"
     """`+`, or `+-` for sums with subtractions (answers may be negative)."""
+    judge_steps: bool = False
+    """Also judge every running sum on its own, for algorithms that give credit by step."""
 
     def __post_init__(self) -> None:
         require(
@@ -111,6 +113,20 @@ class Arithmetic(SingleTurn):
         said = last_integer(attempt.text)
         return graded(said == attempt.task.answer, said, attempt.task.answer, kind="no_integer" if said is None else "wrong")
 
+    def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """Of `3+4=7;7+5=11`: 1 for the first sum, 0 for the second. A missing sum is no step; one too many is wrong."""
+        if not self.judge_steps:
+            return ()
+        terms = _terms(attempt.task)
+        right = _chain(terms)
+        said = attempt.text.split(";")
+        out: list[Judged] = []
+        at = 0
+        for i, step in enumerate(said):
+            at += len(step) + 1
+            out.append(Judged("step", 1.0, Verdict.value(i < len(right) and step == right[i]), attempt.spoken_upto(at)))
+        return tuple(out)
+
     def key(self, task: Task) -> Signed:
         return _multiset(_terms(task))
 
@@ -140,8 +156,7 @@ class Arithmetic(SingleTurn):
         slip = int(rng.integers(1, len(terms)))
         error = self._error(rng, sums[slip]) if false else 0
         sums = [value + (error if step >= slip else 0) for step, value in enumerate(sums)]
-        steps = [f"{before}{sign}{operand}={after}" for (before, after), (sign, operand) in zip(pairwise(sums), terms[1:], strict=True)]
-        return str(task.prompt), ";".join(steps)
+        return str(task.prompt), ";".join(_chain(terms, sums))
 
     def _error(self, rng: np.random.Generator, floor: int) -> int:
         """A small amount to be off by; with only `+`, what stands at `floor` stays natural."""
@@ -176,6 +191,12 @@ def _terms(task: Task) -> Signed:
 
 def _multiset(terms: Signed) -> Signed:
     return tuple(sorted(terms))
+
+
+def _chain(terms: Signed, sums: list[int] | None = None) -> list[str]:
+    """3+4+5 gives `3+4=7` and `7+5=12`; with other `sums` the same chain over those."""
+    sums = _running(terms) if sums is None else sums
+    return [f"{before}{sign}{operand}={after}" for (before, after), (sign, operand) in zip(pairwise(sums), terms[1:], strict=True)]
 
 
 def _running(terms: Signed) -> list[int]:
