@@ -51,7 +51,8 @@ class AdamW:
 
         A norm that is not finite updates nothing and counts no step: weights and moments stay as they were.
         """
-        self._take_gradients()
+        self._follow_weights()
+        self.gather()
         with_grad = [t for t in self._moved.values() if t.grad is not None]
         norm = torch.nn.utils.get_total_norm([t.grad for t in with_grad if t.grad is not None])
         size = float(norm)
@@ -107,13 +108,21 @@ class AdamW:
                 self._masters[name].copy_(master)
 
     @torch.no_grad()
-    def _take_gradients(self) -> None:
-        """Gradients of low-precision weights to their masters, which first follow weights that were replaced from outside."""
+    def gather(self) -> None:
+        """Add the gradients of low-precision weights to their masters', so that micro-batches are summed in float32."""
+        for name, master in self._masters.items():
+            p = self._parameters[name]
+            if p.grad is not None:
+                master.grad = p.grad.float() if master.grad is None else master.grad.add_(p.grad)
+                p.grad = None
+
+    @torch.no_grad()
+    def _follow_weights(self) -> None:
+        """Masters follow weights that were replaced from outside."""
         for name, master in self._masters.items():
             p = self._parameters[name]
             if not torch.equal(master.to(p.dtype), p):
                 master.copy_(p)
-            master.grad = None if p.grad is None else p.grad.float()
 
     @torch.no_grad()
     def _publish_masters(self) -> None:

@@ -56,6 +56,19 @@ class Score:
         half = Z95 * float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else math.inf
         return Score(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half, len(x))
 
+    @staticmethod
+    def outcomes(per_prompt: Sequence[float] | np.ndarray) -> Score:
+        """`of` for outcomes in [0, 1]: where every prompt says 0, or every one 1, the interval is Wilson's, which is not a point.
+
+        >>> str(Score.outcomes([1.0] * 20))
+        '1.000 [0.839, 1.000]'
+        """
+        plain = Score.of(per_prompt)
+        off = Z95**2 / (plain.prompts + Z95**2) if plain.prompts > 1 else 0.0
+        if plain.low == plain.high == 0.0:
+            return replace(plain, high=off)
+        return replace(plain, low=1 - off) if plain.low == plain.high == 1.0 else plain
+
     def __str__(self) -> str:
         return interval(self.mean, self.low, self.high)
 
@@ -87,7 +100,7 @@ class Report:
 
 async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> Report:
     """Sample every task `how.samples` times (and once greedily). The same seeds every time, so runs compare prompt by prompt."""
-    fixed = replace(rollout, seed=how.seed)
+    fixed, sampling = replace(rollout, seed=how.seed), replace(sampling, top=0)
     groups = await together([fixed.group(t, 0, how.samples, sampling, "evaluation") for t in tasks])
     greedy = None
     if how.greedy:
@@ -104,9 +117,9 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Report:
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
     episodes = [e for g in groups for e in g.episodes]
     return Report(
-        accuracy=Score.of([float(g.rewards.mean()) for g in judged]),
-        greedy=None if greedy is None else Score.of([float(g.rewards.mean()) for g in greedy if g.judged]),
-        pass_at={k: Score.of([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
+        accuracy=Score.outcomes([float(g.rewards.mean()) for g in judged]),
+        greedy=None if greedy is None else Score.outcomes([float(g.rewards.mean()) for g in greedy if g.judged]),
+        pass_at={k: Score.outcomes([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
         unjudged=sum(len(g.episodes) - len(g.judged) for g in groups),
         mean_tokens=float(np.mean([e.spoken for e in episodes])) if episodes else math.nan,
         truncated=float(np.mean([e.stop == "length" for e in episodes])) if episodes else math.nan,

@@ -24,6 +24,10 @@ Observer = Callable[[Batch, np.ndarray], None]
 class Optimizer(Protocol):
     """What the trainer needs of an optimizer: one step on the gradients the parameters hold."""
 
+    def gather(self) -> None:
+        """Take the gradients one backward left; called after each micro-batch."""
+        ...
+
     def step(self) -> float:
         """Clip globally, update, clear; returns the gradient norm before the clip."""
         ...
@@ -67,6 +71,7 @@ class Trainer:
                 observe(micro, scores.logp.detach().float().cpu().numpy())
             terms = objective(a, streams(micro, scores.logp.device), scores)
             terms.loss.backward()
+            self.optimizer.gather()
             parts.append(terms.gauges)
         return merge(*parts, self._update())
 
@@ -78,6 +83,7 @@ class Trainer:
             scores = self.learner.forward(micro, entropy=False, value=False)
             loss = supervised(torch.as_tensor(micro.weight_M, dtype=scores.logp.dtype, device=scores.logp.device), scores.logp)
             loss.backward()
+            self.optimizer.gather()
             total += float(loss.detach())
         return merge({"sft/loss": Gauge(total, 1), "sft/tokens": Gauge(batch.spoken, 1)}, self._update())
 

@@ -241,3 +241,13 @@ def test_foreign_optimizer_state_is_refused() -> None:
     with pytest.raises(RunFolderError, match="'a' does not fit"):
         moments = {"exp_avg.a": torch.zeros(9), "exp_avg_sq.a": torch.zeros(9)}
         adam.load_state_tensors({"steps": torch.tensor(1), "step.a": torch.tensor(1.0)} | moments)
+
+
+def test_micro_batches_of_bfloat16_add_up_in_float32() -> None:
+    """1 + 4 / 1024 is no bfloat16 number: summed there, the four small gradients would be lost."""
+    p = {"w": torch.zeros(2, dtype=torch.bfloat16, requires_grad=True)}
+    optimizer = AdamW(p, Optimizer(lr=0.1, clip=math.inf))
+    for size in (1.0, *[1 / 1024] * 4):
+        p["w"].grad = torch.full((2,), size, dtype=torch.bfloat16)
+        optimizer.gather()
+    assert optimizer.step() == pytest.approx(math.sqrt(2) * (1 + 4 / 1024), abs=1e-7)
