@@ -22,6 +22,8 @@ def ladder(o: Namespace) -> int:
 
     if o.diff:
         print(view.diff(*o.diff))
+    elif o.table:
+        print(view.table())
     else:
         print(view.one(o.name) if o.name else view.tree())
     return 0
@@ -52,7 +54,7 @@ def export(o: Namespace) -> int:
 
 def _settings(recipe: str, overrides: list[str]) -> str:
     """Every setting of a recipe with its value (`...` where it stands for several) and what is valid."""
-    from posttrain.cli.ladder import word
+    from posttrain.core.formula import word
     from posttrain.recipe.overrides import apply, surface, value
     from posttrain.recipe.shipped import recipe as shipped
 

@@ -1,82 +1,94 @@
-"""The ladder in a terminal: the tree of patches, one algorithm in full, the difference of two."""
+"""The ladder in a terminal: the tree of patches, a table, one algorithm in full, the difference of two. 100 columns."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Iterator
-from typing import Any, cast
+import textwrap
 
-from posttrain.cli.formula import formula
 from posttrain.core.algorithm import CHOICES, Algorithm, differences
+from posttrain.core.cost import anchor, cost, reads
+from posttrain.core.formula import FORM, compact, credit_words, formula, formulas, patches, source, word
+from posttrain.core.formula.picture import WIDTH, picture, wrapped
 from posttrain.core.ladder import LADDER, algorithm
 from posttrain.core.pieces.pull import KL
 
-FORM = """\
-A    = (reward - baseline) / scale                     credit
-push = trust_region(ratio of pi to anchor, A)          how loudly a token may speak; never differentiated
-loss = sum over tokens of weight * ( -sg[correction * push] * A * logp + pull )"""
-
-
-def word(value: Any) -> str:
-    """A choice as it is typed in an override: `none`, `kl(coef=0.04, estimator=k3)`, `signed,overlong(cache=0.2)`."""
-    if value is None:
-        return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, Algorithm):
-        return value.name
-    if isinstance(value, tuple):
-        return ",".join(word(v) for v in cast("tuple[Any, ...]", value)) or "none"
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        inside = ", ".join(f"{f.name}={word(getattr(value, f.name))}" for f in dataclasses.fields(value))
-        return type(value).__name__.lower() + (f"({inside})" if inside else "")
-    return str(value)
-
-
-def source(a: Algorithm) -> str:
-    return f"arXiv {a.paper}" if a.paper[:4].isdigit() and "." in a.paper else a.paper
-
-
-def _patch(a: Algorithm) -> str:
-    """What an algorithm changes on its parent; of the root, its choices that are not `none`."""
-    if a.parent is None:
-        changed = {f: getattr(a, f) for f in CHOICES if getattr(a, f) not in (None, ())}
-    else:
-        changed = {f: new for f, (_, new) in differences(a.parent, a).items()}
-    return "  ".join(f"{f}={word(v)}" for f, v in changed.items())
-
 
 def tree() -> str:
-    """All algorithms, each under the one it patches."""
-    children: dict[str, list[Algorithm]] = {}
-    for a in LADDER.values():
-        children.setdefault(a.parent.name if a.parent else "", []).append(a)
+    """All algorithms, each under the one it patches, with what it changes there."""
+    more = (
+        "posttrain ladder NAME           one in full: formulas, numbers, what it reads and costs",
+        "posttrain ladder --table        all in one table: baseline, trust region, anchor, cost",
+        "posttrain ladder --diff A B     the choices in which two differ",
+    )
+    return "\n".join([FORM, "", *picture(), "", f"{len(LADDER)} algorithms; numbers that are off are not printed.", *more])
 
-    def draw(a: Algorithm, lead: str, below: str) -> Iterator[str]:
-        yield f"{lead}{a.name}   ({source(a)})"
-        yield f"{below}{'│' if a.name in children else ' '}     {_patch(a)}"
-        mine = children.get(a.name, [])
-        for i, child in enumerate(mine):
-            last = i == len(mine) - 1
-            yield from draw(child, below + ("└── " if last else "├── "), below + ("    " if last else "│   "))
 
-    lines = [line for root in children[""] for line in draw(root, "", "")]
-    return "\n".join([FORM, "", *lines, "", "posttrain ladder NAME shows one in full; posttrain ladder --diff A B compares two."])
+def table() -> str:
+    """One line an algorithm: the choices that tell them apart, and what they cost."""
+    head = ("name", "A", "region", "weight", "anchor", "fwd", "memory")
+    rows = [head, *(_row(a) for a in LADDER.values())]
+    wide = [max(len(r[i]) for r in rows) for i in range(len(head))]
+    lines = ["  ".join(f"{x:<{w}}" for x, w in zip(r, wide, strict=True)).rstrip() for r in rows]
+    foot = (
+        "A: baseline/scale, whitening. anchor: what pi is compared with; - where no ratio is formed.",
+        "fwd: forward-only passes over a step's tokens; +1 where a step takes several optimizer steps.",
+        "memory: copy of the weights, value head, K or V(ocabulary) log-probs a token.",
+    )
+    return "\n".join([*lines, "", *foot])
+
+
+def _row(a: Algorithm) -> tuple[str, ...]:
+    """A row of the table, in few letters."""
+    paid, kept = cost(a), []
+    if a.reads & {"reference", "teacher"}:
+        kept.append("copy")
+    if "values" in a.reads:
+        kept.append("head")
+    if a.stores_top or a.distill is not None:
+        kept.append(str(a.stores_top or (a.distill.top if a.distill else 0) or "V"))
+    forwards = str(paid.forwards) + (f"+{paid.late}" if paid.late else "")
+    region = "-" if a.clip is None else type(a.clip).__name__.lower()
+    return (
+        a.name,
+        credit_words(a),
+        region,
+        a.aggregate,
+        anchor(a) or "-",
+        forwards,
+        "+".join(kept) or "-",
+    )
 
 
 def one(name: str) -> str:
-    """One algorithm: every choice, what it means as a formula, and how it came about."""
+    """One algorithm: what it changes, its formulas, every choice, what it reads and costs, and how it came about."""
     a = algorithm(name)
-    wide = max(len(f"{f}={word(getattr(a, f))}") for f in CHOICES)
-    rows = [f"  {f'{f}={word(getattr(a, f))}':<{wide}}   {formula(f, getattr(a, f))}" for f in CHOICES]
-    out = [f"{a.name}   ({source(a)})", "", FORM, "", *rows]
+    out = [f"{a.name}   ({source(a)})", "", FORM, ""]
+    out += [line for label, text in formulas(a) for line in _prose(f"  {label:<8} ", text)]
     if isinstance(a.pull, KL):
-        out += ["", f"  gradient of the KL: {a.pull.truth}"]
-    if a.note:
-        out += ["", f"  note: {a.note}"]
-    steps = [f"  {p.name:<16}{_patch(p)}" for p in a.lineage()]
-    reads = ", ".join(sorted(a.reads)) or "nothing beyond the rollout"
-    return "\n".join([*out, "", f"reads: {reads}", "", "lineage:", *steps])
+        out += _prose("  KL       ", f"its gradient is {a.pull.truth}")
+    paid = cost(a)
+    out += ["", *_prose("reads    ", ", ".join(reads(a)) or "nothing beside what the sampler stored")]
+    out += _prose(
+        "compares ", f"pi with {formula('anchor', a.anchor).removeprefix('anchor = ')}" if anchor(a) else "pi with nothing: no ratio"
+    )
+    out += _prose("forwards ", "; ".join(paid.passes) or "none beside rollout and learning")
+    out += _prose("samples  ", "; ".join(paid.generation)) if paid.generation else []
+    out += _prose("memory   ", "; ".join(paid.memory)) if paid.memory else []
+    out += ["", *_prose("note     ", a.note)] if a.note else []
+    out += ["", "choices, as an override spells them:"]
+    wide = max(len(f"{f}={compact(getattr(a, f))}") for f in CHOICES if len(f"{f}={compact(getattr(a, f))}") <= 40)
+    for f in CHOICES:
+        typed = f"  {f}={compact(getattr(a, f))}"
+        lead = typed if len(typed) > wide + 2 else f"{typed:<{wide + 2}}   "
+        if lead is typed:
+            out.append(typed)
+            lead = " " * (wide + 5)
+        out += _prose(lead, formula(f, getattr(a, f)))
+    steps = [line for p in a.lineage() for line in wrapped(f"  {p.name:<21}  ", patches(p), " " * 25)]
+    return "\n".join([*out, "", "lineage:", *steps])
+
+
+def _prose(lead: str, text: str) -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False) or [lead.rstrip()]
 
 
 def diff(left: str, right: str) -> str:

@@ -83,9 +83,10 @@ def _ladder(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         "ladder",
         commands.ladder,
         "print the algorithms as a tree of patches, one of them in full, or the difference of two",
-        "posttrain ladder\n  posttrain ladder grpo\n  posttrain ladder --diff grpo dapo",
+        "posttrain ladder\n  posttrain ladder grpo\n  posttrain ladder --table\n  posttrain ladder --diff grpo dapo",
     )
     p.add_argument("name", nargs="?", help="show this algorithm in full")
+    p.add_argument("--table", action="store_true", help="all algorithms in one table: credit, trust region, weight, anchor, cost")
     p.add_argument("--diff", nargs=2, metavar=("A", "B"), help="the choices in which two algorithms differ")
 
 

@@ -16,12 +16,14 @@ import numpy as np
 import pytest
 
 from posttrain.cli import main
-from posttrain.cli.formula import formula
+from posttrain.cli.ladder import one
 from posttrain.cli.parser import split_overrides
 from posttrain.cli.show import Wanted, lines, visible
-from posttrain.core.algorithm import CHOICES
+from posttrain.core import tree
+from posttrain.core.algorithm import CHOICES, Algorithm
 from posttrain.core.book import Book
 from posttrain.core.errors import ConfigError, DataError, RewardError
+from posttrain.core.formula import formula, formulas
 from posttrain.core.ladder import LADDER
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
@@ -40,13 +42,15 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize(
-    "words", [["--help"], ["ladder"], ["ladder", "grpo"], ["ladder", "--diff", "grpo", "dapo"], ["run", "ladder", "--help"]]
+    "words",
+    [["--help"], ["ladder"], ["ladder", "grpo"], ["ladder", "--table"], ["ladder", "--diff", "grpo", "dapo"], ["run", "ladder", "--help"]],
 )
 def test_light_commands_import_no_torch(words: list[str]) -> None:
     code = f"""
 import sys, time
 begun = time.perf_counter()
 from posttrain.cli import main
+from posttrain.cli.ladder import one
 try: main({words!r})
 except SystemExit: pass
 print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizers", "safetensors", "rich")), time.perf_counter() - begun, file=sys.stderr)
@@ -149,6 +153,7 @@ def run(*a, **k):
 fake.run = run
 import posttrain.recipe; posttrain.recipe.main = fake; sys.modules["posttrain.recipe.main"] = fake
 from posttrain.cli import main
+from posttrain.cli.ladder import one
 sys.exit(main(["run", "ladder"]))
 """
     with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
@@ -171,21 +176,44 @@ def test_usage_errors_are_code_2() -> None:
 def test_ladder_prints_tree_one_and_difference(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["ladder"]) == 0
     text = capsys.readouterr().out
-    assert all(name in text for name in LADDER) and "arXiv 2402.03300" in text and "Williams 1992" in text
+    assert set(LADDER) <= set(text.split()) and "2402.03300" in text and "Williams 1992" in text
+    assert max(map(len, text.splitlines())) <= 100
+    assert main(["ladder", "--table"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    assert [r.split()[0] for r in rows[1 : len(LADDER) + 1]] == list(LADDER) and max(map(len, rows)) <= 100
     assert main(["ladder", "--diff", "grpo", "dapo"]) == 0
     rows = capsys.readouterr().out.splitlines()
     assert [r.split()[0] for r in rows] == ["grpo", "clip", "aggregate", "pull", "filter", "shape"]
     assert main(["ladder", "grpo"]) == 0
-    assert "biased" in capsys.readouterr().out
+    text = capsys.readouterr().out
+    assert "biased" in text and "a copy of the weights" in text and "ddof 1" in text
     assert main(["ladder", "--diff", "grpo", "grpo"]) == 0
     assert main(["ladder", "grop"]) == 2 and "did you mean 'grpo'" in capsys.readouterr().err
 
 
 def test_every_choice_of_the_ladder_has_a_formula() -> None:
     for a in LADDER.values():
+        rows = formulas(a)
+        assert [name for name, _ in rows][:3] == ["r", "A", "push"] and all(text and "None" not in text for _, text in rows)
+        assert max(map(len, one(a.name).splitlines())) <= 100
         for choice in CHOICES:
             text = formula(choice, getattr(a, choice))
-            assert text and "{" not in text and text != getattr(a, choice)
+            assert text and "{" not in text and "None" not in text and text != getattr(a, choice)
+
+
+def test_every_piece_and_word_of_every_choice_has_a_formula() -> None:
+    seen = 0
+    for choice in CHOICES:
+        declared = tree.hints(Algorithm)[choice]
+        item = tree.tuple_item(declared)
+        values = [made() for made in tree.pieces(item or declared).values()] or list(tree.choices(declared))
+        values = [(v,) for v in values] + [()] if item else values + [None] * (type(None) in tree.members(declared))
+        for value in values:
+            assert formula(choice, value), (choice, value)
+        texts = [formula(choice, value) for value in values]
+        assert len(set(texts)) == len(texts), f"two of {choice} have one formula"
+        seen += len(values)
+    assert seen > 80
 
 
 # --- show ----------------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,94 @@
+"""What an algorithm reads and what a step pays for it beside rollout and learning. Torch-free data, read off the choices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.pieces.baseline import Greedy, StepMean
+from posttrain.core.pieces.pull import KL, SequenceL2
+
+ANCHOR = {"behaviour": "sampler", "start": "start", "proximal": "proximal"}
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Beside one rollout, one forward and one backward a token."""
+
+    forwards: int
+    """Forward-only passes over every token of the step."""
+    late: int
+    """Further ones where a step takes several optimizer steps."""
+    passes: tuple[str, ...]
+    """Each of them in words."""
+    generation: tuple[str, ...]
+    memory: tuple[str, ...]
+
+
+def anchor(a: Algorithm) -> str:
+    """Whose probability the policy is compared with; '' where no ratio is formed."""
+    compared = a.ratio != "one" or isinstance(a.pull, SequenceL2) or (isinstance(a.pull, KL) and a.pull.estimator == "rk3")
+    return ANCHOR[a.anchor] if compared else ""
+
+
+def reads(a: Algorithm) -> tuple[str, ...]:
+    """What credit and loss read beside what the sampler stored with every token it said."""
+    own = (
+        ("log-probs at the start of the step", "start" in a.reads),
+        ("reference", "reference" in a.reads),
+        ("values", "values" in a.reads),
+        ("entropy", "entropy" in a.reads or a.entropy is not None),
+        ("teacher", "teacher" in a.reads or a.rewards == "none"),
+        ("greedy answer", isinstance(a.baseline, Greedy)),
+        ("demonstrations", a.shown is not None),
+        (f"top {a.stores_top} tokens", bool(a.stores_top)),
+        ("verdicts about steps", isinstance(a.baseline, StepMean)),
+        ("each reward source", a.rewards == "each"),
+        ("versions of the weights", a.anchor == "proximal"),
+    )
+    return tuple(name for name, yes in own if yes)
+
+
+def cost(a: Algorithm) -> Cost:
+    passes: list[str] = []
+    late = 0
+    if a.start_before_loss:
+        passes.append("the policy at the start of the step")
+    elif "start" in a.reads:
+        late = 1
+    if "reference" in a.reads:
+        passes.append("the reference")
+    if "values" in a.reads:
+        passes.append("the values")
+    if "entropy" in a.reads:
+        passes.append("the policy's entropies")
+    if "teacher" in a.reads:
+        passes.append("the teacher's distributions")
+    forwards = len(passes)
+    if late:
+        passes.append("the policy at the start of the step, where a step takes several optimizer steps")
+    return Cost(forwards, late, tuple(passes), tuple(_generation(a)), tuple(_memory(a)))
+
+
+def _generation(a: Algorithm) -> list[str]:
+    out: list[str] = []
+    if isinstance(a.baseline, Greedy):
+        out.append("one greedy answer a prompt")
+    if a.filter is not None:
+        out.append("groups asked again until the step is full")
+    if a.shown is not None:
+        out.append(f"{a.shown.siblings} of the siblings are not sampled, but need a demonstration")
+    return out
+
+
+def _memory(a: Algorithm) -> list[str]:
+    out: list[str] = []
+    if a.reads & {"reference", "teacher"}:
+        out.append("a copy of the weights")
+    if "values" in a.reads:
+        out.append("a value head")
+    if a.stores_top:
+        out.append(f"{a.stores_top} ids and log-probs a token")
+    if a.distill is not None:
+        out.append(f"{a.distill.top} ids and log-probs a token" if a.distill.top else "the vocabulary's log-probs a token")
+    return out

@@ -1,0 +1,44 @@
+"""The ladder drawn as a tree, in text of 100 columns."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.formula.words import patches
+from posttrain.core.ladder import LADDER
+
+WIDTH = 100
+
+
+def wrapped(lead: str, words: Sequence[str], below: str) -> Iterator[str]:
+    """`words` after `lead`, going on under it behind `below`; only a word that no line holds is cut, at a comma."""
+    line, empty = lead, True
+    for text in words:
+        whole = len(below) + len(text) <= WIDTH
+        for n, part in enumerate([text] if whole else re.findall(r".*?, |.+$", text)):
+            between = "  " if n == 0 else ""
+            if not empty and len((line + between + part).rstrip()) > WIDTH:
+                yield line.rstrip()
+                line, empty = below, True
+            line, empty = line + ("" if empty else between) + part, False
+    yield line.rstrip()
+
+
+def picture() -> list[str]:
+    """All algorithms, each under the one it patches, with its source and what it changes there."""
+    children: dict[str, list[Algorithm]] = {}
+    for a in LADDER.values():
+        children.setdefault(a.parent.name if a.parent else "", []).append(a)
+    wide = max(4 * len(a.lineage()) - 4 + len(a.name) for a in LADDER.values())
+
+    def draw(a: Algorithm, lead: str, below: str) -> Iterator[str]:
+        mine = children.get(a.name, [])
+        start = f"{lead + a.name:<{wide}}  {a.paper:<13}  "
+        yield from wrapped(start, patches(a), f"{below + ('│' if mine else ''):<{wide + 17}}")
+        for i, child in enumerate(mine):
+            last = i == len(mine) - 1
+            yield from draw(child, below + ("└── " if last else "├── "), below + ("    " if last else "│   "))
+
+    return [line for root in children[""] for line in draw(root, "", "")]
