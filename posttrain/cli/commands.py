@@ -13,7 +13,7 @@ def run(o: Namespace) -> int:
         return 0
     from posttrain.recipe import main
 
-    main.run(o.recipe or "", *o.overrides, out=o.out, resume=o.resume)
+    main.run(o.recipe or "", *o.overrides, out=o.out, resume=o.resume, allow_fault=o.allow_fault)
     return 0
 
 
@@ -49,6 +49,23 @@ def export(o: Namespace) -> int:
     from posttrain.recipe import main
 
     print(f"wrote {main.export(o.run, o.folder, o.checkpoint)}")
+    return 0
+
+
+def faults(o: Namespace) -> int:
+    from posttrain.recipe.faults import FAULTS, find
+
+    if o.name is None:
+        width = max(map(len, FAULTS))
+        for f in FAULTS.values():
+            print(f"{f.name:<{width}}  {f.what}")
+        return 0
+    f = find(o.name)
+    rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
+    for name, text in (*rows, ("to see it", " ".join(("posttrain run arithmetic", *f.shows, f"fault={f.name}", "--allow-fault")))):
+        print(f"{name:<10} {text}")
+    if f.needs:
+        print(f"{'needs':<10} {f.needs}")
     return 0
 
 

@@ -41,6 +41,7 @@ def parser() -> ArgumentParser:
     _eval(sub)
     _show(sub)
     _export(sub)
+    _faults(sub)
     return top
 
 
@@ -72,6 +73,9 @@ def _run(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("recipe", nargs="?", help="a shipped recipe; with --help, all its settings are listed")
     p.add_argument("--out", metavar="FOLDER", help="run folder (default: runs/RECIPE-DATE-TIME)")
     p.add_argument("--resume", metavar="RUN", help="go on with this run folder, or with one of its checkpoints (RUN/checkpoints/NAME)")
+    p.add_argument(
+        "--allow-fault", action="store_true", help="start although fault=NAME plants a bug on purpose (posttrain faults lists them); its numbers mean nothing"
+    )
     p.add_argument("-h", "--help", action="store_true", help="this text; after a recipe's name also its settings")
     p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER] | posttrain run --resume RUN"
     p.set_defaults(text=p.format_help)
@@ -135,6 +139,17 @@ def _export(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("run", help="a run folder")
     p.add_argument("folder", help="where to write; must not exist or be empty")
     p.add_argument("--checkpoint", default="last", metavar="NAME", help="last (default), best, or a checkpoint's name")
+
+
+def _faults(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
+    p = _command(
+        sub,
+        "faults",
+        commands.faults,
+        "list the bugs that can be planted into a run to see them caught, or tell one in full",
+        "posttrain faults\n  posttrain faults std_ddof\n  posttrain run arithmetic fault=std_ddof --allow-fault",
+    )
+    p.add_argument("name", nargs="?", help="tell this fault in full")
 
 
 __all__ = ["Namespace", "parser", "split_overrides"]

@@ -1,46 +1,135 @@
-"""The canaries of one stage, in the order of the step. It counts what it saw and stops the run on what must not be."""
+"""The canaries of one stage, in the order of the step. It counts what it saw and stops the run on what must not be.
+
+What costs next to nothing is checked at every step. Second opinions on credit and loss are asked for at the first
+steps, then ever more rarely (`due`); what is known only from rest is checked at the first optimizer step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from posttrain.controller.house import House
+from posttrain.controller.judges import Judges
 from posttrain.core.batch import Batch, Packed
-from posttrain.core.errors import RewardError
-from posttrain.core.types import Credit, Gauges, Group, ScoredGroup, merge
+from posttrain.core.errors import InvariantError, RewardError
+from posttrain.core.types import Credit, Gauge, Gauges, Group, ScoredGroup, Segment, Step, Task, merge
 from posttrain.diagnose.gauges import failures
+from posttrain.diagnose.rules import findings
+from posttrain.role.agreement import Books, everyone_is_scored, loss_agrees, served_is_trained, update_agrees
+from posttrain.role.audit import opinions
 from posttrain.role.canaries import (
+    Chance,
     Movement,
+    failures_stay_out,
+    filter_reads_outcomes,
+    goes_on,
     masks_cover_what_was_said,
     no_distance_yet,
+    no_held_out_task,
     reference_unmoved,
+    said_by_these_weights,
     sampler_agrees,
+    stops_are_true,
 )
+from posttrain.role.listening import listening
 from posttrain.role.pack import Minibatch
 from posttrain.role.rollout import Asked
 
+PROBED = 512
+"""Packed tokens of a step whose entropy is computed to see whether the sampler draws as it says."""
+
+
+def due(index: int) -> bool:
+    """Whether step `index` (from 1) gets its second opinions: the first four, powers of two, then every 32nd."""
+    return index <= 4 or index & (index - 1) == 0 or index % 32 == 0
+
 
 class Guard:
-    """Watches one stage. `fresh` says that learner, sampler and reference still hold the same weights (no step taken yet)."""
+    """Watches one stage. `history` is its record so far: empty where learner, sampler and reference still hold the same weights."""
 
-    def __init__(self, *, fresh: bool) -> None:
-        self._fresh = fresh
-        self._moved = not fresh
+    def __init__(self, history: Sequence[Step] = ()) -> None:
+        self._history = list(history)
+        self._index = len(self._history)
+        self._fresh = not self._history
+        self._moved = any("canary/moved" in s.gauges for s in self._history)
         self._gauges: Gauges = {}
+        self._chance = Chance()
+        self._judges = Judges()
+        self._held: Mapping[Hashable, str] = {}
+        self._asked_before: set[tuple[str, int]] = set()
+        self._played: tuple[Group, ...] = ()
+        self._groups: tuple[Group, ...] = ()
+        self._books: Books | None = None
 
     def take(self) -> Gauges:
         """What was seen since the last call."""
         seen, self._gauges = self._gauges, {}
         return seen
 
+    # --- around the steps ------------------------------------------------------------------------------------------
+
+    async def begin(self, h: House) -> None:
+        """Before the first step: a resumed stage goes on where it stood, and what is served is what is trained."""
+        if self._history:
+            walked = self._history[-1].gauges.get("rollout/walked")
+            taken = sum(s.gauges["optim/steps"].sum for s in self._history if "optim/steps" in s.gauges)
+            remembered = h.trainer.optimizer.state_tensors().get("steps")
+            goes_on(walked.sum if walked else None, h.prompts.cursor, taken, None if remembered is None else int(remembered))
+        served_is_trained(dict(h.learner.tensors()), h.trainer.trained())
+        same = sameness(h)
+        self._held = {same(t): t.id for t in h.rollout.environment.heldout}
+        await self._judges.begin(h.rollout.environment, self._index)
+
+    async def after(self, h: House, step: Step) -> Step:
+        """After a step: the judges say again what they said, and the rules read the record. Their findings become notes."""
+        if self._books is not None:
+            self._books.complete()
+        self._books = None
+        with h.clock.of("check"):
+            warned = await self._judges.after(h.rollout.environment, self._played)
+        seen = {**self._judges.mute(self._played), "rollout/walked": Gauge(h.prompts.cursor, 1)}
+        step = replace(step, gauges={**step.gauges, **seen})
+        before = {f.rule for f in findings(self._history, h.stage)}
+        self._history.append(step)
+        del self._history[:-64]
+        new = [f for f in findings(self._history, h.stage) if f.rule not in before]
+        return replace(step, notes=(*step.notes, *warned, *(f"rule {f.rule}: {f.message}" for f in new)))
+
+    # --- inside a step ---------------------------------------------------------------------------------------------
+
     def rolled_out(self, h: House, asked: Asked) -> None:
-        """Masks cover exactly what the engine said, and not too many samples went unjudged."""
+        """What was played is what the engine said, by the weights of now, for tasks that may be trained on; and not too much went unjudged."""
+        self._index += 1
+        self._played, self._groups = asked.played, asked.groups
         engine = h.sync.sampler.gauges()
         masks_cover_what_was_said(asked.played, int(engine["engine/tokens"].sum))
         self._gauges = merge(self._gauges, engine)
+        said_by_these_weights(asked.played, h.trainer.version)
+        stops_are_true(asked.played, h.sampling.stop_ids or (), h.sampling.max_tokens)
+        failures_stay_out(asked.played)
+        no_held_out_task(asked.played, self._held, sameness(h))
+        self._never_before(asked.played)
+        if h.stage.algorithm.filter == "mixed":
+            filter_reads_outcomes(asked.groups, asked.refused)
+        self._chance.compared(asked.played)
+        self._enough_judged(h, asked)
+
+    def _never_before(self, played: Sequence[Group]) -> None:
+        """Every (task, visit) is asked once in a stage: its random numbers belong to it alone."""
+        for g in played:
+            if (g.task.id, g.visit) in self._asked_before:
+                raise InvariantError(
+                    f"task {g.task.id!r} is asked a second time as visit {g.visit}: its answers would repeat the random numbers of the first. "
+                    "Task ids must be unique, and the walk through the prompts must not turn back"
+                )
+            self._asked_before.add((g.task.id, g.visit))
+
+    def _enough_judged(self, h: House, asked: Asked) -> None:
         episodes = [e for g in asked.played for e in g.episodes]
         unjudged = sum(e.reward is None for e in episodes)
         if unjudged > h.stage.max_failed * len(episodes):
@@ -52,9 +141,14 @@ class Guard:
             )
 
     def scored(self, h: House, groups: Sequence[ScoredGroup]) -> None:
-        """Before the first optimizer step: rho = 1 on every token, and no distance to a reference of equal weights."""
+        """Before credit: nobody was lost, the sampler draws as it says, the reference stands; in the first step rho = 1 and no distance yet."""
+        everyone_is_scored(self._groups, groups)
         if h.reference is not None:
             reference_unmoved(h.reference, h.reference_digest)
+        self._probe(h)
+        if due(self._index):
+            mine = opinions(h.stage.algorithm, groups, max_tokens=h.sampling.max_tokens, ema=h.memory.ema)
+            self._books = None if mine is None else Books(h.stage.algorithm, mine, h.stage.minibatches, h.sampling.max_tokens)
         episodes = [e for g in groups for e in g.episodes]
         if not self._fresh or not episodes:
             return
@@ -72,6 +166,19 @@ class Guard:
             if h.own_reference:
                 no_distance_yet(learner, reference, h.run.model.dtype)
 
+    def _probe(self, h: House) -> None:
+        """Entropies of a few episodes' tokens, whatever became of them, against the log-probs of what was drawn."""
+        chosen: list[Segment] = []
+        for s in (s for g in self._played for e in g.episodes for s in e.segments):
+            if chosen and sum(len(x.ids) for x in chosen) + len(s.ids) > PROBED:
+                break
+            if s.spoken and not s.shown:
+                chosen.append(s)
+        if not chosen:
+            return
+        entropy = h.learner.entropy(Packed.of(chosen))
+        self._gauges = merge(self._gauges, self._chance.surprised(np.concatenate([s.logp[s.mask] for s in chosen]), entropy))
+
     def observer(self, h: House, minibatch: Minibatch) -> Callable[[Batch, np.ndarray], None] | None:
         """On the first optimizer step after a push, every token the current weights said has rho = 1."""
         if not minibatch.first:
@@ -87,18 +194,35 @@ class Guard:
 
     @contextmanager
     def first_move(self, h: House, batch: Batch) -> Iterator[None]:
-        """Around an optimizer step: in the first of the stage that carries credit every trainable parameter moves.
+        """Around an optimizer step: second opinions on the batch and on its gradient where they are due. In the first step of the
+        stage that carries credit every trainable parameter moves, as far as the optimizer's settings say and no further.
 
         Without credit there may be nothing to follow: the gradient of a KL pull is 0 at the reference itself.
         """
-        if self._moved or not np.any(batch.advantage_M):
+        if self._books is not None:
+            self._books.check(batch)
+        first = not self._moved and bool(np.any(batch.advantage_M))
+        with ExitStack() as stack:
+            heard = stack.enter_context(listening(h.trainer, gradients=first)) if first or due(self._index) else None
+            from_rest = first and not h.trainer.optimizer.state_tensors().get("steps", 1)
+            watch = Movement.watch(h.trainer.trained()) if first else None
             yield
-            return
-        watch = Movement.watch(h.trainer.trained())
-        yield
-        unread = () if h.stage.algorithm.learns_values else ("value_head.",)
-        self._gauges = merge(self._gauges, watch.check(h.trainer.trained(), unread=unread))
-        self._moved = True
+        if heard is not None and due(self._index):
+            self._gauges = merge(self._gauges, loss_agrees(h.stage.algorithm, batch, heard))
+        if watch is not None and heard is not None:
+            unread = () if h.stage.algorithm.learns_values else ("value_head.",)
+            self._gauges = merge(self._gauges, watch.check(h.trainer.trained(), unread=unread))
+            if from_rest:
+                optimizer: Any = h.trainer.optimizer
+                self._gauges = merge(
+                    self._gauges, update_agrees(h.stage.optimizer, heard, watch.before, h.trainer.trained(), optimizer.state_tensors())
+                )
+            self._moved = True
+
+
+def sameness(h: House) -> Callable[[Task], Hashable]:
+    """When two tasks are the same: as the environment says, else where their prompts are."""
+    return getattr(h.rollout.environment, "key", None) or (lambda task: repr(task.prompt))
 
 
 def notes(asked: Asked, credit: Credit, wanted: int) -> tuple[str, ...]:

@@ -10,8 +10,10 @@ from typing import Any
 from posttrain.algorithm.steer import Memory
 from posttrain.controller.guard import Guard
 from posttrain.controller.house import Clock, House, Parts
+from posttrain.controller.lessons import Lessons
 from posttrain.controller.step import train_step
 from posttrain.controller.stop import Interrupted, Stopper
+from posttrain.core import reader
 from posttrain.core.pieces.pull import KL
 from posttrain.core.ports import Examiner
 from posttrain.core.run import Reinforce, Stage, Supervised
@@ -126,12 +128,14 @@ class Stages:
         limit = next((r.seconds for r in p.done if r.name == stage.beside), None)
         parts.say(self._describe(stage, limit))
         why = f"all {stage.steps} steps"
+        lessons = Lessons(fresh=not p.step)
         while p.step < stage.steps:
             with self._clock.of("learn"):
                 batch = demonstrations(
                     parts.environment, parts.renderer, stage, seed=parts.run.seed, step=p.step, context=parts.sampler.context
                 )
-                gauges = trainer.imitate(batch)
+                with lessons.watch(parts, trainer, stage, batch, p.step + 1):
+                    gauges = trainer.imitate(batch)
             p.step, p.version, p.optimizer_steps = p.step + 1, trainer.version, p.optimizer_steps + 1
             parts.tell(Step(stage.name, p.step, p.version, gauges, self._clock.take()))
             self._border(stage, trainer, None)
@@ -163,12 +167,13 @@ class Stages:
                 p.before, p.accuracy = report.accuracy.mean, (report.accuracy.mean, report.accuracy.low, report.accuracy.high)
             parts.say(productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)")
         house = self._house(stage, checkpoint)
-        guard = Guard(fresh=fresh)
+        guard = Guard([] if fresh else [s for s in reader.steps(parts.book.folder) if s.stage == stage.name])
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
         await parts.publish()
+        await guard.begin(house)
         report = None
         while p.step < stage.steps and not p.ended:
-            step = await train_step(house, guard, p.step + 1)
+            step = await guard.after(house, await train_step(house, guard, p.step + 1))
             p.step, p.version, p.cursor, p.memory = p.step + 1, house.trainer.version, house.prompts.cursor, asdict(house.memory)
             p.rates, p.visits = dict(house.prompts.rates), dict(house.prompts.visits)
             step = self._refresh(stage, house, step)

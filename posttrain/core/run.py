@@ -233,6 +233,9 @@ class Run:
     keep_checkpoints: int = 2
     """Newest checkpoints kept, beside the best one."""
     record_episodes: bool = True
+    fault: str | None = None
+    """A bug to plant on purpose, by its name in `posttrain faults`, to see it caught. The run's numbers are then worthless, so it
+    only starts with --allow-fault. None: nothing is planted."""
 
     def __post_init__(self) -> None:
         for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):

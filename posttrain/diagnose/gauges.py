@@ -30,6 +30,7 @@ REGISTRY: dict[str, Definition] = {
     "rollout/truncated": Definition("share of episodes cut off at max_tokens or at the context", "share", "< 0.1"),
     "rollout/groups": Definition("groups that entered the step", "groups", "= prompts"),
     "rollout/refused": Definition("share of played groups a filter turned away", "share", "< 0.8"),
+    "rollout/walked": Definition("prompts asked since the stage began (read the sum)", "prompts", "goes on after a resume"),
     "rollout/versions_behind": Definition(
         "weights pushed minus weights that said the token, mean over tokens", "optimizer steps", "0 when synchronous"
     ),
@@ -47,6 +48,16 @@ REGISTRY: dict[str, Definition] = {
     "canary/logp_gap": Definition("|log-prob of learner - of sampler| with equal weights, mean over tokens", "nats", "the dtype's noise"),
     "canary/logp_gap_worst": Definition("the same, worst token of an optimizer step", "nats", "under the bound of the dtype"),
     "canary/moved": Definition("share of trainable tensors that moved in the first optimizer step", "share", "1"),
+    "canary/loss_gap": Definition(
+        "largest difference between what the loss asked of a log-prob and what its definition asks, of the size of its terms",
+        "1",
+        "rounding",
+    ),
+    "canary/update_gap": Definition("largest departure of the first optimizer step from the configured one", "learning rates", "rounding"),
+    "canary/mute_sources": Definition("share of reward sources that gave 0 to every answer, right ones included", "share", "0"),
+    "canary/surprise": Definition(
+        "-log-prob less entropy of the distribution it was drawn from, mean over probed tokens", "nats", "0 on average"
+    ),
     "eval/accuracy": Definition("mean raw outcome on held-out tasks, sampled", "reward", "rises"),
     "eval/greedy": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
     "eval/unjudged": Definition("held-out episodes without a verdict", "episodes", "0"),

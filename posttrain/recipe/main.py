@@ -22,11 +22,13 @@ from posttrain.core.reader import run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.engine.learner import HFLearner
+from posttrain.recipe import faults
 from posttrain.recipe import overrides as dotted
 from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads
 from posttrain.recipe.progress import Terminal
+from posttrain.recipe.proofs import prove_start
 from posttrain.recipe.shipped import recipe as shipped
-from posttrain.recipe.summary import show, show_report
+from posttrain.recipe.summary import planted_lines, show, show_report
 from posttrain.recipe.trackers import check_trackers, make_trackers
 from posttrain.role.evaluate import Report
 from posttrain.role.evaluate import evaluate as measure
@@ -74,7 +76,12 @@ def wait(work: Coroutine[Any, Any, T]) -> T:
 
 
 def run(
-    recipe: str | Run = "", *overrides: str, out: str | Path | None = None, resume: str | Path | None = None, quiet: bool = False
+    recipe: str | Run = "",
+    *overrides: str,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    quiet: bool = False,
+    allow_fault: bool = False,
 ) -> Result:
     """Run a recipe, or go on with a run that was cut.
 
@@ -83,6 +90,7 @@ def run(
         overrides: dotted `key=value` changes.
         out: run folder; default runs/RECIPE-DATE-TIME.
         resume: an existing run folder to go on with; then no recipe and no overrides are given.
+        allow_fault: start although `fault=NAME` plants a bug on purpose (`posttrain faults`).
     """
     if resume is not None:
         if recipe or overrides or out:
@@ -94,7 +102,14 @@ def run(
             raise ConfigError("no recipe given: posttrain run ladder, or posttrain run --resume RUN")
         chosen = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
         book, checkpoint = None, None
-    return wait(_run(chosen, Path(out) if out else None, book, checkpoint, quiet))
+    try:
+        faults.refuse_silent(chosen.fault, allow_fault)
+    except ConfigError:
+        if book is not None:
+            book.close()
+        raise
+    with faults.planted(chosen.fault):
+        return wait(_run(chosen, Path(out) if out else None, book, checkpoint, quiet))
 
 
 async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkpoint | None, quiet: bool) -> Result:
@@ -111,7 +126,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
     terminal = Terminal(run)
     if not quiet:
         trackers.insert(0, terminal)
-        for line in (*policy.describe(), f"run folder: {book.folder}"):
+        for line in (*planted_lines(run), *policy.describe(), f"run folder: {book.folder}"):
             terminal.say(line)
     parts = make_parts(run, policy, environment, book, trackers)
     progress = Progress()
@@ -123,6 +138,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
             terminal.say(_standing(run, progress))
     stopper = Stopper()
     try:
+        await prove_start(parts, policy.tokenizer)
         with stopper.listening():
             results = await Stages(parts, progress, stopper).run(checkpoint.folder if checkpoint is not None else None)
         for tracker in trackers:

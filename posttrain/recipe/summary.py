@@ -10,6 +10,7 @@ from rich.table import Table
 
 from posttrain.controller.stages import StageResult
 from posttrain.core.run import Reinforce, Run
+from posttrain.recipe.faults import find
 from posttrain.recipe.shipped import RECIPES
 from posttrain.role.evaluate import Report, interval
 
@@ -56,8 +57,17 @@ def next_steps(run: Run, folder: Path) -> list[str]:
     return [f"{command:<{width}}  # {why}" for command, why in out]
 
 
+def planted_lines(run: Run) -> list[str]:
+    """Said at the beginning and at the end of a run with a bug in it, so that nobody takes its numbers for real."""
+    if run.fault is None:
+        return []
+    return [f"PLANTED FAULT {run.fault}: {find(run.fault).what}. No number of this run means anything"]
+
+
 def show(console: Console, run: Run, results: Sequence[StageResult], folder: Path) -> None:
     console.print()
+    for line in planted_lines(run):
+        console.print(line, style="bold red", markup=False)
     console.print(table(results))
     console.print(roles(results))
     console.print(f"run folder: {folder}", markup=False)

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import pairwise
+from typing import Any, ClassVar
 
 import numpy as np
 
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Scorer
-from posttrain.core.types import Gauge, Gauges, Group
+from posttrain.core.types import SHOWN, Gauge, Gauges, Group, Stop, Task
+from posttrain.core.verdict import State, outcome
 
 BOUND: Mapping[str, float] = {"float32": 2e-3, "bfloat16": 0.25}
 """Largest |log-prob of learner - of sampler| of one token with equal weights, by dtype. Measured: docs/canaries.md."""
@@ -100,3 +103,126 @@ class Movement:
                 "learning rate is > 0 at step 1"
             )
         return {"canary/moved": Gauge(len(names) - len(still), len(names))}
+
+
+# --- what a rollout must look like -----------------------------------------------------------------------------------
+
+
+def said_by_these_weights(groups: Sequence[Group], version: int) -> None:
+    """Every spoken token was said by the weights the learner holds (the loop is synchronous: no token may be older, or newer)."""
+    for g in groups:
+        for e in g.episodes:
+            for s in e.segments:
+                other = s.version[s.mask & (s.version != version) & (s.version != SHOWN)]
+                if len(other):
+                    raise InvariantError(
+                        f"task {g.task.id!r} has tokens said by version {int(other[0])}, while the learner holds version {version}. Either a weight sync "
+                        "did not happen, or tokens are stamped with another version than the one that said them; both make every ratio wrong"
+                    )
+
+
+def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens: int) -> None:
+    """An episode that says it stopped ends in a stop token, and one that was cut off does not."""
+    for g in groups:
+        for e in g.episodes:
+            s = e.segments[-1]
+            if not s.spoken or not stop_ids or e.shown:
+                continue
+            last = bool(np.isin(s.ids[np.flatnonzero(s.mask)[-1]], list(stop_ids)))
+            if e.stop in (Stop.SAID, Stop.LENGTH) and last != (e.stop is Stop.SAID):
+                raise InvariantError(
+                    f"task {g.task.id!r} ended with reason {e.stop.value!r}, but its last token {'is' if last else 'is not'} a stop token "
+                    f"({s.spoken} tokens said, at most {max_tokens} a turn). Length shaping and filters read the reason: find who drops the token or the reason"
+                )
+
+
+def failures_stay_out(groups: Sequence[Group]) -> None:
+    """A verdict that failed on our side makes no reward of its episode."""
+    for g in groups:
+        for e in g.episodes:
+            failed = [j for j in e.verdicts if j.end is None and j.verdict.state is State.FAILED]
+            if failed and e.reward is not None:
+                raise InvariantError(
+                    f"task {g.task.id!r}: source {failed[0].source!r} failed ({failed[0].verdict.why}) and the episode still has reward {e.reward:g}. "
+                    "What nobody could judge leaves baseline and batch; it is no wrong answer"
+                )
+
+
+def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
+    """filter=mixed keeps exactly the groups whose raw outcomes differ, whatever shaping makes of them."""
+    for groups, wanted in ((kept, True), (refused, False)):
+        for g in groups:
+            raw = {outcome(e.verdicts) for e in g.episodes if not e.shown} - {None}
+            if (len(raw) > 1) is not wanted:
+                raise InvariantError(
+                    f"filter=mixed {'kept' if wanted else 'refused'} the group of task {g.task.id!r}, whose raw outcomes are {sorted(r for r in raw if r is not None)}. "
+                    "It must look at outcomes before shaping: groups that differ in length alone teach length"
+                )
+
+
+def no_held_out_task(groups: Sequence[Group], held: Mapping[Hashable, str], key: Callable[[Task], Hashable]) -> None:
+    """No task that is trained on is held out, up to the environment's own notion of sameness."""
+    for g in groups:
+        if (same := key(g.task)) in held:
+            raise InvariantError(
+                f"training task {g.task.id!r} ({g.task.prompt!r:.80}) is held-out task {held[same]!r}: held-out accuracy would measure memory. "
+                "Take it out of one of the two"
+            )
+
+
+@dataclass
+class Chance:
+    """Whether the sampler draws as it says it does: two sums that have mean 0 if it does, over all steps seen.
+
+    A token's surprise -log p has the entropy of its distribution as its mean; and a sibling says what the one before
+    it said with exactly the probability of those words. Greedy draws, a shared seed or a sharper distribution fail.
+    """
+
+    surprise: float = 0.0
+    surprise_square: float = 0.0
+    alike: float = 0.0
+    alike_variance: float = 0.0
+    BOUND: ClassVar[float] = 7.0
+    """Standard deviations: once in 10^11 by chance."""
+
+    def surprised(self, logp_M: np.ndarray, entropy_M: np.ndarray) -> Gauges:
+        """Add tokens' log-probs and the entropies of what they were drawn from."""
+        off = -logp_M.astype(np.float64) - entropy_M
+        self.surprise += float(off.sum())
+        self.surprise_square += float(np.square(off).sum())
+        score = self.surprise / math.sqrt(self.surprise_square) if self.surprise_square > 0 else 0.0
+        if abs(score) > self.BOUND and self.surprise_square > 1:
+            raise InvariantError(
+                f"the sampler does not draw from the distribution it reports: its tokens are {'less' if score < 0 else 'more'} surprising than their entropy says, "
+                f"by {abs(score):.1f} standard deviations. The log-probs are right and the draws are not: check temperature, greedy and the random numbers of the draw itself"
+            )
+        return {"canary/surprise": Gauge(float(off.sum()), float(off.size))}
+
+    def compared(self, groups: Sequence[Group]) -> None:
+        """Add neighbouring siblings: how many say the same, against how many should."""
+        for g in groups:
+            for one, two in pairwise([e for e in g.episodes if not e.shown]):
+                p = math.exp(min(0.0, math.fsum(float(s.logp[s.mask].sum()) for s in one.segments)))
+                same = [s.ids.tobytes() for s in one.segments] == [s.ids.tobytes() for s in two.segments]
+                self.alike += same - p
+                self.alike_variance += p * (1 - p)
+        score = self.alike / math.sqrt(self.alike_variance + 1)
+        if score > self.BOUND:
+            raise InvariantError(
+                f"siblings repeat each other: {self.alike:.0f} more of them say exactly what the one before said than chance allows ({score:.1f} standard "
+                "deviations). A group of copies has no spread and teaches nothing: check that every sibling has random numbers of its own"
+            )
+
+
+def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
+    """A resumed stage asks the prompts that come next, with an optimizer that remembers its steps."""
+    if walked is not None and int(walked) != cursor:
+        raise InvariantError(
+            f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random numbers would repeat or be skipped. "
+            "The checkpoint's cursor was not restored"
+        )
+    if taken is not None and steps is not None and int(taken) != steps:
+        raise InvariantError(
+            f"the stage has taken {int(taken)} optimizer steps and the optimizer remembers {steps}: its moments and warm-up would begin again. "
+            "The checkpoint's optimizer state was not loaded"
+        )

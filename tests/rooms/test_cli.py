@@ -104,9 +104,9 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "ladder", "--out", "x", "seed=1", "clip.high=0.3"]) == 0
-    assert called["run"] == (("ladder", "seed=1", "clip.high=0.3"), {"out": "x", "resume": None})
+    assert called["run"] == (("ladder", "seed=1", "clip.high=0.3"), {"out": "x", "resume": None, "allow_fault": False})
     assert main(["run", "--resume", "runs/x"]) == 0
-    assert called["run"] == (("",), {"out": None, "resume": "runs/x"})
+    assert called["run"] == (("",), {"out": None, "resume": "runs/x", "allow_fault": False})
     assert main(["eval", "runs/x", "env.args.terms=4", "--samples", "3", "--temperature", "0.5"]) == 0
     assert called["evaluate"] == (
         ("runs/x", "env.args.terms=4"),

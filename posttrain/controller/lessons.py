@@ -1,0 +1,49 @@
+"""The canaries of a supervised stage: what is imitated is what will be asked, it ends once, and everything learns from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from posttrain.controller.house import Parts
+from posttrain.core import seeds
+from posttrain.core.batch import Demonstrations
+from posttrain.core.run import Supervised
+from posttrain.role.agreement import demonstration_ends_once, same_question, served_is_trained
+from posttrain.role.canaries import Movement
+from posttrain.role.prompts import Prompts
+from posttrain.role.trainer import Trainer
+
+
+class Lessons:
+    """Watches one supervised stage. `fresh`: no step of it was taken yet."""
+
+    def __init__(self, *, fresh: bool) -> None:
+        self._fresh = fresh
+
+    @contextmanager
+    def watch(self, parts: Parts, trainer: Trainer, stage: Supervised, batch: Demonstrations, index: int) -> Iterator[None]:
+        """Around one optimizer step of imitation: every demonstration ends once; at the first, the first demonstration's
+        prompt is the one a rollout is shown, and every parameter moves."""
+        demonstration_ends_once(batch, parts.stop_ids, parts.text)
+        if not self._fresh:
+            yield
+            return
+        self._fresh = False
+        served_is_trained(dict(parts.learner.tensors()), trainer.trained())
+        self._first_question(parts, stage, batch, index)
+        watch = Movement.watch(trainer.trained())
+        yield
+        watch.check(trainer.trained(), unread=("value_head.",))
+
+    def _first_question(self, parts: Parts, stage: Supervised, batch: Demonstrations, index: int) -> None:
+        """Compare the first demonstration's prompt with what a rollout shows; a document answers nothing."""
+        walk = Prompts(parts.environment.train, seeds.torch_seed(parts.run.seed, f"sft/{stage.name}"), cursor=(index - 1) * stage.batch)
+        task, _ = next(walk)
+        prompt, _ = parts.environment.demonstrate(task, stage.style, seeds.generator(parts.run.seed, "look", index), 0.0)
+        if not len(prompt):
+            return
+        first = int(batch.source_M[0]) + 1
+        same_question(batch.ids_N[:first], np.asarray(parts.rollout.dialogue(task.id).see(prompt)), parts.text)

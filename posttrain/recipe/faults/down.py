@@ -1,0 +1,17 @@
+"""A reward whose service goes away: what the faults about outages are shown with."""
+
+from __future__ import annotations
+
+from posttrain.core.types import Task
+
+ANSWERS = 90
+"""Calls before the service is gone."""
+_asked: dict[str, int] = {}
+
+
+def down(task: Task, text: str) -> float:
+    """A small bonus for short answers, until nobody answers."""
+    _asked["n"] = _asked.get("n", 0) + 1
+    if _asked["n"] > ANSWERS:
+        raise ConnectionError("reward service unreachable")
+    return 0.1 if len(text) < 4 else 0.0

@@ -1,0 +1,129 @@
+"""What a planted fault is: data, with one function of the real code and its buggy twin. No `if fault` anywhere else.
+
+    @fault("std_ddof", seam="posttrain.algorithm.credit:_std", ...)
+    def _(real):
+        return lambda rewards: float(np.std(rewards))
+
+`planted(name)` puts the twin where the function is looked up, for as long as the block lasts; everything around it runs
+for real. `posttrain faults` lists them, docs/trust.md says what catches each, and after how many steps.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from posttrain.core.errors import ConfigError, nearest
+
+Twin = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """One bug that somebody really had."""
+
+    name: str
+    what: str
+    """What is wrong, in a sentence."""
+    harm: str
+    """What it does to whoever has it."""
+    source: str
+    """Where it comes from: a trap or pain of the collection the design is built on."""
+    seam: str
+    """`module:name.name`: the one function, method or property that is replaced, where it is looked up."""
+    twin: Twin
+    """From the real function to the buggy one."""
+    shows: tuple[str, ...] = ()
+    """Overrides of the smallest run in which it acts: a temperature other than 1, several micro-batches."""
+    needs: str = ""
+    """What that run needs beside overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
+    `sft` (a supervised stage)."""
+
+
+FAULTS: dict[str, Fault] = {}
+"""Every fault by name, filled by the modules of this package in the order they define them."""
+
+
+def fault(
+    name: str, *, seam: str, what: str, harm: str, source: str, shows: tuple[str, ...] = (), needs: str = ""
+) -> Callable[[Twin], Twin]:
+    """Register the decorated function as the twin of what lies at `seam`."""
+
+    def register(twin: Twin) -> Twin:
+        assert name not in FAULTS, f"two faults are called {name!r}"
+        FAULTS[name] = Fault(name, what, harm, source, seam, twin, shows, needs)
+        return twin
+
+    return register
+
+
+def find(name: str) -> Fault:
+    """The fault of that name, or ConfigError with the nearest one."""
+    if name not in FAULTS:
+        raise ConfigError(f"fault={name}: no such fault; {nearest(name, FAULTS)}")
+    return FAULTS[name]
+
+
+def refuse_silent(name: str | None, allowed: bool) -> None:
+    """A run with a planted fault starts only where that was said twice.
+
+    Raises:
+        ConfigError: no fault has this name, or it was not allowed.
+    """
+    if name is None:
+        return
+    chosen = find(name)
+    if not allowed:
+        raise ConfigError(
+            f"fault={name} plants a bug on purpose ({chosen.what}), so nothing this run measures could be used. "
+            "To watch it being caught add --allow-fault (from Python: allow_fault=True); for a real run leave fault out"
+        )
+
+
+@contextmanager
+def planted(name: str | None) -> Iterator[None]:
+    """The fault's twin in place of the real function inside the block; None plants nothing."""
+    if name is None:
+        yield
+        return
+    chosen = find(name)
+    owner, attribute = _place(chosen.seam)
+    own = attribute in vars(owner)
+    real = inspect.getattr_static(owner, attribute)
+    setattr(owner, attribute, _like(real, chosen.twin, owner, attribute))
+    try:
+        yield
+    finally:
+        if own:
+            setattr(owner, attribute, real)
+        else:
+            delattr(owner, attribute)
+
+
+def _place(seam: str) -> tuple[Any, str]:
+    """(owner, attribute) of `module:Class.method` or `module:function`."""
+    module, _, path = seam.partition(":")
+    *outer, last = path.split(".")
+    owner: Any = importlib.import_module(module)
+    for name in outer:
+        owner = getattr(owner, name)
+    return owner, last
+
+
+def _like(real: Any, twin: Twin, owner: Any, attribute: str) -> Any:
+    """The twin as what the real one is: a property, a static method, a plain function."""
+    if isinstance(real, property):
+        assert real.fget is not None
+        return property(twin(real.fget))
+    if isinstance(real, cached_property):
+        lazy = cached_property(twin(real.func))
+        lazy.__set_name__(owner, attribute)
+        return lazy
+    if isinstance(real, staticmethod | classmethod):
+        return type(real)(twin(real.__func__))
+    return twin(real)

@@ -1,0 +1,116 @@
+"""What is proved before the first step, on the parts as they were built: prompts, verifier, split. Costs a fraction of a second.
+
+The whole proof of an environment is `posttrain.environment.prove`; these are its claims on a handful of tasks, and
+those that need the policy's tokenizer too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from posttrain.controller.house import Parts
+from posttrain.core.errors import DataError, InvariantError
+from posttrain.core.ports import Attempt
+from posttrain.core.types import Task
+from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.script import attempt
+from posttrain.environment.single import SingleTurn
+
+TASKS = 8
+"""Tasks of each split looked at."""
+LEAKS, SECONDS = 500, 0.3
+"""Training tasks compared with the held-out ones, and the most seconds that may take."""
+
+
+async def prove_start(parts: Parts, tokenizer: Any) -> None:
+    """Every claim, or the error of the first that does not hold.
+
+    Raises:
+        InvariantError: prompts, verifier or split are not what they claim to be.
+        DataError: the data cannot be read.
+    """
+    env = parts.environment
+    held = list(env.heldout[:TASKS])
+    train = list(_some(env.train, TASKS))
+    prompts_begin_once(parts, tokenizer, [*held, *train])
+    if isinstance(env, SingleTurn) and not isinstance(env, PromptsEnv):
+        await gold_is_paid(env, [*held, *train])
+        await near_misses_are_not(env, [*held, *train])
+    split_is_clean(env)
+
+
+def prompts_begin_once(parts: Parts, tokenizer: Any, tasks: Sequence[Task]) -> None:
+    """A rollout's prompt is what the model's own tokenizer makes of it, its beginning written once and nothing put behind."""
+    special = set(tokenizer.all_special_ids)
+    for task in tasks:
+        got = np.asarray(parts.rollout.dialogue(task.id).see(task.prompt)).tolist()
+        if isinstance(task.prompt, str):
+            full, bare = tokenizer(task.prompt)["input_ids"], tokenizer(task.prompt, add_special_tokens=False)["input_ids"]
+            options = [full[: len(full) - n] for n in range(len(full)) if all(i in special for i in full[len(full) - n :])]
+            options += [bare] if bare[:1] and bare[0] in special else []
+        else:
+            text = tokenizer.apply_chat_template(list(task.prompt), tokenize=False, add_generation_prompt=True)
+            options = [tokenizer(text, add_special_tokens=False)["input_ids"]]
+        if got not in options:
+            raise InvariantError(
+                f"task {task.id!r}: a rollout would be shown {tokenizer.decode(got)!r} ({len(got)} tokens), and the model's own tokenizer writes "
+                f"{tokenizer.decode(options[0])!r} ({len(options[0])}). Special tokens are doubled or lost, or another template is used; the policy would be "
+                "trained on beginnings it is never served"
+            )
+
+
+async def gold_is_paid(env: SingleTurn, tasks: Sequence[Task]) -> None:
+    """The environment's own verifier gives a right answer full reward."""
+    for task in tasks:
+        own = env.verify(await _play(env, task, env.gold(task)))
+        if own.score != 1.0:
+            raise InvariantError(
+                f"verifier {env.name!r} scores the right answer {env.gold(task)} to task {task.id!r} ({task.prompt!r:.80}) {own.score} "
+                f"({own.why or own.kind}), not 1: the policy could never be right. Mend verify() or gold()"
+            )
+
+
+async def near_misses_are_not(env: SingleTurn, tasks: Sequence[Task]) -> None:
+    """The environment's own verifier gives an answer that only looks right, and silence, nothing."""
+    for task in tasks:
+        gold = env.gold(task)
+        for turns in (env.distractor(task), ("",) * len(gold)):
+            own = env.verify(await _play(env, task, turns))
+            if own.score != 0.0:
+                raise InvariantError(
+                    f"verifier {env.name!r} pays {own.score} for {list(turns)}, which is no answer to task {task.id!r} ({task.prompt!r:.80}; right: {gold}). "
+                    "The policy will find this out sooner than you: mend verify()"
+                )
+
+
+async def _play(env: SingleTurn, task: Task, turns: Sequence[str]) -> Attempt:
+    """One scripted episode; InvariantError where the environment asks for more turns than it says an answer takes."""
+    try:
+        return await attempt(env, task, turns)
+    except IndexError as error:
+        raise InvariantError(f"task {task.id!r}: {error}. gold() and distractor() must give every turn the environment asks for") from error
+
+
+def split_is_clean(env: Any) -> None:
+    """No training task is held out, as far as a short look shows; later ones are compared as they are asked."""
+    same = getattr(env, "key", None) or (lambda task: repr(task.prompt))
+    held = {same(t): t.id for t in env.heldout}
+    begun = time.perf_counter()
+    for task in _some(env.train, LEAKS):
+        if (twin := held.get(same(task))) is not None:
+            raise InvariantError(
+                f"training task {task.id!r} ({task.prompt!r:.80}) is held-out task {twin!r}: held-out accuracy would measure memory. Take it out of one of the two"
+            )
+        if time.perf_counter() - begun > SECONDS:
+            return
+
+
+def _some(source: Any, most: int) -> Any:
+    """The first tasks of a source, one after another; DataError where there are none at all."""
+    if source.count == 0:
+        raise DataError("there are no training tasks: every prompt went to the held-out split, or the source is empty")
+    return (source.task(i) for i in range(most if source.count is None else min(most, source.count)))

@@ -1,0 +1,210 @@
+"""Canaries with a second opinion: credit, weights, loss and update of a step against `audit` and `listening`."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.batch import Batch
+from posttrain.core.errors import InvariantError
+from posttrain.core.run import Optimizer
+from posttrain.core.types import Gauge, Gauges, Group, ScoredGroup
+from posttrain.role.audit import Opinion, key, weights
+from posttrain.role.listening import Heard, demand, first_update
+
+CREDIT_BOUND = 1e-9
+"""Relative difference of two float64 opinions on one number."""
+LOSS_BOUND = 5e-6
+"""Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32: docs/trust.md."""
+UPDATE_BOUND = 0.02
+"""Departure of a first optimizer step, in learning rates."""
+
+
+def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) -> None:
+    """Every judged episode of the step reaches the baseline: none is lost between judging and credit."""
+    want = [(g.task.id, g.visit, [e.sibling for e in g.judged]) for g in asked if g.judged]
+    got = [(g.group.task.id, g.group.visit, [e.episode.sibling for e in g.episodes]) for g in scored]
+    if want != got:
+        lost = next((w for w in want if w not in got), got[0] if got else want[0])
+        raise InvariantError(
+            f"{sum(len(s) for *_, s in want)} episodes of this step were judged and {sum(len(s) for *_, s in got)} reach their baseline "
+            f"(task {lost[0]!r} differs). An episode that is left out of the baseline changes the credit of its siblings: drop it from the "
+            "batch (shape=droptruncated), never from the group"
+        )
+
+
+class Books:
+    """One step's second opinion, and what its minibatches were found to hold."""
+
+    def __init__(self, a: Algorithm, opinions: Sequence[Opinion], minibatches: int, max_tokens: int) -> None:
+        self._a, self._opinions, self._max_tokens = a, opinions, max_tokens
+        self._by_key: dict[bytes, list[Opinion]] = {}
+        for o in opinions:
+            self._by_key.setdefault(o.key, []).append(o)
+        alive = [p for p in dict.fromkeys(o.group for o in opinions) if any(not o.dropped for o in opinions if o.group == p)]
+        parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
+        self._parts = [p for p in parts if any(o.group in p and not o.dropped and (o.loud or a.reads_silent_tokens) for o in opinions)]
+        """Groups of each minibatch of the first epoch that has anything to say, in order."""
+        self._seen: Counter[bytes] = Counter()
+        self._batches = 0
+
+    def check(self, batch: Batch) -> None:
+        """A minibatch's streams are those of its episodes, its credit and weights those of the second opinion."""
+        found: list[Opinion] = []
+        for e in range(batch.episodes):
+            rows = np.flatnonzero(batch.sequence_M == e)
+            name = batch.target_M[rows].tobytes() + batch.logp_mu_M[rows].tobytes()
+            if name not in self._by_key:
+                raise InvariantError(
+                    f"episode {e} of a minibatch says something no episode of this step said (other tokens, or the same with other log-probs). "
+                    "Tokens and their streams went out of step between transcript and batch: look at what packs or reorders them"
+                )
+            self._seen[name] += 1
+            found.append(self._agreeing(batch, rows, self._by_key[name]))
+        if self._batches < len(self._parts):
+            self._weigh(batch, found, self._parts[self._batches])
+        self._batches += 1
+
+    def _agreeing(self, batch: Batch, rows: np.ndarray, options: Sequence[Opinion]) -> Opinion:
+        """The opinion whose credit the rows carry."""
+        got = batch.advantage_M[rows]
+        for o in options:
+            if len(o.credit) == len(got) and np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit))):
+                return o
+        o = options[0]
+        t = int(np.argmax(np.abs(got - o.credit)))
+        e = o.scored.episode
+        raise InvariantError(
+            f"credit is wrong: token {t} of {len(got)} of task {e.task.id!r} (sibling {e.sibling}, reward {e.reward:g}) carries {got[t]:.9g}, and "
+            f"{self._a.name} computed a second way from the raw rewards of the step gives {o.credit[t]:.9g}. Check sign, baseline, scale (ddof 1), "
+            "which rewards are compared, and whether credit is shifted or reordered on its way into the batch"
+        )
+
+    def _weigh(self, batch: Batch, found: Sequence[Opinion], part: set[int]) -> None:
+        members = [o for o in self._opinions if o.group in part and not o.dropped]
+        if any(o.group not in part for o in found):
+            return
+        want = weights(self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens)
+        if want is None:
+            return
+        of = {id(o): w for o, w in zip(members, want, strict=True)}
+        for e, o in enumerate(found):
+            got = batch.weight_M[batch.sequence_M == e]
+            if np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]):
+                raise InvariantError(
+                    f"weights are wrong: a token of task {o.scored.episode.task.id!r} weighs {got[0]:.6g}, and aggregate={self._a.aggregate} over the "
+                    f"{len(members)} episodes of its minibatch gives {of[id(o)]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
+                )
+
+    def complete(self) -> None:
+        """After the step: whoever has credit was in a batch."""
+        lost = [o for o in self._opinions if o.loud and not self._seen[o.key]]
+        if lost and self._batches:
+            e = lost[0].scored.episode
+            raise InvariantError(
+                f"{len(lost)} episodes with credit never reached a minibatch, such as task {e.task.id!r} sibling {e.sibling} with reward {e.reward:g}. "
+                "Only tokens whose credit is exactly 0 may stay away from the batch"
+            )
+
+
+def loss_agrees(a: Algorithm, batch: Batch, heard: Heard) -> Gauges:
+    """What the loss asked of each log-prob, all micro-batches together, is what the definition asks of the whole minibatch."""
+    logp_M = np.concatenate([np.zeros(0), *heard.logp])
+    asked_M = np.concatenate([np.zeros(0), *heard.asked])
+    if len(logp_M) != batch.spoken or len(asked_M) != batch.spoken:
+        raise InvariantError(
+            f"the micro-batches scored {len(logp_M)} tokens and differentiated {len(asked_M)} of the minibatch's {batch.spoken}: "
+            "every token belongs to exactly one micro-batch"
+        )
+    want = demand(a, batch, logp_M)
+    if want is None:
+        return {}
+    error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
+    relative_M = error_M / np.maximum(want.size_M, 1e-3 * float(want.size_M.max(initial=0.0)) + 1e-30)
+    worst = float(relative_M.max(initial=0.0))
+    if not worst <= LOSS_BOUND:
+        m = int(np.argmax(relative_M))
+        ratio = float(asked_M @ want.want_M / (want.want_M @ want.want_M)) if np.any(want.want_M) else np.nan
+        raise InvariantError(
+            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its log-prob (credit {batch.advantage_M[m]:.4g}, "
+            f"weight {batch.weight_M[m]:.4g}), the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. "
+            "-1 is a flipped sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the trust region and the KL's direction"
+        )
+    return {"canary/loss_gap": Gauge(worst, 1)}
+
+
+def update_agrees(
+    config: Optimizer, heard: Heard, before: Mapping[str, torch.Tensor], after: Mapping[str, Any], state: Mapping[str, Any]
+) -> Gauges:
+    """The first optimizer step is the configured one, nothing more: learning rate, warm-up, decay and clip included."""
+    worst = first_update(config, heard, dict(before), dict(after), dict(state))
+    if worst.moved > UPDATE_BOUND or worst.momentum > UPDATE_BOUND:
+        raise InvariantError(
+            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} learning rates, its momentum by "
+            f"{worst.momentum:.3g} of its size (gradient norm {heard.norm:.3g}; configured lr={config.lr:g}, warmup={config.warmup}, "
+            f"weight_decay={config.weight_decay:g}, clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
+        )
+    return {"canary/update_gap": Gauge(worst.moved, 1)}
+
+
+def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    """What the sampler is served is what the optimizer moves (small constants of an architecture aside)."""
+    left = {n: t for n, t in served.items() if n not in trained and t.is_floating_point()}
+    size, whole = sum(t.numel() for t in left.values()), sum(t.numel() for t in served.values())
+    if size > 0.005 * whole:
+        raise InvariantError(
+            f"{len(left)} of {len(served)} tensors ({size / whole:.0%} of the weights) never reach the optimizer: {', '.join(list(left)[:5])}"
+            f"{', ...' if len(left) > 5 else ''}. They will stay as they are. Check requires_grad and what the optimizer was built from"
+        )
+
+
+def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
+    """Every demonstration is imitated up to exactly one stop token, its last."""
+    if not stop_ids:
+        return
+    ends = np.cumsum(packed.lengths_S) - 1
+    stops_N = np.isin(packed.ids_N, list(stop_ids))
+    said_N = np.zeros(len(packed.ids_N), bool)
+    said_N[packed.source_M + 1] = True
+    counts = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
+    wrong = np.flatnonzero(~(stops_N[ends] & said_N[ends]) | (counts != 1))
+    if len(wrong):
+        s = int(wrong[0])
+        shown = text(packed.ids_N[ends[s] + 1 - packed.lengths_S[s] : ends[s] + 1])
+        how = (
+            "does not end in a stop token"
+            if not stops_N[ends[s]]
+            else "ends in a stop token that is masked"
+            if not said_N[ends[s]]
+            else f"has {int(counts[s])} stop tokens"
+        )
+        raise InvariantError(
+            f"demonstration {shown!r} {how}, so the policy is taught {'to go on after its end' if counts[s] > 1 else 'never to stop'}. A demonstration "
+            "is imitated up to and including exactly one stop token; look for a template that adds its own, or padding that is masked by its value"
+        )
+
+
+def same_question(shown: np.ndarray, asked: np.ndarray, text: Callable[[np.ndarray], str]) -> None:
+    """What stands before an imitated answer is what a rollout is shown before it answers."""
+    if shown.tolist() != asked.tolist():
+        raise InvariantError(
+            f"imitation and reinforcement ask differently: before the imitated answer stands {text(shown)!r} ({len(shown)} tokens), and a rollout of the same "
+            f"task is shown {text(asked)!r} ({len(asked)} tokens). Use one template for both, and mask exactly the prompt"
+        )
+
+
+__all__ = [
+    "Books",
+    "demonstration_ends_once",
+    "everyone_is_scored",
+    "key",
+    "loss_agrees",
+    "same_question",
+    "served_is_trained",
+    "update_agrees",
+]

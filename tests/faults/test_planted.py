@@ -1,0 +1,89 @@
+"""Every planted fault is caught by a named check, in a tiny run that is otherwise real; and none is planted by accident."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from pathlib import Path
+
+import pytest
+
+import posttrain
+from posttrain.cli import main
+from posttrain.core import reader
+from posttrain.core.errors import ConfigError
+from posttrain.recipe.faults import FAULTS, find, planted
+from tests.faulty import STEPS, catch, smallest, start
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return start(tmp_path_factory.mktemp("start"))
+
+
+OPEN: set[str] = set()
+"""Faults that nothing catches yet; docs/trust.md lists them."""
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_fault_is_caught(name: str, model: Path, tmp_path: Path) -> None:
+    caught = catch(FAULTS[name], model, tmp_path)
+    assert (caught is None) is (name in OPEN)
+    if caught is not None:
+        assert caught.step <= STEPS and len(caught.message) > 60
+
+
+def test_at_least_nine_in_ten_are_caught() -> None:
+    assert len(FAULTS) >= 25 and len(OPEN) <= 0.1 * len(FAULTS)
+
+
+@pytest.mark.parametrize("needs", ["", "tool"])
+def test_the_runs_they_are_planted_in_are_healthy_without_them(needs: str, model: Path, tmp_path: Path) -> None:
+    faults = [f for f in FAULTS.values() if f.needs == needs]
+    posttrain.run(smallest(faults[0], model, tmp_path, steps=6), out=tmp_path / "healthy", quiet=True)
+    steps = reader.steps(tmp_path / "healthy")
+    assert len(steps) == 6 and not [n for s in steps for n in s.notes if n.startswith("rule ")]
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_every_fault_replaces_what_exists_and_puts_it_back(name: str) -> None:
+    fault = FAULTS[name]
+    module, _, path = fault.seam.partition(":")
+    owner = importlib.import_module(module)
+    *outer, last = path.split(".")
+    for part in outer:
+        owner = getattr(owner, part)
+    real = inspect.getattr_static(owner, last)
+    with planted(name):
+        assert inspect.getattr_static(owner, last) is not real
+    assert inspect.getattr_static(owner, last) is real
+    assert fault.what and fault.harm and fault.source and not fault.what.endswith(".")
+
+
+def test_a_fault_needs_to_be_asked_for_twice(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = smallest(None, model, tmp_path)
+    with pytest.raises(ConfigError, match=r"plants a bug on purpose.*--allow-fault.*allow_fault=True"):
+        posttrain.run(run, "fault=sign_flip", out=tmp_path / "no", quiet=True)
+    with pytest.raises(ConfigError, match="did you mean 'sign_flip'"):
+        posttrain.run(run, "fault=sign_flop", out=tmp_path / "no", quiet=True, allow_fault=True)
+    assert not (tmp_path / "no").exists()
+    assert main(["run", "arithmetic", "fault=sign_flip", "--out", str(tmp_path / "no")]) == 2
+    assert "--allow-fault" in capsys.readouterr().err
+
+
+def test_a_planted_fault_is_said_aloud_and_written_down(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = smallest(None, model, tmp_path, steps=1)
+    posttrain.run(run, "fault=optimizer_lost_at_resume", out=tmp_path / "run", allow_fault=True)
+    said = capsys.readouterr().out
+    assert said.count("PLANTED FAULT optimizer_lost_at_resume") == 2
+    assert reader.run_file(tmp_path / "run").run.fault == "optimizer_lost_at_resume"
+    with pytest.raises(ConfigError, match="plants a bug"):
+        posttrain.run(resume=tmp_path / "run", quiet=True)
+
+
+def test_faults_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["faults"]) == 0
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == list(FAULTS)
+    assert main(["faults", "std_ddof"]) == 0
+    assert find("std_ddof").harm in capsys.readouterr().out
+    assert main(["faults", "std_dof"]) == 2

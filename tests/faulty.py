@@ -1,0 +1,183 @@
+"""Runs with a planted fault, and what caught it: the smallest ones that show every fault, each through `posttrain.run`."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import posttrain
+from posttrain.core import reader
+from posttrain.core.errors import PosttrainError
+from posttrain.core.ports import Talk
+from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Stop, Task
+from posttrain.engine.build import build_module
+from posttrain.engine.vocabulary import characters
+from posttrain.environment.gallery import GALLERY
+from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.recipe.faults import Fault
+from tests.tiny import MODEL, tiny_run
+
+STEPS = 20
+"""Steps of a run a fault may take to be caught."""
+ROOT = Path(__file__).parents[1]
+
+
+class Twice(Arithmetic):
+    """Arithmetic in two turns: whatever the first answer was, the world shows `=` and asks again."""
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        talk.see(task.prompt)
+        first = await talk.say()
+        if first.stop is not Stop.SAID:
+            return first.stop
+        talk.see("=")
+        return (await talk.say()).stop
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return super().gold(task) * 2
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return super().distractor(task) * 2
+
+
+SUMS = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 9}, heldout=20)
+"""Answers of one and of two digits, so that lengths differ."""
+GALLERY["twice"] = f"{__name__}:Twice"
+
+
+@dataclass(frozen=True)
+class Caught:
+    """What stopped or named a fault. `step` counts RL (or supervised) steps from 1; 0: before the first one."""
+
+    kind: str
+    detector: str
+    step: int
+    message: str
+
+
+def start(folder: Path) -> Path:
+    """A policy that is right about half of the time, as a Hugging Face directory."""
+    sft = Supervised(name="sft", style="answer", steps=100, batch=32, wrong=0.3, optimizer=Optimizer(lr=5e-3, warmup=5), eval=False)
+    run = replace(tiny_run(), recipe="start", env=SUMS, stages=(sft,))
+    posttrain.run(run, out=folder / "start", quiet=True)
+    return posttrain.export(folder / "start", folder / "model")
+
+
+def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STEPS, seed: int = 0, **rl: Any) -> Run:
+    """The run a fault is shown in: reinforcement from `model`, or from a model and an environment of its own."""
+    base = tiny_run(prompts=6, siblings=4, steps=steps, checkpoint_every=0, **rl)
+    run = replace(
+        base, seed=seed, env=SUMS, model=Model(path=str(model), context=64), stages=base.stages[1:], record_episodes=False, slots=32
+    )
+    needs = fault.needs if fault else ""
+    if needs == "tool":
+        run = replace(run, env=replace(run.env, name="twice"))
+    if needs == "bos":
+        run = replace(run, model=Model(path=str(_begins(folder / "bos")), context=64))
+    if needs == "chat":
+        run = _chat(run, folder)
+    if needs == "resume":
+        stage = run.stages[-1]
+        assert isinstance(stage, Reinforce)
+        run = replace(run, stages=(replace(stage, steps=3, checkpoint_every=1),), keep_checkpoints=10)
+    if fault is not None and fault.needs == "sft":
+        run = replace(base, stages=base.stages[:1])
+    return run
+
+
+def catch(fault: Fault, model: Path, folder: Path) -> Caught | None:
+    """Run it with the fault planted; what caught it first, or None."""
+    run = smallest(fault, model, folder)
+    out = folder / fault.name
+    words = (*fault.shows, f"fault={fault.name}")
+    try:
+        posttrain.run(run, *words, out=out, quiet=True, allow_fault=True)
+        if fault.needs == "resume":
+            second = sorted((out / "checkpoints").glob("*-rl-000002"))[0]
+            posttrain.run(resume=second, quiet=True, allow_fault=True)
+    except PosttrainError as error:
+        return Caught(*detector(error), played(out) + 1 if began(out) else 0, str(error))
+    except BaseExceptionGroup as many:
+        return Caught(*detector(many.exceptions[0]), played(out) + 1, str(many.exceptions[0]))
+    return named(out)
+
+
+def played(out: Path) -> int:
+    """Steps in the record of the stage that was running."""
+    steps = reader.steps(out)
+    return len([s for s in steps if s.stage == steps[-1].stage]) if steps else 0
+
+
+def began(out: Path) -> bool:
+    return ((out / "steps.jsonl").exists() and not (out / "kept").exists()) or (out / "kept" / "start").exists()
+
+
+def named(out: Path) -> Caught | None:
+    """The first finding of a live rule in the notes of the record."""
+    for step in reader.steps(out):
+        for note in step.notes:
+            if note.startswith("rule "):
+                name, _, message = note.removeprefix("rule ").partition(": ")
+                return Caught("rule", name, step.index, message)
+    return None
+
+
+def detector(error: BaseException) -> tuple[str, str]:
+    """(kind, name) of what raised: the innermost function of ours, by the room it lies in."""
+    frames = [f for f, _ in traceback.walk_tb(error.__traceback__) if "posttrain" in f.f_globals.get("__name__", "")]
+    code, module = frames[-1].f_code, frames[-1].f_globals["__name__"]
+    name = code.co_qualname.removesuffix(".__post_init__")
+    if module.startswith("posttrain.core."):
+        return "type", name
+    if module.startswith("posttrain.recipe.proofs"):
+        return "proof", name
+    return "canary", name
+
+
+def _begins(folder: Path) -> Path:
+    """A small model whose tokenizer begins every text with a token of its own."""
+    from tokenizers import processors
+
+    tokenizer = characters(Arithmetic(heldout_count=0).alphabet + "^")
+    tokenizer.bos_token = "^"
+    bos = tokenizer.convert_tokens_to_ids("^")
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="^ $A", special_tokens=[("^", bos)])
+    build_module(MODEL, tokenizer, 0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+CHAT = "{% for m in messages %}[{{ m['role'][0] }}:{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}[a:{% endif %}"
+
+
+def _chat(run: Run, folder: Path) -> Run:
+    """A small model with a chat template, prompts that are messages, and answers to imitate."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"{a}+{b}"}], "answer": str(a + b), "completion": str(a + b)}
+        for a in range(6)
+        for b in range(6)
+    ]
+    (folder / "chat.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    tokenizer = characters("0123456789+-[]:ua=")
+    tokenizer.chat_template = CHAT
+    build_module(MODEL, tokenizer, 0).save_pretrained(folder / "chat")
+    tokenizer.save_pretrained(folder / "chat")
+    env = Env(name="prompts", prompts=str(folder / "chat.jsonl"), rewards=tiny_rewards(), heldout=4)
+    sft = Supervised(name="sft", style="completion", steps=2, batch=4, eval=False)
+    return replace(run, model=Model(path=str(folder / "chat"), context=64), env=env, stages=(sft, *run.stages))
+
+
+def tiny_rewards() -> tuple[Any, ...]:
+    from posttrain.core.run import Reward
+
+    return (Reward(function="last_integer"),)
+
+
+__all__ = ["ROOT", "STEPS", "Caught", "Evaluation", "Sampling", "Sequence", "catch", "detector", "smallest", "start"]
