@@ -37,6 +37,7 @@ from posttrain.role.canaries import (
     stops_are_true,
 )
 from posttrain.role.listening import listening
+from posttrain.role.noise import noise_band
 from posttrain.role.pack import Minibatch
 from posttrain.role.rollout import Asked
 
@@ -161,6 +162,11 @@ class Guard:
         self._gauges = merge(
             self._gauges, sampler_agrees(packed, mu, learner, version == h.trainer.version, dtype=h.run.model.dtype, text=h.text)
         )
+        own = version == h.trainer.version
+        band = noise_band(
+            h.stage.algorithm, mu[own], learner[own], np.unique(packed.segment_M[own], return_inverse=True)[1], h.run.model.dtype
+        )
+        self._gauges = merge(self._gauges, band)
         if h.reference is not None and episodes[0].reference is not None:
             reference = np.concatenate([x for e in episodes for x in e.reference or ()])
             if h.own_reference:

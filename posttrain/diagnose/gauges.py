@@ -79,6 +79,7 @@ REGISTRY: dict[str, Definition] = {
     "policy/entropy": Definition(
         "entropy of the next-token distribution, mean over spoken tokens", "nats", "falls slowly; near 0: nothing left to explore"
     ),
+    "mismatch/band": Definition("99 % of tokens: |log-prob of learner - of sampler| with equal weights, at the first step", "nats", "far below every clip against the sampler"),
     "mismatch/logp_gap": Definition("|log-prob at the start of the step - of the sampler|, mean over tokens", "nats", "the dtype's noise"),
     "mismatch/kl": Definition(
         "k3 distance of the sampler from the start of the step, mean over tokens", "nats", "the dtype's noise squared"

@@ -19,8 +19,11 @@ import numpy as np
 import pytest
 
 from posttrain.core import checkpoint as checkpoints
+from posttrain.core.algorithm import patch
 from posttrain.core.ladder import GRPO, PPO
 from posttrain.core.pieces.baseline import Ema
+from posttrain.core.pieces.pull import KL
+from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.reader import record_digest
 from posttrain.core.run import Run
 from posttrain.recipe import main
@@ -34,9 +37,10 @@ INSIDE = 5
 
 
 def sweep_run() -> Run:
-    """SFT, then RL with a reference, several minibatches and epochs, evaluation, and an optimizer state to lose."""
+    """SFT, then RL with a reference that is refreshed, coefficients that adapt, several minibatches and epochs, evaluation."""
+    steered = patch(GRPO, "steered", "-", pull=KL(refresh=2, target=0.001, horizon=64), entropy=EntropyBonus(coef=0.0, target=5.0))
     return replace(
-        tiny_run(algorithm=GRPO, steps=6, prompts=4, minibatches=2, epochs=2, eval_every=2, checkpoint_every=2), deterministic=False
+        tiny_run(algorithm=steered, steps=6, prompts=4, minibatches=2, epochs=2, eval_every=2, checkpoint_every=2), deterministic=False
     )
 
 
@@ -47,7 +51,7 @@ def digest(folder: Path) -> str:
     for name in (weights.WEIGHTS, weights.OPTIMIZER):
         path = last.folder / name
         h.update(name.encode() + (path.read_bytes() if path.exists() else b"-"))
-    state = {k: v for k, v in last.state.items() if k in ("stage", "step", "version", "cursor", "ema", "optimizer_steps", "accuracy")}
+    state = {k: v for k, v in last.state.items() if k in ("stage", "step", "version", "cursor", "memory", "optimizer_steps", "accuracy")}
     h.update(repr(sorted(state.items())).encode())
     return h.hexdigest()
 
