@@ -73,7 +73,7 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
     samples_P = [_samples(a, g, max_tokens) for g in groups]
     returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
     if (value := a.learns_values) is not None:
-        pairs = [_with_values(value, s) for samples in samples_P for s in samples]
+        pairs: list[tuple[Array, Array | None]] = [_with_values(value, s) for samples in samples_P for s in samples]
         raw, returns, silent_P = [p[0] for p in pairs], [p[1] for p in pairs], [False] * len(groups)
     elif isinstance(a.baseline, StepMean):
         raw, silent_P = _by_steps(a, samples_P)
@@ -243,7 +243,7 @@ def _scales(a: Algorithm, rewards_P: Sequence[Array], samples_P: Sequence[Sequen
         case "best_std":
             k = next(s.k for s in a.shape if isinstance(s, BestOf))
             outcomes = [np.array([s.scored.episode.reward for s in samples], np.float64) for samples in samples_P]
-            return [k * best_spread(r, k) for r in outcomes]
+            return [min(k, len(r)) * best_spread(r, k) for r in outcomes]
         case "mixed_share":
             every = sum(len(r) for r in rewards_P)
             valid = sum(len(r) for r in rewards_P if spread(r))

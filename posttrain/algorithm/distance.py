@@ -5,6 +5,8 @@ P is what was sampled from (or the teacher), Q the policy; K candidate tokens, t
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -63,7 +65,7 @@ def jensen_shannon(teacher_MK: Tensor, student_MK: Tensor, beta: float) -> Tenso
     if beta in (0, 1):
         a, b = (t, s) if beta == 0 else (s, t)
         return (a.exp() * (a - b)).sum(1)
-    m = torch.logaddexp(t + torch.log(torch.tensor(beta)), s + torch.log(torch.tensor(1 - beta)))
+    m = torch.logaddexp(t + math.log(beta), s + math.log(1 - beta))
     return (beta * t.exp() * (t - m) + (1 - beta) * s.exp() * (s - m)).sum(1)
 
 

@@ -174,14 +174,16 @@ class _Seen:
     def drift(self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool) -> None:
         """Distances per token: from the start of the step, the anchor and the reference (k3), and from the sampler.
 
-        The mismatch is start against mu; where the start was not scored, the current policy stands in for it.
+        The mismatch is start against mu; where the start was not scored, the current policy stands in for it. Shown tokens have
+        no sampler, hence no mismatch.
         """
         now_M, b = logp_M.detach(), self._batch
+        mu_M = b.logp_mu_M if b.shown_M is None else torch.where(b.shown_M, start_M, b.logp_mu_M)
         if knows_start:
             self._add("policy/kl_start", kl.estimate("k3", start_M - now_M))
         self._add("policy/kl_anchor", kl.estimate("k3", -log_ratio_M.detach()))
-        self._add("mismatch/logp_gap", (start_M - b.logp_mu_M).abs())
-        self._add("mismatch/kl", kl.estimate("k3", b.logp_mu_M - start_M))
+        self._add("mismatch/logp_gap", (start_M - mu_M).abs())
+        self._add("mismatch/kl", kl.estimate("k3", mu_M - start_M))
         if b.logp_ref_M is not None:
             self._add("policy/kl_reference", kl.estimate("k3", now_M - b.logp_ref_M))
         if entropy_M is not None:

@@ -62,7 +62,7 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
         case DropTruncated():
             return rewards
         case BestOf(k=k):
-            return piece.k * best_of(rewards, k)
+            return min(k, len(rewards)) * (best_gain(rewards, k) if piece.gain else best_of(rewards, k))
         case RankLength(coef=coef):
             width = np.ptp(length) if len(length) else 0.0
             bonus = 0.5 - (length - length.min()) / width if width > 0 else np.zeros_like(length)
@@ -104,8 +104,23 @@ def best_of(rewards: Array, k: int) -> Array:
     out = np.empty(n)
     out[order] = (own + after) / total
     for value in np.unique(rewards):
-        out[rewards == value] = out[rewards == value].mean()
+        tied = rewards == value
+        out[tied] = math.fsum(out[tied]) / np.count_nonzero(tied)
     return out
+
+
+def best_gain(rewards: Array, k: int) -> Array:
+    """Mean over the k-subsets that hold sample i of their best reward less that of the others in it, for every i [G] (PKPO, Eq. 33).
+
+    Sample i adds r_i - r_j where j is the best of the others and worse: so it is for C(rank(j), k - 2) of the subsets. [1, 0, 0]
+    with k=2 -> [1, 0, 0]; with k=1 nobody else is there, and it is the reward.
+    """
+    n, k = len(rewards), min(k, len(rewards))
+    if k < 2:
+        return rewards
+    low_to_high = np.sort(rewards)
+    share = np.array([math.comb(j, k - 2) for j in range(n)], np.float64) / math.comb(n - 1, k - 1)
+    return np.array([math.fsum(share * np.maximum(r - low_to_high, 0.0)) for r in rewards])
 
 
 def best_spread(rewards: Array, k: int) -> float:

@@ -80,7 +80,7 @@ def push(region: TrustRegion | None, look: Look) -> Push:
         case Taper(cap=cap):
             return _loud(torch.where(down_M, r_M.clamp(max=cap), 1.0))
         case Soft(tau=tau, tau_negative=tau_negative):
-            gate_M = torch.sigmoid(torch.where(up_M, tau, tau_negative) * (r_M - 1))
+            gate_M = torch.sigmoid(_either(up_M, tau, tau_negative, r_M) * (r_M - 1))
             return _loud(4 * r_M * gate_M * (1 - gate_M))
         case Geometric(low=low, high=high):
             return _geometric(low, high, look)
@@ -91,8 +91,13 @@ def push(region: TrustRegion | None, look: Look) -> Push:
             pushed = push(Clip(low=low, high=high), look)
             return Push(pushed.push_M * future(region, look), pushed.low_M, pushed.high_M)
         case Hump():
-            k_M = torch.where(up_M, region.k, region.k_negative)
-            return _loud(r_M.pow(k_M) * torch.exp(torch.where(up_M, region.fade, region.fade_negative) * (1 - r_M)))
+            k_M, fade_M = _either(up_M, region.k, region.k_negative, r_M), _either(up_M, region.fade, region.fade_negative, r_M)
+            return _loud(r_M.pow(k_M) * torch.exp(fade_M * (1 - r_M)))
+
+
+def _either(which_M: Tensor, yes: float, no: float, like_M: Tensor) -> Tensor:
+    """[M]: one of two numbers, in the dtype of `like_M` (torch.where of two numbers is float32 whatever they meet)."""
+    return torch.where(which_M, torch.full_like(like_M, yes), no)
 
 
 def _loud(push_M: Tensor) -> Push:
@@ -121,8 +126,8 @@ def future(region: FutureKL, look: Look) -> Tensor:
     """
     counted_M = look.log_ratio_M.masked_fill(look.ratio_M > region.ignore, 0.0)
     factor_M = bounded_exp(look.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))
-    top_M = torch.where((look.advantage_M < 0) & (look.ratio_M > region.loud), 1.0, 1 + region.band_high)
-    return torch.minimum(factor_M.clamp(min=1 - region.band_low), top_M.to(factor_M.dtype))
+    top_M = _either((look.advantage_M < 0) & (look.ratio_M > region.loud), 1.0, 1 + region.band_high, factor_M)
+    return torch.minimum(factor_M.clamp(min=1 - region.band_low), top_M)
 
 
 def bounded_exp(x: Tensor) -> Tensor:

@@ -16,10 +16,10 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.pieces.baseline import GROUP_RELATIVE, Baseline, StepMean, Value, Zero
+from posttrain.core.pieces.baseline import GROUP_RELATIVE, TO_GO, Baseline, GroupMean, Others, StepMean, Value, Zero
 from posttrain.core.pieces.correction import WEIGHING, BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
 from posttrain.core.pieces.pull import KL, Pull, SequenceL2
-from posttrain.core.pieces.shape import BestOf, Shaping
+from posttrain.core.pieces.shape import BestOf, DropTruncated, Shaping
 from posttrain.core.pieces.token import (
     Curriculum,
     Distill,
@@ -30,7 +30,7 @@ from posttrain.core.pieces.token import (
     Tokens,
     TopEntropy,
 )
-from posttrain.core.pieces.trust import PER_TOKEN, Clip, Divergence, Geometric, Hump, TrustRegion
+from posttrain.core.pieces.trust import PER_TOKEN, Clip, Divergence, FutureKL, Geometric, Hump, TrustRegion
 
 Rewards = Literal["sum", "each", "none"]
 """What is compared: the weighted sum of all sources; each source on its own, then summed (GDPO, A31); or nothing at all."""
@@ -85,7 +85,7 @@ class Algorithm:
     @property
     def group_relative(self) -> bool:
         """Whether credit compares siblings, so that a group without spread has credit exactly 0."""
-        return isinstance(self.baseline, GROUP_RELATIVE)
+        return isinstance(self.baseline, GROUP_RELATIVE) or any(isinstance(s, BestOf) and s.gain for s in self.shape)
 
     @property
     def learns_values(self) -> Value | None:
@@ -132,7 +132,7 @@ class Algorithm:
         return (
             self.ratio.startswith("sequence")
             or isinstance(self.pull, SequenceL2)
-            or isinstance(self.clip, Geometric)
+            or isinstance(self.clip, Geometric | FutureKL)
             or any(
                 isinstance(c, Reject | Veto | NegativeMask) or (isinstance(c, Truncate | Mask) and c.level == "sequence")
                 for c in self.correction
@@ -166,6 +166,10 @@ def _meaningless(a: Algorithm) -> Iterator[str]:
         yield "distill's teacher is the reference, and pull.refresh would replace it. Set pull.refresh=0, or distill=none"
     if a.shown is not None and a.stores_top:
         yield "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0, or shown=none"
+    if a.distill is not None and a.stores_top:
+        yield "distill and clip.top would each name the candidate tokens of a position. Set clip.top=0, or distill=none"
+    if a.shown is not None and a.kl_in_credit is not None and a.anchor != "start":
+        yield "a KL in the credit is taken under the sampler, which a demonstration does not have. Set anchor=start, or shown=none"
     if a.imitate is not None and a.imitate.of == "shown" and a.shown is None:
         yield "imitate.of=shown imitates demonstrations, and there are none. Set shown, or imitate.of=solved"
 
@@ -176,16 +180,33 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         yield f"scale={a.scale} compares siblings, but the baseline does not. Use baseline=groupmean or others, or scale=one"
     if a.scale == "best_std" and not any(isinstance(s, BestOf) for s in a.shape):
         yield "scale=best_std divides by the spread of the best of k, and no k is named. Add shape=bestof"
+    if any(isinstance(s, BestOf) and s.gain for s in a.shape) and not isinstance(a.baseline, Zero):
+        yield "shape.bestof.gain already compares a sample with its siblings. Set baseline=zero, or gain=false"
     if a.whiten is not None and a.scale == "batch_std":
         yield "whiten already divides by a standard deviation of the step. Set scale=one, or whiten=none"
-    if a.rewards == "each" and (a.shape or not a.group_relative or isinstance(a.baseline, StepMean)):
-        yield "rewards=each compares every reward source with its own siblings. Use baseline=groupmean or others, and shape=none"
-    if isinstance(a.baseline, StepMean) and (a.scale not in ("one", "group_std") or a.shape):
-        yield "baseline=stepmean compares steps, not answers. Set scale=one or group_std, and shape=none"
+    many = "scale=one or group_std, shape=none, and pull=none or one in the loss"
+    several = a.scale not in ("one", "group_std") or a.shape or _charges_answers(a)
+    if a.rewards == "each" and (several or not isinstance(a.baseline, GroupMean | Others)):
+        yield f"rewards=each compares every reward source with its own siblings. Use baseline=groupmean or others, {many}"
+    if isinstance(a.baseline, StepMean) and several:
+        yield f"baseline=stepmean compares steps, not answers. Set {many}"
     if a.rewards == "none" and a.kl_in_credit is None and a.distill is None:
         yield "rewards=none learns from the teacher alone, and there is none. Set pull=kl(estimator=k1, placement=token), or distill"
+    if a.rewards == "none" and any(not isinstance(s, DropTruncated) for s in a.shape):
+        yield "rewards=none leaves nothing to shape. Set shape=none"
     if isinstance(a.baseline, Value) and isinstance(a.pull, KL) and a.pull.placement == "token":
         yield "placement=token charges a token alone, while GAE hands its charge to the tokens before it. Set pull.placement=reward"
+
+
+def _charges_answers(a: Algorithm) -> bool:
+    """Whether a KL is charged to what siblings are compared by."""
+    return a.kl_in_credit is not None and a.kl_in_credit.placement != "token"
+
+
+def _varies(a: Algorithm) -> bool:
+    """Whether credit can differ between the tokens of one episode."""
+    charged = isinstance(a.baseline, TO_GO) or (a.kl_in_credit is not None and a.kl_in_credit.placement == "token")
+    return isinstance(a.baseline, Value | StepMean) or (a.kl_in_credit is not None and charged)
 
 
 def _meaningless_push(a: Algorithm) -> Iterator[str]:
@@ -203,8 +224,7 @@ def _meaningless_push(a: Algorithm) -> Iterator[str]:
     if len(weighing) > 1:
         names = " and ".join(type(c).__name__.lower() for c in weighing)
         yield f"correction={names} would multiply start/mu twice. Keep one of them; reject, veto and negativemask may stand beside it"
-    varies = isinstance(a.baseline, Value | StepMean)
-    if a.ratio in ("sequence_mean", "sequence_product") and varies:
+    if a.ratio in ("sequence_mean", "sequence_product") and _varies(a):
         yield "a sequence-level ratio with credit that varies inside the sequence means nothing. Set ratio=sequence_token (GSPO-token)"
     if a.ratio in ("sequence_mean", "sequence_product") and a.aggregate == "token_mean" and isinstance(a.clip, Clip):
         yield "a clipped sequence-level ratio with aggregate=token_mean is no longer a mean over sequences. Set aggregate=sequence_mean"

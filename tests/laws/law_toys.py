@@ -15,10 +15,9 @@ from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import Look
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
-from posttrain.core.ports import TokenScores
 from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import SHOWN, Credit, Episode, EpisodeCredit, Group, GroupCredit, Scored, ScoredGroup, Segment, Stop, Task, Top
+from posttrain.core.types import SHOWN, Credit, Episode, Group, Scored, ScoredGroup, Segment, Stop, Task, Top
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.pack import pack
 
@@ -128,24 +127,13 @@ START = 4
 """Version of the weights at the start of a toy step; its one optimizer step makes the next."""
 
 
-def batch_of(a: Algorithm, credit: Credit, *, order: np.random.Generator | None = None, with_start: bool = True) -> Batch:
-    """The step as one minibatch, through the packer of real runs. `order` shuffles the groups, and the episodes inside each."""
-    if order is not None:
-        groups = [credit.groups[i] for i in order.permutation(len(credit.groups))]
-        shuffled = [tuple(g.episodes[i] for i in order.permutation(len(g.episodes))) for g in groups]
-        credit = replace(credit, groups=tuple(replace(g, episodes=e) for g, e in zip(groups, shuffled, strict=True)))
+def batch_of(a: Algorithm, credit: Credit, *, turned: bool = False, with_start: bool = True) -> Batch:
+    """The step as one minibatch, through the packer of real runs. `turned` puts the last group and the last sibling first."""
+    if turned:
+        credit = replace(credit, groups=tuple(replace(g, episodes=g.episodes[::-1]) for g in credit.groups[::-1]))
     (made,) = pack(credit, a, STAGE, seed=0, step=0, version=START)
     assert made.batch is not None, "every token is silent"
     return made.batch if with_start else replace(made.batch, logp_start_M=None)
-
-
-def kept(credit: Credit) -> list[tuple[GroupCredit, EpisodeCredit]]:
-    """The episodes that may carry a gradient."""
-    return [(g, e) for g in credit.groups for e in g.episodes if not e.dropped]
-
-
-def leaf(x: np.ndarray) -> Tensor:
-    return torch.tensor(x, dtype=torch.float64, requires_grad=True)
 
 
 def look(ratio: Tensor, advantage: Tensor, sequence: np.ndarray | None = None) -> Look:

@@ -119,7 +119,7 @@ def test_gae(gamma: float, lam: float, expected: list[float]) -> None:
     assert returns == pytest.approx(advantage + V3, abs=1e-12)
     if (gamma, lam) == (1, 0.95):
         assert returns == pytest.approx([0.9705, 0.99, 1], abs=1e-12)
-        assert whitened("token", [advantage])[0] == pytest.approx([0.842364, 0.262789, -1.105153], abs=1e-6)
+        assert whitened("token", [advantage], [""])[0] == pytest.approx([0.842364, 0.262789, -1.105153], abs=1e-6)
 
 
 def test_gae_steps_over_observations() -> None:

@@ -2,32 +2,130 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from posttrain.core.algorithm import Algorithm, differences, patch
 from posttrain.core.errors import ConfigError
-from posttrain.core.ladder import DAPO, DR_GRPO, EMA, GRPO, LADDER, PPO, REINFORCE, RLOO, algorithm
-from posttrain.core.pieces.baseline import Ema, GroupMean, Value
-from posttrain.core.pieces.correction import Mask, Truncate
+from posttrain.core.ladder import (
+    A3PO,
+    CHORD,
+    CLIP_COV,
+    DAPO,
+    DPPO,
+    DPPO_TOP,
+    DR_GRPO,
+    EMA,
+    GDPO,
+    GKD,
+    GRPO,
+    GRPO_PROCESS,
+    GSPO,
+    KIMI,
+    KL_COV,
+    LADDER,
+    LUFFY,
+    M2PO,
+    MAXRL,
+    OPD,
+    PASS_AT_K,
+    PKPO,
+    PPO,
+    REINFORCE,
+    REMAX,
+    RLOO,
+    SKYWORK,
+    TOP_ENTROPY,
+    VAPO,
+    VESPO,
+    algorithm,
+)
+from posttrain.core.pieces.baseline import Ema, Greedy, GroupMean, LengthMean, Others, SecondBest, SoftMean, StepMean, ToGo, Value, Zero
+from posttrain.core.pieces.correction import BinaryKL, Mask, NegativeMask, Reject, Truncate, Veto
 from posttrain.core.pieces.pull import KL, SequenceL2
-from posttrain.core.pieces.shape import Overlong
-from posttrain.core.pieces.trust import Clip
+from posttrain.core.pieces.shape import (
+    BestOf,
+    Cosine,
+    DropTruncated,
+    Overlong,
+    RankLength,
+    RateLength,
+    RelativeLength,
+    Repetition,
+    Signed,
+    TargetLength,
+)
+from posttrain.core.pieces.token import ClipCov, Distill, EntropyBonus, Imitate, KlCov, NoEasy, Priority, SecondMoment, Shown, TopEntropy
+from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper
 
+PAID = KL(coef=0.1, estimator="k1", placement="reward")
+PER_TOKEN = KL(coef=0.1, estimator="k1", placement="token")
 REFUSED = [
     (REINFORCE, {"clip": Clip()}, "ratio='one' has none"),
     (PPO, {"ratio": "one"}, "ratio='one' has none"),
-    (PPO, {"anchor": "behaviour", "correction": Truncate()}, "twice"),
+    (PPO, {"anchor": "behaviour", "correction": (Truncate(),)}, "twice"),
+    (PPO, {"correction": (Truncate(), Mask())}, "truncate and mask would multiply start/mu twice"),
+    (PPO, {"correction": (BinaryKL(), Mask(), Veto())}, "binarykl and mask"),
+    (A3PO, {"correction": (BinaryKL(),)}, "skips the learner's forward"),
     (REINFORCE, {"scale": "group_std"}, "compares siblings"),
+    (REMAX, {"scale": "group_std"}, "compares siblings"),
+    (REINFORCE, {"scale": "best_std"}, "compares siblings"),
     (EMA, {"scale": "group_mean"}, "compares siblings"),
+    (GRPO, {"scale": "best_std"}, "no k is named"),
+    (PASS_AT_K, {"shape": ()}, "no k is named"),
+    (PKPO, {"baseline": Others()}, "gain already compares"),
+    (PASS_AT_K, {"shape": (BestOf(k=4, gain=True),)}, "gain already compares"),
+    (GDPO, {"shape": (Signed(),)}, "rewards=each compares"),
+    (GDPO, {"baseline": LengthMean()}, "rewards=each compares"),
+    (GDPO, {"baseline": StepMean()}, "rewards=each compares"),
+    (REINFORCE, {"rewards": "each"}, "rewards=each compares"),
+    (GDPO, {"scale": "group_mean"}, "rewards=each compares"),
+    (GDPO, {"scale": "mixed_share"}, "rewards=each compares"),
+    (GDPO, {"pull": PAID}, "rewards=each compares"),
+    (GRPO_PROCESS, {"scale": "batch_std"}, "compares steps"),
+    (GRPO_PROCESS, {"shape": (DropTruncated(),)}, "compares steps"),
+    (GRPO_PROCESS, {"pull": PAID}, "compares steps"),
+    (REINFORCE, {"rewards": "none"}, "learns from the teacher alone"),
+    (OPD, {"pull": None}, "learns from the teacher alone"),
+    (OPD, {"pull": KL(coef=1.0, estimator="k2", placement="loss")}, "learns from the teacher alone"),
+    (OPD, {"shape": (Signed(),)}, "nothing to shape"),
+    (PPO, {"pull": PER_TOKEN}, "GAE hands its charge"),
     (PPO, {"ratio": "sequence_mean"}, "GSPO-token"),
+    (PPO, {"ratio": "sequence_product", "clip": None}, "GSPO-token"),
+    (GRPO_PROCESS, {"ratio": "sequence_mean"}, "GSPO-token"),
+    (GSPO, {"pull": PER_TOKEN}, "GSPO-token"),
+    (GSPO, {"baseline": ToGo(), "scale": "one", "pull": PAID}, "GSPO-token"),
     (GRPO, {"ratio": "sequence_mean", "aggregate": "token_mean"}, "mean over sequences"),
+    (GSPO, {"clip": Geometric()}, "compares single tokens"),
+    (GSPO, {"clip": Divergence()}, "compares single tokens"),
+    (GSPO, {"clip": FutureKL()}, "compares single tokens"),
+    (VESPO, {"ratio": "token"}, "whole episodes"),
+    (DPPO_TOP, {"anchor": "start"}, "compares with the sampler"),
+    (DPPO_TOP, {"shown": Shown()}, "has no sampler"),
+    (DPPO_TOP, {"distill": Distill()}, "candidate tokens"),
+    (LUFFY, {"pull": PAID, "anchor": "behaviour"}, "a demonstration does not have"),
     (REINFORCE, {"pull": KL(estimator="rk3")}, "rk3 weights k3"),
+    (GKD, {"pull": KL(refresh=10)}, "would replace it"),
+    (GRPO, {"imitate": Imitate(of="shown")}, "there are none"),
+    (CHORD, {"shown": None}, "there are none"),
     (PPO, {"scale": "batch_std"}, "already divides"),
     (GRPO, {"scale": "group_std"}, "already has"),
     (DAPO, {"clip": Clip(low=0.2, high=0.28)}, "already has"),
     (GRPO, {"klip": Clip()}, "did you mean 'clip'"),
     (GRPO, {"note_": "x"}, "no choice"),
     (GRPO, {}, "changes nothing"),
+]
+ALLOWED = [
+    (GSPO, {"baseline": Greedy(), "scale": "one"}),
+    (GSPO, {"pull": PAID}),
+    (GDPO, {"baseline": Others()}),
+    (OPD, {"shape": (DropTruncated(),)}),
+    (LUFFY, {"pull": PAID}),
+    (PPO, {"correction": (Mask(), Reject(), Veto(), NegativeMask())}),
+    (DPPO, {"correction": (Reject(), Veto(), NegativeMask())}),
+    (REINFORCE, {"correction": (Truncate(),)}),
+    (REINFORCE, {"scale": "group_mean"}),
 ]
 
 
@@ -38,27 +136,74 @@ def test_meaningless_patches_are_refused(parent: Algorithm, changes: dict[str, o
         patch(parent, "x", "-", **changes)
 
 
-@pytest.mark.parametrize(
-    ("piece", "numbers"),
-    [
-        (Clip, {"low": 1.5}),
-        (Clip, {"high": -0.1}),
-        (Ema, {"decay": 1.0}),
-        (Value, {"gae_lambda": 1.1}),
-        (Value, {"gamma": -0.1}),
-        (KL, {"coef": 0.0}),
-        (Overlong, {"cache": 0.0}),
-        (KL, {"estimator": "k9"}),
-        (Truncate, {"cap": 0.0}),
-        (Mask, {"low": 2.0, "high": 1.0}),
-        (SequenceL2, {"coef": 0.0}),
-        (Value, {"clip": 0.0}),
-    ],
-)
-def test_pieces_own_their_numbers(piece: type, numbers: dict[str, float]) -> None:
-    """A number that means nothing is refused where it is written."""
+@pytest.mark.parametrize(("parent", "changes"), ALLOWED)
+def test_their_neighbours_are_not(parent: Algorithm, changes: dict[str, object]) -> None:
+    """What lies just beside a refusal and means something."""
+    assert differences(parent, patch(parent, "x", "-", **changes)).keys() == changes.keys()
+
+
+NUMBERS: list[tuple[type, dict[str, object]]] = [
+    *[(Clip, n) for n in ({"low": 1.5}, {"high": -0.1}, {"cap": 1.2}, {"low": -0.1})],
+    *[(Cap, n) for n in ({"low": 2.0, "high": 1.0}, {"low": -1.0}, {"high": 0.0})],
+    (Taper, {"cap": 0.0}),
+    *[(Soft, n) for n in ({"tau": 0.0}, {"tau_negative": -1.0})],
+    *[(Geometric, n) for n in ({"low": 0.0}, {"high": 0.0})],
+    *[(Divergence, n) for n in ({"delta": 0.0}, {"cap": 0.0}, {"top": -1})],
+    *[(FutureKL, n) for n in ({"low": 2.0}, {"band_low": -0.1}, {"half_life": 0.0}, {"loud": 0.0}, {"ignore": 0.0})],
+    *[(Hump, n) for n in ({"k": 0.0}, {"fade": 0.0}, {"k_negative": 0.0}, {"fade_negative": -1.0})],
+    (Ema, {"decay": 1.0}),
+    (SoftMean, {"tau": 0.0}),
+    *[(Value, n) for n in ({"gae_lambda": 1.1}, {"gamma": -0.1}, {"clip": 0.0}, {"coef": -1.0}, {"warmup": -1}, {"trace": 0.0})],
+    *[(Value, n) for n in ({"length_alpha": 0.0}, {"credit_lambda": 1.5}, {"credit_lambda": 0.9, "length_alpha": 0.05})],
+    *[(KL, n) for n in ({"coef": 0.0}, {"estimator": "k9"}, {"horizon": 0.0}, {"refresh": -1}, {"target": 0.0})],
+    (SequenceL2, {"coef": 0.0}),
+    *[(Truncate, n) for n in ({"cap": 0.0}, {"cap": -1.0})],
+    *[(Mask, n) for n in ({"low": 2.0, "high": 1.0}, {"low": -0.5})],
+    (BinaryKL, {"phi": 0.0}),
+    (Reject, {"low": 1.1}),
+    (Veto, {"below": 0.0}),
+    (NegativeMask, {"delta": -0.5}),
+    *[(Overlong, n) for n in ({"cache": 0.0}, {"cache": 1.5})],
+    (BestOf, {"k": 0}),
+    (RankLength, {"coef": 0.0}),
+    *[(TargetLength, n) for n in ({"target": 0}, {"alpha": 0.0})],
+    (RateLength, {"beta": 0.0}),
+    *[(Repetition, n) for n in ({"n": 0}, {"penalty": -1.0})],
+    (RelativeLength, {"coef": 0.0}),
+    *[(ClipCov, n) for n in ({"share": 1.5}, {"low": 5.0}, {"share": -0.1})],
+    *[(KlCov, n) for n in ({"share": 2.0}, {"coef": 0.0})],
+    (TopEntropy, {"share": -0.2}),
+    (SecondMoment, {"limit": 0.0}),
+    *[(EntropyBonus, n) for n in ({"coef": -0.1}, {"target": 0.0}, {"delta": 0.0})],
+    (Imitate, {"coef": 0.0}),
+    *[(Shown, n) for n in ({"siblings": 0}, {"gamma": 0.0})],
+    *[(Distill, n) for n in ({"beta": 1.5}, {"top": -1}, {"coef": 0.0})],
+    (NoEasy, {"rate": 1.5}),
+    *[(Priority, n) for n in ({"floor": 0.0}, {"floor": 2.0})],
+]
+PLAIN = (Zero, ToGo, GroupMean, Others, LengthMean, SecondBest, Greedy, StepMean, Signed, DropTruncated, Cosine)
+"""Pieces without a number that could mean nothing."""
+
+
+@pytest.mark.parametrize(("piece", "numbers"), NUMBERS, ids=[f"{p.__name__} {n}" for p, n in NUMBERS])
+def test_pieces_own_their_numbers(piece: type, numbers: dict[str, object]) -> None:
+    """A number that means nothing is refused where it is written, and so is one that is no number."""
     with pytest.raises(ConfigError):
         piece(**numbers)
+    for name, value in numbers.items():
+        if isinstance(value, float) and len(numbers) == 1:
+            with pytest.raises(ConfigError):
+                piece(**{name: math.nan})
+
+
+def test_every_piece_is_refused_something() -> None:
+    """A new piece with numbers says which of them mean nothing."""
+    from posttrain.core.pieces import baseline, correction, pull, shape, token, trust
+
+    everything: set[type] = set()
+    for union in (baseline.Baseline, correction.Correction, pull.Pull, shape.Shaping, token.Tokens, token.Curriculum, trust.TrustRegion):
+        everything |= set(union.__args__)
+    assert everything | {EntropyBonus, Imitate, Shown, Distill} == {p for p, _ in NUMBERS} | set(PLAIN)
 
 
 def test_lineage_ends_with_the_last_patch() -> None:
@@ -70,22 +215,44 @@ def test_lineage_ends_with_the_last_patch() -> None:
     assert set(differences(GRPO, DR_GRPO)) == {"scale", "aggregate", "pull"}
 
 
+READS = {
+    "": "reinforce reinforce_ema remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo dppo_kl dppo_top a3po",
+    "reference": "rloo opd",
+    "teacher": "gkd",
+    "start values": "ppo dual_clip vapo",
+    "reference start": "reinforce_pp reinforce_pp_baseline grpo grpo_process two_sided deepseek_v32 gdpo pass_at_k",
+    "entropy start": "top_entropy",
+    "start": "kimi_k15 grpo_passk luffy chord decoupled_ppo m2po lite_ppo gmpo sapo gspo gspo_token vespo cispo clip_cov kl_cov "
+    "skywork_or1 dapo fipo magistral dr_grpo maxrl",
+}
+
+
 def test_what_is_read_is_what_is_scored() -> None:
-    """`reads` names the streams that credit and objective use, no more."""
-    assert {n: sorted(a.reads) for n, a in LADDER.items()} == {
-        "reinforce": [],
-        "reinforce_ema": [],
-        "rloo": ["reference"],
-        "ppo": ["start", "values"],
-        "grpo": ["reference", "start"],
-        "dapo": ["start"],
-        "dr_grpo": ["start"],
-    }
+    """`reads` names the streams that credit and objective use; that each is used, and no other, is `test_gradients`."""
+    expected = {name: streams for streams, names in READS.items() for name in names.split()}
+    assert {n: " ".join(sorted(a.reads)) for n, a in LADDER.items()} == expected
     assert patch(RLOO, "r", "-", anchor="start").reads == {"reference", "start"}, "the KL in the reward is taken under the anchor"
     assert patch(REINFORCE, "c", "-", correction=(Mask(),)).reads == {"start"}
-    kimi = patch(REINFORCE, "k", "-", baseline=GroupMean(), anchor="start", pull=SequenceL2())
-    assert kimi.reads == {"start"} and kimi.needs_episode_whole and kimi.reads_silent_tokens
-    assert not GRPO.needs_episode_whole and not DAPO.reads_silent_tokens
+    assert patch(REINFORCE, "n", "-", correction=(NegativeMask(),)).reads == frozenset(), "it compares the policy with the sampler"
+    assert patch(PPO, "v", "-", anchor="behaviour", baseline=Value(trace=1.0)).reads == {"start", "values"}
+
+
+WHOLE = "kimi_k15 topr gspo gspo_token vespo gmpo fipo deepseek_v32"
+
+
+def test_what_ties_an_episode_together() -> None:
+    """Sequence-level ratios, pulls and masks need every token of an episode in one micro-batch."""
+    assert {n for n, a in LADDER.items() if a.needs_episode_whole} == set(WHOLE.split())
+    for piece in (Reject(), Veto(), NegativeMask(), Truncate(level="sequence"), Mask(level="sequence")):
+        assert patch(REINFORCE, "p", "-", correction=(piece,)).needs_episode_whole
+    for piece in (Truncate(), Mask(), BinaryKL()):
+        assert not patch(REINFORCE, "p", "-", correction=(piece,)).needs_episode_whole
+
+
+def test_which_silent_tokens_may_leave() -> None:
+    """Tokens without credit may stay away from the forward pass only where nothing else reads them."""
+    assert not any(a.reads_silent_tokens for a in (REINFORCE, DAPO, DR_GRPO, MAXRL, GSPO, DPPO))
+    assert all(a.reads_silent_tokens for a in (GRPO, PPO, KIMI, CHORD, GKD, OPD, SKYWORK, TOP_ENTROPY, KL_COV, CLIP_COV, M2PO, VAPO))
 
 
 def test_unknown_algorithm_names_the_nearest() -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from law_toys import SAMPLING, Answer, batch_of, gradient, scored_group
-from test_gradients import CASES, World
+from law_cases import ALL, NAMES
+from law_toys import Answer, batch_of, scored_group
+from law_world import L_MAX, World, world
 from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
@@ -18,140 +21,141 @@ from posttrain.algorithm.objective import objective
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.batch import Batch
-from posttrain.core.ladder import PPO
+from posttrain.core.ladder import LADDER, PPO
 from posttrain.core.pieces.baseline import Value
-from posttrain.core.ports import TokenScores
 from posttrain.core.types import Gauges, merge
 
-ALL = [a for a, _ in CASES]
-NAMES = [a.name for a in ALL]
-L_MAX = SAMPLING.max_tokens
+SEED = 3
+every = pytest.mark.parametrize("a", ALL, ids=NAMES)
 
 
-def places(batch: Batch, order: list[int] | None = None) -> np.ndarray:
-    """Where each token of a batch lies in the flat order of `World`; `order` lists the world's episodes in the batch."""
-    lengths = [len(e) for e in WORLD.eps]
-    starts = np.cumsum([0, *lengths])
-    order = list(range(len(lengths))) if order is None else order
-    at = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
-    assert len(at) == batch.spoken
-    return at
-
-
-WORLD = World(3)
-
-
-def whole(a: Algorithm) -> tuple[Batch, tuple[Tensor, ...]]:
-    batch = batch_of(a, credit_step(a, WORLD.groups, max_tokens=L_MAX, ema=0.0))
-    return batch, gradient(a, streams(batch, dtype=torch.float64), WORLD.lp, WORLD.H, WORLD.v)
-
-
-def summed(a: Algorithm, parts: list[tuple[Batch, np.ndarray]]) -> tuple[list[Tensor], Gauges]:
+def summed(here: World, parts: Sequence[Batch]) -> tuple[list[Tensor], Gauges]:
     """Loss, gradients in the world's flat order, and gauges, added up over micro-batches."""
-    total = [torch.zeros((), dtype=torch.float64), *(torch.zeros_like(WORLD.lp) for _ in range(3))]
-    gauges: list[Gauges] = []
-    for batch, at in parts:
-        s = streams(batch, dtype=torch.float64)
-        scores = TokenScores(WORLD.lp[at], WORLD.H[at], WORLD.v[at])
-        terms = objective(a, s, scores)
-        gauges.append(terms.gauges)
-        grads = torch.autograd.grad(terms.loss, (WORLD.lp, WORLD.H, WORLD.v), allow_unused=True)
-        total[0] = total[0] + terms.loss.detach()
-        for k, g in enumerate(grads):
-            total[k + 1] = total[k + 1] + (0 if g is None else g)
-    return total, merge(*gauges)
+    terms = here.terms(*parts)
+    each = [(t.loss.detach(), *here.gradient(t.loss)) for t in terms]
+    return [torch.stack(list(x)).sum(0) for x in zip(*each, strict=True)], merge(*(t.gauges for t in terms))
 
 
-def close(found: list[Tensor], right: tuple[Tensor, ...]) -> bool:
+@cache
+def whole(a: Algorithm) -> tuple[list[Tensor], Gauges]:
+    """The step as one batch."""
+    return summed(world(a, SEED), [world(a, SEED).batch])
+
+
+def close(found: Sequence[Tensor], right: Sequence[Tensor]) -> bool:
     return all(torch.allclose(f, r, rtol=0, atol=1e-10) for f, r in zip(found, right, strict=True))
 
 
-@pytest.mark.parametrize("a", ALL, ids=NAMES)
+def test_every_algorithm_of_the_ladder_is_split_here() -> None:
+    assert set(LADDER.values()) <= set(ALL)
+
+
+@every
 def test_any_partition_into_micro_batches_adds_up(a: Algorithm) -> None:
     """Law 2: any assignment of episodes to micro-batches or ranks sums to the same loss, gradient and gauges (1e-10, float64)."""
-    batch, right = whole(a)
-    everything = objective(a, streams(batch, dtype=torch.float64), TokenScores(WORLD.lp, WORLD.H, WORLD.v)).gauges
+    here = world(a, SEED)
+    batch = here.batch
+    right, everything = whole(a)
     rng = np.random.default_rng(0)
     for ranks in (2, 3, batch.episodes):
         owner = np.arange(batch.episodes) if ranks == batch.episodes else rng.integers(0, ranks, batch.episodes)
-        chosen = [[int(i) for i in np.flatnonzero(owner == r)] for r in range(ranks)]
-        found, gauges = summed(a, [(part := batch.select(c), places(part, c)) for c in chosen if c])
+        chosen = [np.flatnonzero(owner == r) for r in range(ranks)]
+        found, gauges = summed(here, [batch.select(c) for c in chosen if len(c)])
         assert close(found, right)
         assert {n: g.count for n, g in gauges.items()} == {n: g.count for n, g in everything.items()}
         assert all(gauges[n].sum == pytest.approx(g.sum, abs=1e-9) for n, g in everything.items())
 
 
-@pytest.mark.parametrize("a", ALL, ids=NAMES)
-@pytest.mark.parametrize("room", [1, 12, 30])
-def test_splitting_by_size_adds_up(a: Algorithm, room: int) -> None:
+@every
+def test_splitting_by_size_adds_up(a: Algorithm) -> None:
     """Law 2: the packer's own split, from one episode at a time to nearly everything."""
-    batch, right = whole(a)
-    parts: list[tuple[Batch, np.ndarray]] = []
-    at = 0
-    for micro in batch.split(room):
-        parts.append((micro, np.arange(at, at + micro.spoken)))
-        at += micro.spoken
-    assert len(parts) > 1 and close(summed(a, parts)[0], right)
+    here = world(a, SEED)
+    batch = here.batch
+    right = whole(a)[0]
+    for room in (1, 12, 30):
+        parts = batch.split(room)
+        assert len(parts) > (1 if batch.episodes > 1 and len(batch.ids_N) > room else 0) and close(summed(here, parts)[0], right)
 
 
-@pytest.mark.parametrize("a", ALL, ids=NAMES)
+@every
 def test_order_of_episodes_does_not_matter(a: Algorithm) -> None:
-    """Law 2: packing the same episodes in another order gives the same loss and gradient."""
-    _, right = whole(a)
-    order = [int(i) for i in np.random.default_rng(1).permutation(len(WORLD.eps))]
-    batch = batch_of(a, credit_step(a, WORLD.groups, max_tokens=L_MAX, ema=0.0), order=order)
-    assert close(summed(a, [(batch, places(batch, order))])[0], right)
+    """Law 2: packing the same groups and siblings in another order gives the same loss and gradient."""
+    here = world(a, SEED)
+    mixed = batch_of(a, here.credit, turned=True)
+    assert not np.array_equal(mixed.target_M, here.batch.target_M) or mixed.episodes == 1
+    assert close(summed(here, [mixed])[0], whole(a)[0])
 
 
-@pytest.mark.parametrize("a", ALL, ids=NAMES)
+@every
 def test_segments_of_an_episode_are_one_sequence(a: Algorithm) -> None:
     """Laws 2, 6: an episode cut into segments, interrupted by observations, or in one piece is the same episode."""
-    _, right = whole(a)
+    here = world(a, SEED)
+    right = whole(a)[0]
     for cut in (lambda n: [[n]], lambda n: [[1] * n], lambda n: [[1]] * n):
         groups = [
-            scored_group(str(i), [Answer(b.reward, cut(b.spoken), b.mu, b.start, b.reference, b.values) for b in g])
-            for i, g in enumerate(WORLD.answers)
+            scored_group(str(i), [replace(b, turns=cut(b.spoken)) for b in g], greedy=here.greedy[i]) for i, g in enumerate(here.answers)
         ]
         batch = batch_of(a, credit_step(a, groups, max_tokens=L_MAX, ema=0.0))
-        assert close(summed(a, [(batch, places(batch))])[0], right)
+        assert close(summed(here, [batch])[0], right)
 
 
-@pytest.mark.parametrize("a", [a for a in ALL if a.clip is not None], ids=[a.name for a in ALL if a.clip is not None])
+def on_policy(a: Algorithm) -> tuple[World, Batch, Tensor]:
+    """A world whose policy is the anchor: its log-probs of the said tokens, [M] in the world's order."""
+    here = world(a, SEED)
+    batch = batch_of(a, here.credit, with_start=a.anchor == "behaviour")
+    anchor = here.lp if a.anchor == "start" else torch.as_tensor(here.mu.astype(np.float64))
+    return here, batch, anchor.detach().clone().requires_grad_()
+
+
+RESTRAINED = [a for a in ALL if a.clip is not None and a.shown is None]
+
+
+@pytest.mark.parametrize("a", RESTRAINED, ids=[a.name for a in RESTRAINED])
 def test_on_policy_every_trust_region_is_silent(a: Algorithm) -> None:
-    """Law 3: before the first update every push is exactly 1, with the start known as this policy or left out."""
-    batch = batch_of(a, credit_step(a, WORLD.groups, max_tokens=L_MAX, ema=0.0), with_start=a.anchor == "behaviour")
-    lp = WORLD.lp if a.anchor == "start" else torch.tensor(batch.logp_mu_M.astype(np.float64), requires_grad=True)
-    seen = objective(a, streams(batch, dtype=torch.float64), TokenScores(lp, WORLD.H, WORLD.v)).gauges
+    """Law 3: before the first update every push is exactly 1, and the gradient that of REINFORCE with the same credit."""
+    here, batch, lp = on_policy(a)
+    s = streams(batch, dtype=torch.float64)
+    scores = here.scores(batch, lp)
+    if a.stores_top:
+        assert batch.top_logp_MK is not None
+        scores = replace(scores, candidates=torch.as_tensor(batch.top_logp_MK.astype(np.float64)))
+    seen = objective(a, s, scores).gauges
     n = float(batch.spoken)
     assert (seen["policy/ratio"].sum, seen["policy/ratio_square"].sum) == (n, n)
     assert seen["policy/clip_low"].sum == seen["policy/clip_high"].sum == seen["policy/kl_anchor"].sum == 0
-    free = gradient(a, streams(batch, dtype=torch.float64), lp, WORLD.H, WORLD.v)[1]
-    loose = patch(a, "loose", "-", clip=None)
-    assert torch.equal(free, gradient(loose, streams(batch, dtype=torch.float64), lp, WORLD.H, WORLD.v)[1])
+    changes = {f: none for f, none in (("pull", None), ("correction", ()), ("tokens", None), ("imitate", None)) if getattr(a, f) != none}
+    bare = patch(a, "bare", "-", **changes) if changes else a
+    (found,) = torch.autograd.grad(objective(bare, s, scores).loss, lp)
+    at = torch.as_tensor((batch.target_M - 100) // 12, dtype=torch.int64)
+    assert torch.equal(found[at], -s.weight_M * s.advantage_M)
 
 
-@pytest.mark.parametrize("a", ALL, ids=NAMES)
+@every
 def test_start_left_out_is_the_policy_itself(a: Algorithm) -> None:
     """Law 3: on the first optimizer step the start may be left out; that is the same as scoring it, for every term."""
-    batch = batch_of(a, credit_step(a, WORLD.groups, max_tokens=L_MAX, ema=0.0), with_start=False)
-    bare = streams(batch, dtype=torch.float64)
-    known = replace(bare, logp_start_M=WORLD.lp.detach())
-    for found, right in zip(*(gradient(a, s, WORLD.lp, WORLD.H, WORLD.v) for s in (bare, known)), strict=True):
+    here = world(a, SEED)
+    batch = batch_of(a, here.credit, with_start=False)
+    bare, scores = streams(batch, dtype=torch.float64), here.scores(batch)
+    known = replace(bare, logp_start_M=scores.logp.detach())
+    for found, right in zip(*(here.gradient(objective(a, s, scores).loss) for s in (bare, known)), strict=True):
         assert torch.equal(found, right)
 
 
-@pytest.mark.parametrize("a", ALL, ids=NAMES)
+@every
 def test_what_was_not_said_is_not_taught(a: Algorithm) -> None:
     """Law 6: over all packed positions, prompts and observations have exactly zero cotangent on their own log-prob."""
-    batch, right = whole(a)
+    here = world(a, SEED)
+    batch = here.batch
+    scores = here.scores(batch)
     packed = torch.zeros(len(batch.ids_N), dtype=torch.float64)
-    packed[batch.source_M + 1] = WORLD.lp.detach()
+    packed[batch.source_M + 1] = scores.logp.detach()
     packed.requires_grad_()
-    loss = objective(a, streams(batch, dtype=torch.float64), TokenScores(packed[batch.source_M + 1], WORLD.H, WORLD.v)).loss
-    (grad,) = torch.autograd.grad(loss, packed)
+    s = streams(batch, dtype=torch.float64)
+    (grad,) = torch.autograd.grad(objective(a, s, replace(scores, logp=packed[batch.source_M + 1])).loss, packed, allow_unused=True)
+    (right,) = torch.autograd.grad(objective(a, s, scores).loss, scores.logp, allow_unused=True)
     silent = np.setdiff1d(np.arange(len(batch.ids_N)), batch.source_M + 1)
-    assert len(silent) > 20 and torch.all(grad[silent] == 0)
-    assert torch.allclose(grad[batch.source_M + 1], right[1], rtol=0, atol=1e-12)
+    assert len(silent) and grad is not None and right is not None
+    assert torch.all(grad[silent] == 0) and torch.allclose(grad[batch.source_M + 1], right, rtol=0, atol=1e-12)
 
 
 turns = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1, max_size=3)

@@ -108,7 +108,7 @@ class Value:
                 positive(f"baseline.{name}", value, f"{name}=none")
         if self.credit_lambda is not None and self.length_alpha is not None:
             raise ConfigError("baseline.credit_lambda and baseline.length_alpha both say the credit's lambda: set one of them to none")
-        if self.coef < 0 or (self.clip is not None and self.clip <= 0):
+        if not self.coef >= 0 or not (self.clip is None or self.clip > 0):
             raise ConfigError(
                 f"baseline.coef={self.coef} must be >= 0 and baseline.clip={self.clip} > 0; to switch the value clip off set clip=none"
             )

@@ -76,8 +76,7 @@ class SequenceL2:
     coef: float = 0.1
 
     def __post_init__(self) -> None:
-        if self.coef <= 0:
-            raise ConfigError(f"pull.coef={self.coef}: must be > 0; to switch the pull off set pull=none")
+        positive("pull.coef", self.coef, "pull=none")
 
 
 Pull = KL | SequenceL2

@@ -22,9 +22,9 @@ class Clip:
     cap: float | None = None
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1 or self.high < 0:
+        if not (0 <= self.low <= 1 and self.high >= 0):
             raise ConfigError(f"clip.low={self.low} must lie in [0, 1] and clip.high={self.high} must be >= 0")
-        if self.cap is not None and self.cap <= 1 + self.high:
+        if self.cap is not None and not self.cap > 1 + self.high:
             raise ConfigError(f"clip.cap={self.cap} must lie above 1 + clip.high={1 + self.high:g}; to switch it off set cap=none")
 
 
@@ -114,7 +114,7 @@ class FutureKL:
     ignore: float = 10.0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.low <= 1 or self.high < 0:
+        if not (0 <= self.low <= 1 and self.high >= 0):
             raise ConfigError(f"clip.low={self.low} must lie in [0, 1] and clip.high={self.high} must be >= 0")
         for name in ("band_low", "band_high"):
             not_negative(f"clip.{name}", getattr(self, name))
