@@ -23,7 +23,8 @@ import numpy as np
 
 import posttrain
 from posttrain.core import reader
-from posttrain.core.ladder import LADDER
+from posttrain.core.algorithm import Algorithm, patch
+from posttrain.core.ladder import LADDER, VAPO
 from posttrain.core.pieces.baseline import StepMean
 from posttrain.core.run import Model, Reinforce, Run
 from posttrain.recipe.shipped import recipe
@@ -31,6 +32,16 @@ from posttrain.role.evaluate import Score
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/algorithms.json"
+
+
+REGIME: dict[str, tuple[Algorithm, str]] = {
+    "vapo": (
+        patch(VAPO, "vapo", VAPO.paper, baseline=replace(VAPO.baseline, length_alpha=1.0)),
+        "ran with baseline.length_alpha=1: the paper's 0.05 is for answers of thousands of tokens, and gives lambda 0 up to 20 tokens. "
+        "With it accuracy fell to 0.01; so does ppo with credit_lambda=0 (0.07), so it is the one-step credit of an untrained value",
+    ),
+}
+"""Algorithms whose published numbers are meant for another regime than answers of some 14 tokens: what ran instead, and why."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +88,10 @@ def play(name: str, seed: int, steps: int, model: Path, folder: Path) -> Row:
     base = recipe("arithmetic")
     stage = base.stage("rl")
     assert isinstance(stage, Reinforce)
+    chosen = REGIME[name][0] if name in REGIME else LADDER[name]
     reference = teacher(seed, steps, model, folder) if LADDER[name].rewards == "none" else None
     stage = replace(
-        stage, algorithm=LADDER[name], reference=reference, steps=steps, eval_every=0, checkpoint_every=0, target=None, wall_time=None
+        stage, algorithm=chosen, reference=reference, steps=steps, eval_every=0, checkpoint_every=0, target=None, wall_time=None
     )
     env = replace(base.env, args={**base.env.args, "judge_steps": True}) if isinstance(LADDER[name].baseline, StepMean) else base.env
     run = Run(recipe=name, seed=seed, threads=1, model=Model(path=str(model)), env=env, evaluation=base.evaluation, stages=(stage,))
@@ -113,6 +125,9 @@ def page(rows: list[Row], steps: int) -> str:
             f"| {name} | {mean['before']:.3f} | {mean['after']:.3f} | {mean['gain']:+.3f} | {min(r.low for r in mine):+.3f} "
             f"| {', '.join(str(r.moved) for r in mine)} | {mean['seconds']:.0f} |"
         )
+    lines += ["", *(f"- `{name}` {why}." for name, (_, why) in REGIME.items() if name in names)]
+    lines += ["- `opd` and `gkd` learn from a teacher, not from rewards: the same start after as many steps of dr_grpo."] if "opd" in names else []
+    lines += ["- `grpo_process` is also given a verdict on every running sum (env.args.judge_steps=true)."] if "grpo_process" in names else []
     return "\n".join(lines) + "\n"
 
 
