@@ -10,7 +10,7 @@ import torch
 from law_toys import Answer, credits, look, rewarded, scored_group, streams_of
 
 from posttrain.algorithm import kl
-from posttrain.algorithm.correction import correct, effective_share
+from posttrain.algorithm.correction import effective_share
 from posttrain.algorithm.credit import credit_step, whitened
 from posttrain.algorithm.objective import objective
 from posttrain.algorithm.shape import shaped
@@ -21,7 +21,6 @@ from posttrain.core.algorithm import patch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import DAPO, DR_GRPO, EMA, GRPO, PPO, REINFORCE, RLOO
 from posttrain.core.pieces.baseline import Ema, GroupMean, Others, Value, Zero
-from posttrain.core.pieces.correction import Mask, Truncate
 from posttrain.core.pieces.pull import KL, SequenceL2
 from posttrain.core.pieces.shape import DropTruncated, Overlong, Signed
 from posttrain.core.pieces.trust import Clip
@@ -242,34 +241,6 @@ def test_sequence_l2() -> None:
     )
     grad = torch.autograd.grad(objective(a, s, TokenScores(logp, None, None)).loss, logp)[0]
     assert -4 * grad.numpy() == pytest.approx(np.repeat([0.48, -0.52, -0.52, 0.48], lengths), abs=1e-12)
-
-
-W5 = np.log([0.3, 0.9, 1.5, 4, 0.1])
-W4 = np.log([1.1, 0.95, 1.02, 0.9])
-
-
-@pytest.mark.parametrize(
-    ("correction", "log_ratio", "used"),
-    [
-        (Truncate(cap=2), W5, [0.3, 0.9, 1.5, 2, 0.1]),
-        (Mask(low=0.5, high=5), W5, [0, 0.9, 1.5, 4, 0]),
-        (Truncate(cap=2, level="sequence"), W5, [0.162] * 5),
-        (Truncate(cap=0.1, level="sequence"), W5, [0.1] * 5),
-        (Mask(low=0.5, high=5, level="sequence"), W5, [0] * 5),
-        (Mask(low=0.1, high=2, level="sequence"), W5, [0.162] * 5),
-        (Mask(low=0.99, high=1.01, level="sequence"), W4, [0] * 4),
-        (Mask(low=0.95, high=1.01, level="sequence"), W4, [0.959310] * 4),
-    ],
-)
-def test_corrections(correction: Truncate | Mask, log_ratio: np.ndarray, used: list[float]) -> None:
-    """A25: truncation and masking per token and of the episode's product; a neighbour episode changes nothing."""
-    n = len(used)
-    s = streams_of(np.zeros(n + 1), np.zeros(n + 1), np.array([0] * n + [1]), mu=np.full(n + 1, -3.0))
-    start = torch.tensor([*(-3.0 + log_ratio), -2.0], dtype=torch.float64)
-    found = correct((correction,), start, start, s)
-    assert found.used_M[:n].numpy() == pytest.approx(used, abs=1e-6)
-    raw = np.exp(log_ratio) if correction.level == "token" else np.full(n, np.exp(log_ratio.sum()))
-    assert found.raw_M[:n].numpy() == pytest.approx(raw, abs=1e-9)
 
 
 def test_effective_sample_size() -> None:
