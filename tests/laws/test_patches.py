@@ -164,7 +164,7 @@ NUMBERS: list[tuple[type, dict[str, object]]] = [
     (Veto, {"below": 0.0}),
     (NegativeMask, {"delta": -0.5}),
     *[(Overlong, n) for n in ({"cache": 0.0}, {"cache": 1.5})],
-    (BestOf, {"k": 0}),
+    *[(BestOf, n) for n in ({"k": 0}, {"k": 1, "gain": True})],
     (RankLength, {"coef": 0.0}),
     *[(TargetLength, n) for n in ({"target": 0}, {"alpha": 0.0})],
     (RateLength, {"beta": 0.0}),

@@ -49,6 +49,8 @@ class BestOf:
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ConfigError(f"shape.bestof.k={self.k}: must be >= 1")
+        if self.gain and self.k == 1:
+            raise ConfigError("shape.bestof.gain=true with k=1 compares a sample with nobody. Set gain=false, or k >= 2")
 
 
 @dataclass(frozen=True, kw_only=True)
