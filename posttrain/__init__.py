@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
+    from posttrain.recipe.ablate import ablate
     from posttrain.recipe.main import evaluate, export, run
 
-__all__ = ["__version__", "evaluate", "export", "run"]
+__all__ = ["__version__", "ablate", "evaluate", "export", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -22,4 +23,8 @@ def __getattr__(name: str) -> Any:
         from posttrain.recipe import main
 
         return getattr(main, name)
+    if name == "ablate":
+        from posttrain.recipe.ablate import ablate
+
+        return ablate
     raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

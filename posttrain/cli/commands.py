@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from argparse import Namespace
 
+from posttrain.core.errors import ConfigError
+
 
 def run(o: Namespace) -> int:
     if o.help:
@@ -20,7 +22,14 @@ def run(o: Namespace) -> int:
 def ladder(o: Namespace) -> int:
     from posttrain.cli import ladder as view
 
-    if o.diff:
+    if o.on:
+        from posttrain.cli import ablate
+
+        against = [w for w in (o.name or "", *o.against.split(",")) if w]
+        ablate.show(o.on, against, o.step, o.stage, o.checkpoint, o.device, o.json)
+    elif given := [f"--{n}" for n in ("against", "step", "stage", "checkpoint", "device", "json") if getattr(o, n)]:
+        raise ConfigError(f"{', '.join(given)} belongs to a run: say which with --on RUN")
+    elif o.diff:
         print(view.diff(*o.diff))
     elif o.table:
         print(view.table())

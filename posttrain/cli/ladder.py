@@ -18,6 +18,7 @@ def tree() -> str:
         "posttrain ladder NAME           one in full: formulas, numbers, what it reads and costs",
         "posttrain ladder --table        all in one table: baseline, trust region, anchor, cost",
         "posttrain ladder --diff A B     the choices in which two differ",
+        "posttrain ladder --on RUN       what each would do with the batches of one of your runs",
     )
     return "\n".join([FORM, "", *picture(), "", f"{len(LADDER)} algorithms; numbers that are off are not printed.", *more])
 

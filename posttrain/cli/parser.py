@@ -74,7 +74,9 @@ def _run(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("--out", metavar="FOLDER", help="run folder (default: runs/RECIPE-DATE-TIME)")
     p.add_argument("--resume", metavar="RUN", help="go on with this run folder, or with one of its checkpoints (RUN/checkpoints/NAME)")
     p.add_argument(
-        "--allow-fault", action="store_true", help="start although fault=NAME plants a bug on purpose (posttrain faults lists them); its numbers mean nothing"
+        "--allow-fault",
+        action="store_true",
+        help="start although fault=NAME plants a bug on purpose (posttrain faults lists them); its numbers mean nothing",
     )
     p.add_argument("-h", "--help", action="store_true", help="this text; after a recipe's name also its settings")
     p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER] | posttrain run --resume RUN"
@@ -86,12 +88,21 @@ def _ladder(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         sub,
         "ladder",
         commands.ladder,
-        "print the algorithms as a tree of patches, one of them in full, or the difference of two",
-        "posttrain ladder\n  posttrain ladder grpo\n  posttrain ladder --table\n  posttrain ladder --diff grpo dapo",
+        "print the algorithms as a tree of patches, one of them in full, the difference of two, or what they would do with a run's batches",
+        "posttrain ladder\n  posttrain ladder grpo\n  posttrain ladder --table\n  posttrain ladder --diff grpo dapo\n"
+        "  posttrain ladder --on runs/mine --step 20 --against dapo,maxrl,gspo",
     )
     p.add_argument("name", nargs="?", help="show this algorithm in full")
     p.add_argument("--table", action="store_true", help="all algorithms in one table: credit, trust region, weight, anchor, cost")
     p.add_argument("--diff", nargs=2, metavar=("A", "B"), help="the choices in which two algorithms differ")
+    on = p.add_argument_group("on the recorded batches of a run, which is only read")
+    on.add_argument("--on", metavar="RUN", help="a run folder; evaluates algorithms on what it sampled, at the weights it sampled with")
+    on.add_argument("--against", default="", metavar="NAME,NAME", help="these algorithms (default: the whole ladder)")
+    on.add_argument("--step", default="", metavar="N,N", help="recorded steps (default: the last one whose first weights were kept)")
+    on.add_argument("--stage", metavar="NAME", help="a reinforcement stage, where there are several")
+    on.add_argument("--checkpoint", metavar="NAME", help="evaluate at these weights instead: a checkpoint, last, best, or a kept name")
+    on.add_argument("--device", metavar="NAME", help="compute here instead of on the run's device")
+    on.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _eval(sub: argparse._SubParsersAction[ArgumentParser]) -> None:

@@ -34,7 +34,8 @@ The printed loss is a surrogate: only its gradient means something. Letters of t
 | `y`, `\\|y\\|`, `G` | a response (an episode), its spoken tokens, the siblings of its prompt |
 | `sg[x]` | `x`, not differentiated |
 
-In a terminal: `posttrain ladder`, `posttrain ladder NAME`, `posttrain ladder --diff A B`.
+In a terminal: `posttrain ladder`, `posttrain ladder NAME`, `posttrain ladder --diff A B`. On the batches of a run of yours:
+`posttrain ladder --on RUN` ([ladder-on-a-run.md](ladder-on-a-run.md)).
 
 """
 

@@ -1,0 +1,214 @@
+"""`posttrain ladder --on RUN`: what other algorithms would have done with a run's own batches, as tables or JSON."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import textwrap
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.formula.picture import WIDTH
+
+if TYPE_CHECKING:
+    from posttrain.recipe.ablate import Ablation, Row
+
+HEAD = ("algorithm", "cosine", "norm", "ratio", "silent", "clipped", "ess", "|A|", "solved", "not", "tokens")
+LEGEND = (
+    "cosine, ratio: of its gradient and its norm with the run's own    norm: before the optimizer's clip",
+    "silent: groups without credit    clipped: tokens its trust region silences    ess: effective sample",
+    "share of its correction, else of its ratio    |A|, solved, not: mean |credit| a token, mean credit",
+    "of tokens of solved and of other responses    tokens: those whose log-prob has a gradient",
+)
+EQUAL = 1e-6
+"""Gradients whose norm and cosine agree this closely are printed on one line."""
+
+
+class Teller:
+    """Progress on standard error: one line that is overwritten in a terminal, now and then a line elsewhere."""
+
+    def __init__(self) -> None:
+        self._live = sys.stderr.isatty()
+        self._last = 0.0
+
+    def say(self, line: str) -> None:
+        if self._live:
+            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() - self._last > 5:
+            print(line, file=sys.stderr, flush=True)
+            self._last = time.monotonic()
+
+    def close(self) -> None:
+        if self._live:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+
+
+def show(run: str, against: Sequence[str], steps: str, stage: str | None, checkpoint: str | None, device: str | None, plain: bool) -> None:
+    """Evaluate and print; `plain` prints JSON."""
+    from posttrain.recipe.ablate import ablate
+
+    teller = Teller()
+    try:
+        found = ablate(run, against, stage=stage, steps=numbers(steps), checkpoint=checkpoint, device=device, say=teller.say)
+    finally:
+        teller.close()
+    if plain:
+        print(json.dumps([_plain(asdict(a)) for a in found], indent=1))
+        return
+    for a in found:
+        print("\n".join((*lines(a), "")))
+    if len(found) > 1:
+        print("\n".join(means(found)))
+    print("\n".join(LEGEND))
+
+
+def numbers(word: str) -> list[int]:
+    """`3,8,12` as steps."""
+    try:
+        return [int(w) for w in word.split(",") if w]
+    except ValueError:
+        raise ConfigError(f"--step {word}: a step, or several with commas between them (--step 3,8,12)") from None
+
+
+def _plain(x: Any) -> Any:
+    """JSON has no NaN: it becomes null. Paths become text."""
+    if isinstance(x, dict):
+        return {k: _plain(v) for k, v in x.items()}
+    if isinstance(x, list | tuple):
+        return [_plain(v) for v in x]
+    if isinstance(x, float):
+        return x if math.isfinite(x) else None
+    return x if isinstance(x, str | int | bool) or x is None else str(x)
+
+
+def lines(a: Ablation) -> Iterator[str]:
+    """One step: what was looked at, the table, what could not be evaluated."""
+    yield f"{a.folder}: {a.stage} step {a.step}"
+    yield f"{a.groups} groups, {a.episodes} responses, {a.tokens:,} tokens; the run's own algorithm is {a.own}"
+    yield from _prose(f"weights: {a.weights}, {where(a)}")
+    for line in checks(a):
+        yield from _prose(line)
+    yield ""
+    rows = [replace(a.rows[0], name=f"{a.own} (own)"), *sorted(a.rows[1:], key=_order)]
+    yield from table(rows)
+    noted: dict[str, list[str]] = {}
+    for r in a.rows:
+        if r.note:
+            noted.setdefault(r.note, []).append(r.name)
+    yield from ("", *_listed([(", ".join(names), note) for note, names in noted.items()])) if noted else ()
+    refused: dict[str, list[str]] = {}
+    for name, why in a.refused:
+        refused.setdefault(why, []).append(name)
+    yield from ("", "not evaluated:", *_listed([(", ".join(names), why) for why, names in refused.items()])) if refused else ()
+
+
+def _listed(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
+    for names, text in rows:
+        yield from _prose(f"{names}: {text}", "  ")
+
+
+def _prose(text: str, lead: str = "") -> list[str]:
+    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=lead + "  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _order(r: Row) -> tuple[float, float]:
+    """Most alike first; those without a gradient last."""
+    return (math.inf if math.isnan(r.cosine) else -round(r.cosine, 3), r.norm)
+
+
+def where(a: Ablation) -> str:
+    """How far the weights are from those the step began with, and what that means."""
+    gap = f"mean log-prob gap to the sampler {a.logp_gap:.1e}" if not math.isnan(a.logp_gap) else "no token was scored"
+    if a.behind is None:
+        return f"of another stage than {a.stage}; {gap}"
+    if a.behind == 0:
+        return f"exactly those the step began with ({gap})"
+    steps = f"{abs(a.behind)} step{'s' if abs(a.behind) > 1 else ''}"
+    if a.behind > 0:
+        return f"{steps} older than those the step began with ({gap}): the samples come from a policy {steps} ahead"
+    return f"{steps} newer than those the step began with ({gap}): the samples are {steps} stale"
+
+
+def checks(a: Ablation) -> Iterator[str]:
+    """What says that the step was rebuilt as it was."""
+    own = a.rows[0]
+    if a.minibatches > 1:
+        norm = f"gradient norm {own.norm:.6g}; the run took {a.minibatches} optimizer steps of these groups, here they are one minibatch"
+    elif a.recorded_norm is None:
+        norm = f"gradient norm {own.norm:.6g}; none was recorded"
+    elif a.behind == 0:
+        norm = f"gradient norm {own.norm:.6g}, recorded {a.recorded_norm:.6g}"
+    else:
+        norm = f"gradient norm {own.norm:.6g}; {a.recorded_norm:.6g} was recorded at other weights"
+    credit = (
+        "" if math.isnan(a.credit_gap) else f"; credit as recorded, within {a.credit_gap:.1e}" if a.credit_gap else "; credit as recorded"
+    )
+    yield f"own: {norm}{credit}"
+    if not math.isnan(a.halves):
+        yield f"chance: the own gradients of the two halves of the groups have cosine {a.halves:.3f}"
+    if a.behind == 0 and own.clipped == 0:
+        yield "ratios: all 1 at the weights that sampled, so trust regions are silent; try a later --checkpoint"
+
+
+def table(rows: Sequence[Row]) -> Iterator[str]:
+    """Rows whose gradients are the same stand on one line, their names below it."""
+    wide = max(len(r.name) for r in rows) + 2
+    yield f"{HEAD[0]:<{wide}}" + "".join(f"{h:>{w}}" for h, w in zip(HEAD[1:], _WIDTHS, strict=True))
+    merged: list[tuple[Row, list[str]]] = []
+    for i, r in enumerate(rows):
+        if i > 1 and _alike(merged[-1][0], r):
+            merged[-1][1].append(r.name)
+        else:
+            merged.append((r, []))
+    for r, same in merged:
+        yield _line(r, wide)
+        yield from _prose(f"= {', '.join(same)}", "  ") if same else ()
+
+
+_WIDTHS = (8, 9, 8, 7, 8, 7, 7, 8, 8, 8)
+
+
+def _line(r: Row, wide: int) -> str:
+    cells = (
+        _number(r.cosine, "+.3f"),
+        _number(r.norm, ".4g"),
+        _number(r.ratio, ".3g"),
+        _number(r.silent, ".2f"),
+        _number(r.clipped, ".3f"),
+        _number(r.effective, ".3f"),
+        _number(r.credit, ".3f"),
+        _number(r.solved, "+.3f"),
+        _number(r.unsolved, "+.3f"),
+        f"{r.tokens}",
+    )
+    return f"{r.name:<{wide}}" + "".join(f"{c:>{w}}" for c, w in zip(cells, _WIDTHS, strict=True))
+
+
+def _number(x: float, how: str) -> str:
+    return "-" if math.isnan(x) else format(x, how)
+
+
+def _alike(a: Row, b: Row) -> bool:
+    """Equal in everything that is printed."""
+    return math.isclose(a.norm, b.norm, rel_tol=EQUAL) and _line(a, 0)[len(a.name) :] == _line(b, 0)[len(b.name) :]
+
+
+def means(found: Sequence[Ablation]) -> Iterator[str]:
+    """Cosine and ratio over several steps, for the algorithms that were evaluated on all of them."""
+    by = [{r.name: r for r in a.rows} for a in found]
+    common = [n for n in by[0] if all(n in rows for rows in by)]
+    yield f"over {len(found)} steps: mean (least to most)"
+    wide = max(map(len, common)) + 2
+    for name in common:
+        cosines, ratios = ([getattr(rows[name], f) for rows in by] for f in ("cosine", "ratio"))
+        yield f"{name:<{wide}}cosine {_span(cosines, '+.3f')}   ratio {_span(ratios, '.3g')}"
+    yield ""
+
+
+def _span(values: Sequence[float], how: str) -> str:
+    known = [v for v in values if not math.isnan(v)]
+    return f"{sum(known) / len(known):{how}} ({min(known):{how}} to {max(known):{how}})" if known else "-"
