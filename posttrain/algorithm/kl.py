@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from posttrain.algorithm.trust import LOG_RATIO_LIMIT, bounded_exp
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.pull import KL, Estimator
 
@@ -18,7 +19,8 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
     """One estimate per token from gap = log pi - log reference; any shape, kept.
 
     k1 = gap, k2 = gap^2 / 2, k3 = exp(-gap) - 1 + gap (Schulman 2020), rk3 = pi/anchor * k3 (DeepSeek-V3.2, A08) with
-    `log_ratio` = log pi - log anchor, through which the gradient flows too.
+    `log_ratio` = log pi - log anchor, through which the gradient flows too. Where the policy has all but lost a token
+    (gap < -LOG_RATIO_LIMIT) k3 stays at its bound, e^20, and has no gradient: it would overflow, and drown every other token.
 
     >>> estimate("k3", torch.tensor([0.1, -0.1]))
     tensor([0.0048, 0.0052])
@@ -29,11 +31,12 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
         case "k2":
             return gap.square() / 2
         case "k3":
-            return torch.expm1(-gap) + gap
+            near = gap.clamp(min=-LOG_RATIO_LIMIT)
+            return torch.expm1(-near) + near
         case "rk3":
             if log_ratio is None:
                 raise InvariantError("rk3 weights k3 by a ratio, and none was given")
-            return log_ratio.exp() * (torch.expm1(-gap) + gap)
+            return bounded_exp(log_ratio) * estimate("k3", gap)
 
 
 def in_loss(pull: object) -> bool:

@@ -180,6 +180,8 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         yield f"scale={a.scale} compares siblings, but the baseline does not. Use baseline=groupmean or others, or scale=one"
     if a.scale == "best_std" and not any(isinstance(s, BestOf) for s in a.shape):
         yield "scale=best_std divides by the spread of the best of k, and no k is named. Add shape=bestof"
+    if a.scale == "best_std" and any(not isinstance(s, BestOf | DropTruncated) for s in a.shape):
+        yield "scale=best_std is the spread of the best raw outcome, so nothing else may shape it. Set shape=bestof alone, or scale=one"
     if any(isinstance(s, BestOf) and s.gain for s in a.shape) and not isinstance(a.baseline, Zero):
         yield "shape.bestof.gain already compares a sample with its siblings. Set baseline=zero, or gain=false"
     if a.whiten is not None and a.scale == "batch_std":

@@ -12,15 +12,13 @@ import numpy as np
 import pytest
 import torch
 from law_cases import CASES, THE_LADDER
-from law_toys import Answer, batch_of, credits, scored_group
-from law_world import L_MAX, Book, world
+from law_world import Book, world
 
-from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.objective import objective, supervised
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import InvariantError
-from posttrain.core.ladder import A3PO, DPPO_TOP, DR_GRPO, GKD, GRPO, KL_COV, LADDER, LUFFY, PPO, REINFORCE, TOP_ENTROPY, VAPO
+from posttrain.core.ladder import A3PO, DPPO_TOP, DR_GRPO, GKD, GRPO, KL_COV, LADDER, LUFFY, PPO, TOP_ENTROPY, VAPO
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.ports import TokenScores
 
@@ -141,16 +139,28 @@ def test_no_stream_is_made_that_is_not_read(a: Algorithm) -> None:
         assert any(not torch.equal(x, y) for x, y in zip(found, right, strict=True)), what
 
 
-def test_a_lost_token_stays_finite() -> None:
-    """A token whose ratio overflows is silenced or bounded, and never turns zero credit into NaN."""
-    a = patch(REINFORCE, "is", "-", ratio="token")
-    one = np.full(1, -1, np.float32)
-    pair = [Answer(r, [[1]], one, one) for r in (0.0, 1.0)]
-    credit = credit_step(a, [scored_group("t", pair)], max_tokens=L_MAX, ema=0.0)
-    s = streams(batch_of(patch(a, "all", "-", entropy=EntropyBonus()), credit), dtype=torch.float32)
-    lp = torch.tensor([200.0, 200.0], requires_grad=True)
-    (grad,) = torch.autograd.grad(objective(a, s, TokenScores(lp, None, None)).loss, lp)
-    assert grad[0] == 0 and math.isfinite(grad[1]) and credits(a, [0, 1])[0] == [0, 1]
+LOST = {"the policy lost it": (-200.0, None), "the policy is sure of it": (-1e-7, None), "the sampler lost it": (None, -200.0)}
+
+
+@pytest.mark.parametrize("how", LOST)
+@pytest.mark.parametrize("a", [a for a, _ in THE_LADDER], ids=[a.name for a, _ in THE_LADDER])
+def test_a_lost_token_stays_finite(a: Algorithm, how: str) -> None:
+    """In float32, a token that one side has all but lost is silenced or bounded: neither loss, gradient nor gauge overflows."""
+    now, before = LOST[how]
+    here = world(a, 0)
+    scores, s = here.scores(here.batch), streams(here.batch)
+    plain = {n: None if x is None else x.detach().float() for n, x in vars(scores).items()}
+    lp = plain.pop("logp") if now is None else torch.full_like(s.logp_mu_M, now)
+    plain.pop("logp", None)
+    if before is not None:
+        gone = torch.full_like(s.logp_mu_M, before)
+        s = replace(s, logp_mu_M=gone, logp_start_M=None if s.logp_start_M is None else gone)
+    terms = objective(a, s, TokenScores(lp.requires_grad_(), **plain))
+    (grad,) = torch.autograd.grad(terms.loss, lp, allow_unused=True, materialize_grads=True)
+    assert torch.isfinite(terms.loss) and torch.isfinite(grad).all()
+    assert [n for n, g in terms.gauges.items() if not math.isfinite(g.sum)] == []
+    silent = (s.advantage_M == 0) & torch.tensor(not a.reads_silent_tokens and a.shown is None)
+    assert torch.all(grad[silent] == 0)
 
 
 def test_shown_tokens_have_no_mismatch() -> None:
