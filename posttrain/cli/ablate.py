@@ -136,6 +136,9 @@ def where(a: Ablation) -> str:
 def checks(a: Ablation) -> Iterator[str]:
     """What says that the step was rebuilt as it was."""
     own = a.rows[0]
+    if not own.norm:
+        yield "own: no gradient, because no group has credit; nothing has a cosine with it. Look at another --step"
+        return
     if a.minibatches > 1:
         norm = f"gradient norm {own.norm:.6g}; the run took {a.minibatches} optimizer steps of these groups, here they are one minibatch"
     elif a.recorded_norm is None:

@@ -61,6 +61,8 @@ class Offered:
 
     def caveats(self, a: Algorithm) -> Iterator[str]:
         """Where `a` meets something else here than in a run of its own."""
+        if a.distill is not None:
+            yield "its gradient runs through whole distributions, not through said tokens"
         if a == self.own:
             return
         if self.own.filter == "mixed" and a.filter is None:
