@@ -55,7 +55,7 @@ class Books:
 
     def check(self, batch: Batch) -> None:
         """A minibatch's streams are those of its episodes, its credit and weights those of the second opinion."""
-        found: list[Opinion] = []
+        found: list[list[Opinion]] = []
         for e in range(batch.episodes):
             rows = np.flatnonzero(batch.sequence_M == e)
             name = batch.target_M[rows].tobytes() + batch.logp_mu_M[rows].tobytes()
@@ -70,12 +70,13 @@ class Books:
             self._weigh(batch, found, self._parts[self._batches])
         self._batches += 1
 
-    def _agreeing(self, batch: Batch, rows: np.ndarray, options: Sequence[Opinion]) -> Opinion:
-        """The opinion whose credit the rows carry."""
+    def _agreeing(self, batch: Batch, rows: np.ndarray, options: Sequence[Opinion]) -> list[Opinion]:
+        """The opinions whose credit the rows carry: several where answers of two prompts are alike to the last bit."""
         got = batch.advantage_M[rows]
-        for o in options:
-            if len(o.credit) == len(got) and np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit))):
-                return o
+        alike = [o for o in options if len(o.credit) == len(got)]
+        agreeing = [o for o in alike if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))]
+        if agreeing:
+            return agreeing
         o = options[0]
         t = int(np.argmax(np.abs(got - o.credit)))
         e = o.scored.episode
@@ -85,17 +86,19 @@ class Books:
             "which rewards are compared, and whether credit is shifted or reordered on its way into the batch"
         )
 
-    def _weigh(self, batch: Batch, found: Sequence[Opinion], part: set[int]) -> None:
+    def _weigh(self, batch: Batch, found: Sequence[Sequence[Opinion]], part: set[int]) -> None:
         members = [o for o in self._opinions if o.group in part and not o.dropped]
-        if any(o.group not in part for o in found):
+        if not all(any(o.group in part for o in options) for options in found):
             return
         want = weights(self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens)
         if want is None:
             return
         of = {id(o): w for o, w in zip(members, want, strict=True)}
-        for e, o in enumerate(found):
+        for e, options in enumerate(found):
             got = batch.weight_M[batch.sequence_M == e]
-            if np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]):
+            right = [o for o in options if o.group in part]
+            o = right[0]
+            if all(np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]) for o in right):
                 raise InvariantError(
                     f"weights are wrong: a token of task {o.scored.episode.task.id!r} weighs {got[0]:.6g}, and aggregate={self._a.aggregate} over the "
                     f"{len(members)} episodes of its minibatch gives {of[id(o)]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
