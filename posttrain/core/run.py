@@ -44,6 +44,15 @@ class Reward:
 
     function: str
     weight: float = 1.0
+    workers: int = 0
+    """Processes that run it, killed when it hangs or crashes; for `path.py:function` and `math`. 0: a function runs in a thread of
+    the trainer, which nothing can kill; `math` takes two processes."""
+    timeout: float = 30.0
+    """Seconds one call may take: on the clock in a thread, of processor time in a worker."""
+
+    def __post_init__(self) -> None:
+        if self.workers < 0 or not self.timeout > 0:
+            raise ConfigError(f"reward {self.function!r}: workers={self.workers} must be >= 0 and timeout={self.timeout} > 0")
 
 
 @dataclass(frozen=True, kw_only=True)

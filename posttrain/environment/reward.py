@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
@@ -30,6 +30,7 @@ from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.builtin import BUILTIN
 from posttrain.environment.calls import Raised, TimedOut, call
+from posttrain.environment.redact import redacted
 from posttrain.environment.single import Source
 
 Form = Literal["ours", "trl"]
@@ -40,12 +41,24 @@ _TRL_UNSUPPORTED = ("completion_ids", "completions_ids", "trainer_state", "log_e
 _TRL_ALWAYS = ("prompts", "completions")
 
 
+class Checked(Source, Protocol):
+    """A source with its place in the outcome, which can say what it needs of the tasks."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def weight(self) -> float: ...
+
+    def check(self, tasks: Sequence[Task]) -> None: ...
+
+
 @dataclass(frozen=True)
 class FunctionSource:
     """A reward function with its name, weight and form.
 
     `timeout`: seconds one call may run; beyond it the verdict is failed("timeout"). A synchronous function that hangs keeps
-    its thread, so a verifier that can hang should run its work in a subprocess it can kill.
+    its thread, so a verifier that can hang should be given worker processes (`Reward.workers`).
     """
 
     name: str
@@ -55,19 +68,25 @@ class FunctionSource:
     timeout: float = 30.0
 
     async def __call__(self, attempt: Attempt) -> Judged:
-        return Judged(self.name, self.weight, await self.verdict(attempt))
+        return Judged(self.name, self.weight, redacted(await self.verdict(attempt)))
 
     async def verdict(self, attempt: Attempt) -> Verdict:
         """This function's verdict about one attempt."""
         try:
-            if self.form == "ours":
-                return as_verdict(await call(self.function, self.timeout, attempt.task, attempt.text))
-            returned = await call(self.function, self.timeout, **self._keywords(attempt))
-            return _only(returned)
+            args, kwargs = self.arguments(attempt)
+            return self.read(await call(self.function, self.timeout, *args, **kwargs))
         except TimedOut:
             return Verdict.failed("timeout", f"no result within {self.timeout:g} s")
         except Exception as error:
             return Verdict.failed("raised", where(error, self.function))
+
+    def arguments(self, attempt: Attempt) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """What the function is called with."""
+        return ((attempt.task, attempt.text), {}) if self.form == "ours" else ((), self._keywords(attempt))
+
+    def read(self, returned: Any) -> Verdict:
+        """What it returned, as a verdict."""
+        return as_verdict(returned) if self.form == "ours" else _only(returned)
 
     def _keywords(self, attempt: Attempt) -> dict[str, list[Any]]:
         """TRL's keyword arguments for one sample: as lists of length 1, columns filtered to what the function takes."""
@@ -92,16 +111,7 @@ class FunctionSource:
 
 def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = ()) -> tuple[Source, ...]:
     """The configured reward sources, in order; `tasks` are checked for the columns they require."""
-    out: list[FunctionSource] = []
-    for reward in rewards:
-        name = reward.function
-        if name in BUILTIN:
-            out.append(FunctionSource(name, BUILTIN[name](), reward.weight, "ours"))
-        elif ":" in name:
-            path, _, attribute = name.rpartition(":")
-            out.append(source(load(Path(path), attribute), name=attribute, weight=reward.weight))
-        else:
-            raise ConfigError(f"reward {name!r} is neither path.py:function nor a built-in: {nearest(name, BUILTIN)}")
+    out: list[Checked] = [_source(r) for r in rewards]
     names = [s.name for s in out]
     for s in out:
         if names.count(s.name) > 1:
@@ -110,6 +120,24 @@ def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = ()) -> tuple[Sour
             raise ConfigError(f"reward {s.name!r}: weight={s.weight} must be a finite number")
         s.check(tasks)
     return tuple(out)
+
+
+def _source(reward: Reward) -> Checked:
+    """One configured reward: a built-in, or a function in a thread or in worker processes."""
+    name = reward.function
+    if name in BUILTIN:
+        if reward.workers:
+            raise ConfigError(f"reward {name!r} is a comparison and needs no workers: set workers=0")
+        return FunctionSource(name, BUILTIN[name](), reward.weight, "ours", reward.timeout)
+    if ":" not in name:
+        raise ConfigError(f"reward {name!r} is neither path.py:function nor a built-in: {nearest(name, BUILTIN)}")
+    path, _, attribute = name.rpartition(":")
+    local = source(load(Path(path), attribute), name=attribute, weight=reward.weight, timeout=reward.timeout)
+    if not reward.workers:
+        return local
+    from posttrain.environment.workers.functions import pooled
+
+    return pooled(local, Path(path), attribute, reward.workers, reward.timeout)
 
 
 def source(function: RewardFunction, *, name: str | None = None, weight: float = 1.0, timeout: float = 30.0) -> FunctionSource:

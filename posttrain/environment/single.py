@@ -6,11 +6,11 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
-from posttrain.core.types import Stop, Task
+from posttrain.core.types import Gauges, Stop, Task, merge
 from posttrain.core.verdict import Judged, Verdict
 
 HELDOUT_SEED = 20_240_229
@@ -21,6 +21,15 @@ class Source(Protocol):
     """A reward source: one verdict about one attempt."""
 
     async def __call__(self, attempt: Attempt) -> Judged: ...
+
+
+@runtime_checkable
+class Served(Protocol):
+    """A source with processes of its own."""
+
+    def gauges(self) -> Gauges: ...
+
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -124,6 +133,16 @@ class SingleTurn(ABC):
     async def added(self, attempt: Attempt) -> tuple[Judged, ...]:
         """The verdicts of the user's rewards, asked at the same time."""
         return tuple(await asyncio.gather(*(source(attempt) for source in self.rewards)))
+
+    def gauges(self) -> Gauges:
+        """Queue and latency of the verifiers that run in workers, since the last call."""
+        return merge(*(s.gauges() for s in self.rewards if isinstance(s, Served)))
+
+    def close(self) -> None:
+        """End what the verifiers keep running; it also ends by itself with the program."""
+        for s in self.rewards:
+            if isinstance(s, Served):
+                s.close()
 
 
 def require(condition: bool, name: str, message: str) -> None:
