@@ -60,7 +60,7 @@ def reward_at(compute: float, curve: Curve) -> float:
     return curve.start + (curve.asymptote - curve.start) / (1 + math.exp(min(ahead, 700.0)))
 
 
-def fit(compute: Sequence[float], reward: Sequence[float], *, start: float | None = None) -> Fit:
+def fit(compute: Sequence[float] | Array, reward: Sequence[float] | Array, *, start: float | None = None) -> Fit:
     """The curve closest to measured points, in least squares.
 
     For each middle and exponent the other two numbers are a linear regression, so only two are searched: on a grid over the

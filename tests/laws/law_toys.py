@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import product
+from typing import Any
 
 import numpy as np
 import torch
@@ -98,9 +99,9 @@ def _scored(episode: Episode, a: Answer) -> Scored:
     return Scored(episode, _cut(a.start, episode), _cut(a.reference, episode), _cut(a.values, episode), _cut(a.entropy, episode), teacher)
 
 
-def scored_group(name: str, answers: Sequence[Answer], greedy: float | None = None, **info: object) -> ScoredGroup:
+def scored_group(name: str, answers: Sequence[Answer], greedy: float | None = None, info: Mapping[str, Any] | None = None) -> ScoredGroup:
     """A prompt's siblings, scored; with `greedy` also its argmax answer of that reward. `info` are columns of the task."""
-    task = Task(name, "?", info=info)
+    task = Task(name, "?", info=info or {})
     episodes = [episode_of(task, i, a) for i, a in enumerate(answers)]
     best = None if greedy is None else episode_of(task, len(answers), Answer(greedy, [[1]], np.full(1, -1.0)))
     scored = [_scored(e, a) for e, a in zip(episodes, answers, strict=True) if e.reward is not None]

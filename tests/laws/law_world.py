@@ -143,13 +143,32 @@ class World:
             return
         valued = {j.source: (j.weight, j.verdict.score) for j in verdicts if j.end is None and j.verdict.score is not None}
         steps = [(j.end, j.verdict.score) for j in verdicts if j.end is not None and j.verdict.score is not None]
-        kept = (self.mu, self.start, self.ref, self.v_old, self.entropy_old, self.version, self.mu_near, self.teacher)
-        fixed = [torch.as_tensor(np.asarray(x[here], np.float64)) for x in kept]
-        if shown:
-            fixed[0] = torch.zeros_like(fixed[0])
-        total = sum(w * s for w, s in valued.values())
-        live = (self.lp[here], self.H[here], self.v[here], self.near[here])
-        self.eps.append(Ep(group, total, valued, steps, self.greedy[group], shown, *fixed, *live, torch.as_tensor(self.said[here])))
+
+        def put(x: np.ndarray) -> Tensor:
+            return torch.as_tensor(np.asarray(x[here], np.float64))
+
+        episode = Ep(
+            group,
+            sum(w * s for w, s in valued.values()),
+            valued,
+            steps,
+            self.greedy[group],
+            shown,
+            mu=put(0 * self.mu if shown else self.mu),
+            old=put(self.start),
+            ref=put(self.ref),
+            v_old=put(self.v_old),
+            entropy_old=put(self.entropy_old),
+            version=put(self.version),
+            mu_near=put(self.mu_near),
+            teacher=put(self.teacher),
+            lp=self.lp[here],
+            H=self.H[here],
+            v=self.v[here],
+            near=self.near[here],
+            said=torch.as_tensor(self.said[here]),
+        )
+        self.eps.append(episode)
 
     # --- the library's side ---
 

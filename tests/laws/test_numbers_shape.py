@@ -20,11 +20,11 @@ from posttrain.plan.staleness import capacity, versions_behind
 
 
 def episodes(
-    lengths: list[int], rewards: list[float], *, stop: Stop = Stop.SAID, ids: list[int] | None = None, **info: object
+    lengths: list[int], rewards: list[float], *, stop: Stop = Stop.SAID, ids: list[int] | None = None, **info: float
 ) -> list[Episode]:
     said = np.array(ids or [], np.int32)
     answers = [Answer(r, [[n]], np.full(n, -1.0), stop=stop, ids=said) for n, r in zip(lengths, rewards, strict=True)]
-    return [e.episode for e in scored_group("t", answers, **info).episodes]
+    return [e.episode for e in scored_group("t", answers, info=info).episodes]
 
 
 def after(piece: Shaping, them: list[Episode], max_tokens: int = 100) -> list[float]:

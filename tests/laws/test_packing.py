@@ -140,7 +140,7 @@ def test_whitening_by_source_reads_the_tasks_column() -> None:
     a = patch(DR_GRPO, "s", "-", whiten="source")
     f = np.float32
     groups = [
-        scored_group(str(i), [Answer(r * scale, [[1]], np.full(1, -1, f), np.full(1, -1, f)) for r in (0.0, 1.0)], **info)
+        scored_group(str(i), [Answer(r * scale, [[1]], np.full(1, -1, f), np.full(1, -1, f)) for r in (0.0, 1.0)], info=info)
         for i, (scale, info) in enumerate(((1, {"source": "x"}), (50, {"source": "y"}), (3, {}), (3, {})))
     ]
     found = credit_step(a, groups, max_tokens=20, ema=0.0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 
@@ -132,19 +133,19 @@ ALLOWED = [
 
 
 @pytest.mark.parametrize(("parent", "changes", "why"), REFUSED)
-def test_meaningless_patches_are_refused(parent: Algorithm, changes: dict[str, object], why: str) -> None:
+def test_meaningless_patches_are_refused(parent: Algorithm, changes: dict[str, Any], why: str) -> None:
     """An unknown field, a change that changes nothing and a combination that means nothing are refused with a reason."""
     with pytest.raises(ConfigError, match=why):
         patch(parent, "x", "-", **changes)
 
 
 @pytest.mark.parametrize(("parent", "changes"), ALLOWED)
-def test_their_neighbours_are_not(parent: Algorithm, changes: dict[str, object]) -> None:
+def test_their_neighbours_are_not(parent: Algorithm, changes: dict[str, Any]) -> None:
     """What lies just beside a refusal and means something."""
     assert differences(parent, patch(parent, "x", "-", **changes)).keys() == changes.keys()
 
 
-NUMBERS: list[tuple[type, dict[str, object]]] = [
+NUMBERS: list[tuple[type, dict[str, Any]]] = [
     *[(Clip, n) for n in ({"low": 1.5}, {"high": -0.1}, {"cap": 1.2}, {"low": -0.1})],
     *[(Cap, n) for n in ({"low": 2.0, "high": 1.0}, {"low": -1.0}, {"high": 0.0})],
     (Taper, {"cap": 0.0}),
@@ -188,7 +189,7 @@ PLAIN = (Zero, ToGo, GroupMean, Others, LengthMean, SecondBest, Greedy, StepMean
 
 
 @pytest.mark.parametrize(("piece", "numbers"), NUMBERS, ids=[f"{p.__name__} {n}" for p, n in NUMBERS])
-def test_pieces_own_their_numbers(piece: type, numbers: dict[str, object]) -> None:
+def test_pieces_own_their_numbers(piece: type, numbers: dict[str, Any]) -> None:
     """A number that means nothing is refused where it is written, and so is one that is no number."""
     with pytest.raises(ConfigError):
         piece(**numbers)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -123,7 +124,9 @@ def test_on_policy_every_trust_region_is_silent(a: Algorithm) -> None:
     n = float(batch.spoken)
     assert (seen["policy/ratio"].sum, seen["policy/ratio_square"].sum) == (n, n)
     assert seen["policy/clip_low"].sum == seen["policy/clip_high"].sum == seen["policy/kl_anchor"].sum == 0
-    changes = {f: none for f, none in (("pull", None), ("correction", ()), ("tokens", None), ("imitate", None)) if getattr(a, f) != none}
+    changes: dict[str, Any] = {
+        f: none for f, none in (("pull", None), ("correction", ()), ("tokens", None), ("imitate", None)) if getattr(a, f) != none
+    }
     bare = patch(a, "bare", "-", **changes) if changes else a
     (found,) = torch.autograd.grad(objective(bare, s, scores).loss, lp)
     at = torch.as_tensor((batch.target_M - 100) // 12, dtype=torch.int64)
