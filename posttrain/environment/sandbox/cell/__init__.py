@@ -1,0 +1,1 @@
+"""What runs inside a sandbox: standard library only, imported there under the name `cell`, and without any secret."""

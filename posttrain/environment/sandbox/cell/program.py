@@ -1,0 +1,155 @@
+"""One job inside its own process: run the program, or call one of its functions, and leave.
+
+Nothing said here is trusted outside: the program shares this process and can forge all of it. It is given arguments and
+never expected values, so what it can forge is its own answer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import builtins
+import json
+import os
+import random
+import sys
+import threading
+import traceback
+from types import ModuleType
+from typing import Any
+
+MEMORY_ERROR = 121
+"""Exit status of a program that ended with MemoryError."""
+NAME = "<program>"
+DEPTH, NODES = 100, 200_000
+
+
+class NotPlain(Exception):
+    """A result that is not made of exact built-in types, or is too deep or too large."""
+
+
+def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
+    """A value as JSON that keeps its type: lists, tuples, sets, dicts and bytes are tagged.
+
+    Exact types only. A subclass of int could lie about what it equals, so it is not an int here.
+    """
+    seen = [0] if count is None else count
+    seen[0] += 1
+    if depth > DEPTH or seen[0] > NODES:
+        raise NotPlain(f"the result is deeper than {DEPTH} or has more than {NODES} parts")
+    kind = type(value)
+    if value is None or kind is bool or kind is str or kind is float:
+        return value
+    if kind is int:
+        return {"int": hex(value)}
+    if kind is list or kind is tuple or kind is set or kind is frozenset:
+        return {kind.__name__: [encode(v, depth + 1, seen) for v in value]}
+    if kind is dict:
+        return {"dict": [[encode(k, depth + 1, seen), encode(v, depth + 1, seen)] for k, v in value.items()]}
+    if kind is bytes:
+        return {"bytes": value.hex()}
+    raise NotPlain(f"the result has type {kind.__name__!s:.80}, which is not a plain built-in type")
+
+
+def decode(said: Any) -> Any:
+    """What `encode` wrote, as the value; ValueError or TypeError where it is no such thing."""
+    if said is None or isinstance(said, bool | str | float):
+        return said
+    if not isinstance(said, dict) or len(said) != 1:
+        raise ValueError("not an encoded value")
+    ((kind, body),) = said.items()
+    if kind == "int":
+        return int(body, 16)
+    if kind == "bytes":
+        return bytes.fromhex(body)
+    if kind == "dict":
+        return {decode(k): decode(v) for k, v in body}
+    if kind in ("list", "tuple", "set", "frozenset"):
+        return getattr(builtins, kind)(decode(v) for v in body)
+    raise ValueError(f"unknown tag {kind!r}")
+
+
+def run(source: bytes, call: bytes, result: int) -> int:
+    """Run the program as `__main__`; with a `call`, import it and write the value of that call to `result`. The exit status."""
+    module = ModuleType("solution" if call else "__main__")
+    module.__dict__["__builtins__"] = builtins
+    sys.modules[module.__name__] = sys.modules["__main__"] = module
+    sys.argv = ["program"]
+    random.seed(0)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(0)  # type: ignore[attr-defined]
+    try:
+        status = _guarded(source, call, result, module)
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except SystemExit as leave:
+        status = _status(leave)
+    except MemoryError:
+        status = MEMORY_ERROR
+    except BaseException:
+        status = 1
+    return _flushed(status)
+
+
+def _guarded(source: bytes, call: bytes, result: int, module: ModuleType) -> int:
+    try:
+        exec(compile(source, NAME, "exec", dont_inherit=True), module.__dict__)
+        if call:
+            _answer(json.loads(call), result, module)
+    except SystemExit as leave:
+        return _status(leave)
+    except MemoryError:
+        _say("MemoryError\n")
+        return MEMORY_ERROR
+    except BaseException as error:
+        _say(_trace(error))
+        return 1
+    return 0
+
+
+def _answer(call: dict[str, Any], result: int, module: ModuleType) -> None:
+    """Call the function that was asked for, by its dotted name; `Solution.f` is a method of a fresh `Solution()`."""
+    target: Any = module
+    for part in call["function"].split("."):
+        target = getattr(target() if isinstance(target, type) else target, part)
+    value = target(*decode(call["args"]), **decode(call["kwargs"]))
+    try:
+        text = json.dumps({"value": encode(value)})
+    except (NotPlain, RecursionError) as error:
+        text = json.dumps({"type": str(error)})
+    rest = text.encode()
+    while rest:
+        rest = rest[os.write(result, rest) :]
+
+
+def _status(leave: SystemExit) -> int:
+    code = leave.code
+    if code is None:
+        return 0
+    if type(code) is int:
+        return code & 0xFF
+    _say(f"{code}\n")
+    return 1
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback from the program's own first line on: the frames of this file are nobody's business."""
+    at = error.__traceback__
+    while at is not None and at.tb_frame.f_code.co_filename != NAME:
+        at = at.tb_next
+    return "".join(traceback.format_exception(type(error), error.with_traceback(at), at, limit=20, chain=False))
+
+
+def _say(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+    except BaseException:
+        return  # the program closed or replaced its stderr
+
+
+def _flushed(status: int) -> int:
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except BaseException:
+            status = status or 1
+    return status

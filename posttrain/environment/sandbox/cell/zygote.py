@@ -1,0 +1,176 @@
+"""The process that waits inside a sandbox, forks one confined child a job, and tells how it ended. Python is already started
+and the packages are already imported there, so a job costs milliseconds.
+
+It holds no secret and no earlier job's data. Requests and replies are JSON datagrams on one socket, which children close
+before they run anything; the program, its input and its outputs are descriptors that come with the request.
+"""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import builtins
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import select
+import shutil
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from . import confine, program
+
+KILL = b"kill"
+DONE = b"1"
+"""What a child says on a pipe of its own when its doors are locked, before the program begins and the pipe is closed. A
+job that never said it failed by our fault, and no program can pretend that."""
+PRELOAD = "base64 bisect collections copy dataclasses datetime decimal enum fractions functools heapq io itertools math operator re statistics string struct textwrap typing"
+LAZY = {"numpy": ("numpy.random", "numpy.linalg")}
+"""What packages would import at first use, and so in every job again."""
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    control = socket.socket(fileno=settings["control"])
+    try:
+        rules = prepare(settings)
+    except BaseException as error:
+        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        return
+    control.send(json.dumps({"ready": True, "landlock": confine.landlock_version(), "inodes": settings["inodes"]}).encode())
+    with contextlib.suppress(ConnectionError):
+        serve(control, settings, rules)
+
+
+def prepare(settings: dict[str, Any]) -> int | None:
+    """Import what jobs use, give up every right, and build the rule set; refuse where a promised wall is not there."""
+    sys.path[:] = [p for p in sys.path if p != settings["home"]]
+    if settings["package_path"]:
+        sys.path.append(settings["package_path"])
+    for name in (*PRELOAD.split(), *(m for p in settings["packages"] for m in (p, *LAZY.get(p, ())))):
+        importlib.import_module(name)
+    for name in ("exit", "quit"):
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
+    os.environ.pop("PYTHONPATH", None)
+    scratch, mode = settings["scratch"], settings["mode"]
+    settings["inodes"] = bool(scratch) and confine.bound_files(scratch, settings["scratch_bytes"], settings["scratch_files"])
+    if mode == "none":
+        return None
+    confine.drop(settings["uid"])
+    confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
+    if confine.landlock_version() == 0:
+        if mode == "landlock":
+            raise OSError(f"kernel {os.uname().release} has no Landlock (needs 5.13 or later, and lsm=landlock)")
+        return None
+    write = [scratch, "/dev/null"] if scratch else []
+    return confine.ruleset(settings["readable"], write, run=settings["processes"] > 0)
+
+
+def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -> None:
+    """Jobs one after the other until the other end closes."""
+    while True:
+        data, fds, _, _ = socket.recv_fds(control, 65536, 8)
+        if not data:
+            return
+        if data == KILL:
+            continue  # the job it meant had already ended
+        confined, locked = os.pipe()
+        start = time.monotonic()
+        pid = os.fork()
+        if pid == 0:
+            job(control, settings, rules, json.loads(data), [*fds, locked])
+        for fd in (*fds, locked):
+            os.close(fd)
+        status, usage = wait(pid, control)
+        seconds = time.monotonic() - start
+        ran = os.read(confined, 1) == DONE
+        os.close(confined)
+        if settings["scratch"]:
+            clean(settings["scratch"])
+        cpu = usage.ru_utime + usage.ru_stime
+        reply = {"ran": ran, "status": status, "seconds": seconds, "cpu": cpu, "peak": usage.ru_maxrss * 1024}
+        control.send(json.dumps(reply).encode())
+
+
+def wait(pid: int, control: socket.socket) -> tuple[int, Any]:
+    """How the child ended; it is killed when the host says so or is gone."""
+    watch = os.pidfd_open(pid)
+    poll = select.poll()
+    poll.register(watch, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    try:
+        while True:
+            ready = {fd for fd, _ in poll.poll()}
+            if watch in ready:
+                _, status, usage = os.wait4(pid, 0)
+                return status, usage
+            said = control.recv(64)
+            os.kill(pid, signal.SIGKILL)
+            if not said:
+                os.waitpid(pid, 0)
+                os._exit(0)
+    finally:
+        os.close(watch)
+
+
+def job(control: socket.socket, settings: dict[str, Any], rules: int | None, request: dict[str, Any], fds: list[int]) -> None:
+    """The child: take the descriptors, lock the doors, run. Never returns."""
+    status = 1
+    try:
+        confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
+        os.setsid()
+        source, stdin, stdout, stderr, result, call, locked = fds
+        code, asked = read(source), read(call)
+        control.detach()
+        given = [stdin, stdout, stderr, result, locked, *([] if rules is None else [rules])]
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
+        for number, fd in enumerate(high):
+            os.dup2(fd, number)
+        os.closerange(len(high), 65536)
+        os.chdir(settings["scratch"] or "/")
+        confine.limit(request["limits"], tasks=settings["tasks"])
+        if settings["mode"] != "none":
+            held = None if rules is None else 5
+            confine.lock(held, host_files=settings["mode"] == "landlock", processes=settings["processes"] > 0)
+        os.write(4, DONE)
+        os.close(4)
+        del request, settings, control, fds
+        status = program.run(code, asked, 3)
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(status)
+
+
+def read(fd: int) -> bytes:
+    """All of a sealed memory file, from its beginning."""
+    size = os.fstat(fd).st_size
+    return os.pread(fd, size, 0) if size else b""
+
+
+def clean(path: str) -> None:
+    """Nothing of one job is there for the next."""
+    for entry in os.scandir(path):
+        if entry.is_dir(follow_symlinks=False):
+            shutil.rmtree(entry.path, onerror=_open_up)
+        else:
+            os.unlink(entry.path)
+
+
+def _open_up(function: Any, path: str, _: object) -> None:
+    """A directory without rights is given them and tried again, once."""
+    os.chmod(os.path.dirname(path), 0o700)
+    os.chmod(path, 0o700)
+    if os.path.isdir(path) and not os.path.islink(path):
+        shutil.rmtree(path)
+    else:
+        os.unlink(path)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,80 @@
+"""Which sandbox: the first that withstands its self-test here, or the one asked for, or a refusal. Never a weaker one silently."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.environment.sandbox.backends import ALLOW, Backend, Landlock, Namespaces, Unconfined
+from posttrain.environment.sandbox.pool import Sandbox
+from posttrain.environment.sandbox.port import Limits, SandboxUnavailableError
+from posttrain.environment.sandbox.selftest import selftest
+
+NAMES = ("auto", "namespaces", "landlock", "none")
+HELP = f"""Fix one of: apt install bubblewrap (scripts/system-packages.sh) and allow user namespaces | a kernel of 5.13 or later with Landlock
+To run UNSANDBOXED anyway (model-written code gets your user's full rights; refused for root): sandbox='none' and {ALLOW}=1"""
+
+Make = Callable[[tuple[str, ...], str | None], Backend]
+ORDER: dict[str, Make] = {
+    "namespaces": lambda packages, interpreter: Namespaces(packages, interpreter),
+    "landlock": lambda packages, interpreter: Landlock(packages, interpreter),
+}
+"""Best first; what `auto` tries."""
+
+
+def open_sandbox(
+    name: str = "auto",
+    *,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    packages: tuple[str, ...] = ("numpy",),
+    interpreter: str | None = None,
+) -> Sandbox:
+    """A pool of sandboxes that programs cannot leave.
+
+    Args:
+        name: `auto`, or one by name, which then has to withstand its self-test all the same.
+        workers: sandboxes at once; None: one a core.
+        packages: installed packages that programs may import, at no cost for each job.
+        interpreter: the Python that programs run on; None: the one that runs us.
+
+    Raises:
+        SandboxUnavailableError: with the reason of each that was tried, and what to change.
+    """
+    return Sandbox(choose(name, packages, interpreter), workers=workers, limits=limits)
+
+
+def choose(name: str = "auto", packages: tuple[str, ...] = ("numpy",), interpreter: str | None = None) -> Backend:
+    """The backend that `open_sandbox` would use."""
+    if name not in NAMES:
+        raise ConfigError(f"sandbox={name!r} is unknown: {nearest(name, NAMES)}")
+    if name == "none":
+        return _unconfined(packages, interpreter)
+    return first({name: ORDER[name]} if name != "auto" else ORDER, packages, interpreter)
+
+
+def first(order: dict[str, Make], packages: tuple[str, ...], interpreter: str | None) -> Backend:
+    """The first that withstands; SandboxUnavailableError with every reason where none does."""
+    reasons: list[str] = []
+    for name, make in order.items():
+        backend = make(packages, interpreter)
+        wrong = examined(backend)
+        if not wrong:
+            return backend
+        reasons.append(f"  {name}: " + "; ".join(wrong))
+    raise SandboxUnavailableError("\n".join(["cannot run untrusted code safely on this machine, so it is not run.", *reasons, HELP]))
+
+
+@functools.cache
+def examined(backend: Backend) -> tuple[str, ...]:
+    """The self-test's findings, asked once a process."""
+    return tuple(selftest(backend))
+
+
+def _unconfined(packages: tuple[str, ...], interpreter: str | None) -> Backend:
+    backend = Unconfined(packages, interpreter)
+    backend.start(-1, Limits())  # raises where it is refused
+    warnings.warn("sandbox=none: model-written code runs with your user's full rights on this machine", stacklevel=3)
+    return backend

@@ -1,0 +1,215 @@
+"""Many programs at once: sandboxes in threads of their own, asked from coroutines or from anywhere else.
+
+Thousands of questions may wait; a waiting one costs an entry in a queue, and none holds up the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import queue
+import threading
+import time
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
+from dataclasses import dataclass, field
+from typing import Any, Self
+
+from posttrain.environment.sandbox.backends import Backend
+from posttrain.environment.sandbox.cell.program import encode
+from posttrain.environment.sandbox.port import Call, Limits, Ran, SandboxBroken, SandboxUnavailableError
+from posttrain.environment.sandbox.worker import Job, Worker
+
+RECYCLE = 1000
+"""Jobs of one zygote before a fresh one takes its place."""
+TRIES = 3
+"""Sandboxes that a job is given before its loss is reported: it may have been theirs, not its own."""
+
+
+@dataclass
+class Counts:
+    """What a pool has done so far: jobs by how they ended, sandboxes started and lost, seconds spent waiting."""
+
+    why: Counter[str] = field(default_factory=Counter)
+    started: int = 0
+    lost: int = 0
+    waited: float = 0.0
+
+
+@dataclass
+class _Asked:
+    job: Job
+    answer: Future[Ran]
+    since: float
+    worker: Worker | None = None
+    dropped: bool = False
+
+
+class Sandbox:
+    """A pool of sandboxes of one backend. Use as a context manager, or call `close`.
+
+    `run` is for coroutines and `run_sync` for the rest. Cancelling a `run` ends its program.
+    """
+
+    def __init__(self, backend: Backend, *, workers: int | None = None, limits: Limits | None = None) -> None:
+        self.backend = backend
+        self.limits = limits or Limits()
+        self.counts = Counts()
+        self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
+        count = workers or os.cpu_count() or 1
+        loop = _Loop(self._queue, backend, self.counts, self._lock)
+        self._threads = [threading.Thread(target=loop, name=f"sandbox {i}", daemon=True) for i in range(count)]
+        for thread in self._threads:
+            thread.start()
+        self._finalizer = weakref.finalize(self, _end, self._queue, self._threads)
+
+    @property
+    def name(self) -> str:
+        """Of the backend: what a record says contained its programs."""
+        return self.backend.name
+
+    @property
+    def waiting(self) -> int:
+        """Programs that no sandbox has taken yet."""
+        return self._queue.qsize()
+
+    async def run(self, program: str | bytes, *, stdin: str | bytes = b"", call: Call | None = None, limits: Limits | None = None) -> Ran:
+        """Run one program, or call one of its functions.
+
+        Raises:
+            SandboxBroken: several sandboxes were lost over it; says nothing about the program.
+            SandboxUnavailableError: a sandbox could not be started (any more).
+        """
+        asked = self._ask(program, stdin, call, limits)
+        try:
+            return await asyncio.wrap_future(asked.answer)
+        except asyncio.CancelledError:
+            asked.dropped = True
+            if asked.worker is not None:
+                asked.worker.stop()
+            raise
+
+    def run_sync(self, program: str | bytes, *, stdin: str | bytes = b"", call: Call | None = None, limits: Limits | None = None) -> Ran:
+        """`run` for callers without an event loop; an interrupt ends the program too."""
+        asked = self._ask(program, stdin, call, limits)
+        try:
+            return asked.answer.result()
+        except KeyboardInterrupt:
+            asked.dropped = True
+            if asked.worker is not None:
+                asked.worker.stop()
+            raise
+
+    def _ask(self, program: str | bytes, stdin: str | bytes, call: Call | None, limits: Limits | None) -> _Asked:
+        if self._closed.is_set():
+            raise SandboxBroken("this sandbox has been closed")
+        job = Job(as_bytes(program), as_bytes(stdin), b"" if call is None else as_json(call), limits or self.limits)
+        asked = _Asked(job, Future(), time.monotonic())
+        self._queue.put(asked)
+        return asked
+
+    def close(self) -> None:
+        """Finish what was asked, then end every sandbox. Nothing of them is left afterwards."""
+        self._closed.set()
+        self._finalizer()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _end(asked: queue.SimpleQueue[_Asked | None], threads: list[threading.Thread]) -> None:
+    for _ in threads:
+        asked.put(None)
+    for thread in threads:
+        if thread is not threading.current_thread():
+            thread.join()
+
+
+@dataclass
+class _Loop:
+    """What one thread does: take a question, have a sandbox, answer. It does not know the pool, so the pool can be collected."""
+
+    asked: queue.SimpleQueue[_Asked | None]
+    backend: Backend
+    counts: Counts
+    lock: threading.Lock
+
+    def __call__(self) -> None:
+        worker: Worker | None = None
+        try:
+            while (asked := self.asked.get()) is not None:
+                if asked.dropped or not asked.answer.set_running_or_notify_cancel():
+                    continue
+                with self.lock:
+                    self.counts.waited += time.monotonic() - asked.since
+                worker = self._serve(asked, worker)
+        finally:
+            if worker is not None:
+                worker.close()
+
+    def _serve(self, asked: _Asked, worker: Worker | None) -> Worker | None:
+        """Answer one question; the sandbox to use next, if it is still good."""
+        lost: Exception | None = None
+        for _ in range(TRIES):
+            own: Worker | None = None
+            try:
+                if asked.job.limits.processes:
+                    asked.worker = own = self._start(asked.job.limits)
+                else:
+                    asked.worker = worker = worker or self._start(None)
+                ran = asked.worker.run(asked.job)
+            except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:
+                lost = error
+                with self.lock:
+                    self.counts.lost += 1
+                if own is None and worker is not None:
+                    worker.destroy()
+                    worker = None
+                if isinstance(error, SandboxUnavailableError) or asked.dropped:
+                    break
+                continue
+            finally:
+                if own is not None:
+                    own.destroy()
+            with self.lock:
+                self.counts.why[ran.why] += 1
+            _answer(asked.answer.set_result, ran)
+            if worker is not None and worker.jobs >= RECYCLE:
+                worker.close()
+                worker = None
+            return worker
+        if not isinstance(lost, SandboxBroken | SandboxUnavailableError):
+            lost = SandboxBroken(f"{self.backend.name}: {type(lost).__name__}: {lost}")
+        _answer(asked.answer.set_exception, lost)
+        return worker
+
+    def _start(self, limits: Limits | None) -> Worker:
+        with self.lock:
+            self.counts.started += 1
+        return Worker(self.backend, limits)
+
+
+def _answer(how: Callable[[Any], None], what: object) -> None:
+    """Answer, unless the question was withdrawn in between."""
+    with contextlib.suppress(InvalidStateError):
+        how(what)
+
+
+def as_bytes(text: str | bytes) -> bytes:
+    """Text as the inside reads it. A lone surrogate becomes what is no UTF-8: the program's error, not ours."""
+    return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
+
+
+def as_json(call: Call) -> bytes:
+    """A call as it travels: arguments only, in exact built-in types."""
+    arguments = {"args": encode(list(call.args)), "kwargs": encode(dict(call.kwargs))}
+    return json.dumps({"function": call.function, **arguments}).encode()

@@ -1,0 +1,294 @@
+"""One sandbox and the jobs it is given, one after the other, from one thread.
+
+The kernel ends a sandbox when the *thread* that started it ends, so whoever starts a worker keeps it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import selectors
+import signal
+import socket
+import subprocess
+import threading
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.environment.sandbox.backends import Backend
+from posttrain.environment.sandbox.cell.program import MEMORY_ERROR
+from posttrain.environment.sandbox.cell.zygote import KILL
+from posttrain.environment.sandbox.port import Limits, Ran, SandboxBroken, SandboxUnavailableError, Why
+
+START_SECONDS = 30.0
+"""To start Python and import the packages; a loaded machine takes a second."""
+GRACE = 2.0
+"""Beyond a job's wall time, before the whole sandbox is taken for lost."""
+SPILL = 4
+"""A stream may say this many times what is kept of it before the program is stopped."""
+CHUNK = 65536
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program, what it reads, the call to make (JSON, or empty), and its limits."""
+
+    program: bytes
+    stdin: bytes = b""
+    call: bytes = b""
+    limits: Limits = field(default_factory=Limits)
+
+
+class Worker:
+    """A running zygote. `run` raises SandboxBroken when it is lost, and is then no more use."""
+
+    def __init__(self, backend: Backend, limits: Limits | None = None) -> None:
+        self.backend = backend
+        self.jobs = 0
+        self.notes: dict[str, Any] = {}
+        self._init = -1
+        """A descriptor of the namespace's first process, through which everything inside is ended at once."""
+        self._lock = threading.Lock()
+        self._busy = False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._control = ours
+        complaints = os.memfd_create("complaints")
+        with theirs:
+            try:
+                start = backend.start(theirs.fileno(), limits or Limits())
+                self._process = self._spawn(start, theirs.fileno(), complaints)
+            except BaseException:
+                ours.close()
+                os.close(complaints)
+                raise
+        try:
+            self._greet(complaints)
+        except BaseException:
+            self.destroy()
+            raise
+        finally:
+            os.close(complaints)
+
+    def _spawn(self, start: Any, control: int, complaints: int) -> subprocess.Popen[bytes]:
+        command, passed, info = list(start.command), [control], -1
+        reader = -1
+        if start.reports:
+            reader, info = os.pipe()
+            command[1:1] = ["--info-fd", str(info)]
+            passed.append(info)
+        try:
+            process = subprocess.Popen(
+                [*command, json.dumps(start.settings)],
+                env=start.environment,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=complaints,
+                pass_fds=passed,
+                start_new_session=True,
+            )
+        except OSError as error:
+            raise SandboxUnavailableError(f"{command[0]} does not start: {error}") from error
+        finally:
+            if info >= 0:
+                os.close(info)
+            if reader >= 0 and "process" not in locals():
+                os.close(reader)
+        if reader >= 0:
+            with os.fdopen(reader, "rb") as told:
+                said = told.read()
+            with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
+                self._init = os.pidfd_open(json.loads(said)["child-pid"])
+        return process
+
+    def _greet(self, complaints: int) -> None:
+        self._control.settimeout(START_SECONDS)
+        try:
+            said = self._control.recv(65536)
+        except TimeoutError:
+            raise SandboxUnavailableError(f"{self.backend.name}: did not start within {START_SECONDS:g} s") from None
+        if not said:
+            self._process.wait(GRACE)
+            why = os.pread(complaints, 4096, 0).decode(errors="replace").strip()
+            raise SandboxUnavailableError(why.splitlines()[-1] if why else f"ended with status {self._process.returncode} at its start")
+        self.notes = json.loads(said)
+        if "error" in self.notes:
+            raise SandboxUnavailableError(self.notes["error"])
+        self._control.settimeout(None)
+
+    @property
+    def pid(self) -> int:
+        """Of the process we started."""
+        return self._process.pid
+
+    def run(self, job: Job) -> Ran:
+        """One program, to its end or its limits."""
+        self.jobs += 1
+        with contextlib.ExitStack() as held:
+            given = [sealed(job.program, held), sealed(job.stdin, held)]
+            ears = {}
+            ends = []
+            for name, kept in (("stdout", job.limits.output), ("stderr", job.limits.output), ("result", job.limits.result)):
+                reader, writer = os.pipe()
+                os.set_blocking(reader, False)
+                held.callback(os.close, reader)
+                ends.append(writer)
+                ears[reader] = Ear(name, kept)
+            request = json.dumps({"limits": job.limits.plain()}).encode()
+            try:
+                with self._lock:
+                    self._busy = True
+                socket.send_fds(self._control, [request], [*given, *ends, sealed(job.call, held)])
+            except OSError as error:
+                self.destroy()
+                raise SandboxBroken(f"{self.backend.name}: the sandbox is gone ({error})") from error
+            finally:
+                for writer in ends:
+                    os.close(writer)
+            try:
+                reply, stopped = self._listen(ears, job.limits)
+            except BaseException:
+                self.destroy()
+                raise
+            finally:
+                with self._lock:
+                    self._busy = False
+            if job.limits.processes:
+                self.destroy()  # what the program started dies with the namespace, before its last words are read
+            for fd, ear in ears.items():
+                ear.hear(fd)
+        return self._ran(job.limits, reply, stopped, {ear.name: ear for ear in ears.values()})
+
+    def stop(self) -> None:
+        """End the running job from another thread, as if its time were over; nothing where none runs."""
+        with self._lock:
+            if self._busy:
+                with contextlib.suppress(OSError):
+                    self._control.send(KILL)
+
+    def _listen(self, ears: dict[int, Ear], limits: Limits) -> tuple[dict[str, Any], Why | None]:
+        """Hear the streams until the zygote says that the job has ended; never wait for their ends."""
+        start = time.monotonic()
+        stopped: Why | None = None
+        with selectors.DefaultSelector() as selector:
+            selector.register(self._control, selectors.EVENT_READ)
+            for fd in ears:
+                selector.register(fd, selectors.EVENT_READ)
+            while True:
+                late = limits.wall + (GRACE if stopped else 0.0)
+                ready = selector.select(max(0.0, start + late - time.monotonic()))
+                for key, _ in ready:
+                    if key.fileobj is self._control:
+                        return self._reply(), stopped
+                    ear = ears[key.fd]
+                    if not ear.hear(key.fd):
+                        selector.unregister(key.fd)
+                    if ear.total > SPILL * ear.kept and stopped is None:
+                        stopped = "output"
+                        self._control.send(KILL)
+                if time.monotonic() - start > late:
+                    if stopped and time.monotonic() - start > limits.wall + GRACE:
+                        raise SandboxBroken(f"{self.backend.name}: no answer {GRACE:g} s after the job's time was over")
+                    if not stopped:
+                        stopped = "timeout"
+                        self._control.send(KILL)
+
+    def _reply(self) -> dict[str, Any]:
+        try:
+            said = self._control.recv(65536)
+        except OSError as error:
+            raise SandboxBroken(f"{self.backend.name}: the sandbox is gone ({error})") from error
+        if not said:
+            raise SandboxBroken(f"{self.backend.name}: the sandbox ended while a job ran")
+        return json.loads(said)
+
+    def _ran(self, limits: Limits, reply: dict[str, Any], stopped: Why | None, ears: dict[str, Ear]) -> Ran:
+        status = os.waitstatus_to_exitcode(reply["status"])
+        if not reply["ran"] and stopped is None:
+            why = bytes(ears["stderr"].head).decode(errors="replace").strip()
+            raise SandboxBroken(f"{self.backend.name}: the job could not be confined, so it did not run: {why or status}")
+        return Ran(
+            why=_why(status, stopped, reply["cpu"] >= limits.cpu),
+            exit=status,
+            stdout=bytes(ears["stdout"].head),
+            stderr=bytes(ears["stderr"].head),
+            cut=any(ear.total > ear.kept for ear in ears.values()),
+            result=bytes(ears["result"].head) if ears["result"].total <= ears["result"].kept else b"",
+            seconds=reply["seconds"],
+            cpu=reply["cpu"],
+            peak=reply["peak"],
+            sandbox=self.backend.name,
+        )
+
+    def close(self) -> None:
+        """Let the zygote leave by itself, so that nobody is left for process 1 to bury; then make sure."""
+        self._control.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE)
+        self.destroy()
+
+    def destroy(self) -> None:
+        """End everything inside at once, and wait for it."""
+        self._control.close()
+        if self._init >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._init, signal.SIGKILL)
+            os.close(self._init)
+            self._init = -1
+        elif self._process.poll() is None:
+            self._process.kill()
+        try:
+            self._process.wait(GRACE)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+class Ear:
+    """One pipe: its first `kept` bytes, and how many there were."""
+
+    def __init__(self, name: str, kept: int) -> None:
+        self.name = name
+        self.kept = kept
+        self.head = bytearray()
+        self.total = 0
+
+    def hear(self, fd: int) -> bool:
+        """Take what is there, up to the point where it is too much; whether more may come."""
+        while self.total <= SPILL * self.kept:
+            try:
+                said = os.read(fd, CHUNK)
+            except BlockingIOError:
+                return True
+            if not said:
+                return False
+            self.head += said[: max(0, self.kept - len(self.head))]
+            self.total += len(said)
+        return True
+
+
+def sealed(data: bytes, held: contextlib.ExitStack) -> int:
+    """Bytes as a file in memory that nobody can change any more."""
+    fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    held.callback(os.close, fd)
+    rest = memoryview(data)
+    while rest:
+        rest = rest[os.write(fd, rest) :]
+    os.lseek(fd, 0, os.SEEK_SET)
+    fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    return fd
+
+
+def _why(status: int, stopped: Why | None, spent: bool) -> Why:
+    if stopped:
+        return stopped
+    if -status == signal.SIGXCPU or (-status == signal.SIGKILL and spent):
+        return "timeout"
+    if status < 0:
+        return "crashed"
+    if status == MEMORY_ERROR:
+        return "memory"
+    return "ok" if status == 0 else "error"
