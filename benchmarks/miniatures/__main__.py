@@ -1,0 +1,89 @@
+"""Plays miniatures and writes benchmarks/results/miniatures.json, docs/miniatures/*.svg and docs/miniatures.md."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import re
+import time
+from importlib import import_module
+from pathlib import Path
+
+import torch
+
+from benchmarks.miniatures import __doc__ as about
+from benchmarks.miniatures.draw import svg
+from benchmarks.miniatures.miniature import Curve, Miniature, mean, mean_curves
+from benchmarks.miniatures.page import page, section
+
+ROOT = Path(__file__).parents[2]
+RESULTS = ROOT / "benchmarks/results/miniatures.json"
+NAMES = ("rare_token", "hard_prompts", "entropy", "dynamic_sampling", "variance", "mismatch", "staleness", "two_rewards")
+
+
+def miniature(name: str) -> Miniature:
+    return import_module(f"benchmarks.miniatures.{name}").MINIATURE
+
+
+def short(x: float) -> float:
+    """Six digits: enough to draw, and the file stays readable."""
+    return float(f"{x:.6g}")
+
+
+def measured(m: Miniature, seeds: list[int]) -> dict[str, object]:
+    """One miniature on these seeds, as it is stored."""
+    begun = time.process_time()
+    played = [m.play(seed) for seed in seeds]
+    seconds = time.process_time() - begun
+    curves = {name: {"x": [short(v) for v in c.x], "y": [short(v) for v in c.y]} for name, c in mean_curves(played).items()}
+    return {"seeds": seeds, "seconds": round(seconds, 1), "figures": [p.figures for p in played], "curves": curves}
+
+
+def tell(m: Miniature, stored: dict) -> None:
+    """What the terminal shows: the mean figures and the statements."""
+    figures = mean(stored["figures"])
+    print(f"{m.name}  {stored['seconds']} s of CPU")
+    for arm, row in figures.items():
+        print(f"  {arm:28s} " + "  ".join(f"{k} {v:.4g}" for k, v in row.items()))
+    for s in m.judge(figures, stored["figures"]):
+        print(f"  {'yes' if s.true else 'NO '} {s.text}", flush=True)
+
+
+def write(everything: dict[str, dict]) -> None:
+    """The record, one picture each, and the page."""
+    RESULTS.write_text(
+        json.dumps({"python": platform.python_version(), "torch": torch.__version__, "miniatures": everything}, indent=1) + "\n"
+    )
+    (ROOT / "docs/miniatures").mkdir(exist_ok=True)
+    sections: dict[str, str] = {}
+    overview: list[tuple[Miniature, str]] = []
+    for name in (n for n in NAMES if n in everything):
+        m, stored = miniature(name), everything[name]
+        figures = mean(stored["figures"])
+        curves = {k: Curve(c["x"], c["y"]) for k, c in stored["curves"].items()}
+        (ROOT / f"docs/miniatures/{name}.svg").write_text(svg(curves, m.picture), encoding="utf-8")
+        sections[name] = section(m, figures, m.judge(figures, stored["figures"]), stored["seeds"], stored["seconds"])
+        overview.append((m, re.sub(r"[^a-z0-9 -]", "", m.picture.title.lower()).replace(" ", "-")))
+    (ROOT / "docs/miniatures.md").write_text(page(sections, overview), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", help=f"'all', or comma-separated: {', '.join(NAMES)}")
+    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--dry", action="store_true", help="print, write nothing")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    names = list(NAMES) if args.names == "all" else args.names.split(",")
+    everything = json.loads(RESULTS.read_text())["miniatures"] if RESULTS.exists() else {}
+    for name in names:
+        m = miniature(name)
+        everything[name] = measured(m, [int(s) for s in args.seeds.split(",")])
+        tell(m, everything[name])
+    if not args.dry:
+        write(everything)
+
+
+if __name__ == "__main__":
+    main()

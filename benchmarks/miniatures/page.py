@@ -1,0 +1,74 @@
+"""docs/miniatures.md: what was claimed, what was predicted, what was measured."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from benchmarks.miniatures.miniature import Figures, Miniature, Statement
+
+HEAD = """# Published effects in miniature
+
+Each effect below was published for large models and is replayed here in seconds on one core: a tabular softmax or a small
+network over short answers, driven through the library's own `credit_step`, `weigh`, `choose` and `objective`, so the thing under
+test is the algorithm that `posttrain run` uses and not a copy of it. The prediction was written before the measurement.
+A miniature shows that a mechanism exists and which way it points; it says nothing about its size in a large model.
+
+Written by `python -m benchmarks.miniatures all`; `make prove` repeats every one on three seeds and asserts the statements
+under "asserted". Length bias (F.3.1) and the KL table (A34) are in `tests/laws/`.
+"""
+
+
+def number(x: float, digits: int) -> str:
+    """Short and honest: `never` for a target that was not reached in every seed."""
+    if math.isinf(x):
+        return "never"
+    if x != 0 and (abs(x) < 10**-digits or abs(x) >= 1e5):
+        return f"{x:.2e}"
+    return f"{x:.0f}" if float(x).is_integer() and abs(x) >= 10 else f"{x:.{digits}f}"
+
+
+def table(figures: Figures, digits: int) -> list[str]:
+    """One row an arm, one column a figure."""
+    columns = list(dict.fromkeys(name for row in figures.values() for name in row))
+    lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
+    return lines + [
+        f"| {arm} | " + " | ".join(number(row[c], digits) if c in row else "" for c in columns) + " |" for arm, row in figures.items()
+    ]
+
+
+def section(m: Miniature, figures: Figures, statements: Sequence[Statement], seeds: Sequence[int], seconds: float) -> str:
+    told = ", ".join(str(s) for s in seeds)
+    lines = [
+        f"## {m.picture.title}",
+        "",
+        f"`python -m benchmarks.miniatures {m.name}` ({m.item}; {seconds:.0f} s for seeds {told})",
+        "",
+        f"**Claim.** {m.claim} Source: {m.source}.",
+        "",
+        f"**Set-up.** {m.setup}",
+        "",
+        f"**Predicted.** {m.predicted}",
+        "",
+        f"**Measured**, mean of seeds {told}:",
+        "",
+        *table(figures, m.digits),
+        "",
+        f"![{m.picture.title}](miniatures/{m.name}.svg)",
+        "",
+        f"**Verdict.** {m.verdict}",
+        "",
+        *(f"{note}\n" for note in m.notes),
+        "Asserted:",
+        "",
+        *(f"- {s.text}" + ("" if s.true else " (**not so in this run**)") for s in statements),
+        "",
+    ]
+    return "\n".join(lines)
+
+
+def page(sections: Mapping[str, str], overview: Sequence[tuple[Miniature, str]]) -> str:
+    """The whole page: an overview with one line each, then the sections."""
+    rows = ["| effect | item | verdict |", "|---|---|---|"]
+    rows += [f"| [{m.picture.title}](#{anchor}) | {m.item} | {m.verdict.split('. ')[0].rstrip('.')} |" for m, anchor in overview]
+    return HEAD + "\n" + "\n".join(rows) + "\n\n" + "\n".join(sections.values())

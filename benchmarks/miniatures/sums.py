@@ -1,0 +1,72 @@
+"""The world most miniatures share: a + b mod m, said in a few tokens by a small network that was taught badly at first."""
+
+from __future__ import annotations
+
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import cache
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from benchmarks.miniatures.world import Answers, Net, imitate
+
+
+@dataclass(frozen=True)
+class Sums:
+    """All m * m prompts; an answer is `free` tokens that do not matter, then the sum."""
+
+    m: int = 11
+    free: int = 0
+    skew: float = 0.0
+    """How lopsided the imitated tokens are: the k-th choice has weight k^-skew, and the sum is the least common of all."""
+
+    @property
+    def prompts(self) -> int:
+        return self.m * self.m
+
+    @property
+    def length(self) -> int:
+        return self.free + 1
+
+    @property
+    def features_PF(self) -> Tensor:
+        a, b = torch.arange(self.prompts) // self.m, torch.arange(self.prompts) % self.m
+        return torch.cat([torch.eye(self.m)[a], torch.eye(self.m)[b]], 1)
+
+    @property
+    def truth_P(self) -> Tensor:
+        return (torch.arange(self.prompts) // self.m + torch.arange(self.prompts) % self.m) % self.m
+
+    def taught(self, seed: int, *, hidden: int, steps: int, right: float | tuple[float, float]) -> Net:
+        """A network that imitated answers of which a share `right` was correct (two shares: of every other prompt), the others drawn."""
+        return deepcopy(self._taught(seed, hidden, steps, right if isinstance(right, tuple) else (right, right)))
+
+    @cache  # noqa: B019  (worlds live as long as the program)
+    def _taught(self, seed: int, hidden: int, steps: int, right: tuple[float, float]) -> Net:
+        made = torch.Generator().manual_seed(seed)
+        policy = Net(self.features_PF, self.length, self.m, hidden, seed)
+        prompt_E = torch.arange(self.prompts).repeat(20)
+        choices = (1.0 + torch.arange(self.m, dtype=torch.float64)) ** -self.skew
+        tokens_ET = torch.multinomial(choices, len(prompt_E) * self.length, replacement=True, generator=made).reshape(-1, self.length)
+        tokens_ET[:, -1] = (self.truth_P[prompt_E] + 1 + tokens_ET[:, -1]) % self.m
+        good_E = torch.rand(len(prompt_E), generator=made) < torch.tensor(right)[prompt_E % 2]
+        tokens_ET[good_E, -1] = self.truth_P[prompt_E[good_E]]
+        imitate(policy, prompt_E, tokens_ET, steps, 5e-3, made)
+        return policy
+
+    def rewards(self, answers: Answers, g: int) -> np.ndarray:
+        """1 for the sum, 0 for anything else, [P, G]."""
+        return (answers.tokens_ET[:, -1] == self.truth_P[answers.prompt_E]).double().numpy().reshape(-1, g)
+
+    @torch.no_grad()
+    def solved(self, policy: Net) -> Tensor:
+        """Probability of the sum for every prompt [P], exact where no free token comes first."""
+        assert self.free == 0
+        everything = torch.arange(self.prompts)
+        logits = policy(everything, torch.zeros(self.prompts, 1, dtype=torch.int64))[:, 0]
+        return torch.softmax(logits, -1).gather(1, self.truth_P[:, None])[:, 0]
+
+    def accuracy(self, policy: Net) -> float:
+        return float(self.solved(policy).mean())
