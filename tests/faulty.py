@@ -102,20 +102,15 @@ def catch(fault: Fault, model: Path, folder: Path) -> Caught | None:
             second = sorted((out / "checkpoints").glob("*-rl-000002"))[0]
             posttrain.run(resume=second, quiet=True, allow_fault=True)
     except PosttrainError as error:
-        return Caught(*detector(error), played(out) + 1 if began(out) else 0, str(error))
-    except BaseExceptionGroup as many:
-        return Caught(*detector(many.exceptions[0]), played(out) + 1, str(many.exceptions[0]))
+        return Caught(*detector(error), reached(out, error), str(error))
     return named(out)
 
 
-def played(out: Path) -> int:
-    """Steps in the record of the stage that was running."""
-    steps = reader.steps(out)
-    return len([s for s in steps if s.stage == steps[-1].stage]) if steps else 0
-
-
-def began(out: Path) -> bool:
-    return ((out / "steps.jsonl").exists() and not (out / "kept").exists()) or (out / "kept" / "start").exists()
+def reached(out: Path, error: BaseException) -> int:
+    """The step of its stage in which a run broke; 0 before the first one."""
+    inside = {"train_step", "after", "watch"} & {f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)}
+    steps = reader.steps(out) if (out / "run.json").exists() else []
+    return len([s for s in steps if s.stage == steps[-1].stage]) + bool(inside)
 
 
 def named(out: Path) -> Caught | None:
@@ -135,7 +130,7 @@ def detector(error: BaseException) -> tuple[str, str]:
     name = code.co_qualname.removesuffix(".__post_init__")
     if module.startswith("posttrain.core."):
         return "type", name
-    if module.startswith("posttrain.recipe.proofs"):
+    if module in ("posttrain.recipe.proofs", "posttrain.role.rehearsal"):
         return "proof", name
     return "canary", name
 

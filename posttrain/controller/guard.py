@@ -28,6 +28,7 @@ from posttrain.role.canaries import (
     failures_stay_out,
     filter_reads_outcomes,
     goes_on,
+    in_order_of_the_file,
     masks_cover_what_was_said,
     no_distance_yet,
     no_held_out_task,
@@ -39,10 +40,13 @@ from posttrain.role.canaries import (
 from posttrain.role.listening import listening
 from posttrain.role.noise import noise_band
 from posttrain.role.pack import Minibatch
+from posttrain.role.rehearsal import rehearse
 from posttrain.role.rollout import Asked
 
-PROBED = 512
-"""Packed tokens of a step whose entropy is computed to see whether the sampler draws as it says."""
+WALK = 16
+"""Tasks whose order is compared with that of their source."""
+PROBED = 256
+"""Packed tokens of a step whose entropy is computed to see whether the sampler draws as it says (steps 1 to 16, then every 8th)."""
 
 
 def due(index: int) -> bool:
@@ -66,6 +70,7 @@ class Guard:
         self._played: tuple[Group, ...] = ()
         self._groups: tuple[Group, ...] = ()
         self._books: Books | None = None
+        self._walk: list[str] = []
 
     def take(self) -> Gauges:
         """What was seen since the last call."""
@@ -75,12 +80,13 @@ class Guard:
     # --- around the steps ------------------------------------------------------------------------------------------
 
     async def begin(self, h: House) -> None:
-        """Before the first step: a resumed stage goes on where it stood, and what is served is what is trained."""
+        """Before the first step: a resumed stage goes on where it stood, the loss is its definition, what is served is trained."""
         if self._history:
             walked = self._history[-1].gauges.get("rollout/walked")
             taken = sum(s.gauges["optim/steps"].sum for s in self._history if "optim/steps" in s.gauges)
             remembered = h.trainer.optimizer.state_tensors().get("steps")
             goes_on(walked.sum if walked else None, h.prompts.cursor, taken, None if remembered is None else int(remembered))
+        rehearse(h.stage.algorithm)
         served_is_trained(dict(h.learner.tensors()), h.trainer.trained())
         same = sameness(h)
         self._held = {same(t): t.id for t in h.rollout.environment.heldout}
@@ -114,13 +120,15 @@ class Guard:
         stops_are_true(asked.played, h.sampling.stop_ids or (), h.sampling.max_tokens)
         failures_stay_out(asked.played)
         no_held_out_task(asked.played, self._held, sameness(h))
-        self._never_before(asked.played)
+        self.never_asked_before(asked.played)
+        self._walk += [g.task.id for g in asked.played][: WALK - len(self._walk)]
+        in_order_of_the_file(self._walk, h.prompts.source)
         if h.stage.algorithm.filter == "mixed":
             filter_reads_outcomes(asked.groups, asked.refused)
         self._chance.compared(asked.played)
         self._enough_judged(h, asked)
 
-    def _never_before(self, played: Sequence[Group]) -> None:
+    def never_asked_before(self, played: Sequence[Group]) -> None:
         """Every (task, visit) is asked once in a stage: its random numbers belong to it alone."""
         for g in played:
             if (g.task.id, g.visit) in self._asked_before:
@@ -146,7 +154,8 @@ class Guard:
         everyone_is_scored(self._groups, groups)
         if h.reference is not None:
             reference_unmoved(h.reference, h.reference_digest)
-        self._probe(h)
+        if self._index <= 16 or self._index % 8 == 0:
+            self._probe(h)
         if due(self._index):
             mine = opinions(h.stage.algorithm, groups, max_tokens=h.sampling.max_tokens, ema=h.memory.ema)
             self._books = None if mine is None else Books(h.stage.algorithm, mine, h.stage.minibatches, h.sampling.max_tokens)

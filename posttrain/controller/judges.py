@@ -47,9 +47,9 @@ class Judges:
         out: list[str] = []
         if self._gold:
             said, before = self._gold[self._turn % len(self._gold)]
-            out += await self._again(env, said, before, "the right answer")
+            out += await self.verdicts_repeat(env, said, before, "the right answer")
         for e in _sample([e for g in played for e in g.episodes], self._turn):
-            out += await self._again(env, Attempt(e.task, _turns(e), e.stop), e.verdicts, "an answer of this step")
+            out += await self.verdicts_repeat(env, Attempt(e.task, _turns(e), e.stop), e.verdicts, "an answer of this step")
         self._turn += 1
         return tuple(out)
 
@@ -62,7 +62,7 @@ class Judges:
         sources = {j.source for j in given}
         return {"canary/mute_sources": Gauge(len(sources - paid - {j.source for j in given if j.verdict.score}), len(sources))}
 
-    async def _again(self, env: Any, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
+    async def verdicts_repeat(self, env: Any, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
         now = await env.judge(said)
         if _same(before, now):
             return []
@@ -84,9 +84,9 @@ class Judges:
 
 def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:
     """One episode, another at every step, and one that was cut off where there is one; only what its text tells whole."""
-    whole = [e for e in episodes if e.stop is not Stop.ERROR and e.reward is not None and not e.shown and _turns(e)]
-    cut = [e for e in whole if e.stop is Stop.LENGTH]
-    return [x[turn % len(x)] for x in (whole, cut) if x]
+    cut = [e for e in episodes if e.stop is Stop.LENGTH]
+    chosen = [x[turn % len(x)] for x in (episodes, cut) if x]
+    return [e for e in chosen if e.stop is not Stop.ERROR and e.reward is not None and not e.shown and _turns(e)]
 
 
 def _turns(e: Episode) -> tuple[str, ...]:

@@ -18,6 +18,8 @@ from posttrain.core.pieces.pull import KL
 from posttrain.core.ports import Examiner
 from posttrain.core.run import Reinforce, Stage, Supervised
 from posttrain.core.types import Step, merge
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.role.canaries import came_back, measured_right, said_by_these_weights
 from posttrain.role.demonstrate import demonstrations
 from posttrain.role.evaluate import Report
 from posttrain.role.pack import batch_algebra
@@ -64,6 +66,10 @@ class Progress:
     optimizer_steps: int = 0
     before: float | None = None
     accuracy: tuple[float, float, float] | None = None
+    weights: str = ""
+    """Fingerprint of the policy's weights at the checkpoint."""
+    optimizer: str = ""
+    """Fingerprint of the optimizer's state at the checkpoint, where a stage was cut in the middle."""
     ended: str = ""
     """Why the stage needs no further step, where a stop condition was met."""
     seconds: float = 0.0
@@ -90,6 +96,7 @@ class Stages:
     async def run(self, checkpoint: Path | None = None) -> list[StageResult]:
         """All remaining stages. `checkpoint` holds the optimizer of a stage that was cut in the middle."""
         p, parts = self.progress, self.parts
+        came_back("weights", p.weights, parts.learner.fingerprint)
         if not p.stage and not p.step:
             parts.book.keep("start", lambda folder: save_weights(folder, parts.learner))
         for position in range(p.stage, len(parts.run.stages)):
@@ -124,7 +131,7 @@ class Stages:
             parts.version = p.version
         trainer = parts.trainer(stage.optimizer, stage.micro_tokens)
         if checkpoint is not None:
-            load_optimizer(checkpoint, trainer.optimizer)
+            self._load_optimizer(checkpoint, trainer)
         limit = next((r.seconds for r in p.done if r.name == stage.beside), None)
         parts.say(self._describe(stage, limit))
         why = f"all {stage.steps} steps"
@@ -150,6 +157,10 @@ class Stages:
             p.version += 1
             parts.version = p.version
         return result
+
+    def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
+        load_optimizer(checkpoint, trainer.optimizer)
+        came_back("optimizer state", self.progress.optimizer, lambda: fingerprint(trainer.optimizer.state_tensors().items()))
 
     def _before(self, stage: str) -> str:
         """Name of the kept weights a stage started from."""
@@ -197,7 +208,7 @@ class Stages:
         reference = self._reference(stage, checkpoint)
         trainer = parts.trainer(stage.optimizer, stage.micro_tokens)
         if checkpoint is not None:
-            load_optimizer(checkpoint, trainer.optimizer)
+            self._load_optimizer(checkpoint, trainer)
         return House(
             run=parts.run,
             stage=stage,
@@ -267,6 +278,8 @@ class Stages:
             return self._last[1]
         with self._clock.of("evaluate"):
             report = await self.parts.evaluate(sampling)
+        said_by_these_weights(report.groups, self.parts.version)
+        measured_right(report)
         self._last, self._sampled = (self.parts.version, report), sampling
         if self.parts.run.record_episodes:
             self.parts.book.write_evaluation(stage.name, self.progress.step, report.groups)
@@ -292,6 +305,8 @@ class Stages:
         p, parts = self.progress, self.parts
         if trainer is not None:
             p.seconds, p.roles = self._seconds(), dict(self._clock.total)
+        p.weights = parts.learner.fingerprint()
+        p.optimizer = fingerprint(trainer.optimizer.state_tensors().items()) if trainer is not None else ""
 
         def write(folder: Path) -> None:
             save_weights(folder, parts.learner)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,13 @@ from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.run import Optimizer
 from posttrain.core.types import Gauge, Gauges, Group, ScoredGroup
-from posttrain.role.audit import Opinion, key, weights
-from posttrain.role.listening import Heard, demand, first_update
+from posttrain.role.audit import Opinion, key, plain, weights
+from posttrain.role.listening import Heard, demand, first_update, value_demand
 
 CREDIT_BOUND = 1e-9
 """Relative difference of two float64 opinions on one number."""
+STREAM_BOUND = 1e-3
+"""Two episodes that say the same are one to us, and their scores differ by what their places in a packing do to rounding."""
 LOSS_BOUND = 5e-6
 """Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32: docs/trust.md."""
 UPDATE_BOUND = 0.02
@@ -52,12 +55,13 @@ class Books:
         """Groups of each minibatch of the first epoch that has anything to say, in order."""
         self._seen: Counter[bytes] = Counter()
         self._batches = 0
+        self._rows: list[slice] = []
 
     def check(self, batch: Batch) -> None:
         """A minibatch's streams are those of its episodes, its credit and weights those of the second opinion."""
         found: list[list[Opinion]] = []
-        for e in range(batch.episodes):
-            rows = np.flatnonzero(batch.sequence_M == e)
+        self._rows = [slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())]
+        for e, rows in enumerate(self._rows):
             name = batch.target_M[rows].tobytes() + batch.logp_mu_M[rows].tobytes()
             if name not in self._by_key:
                 raise InvariantError(
@@ -65,13 +69,13 @@ class Books:
                     "Tokens and their streams went out of step between transcript and batch: look at what packs or reorders them"
                 )
             self._seen[name] += 1
-            found.append(self._agreeing(batch, rows, self._by_key[name]))
+            found.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[name])))
         if self._batches < len(self._parts):
-            self._weigh(batch, found, self._parts[self._batches])
+            self.weights_agree(batch, found, self._parts[self._batches])
         self._batches += 1
 
-    def _agreeing(self, batch: Batch, rows: np.ndarray, options: Sequence[Opinion]) -> list[Opinion]:
-        """The opinions whose credit the rows carry: several where answers of two prompts are alike to the last bit."""
+    def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[Opinion]) -> list[Opinion]:
+        """The opinions whose credit the rows carry: several where answers are alike to the last bit."""
         got = batch.advantage_M[rows]
         alike = [o for o in options if len(o.credit) == len(got)]
         agreeing = [o for o in alike if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))]
@@ -86,22 +90,40 @@ class Books:
             "which rewards are compared, and whether credit is shifted or reordered on its way into the batch"
         )
 
-    def _weigh(self, batch: Batch, found: Sequence[Sequence[Opinion]], part: set[int]) -> None:
+    def streams_agree(self, batch: Batch, rows: slice, options: Sequence[Opinion]) -> list[Opinion]:
+        """Those of the opinions whose episode's further streams the rows carry, token by token."""
+        held = {"start": batch.logp_start_M, "reference": batch.logp_ref_M, "values": batch.value_M, "returns": batch.return_M}
+        wrong: list[str] = []
+        for o in options:
+            own = {
+                "start": o.scored.start,
+                "reference": o.scored.reference,
+                "values": o.scored.values,
+                "returns": None if o.returns is None else (o.returns,),
+            }
+            off = {n: _off(got[rows], np.concatenate(own[n] or ())) for n, got in held.items() if got is not None and own[n]}
+            wrong += [n for n, x in off.items() if not x <= STREAM_BOUND]
+            if all(x <= STREAM_BOUND for x in off.values()):
+                return [o]
+        raise InvariantError(
+            f"stream {wrong[0]!r} is out of step: what the batch holds for task {options[0].scored.episode.task.id!r} (sibling {options[0].scored.episode.sibling}) is not "
+            "what was scored for its tokens. Every stream of a batch is packed in the order of its tokens: look for a shift or another order"
+        )
+
+    def weights_agree(self, batch: Batch, found: Sequence[Sequence[Opinion]], part: set[int]) -> None:
+        """Each token weighs what the aggregation over the whole minibatch gives it."""
         members = [o for o in self._opinions if o.group in part and not o.dropped]
-        if not all(any(o.group in part for o in options) for options in found):
-            return
         want = weights(self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens)
         if want is None:
             return
         of = {id(o): w for o, w in zip(members, want, strict=True)}
-        for e, options in enumerate(found):
-            got = batch.weight_M[batch.sequence_M == e]
-            right = [o for o in options if o.group in part]
-            o = right[0]
-            if all(np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]) for o in right):
+        for rows, options in zip(self._rows, found, strict=True):
+            got = batch.weight_M[rows]
+            twins = [o for o in self._by_key[options[0].key] if id(o) in of]
+            if twins and all(np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]) for o in twins):
                 raise InvariantError(
-                    f"weights are wrong: a token of task {o.scored.episode.task.id!r} weighs {got[0]:.6g}, and aggregate={self._a.aggregate} over the "
-                    f"{len(members)} episodes of its minibatch gives {of[id(o)]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
+                    f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and aggregate={self._a.aggregate} over the "
+                    f"{len(members)} episodes of its minibatch gives {of[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
                 )
 
     def complete(self) -> None:
@@ -115,6 +137,11 @@ class Books:
             )
 
 
+def _off(got: np.ndarray, want: np.ndarray) -> float:
+    """Largest difference, relative to the largest of the two and 1."""
+    return float(np.abs(got - want).max(initial=0.0)) / (1 + float(np.abs(want).max(initial=0.0)))
+
+
 def loss_agrees(a: Algorithm, batch: Batch, heard: Heard) -> Gauges:
     """What the loss asked of each log-prob, all micro-batches together, is what the definition asks of the whole minibatch."""
     logp_M = np.concatenate([np.zeros(0), *heard.logp])
@@ -124,6 +151,11 @@ def loss_agrees(a: Algorithm, batch: Batch, heard: Heard) -> Gauges:
             f"the micro-batches scored {len(logp_M)} tokens and differentiated {len(asked_M)} of the minibatch's {batch.spoken}: "
             "every token belongs to exactly one micro-batch"
         )
+    if heard.left:
+        raise InvariantError(
+            f"{heard.left} parameters still held a gradient when the step began: it would be added to this one's. Clear gradients after every optimizer step"
+        )
+    entropy_and_value_agree(a, batch, heard)
     want = demand(a, batch, logp_M)
     if want is None:
         return {}
@@ -139,6 +171,24 @@ def loss_agrees(a: Algorithm, batch: Batch, heard: Heard) -> Gauges:
             "-1 is a flipped sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the trust region and the KL's direction"
         )
     return {"canary/loss_gap": Gauge(worst, 1)}
+
+
+def entropy_and_value_agree(a: Algorithm, batch: Batch, heard: Heard) -> None:
+    """What the loss asked of entropies and values is minus the bonus, and the slope of the value loss."""
+    told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    if a.entropy is not None and heard.entropy and plain(a.entropy) and a.distill is None and a.tokens is None:
+        told["entropy"] = (np.concatenate(heard.entropy), -a.entropy.coef * batch.weight_M)
+    if a.learns_values is not None and heard.value and plain(a.learns_values):
+        want = value_demand(a.learns_values, batch, np.concatenate([v for v, _ in heard.value]))
+        if want is not None:
+            told["value"] = (np.concatenate([g for _, g in heard.value]), want)
+    for name, (got, want) in told.items():
+        size = float(np.abs(want).max(initial=0.0))
+        if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
+            raise InvariantError(
+                f"the loss asks the wrong thing of the {name}: its gradient is up to {float(np.abs(got).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} "
+                f"(largest difference {float(np.abs(got - want).max(initial=0.0)) if len(got) == len(want) else np.nan:.3g}). Check its sign, its coefficient and its weights"
+            )
 
 
 def update_agrees(

@@ -30,6 +30,7 @@ READS: dict[str, tuple[str, ...]] = {
     "Clip": ("low", "high"),
     "Truncate": ("cap", "level"),
     "Mask": ("low", "high", "level"),
+    "EntropyBonus": ("coef",),
 }
 """Pieces the audits understand, each with the settings they read; any other setting must stand at its default."""
 NEUTRAL = {
@@ -104,6 +105,8 @@ class Opinion:
     group: int
     credit: np.ndarray
     dropped: bool
+    returns: np.ndarray | None = None
+    """Value targets, where the algorithm learns values."""
 
     @property
     def key(self) -> bytes:
@@ -161,7 +164,8 @@ def opinions(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, em
         each[i] = each[i] / divisor if divisor > 0 else each[i] * 0.0
     if a.whiten is not None:
         each = _white(a.whiten, each)
-    return [Opinion(s, p, x, bool(why)) for (p, s), x, (_, why) in zip(samples, each, shaped, strict=True)]
+    targets = [_targets(a.baseline, s, r, c) for (_, s), (r, _), c in zip(samples, shaped, paid, strict=True)]
+    return [Opinion(s, p, x, bool(why), t) for (p, s), x, (_, why), t in zip(samples, each, shaped, targets, strict=True)]
 
 
 def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, str]:
@@ -220,11 +224,19 @@ def _centred(
     return out
 
 
+def _targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.ndarray | None:
+    """What the value of each token is taught: its estimate corrected by GAE."""
+    if kind(baseline) != "Value" or s.values is None:
+        return None
+    v = np.concatenate(s.values).astype(np.float64)
+    return v + _future(baseline, v, shaped, paid)
+
+
 def _future(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.ndarray:
     """GAE as the sum it is: A_t = sum_k (gamma lambda)^k delta_{t+k}, over spoken tokens."""
     if not len(v):
         return v
-    earned = -paid
+    earned = np.negative(paid)
     earned[-1] += shaped
     delta = earned + value.gamma * np.append(v[1:], 0.0) - v
     fade = (value.gamma * value.gae_lambda) ** np.arange(len(v))

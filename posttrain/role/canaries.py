@@ -12,9 +12,10 @@ import numpy as np
 
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Scorer
+from posttrain.core.ports import Scorer, TaskSource
 from posttrain.core.types import SHOWN, Gauge, Gauges, Group, Stop, Task
-from posttrain.core.verdict import State, outcome
+from posttrain.core.verdict import SOLVED, State, outcome
+from posttrain.role.evaluate import Report
 
 BOUND: Mapping[str, float] = {"float32": 2e-3, "bfloat16": 0.25}
 """Largest |log-prob of learner - of sampler| of one token with equal weights, by dtype. Measured: docs/canaries.md."""
@@ -123,13 +124,14 @@ def said_by_these_weights(groups: Sequence[Group], version: int) -> None:
 
 def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens: int) -> None:
     """An episode that says it stopped ends in a stop token, and one that was cut off does not."""
+    stops = set(stop_ids)
     for g in groups:
         for e in g.episodes:
             s = e.segments[-1]
-            if not s.spoken or not stop_ids or e.shown:
+            if not stops or e.stop not in (Stop.SAID, Stop.LENGTH) or not s.mask.any() or s.shown:
                 continue
-            last = bool(np.isin(s.ids[np.flatnonzero(s.mask)[-1]], list(stop_ids)))
-            if e.stop in (Stop.SAID, Stop.LENGTH) and last != (e.stop is Stop.SAID):
+            last = int(s.ids[-1] if s.mask[-1] else s.ids[np.flatnonzero(s.mask)[-1]]) in stops
+            if last != (e.stop is Stop.SAID):
                 raise InvariantError(
                     f"task {g.task.id!r} ended with reason {e.stop.value!r}, but its last token {'is' if last else 'is not'} a stop token "
                     f"({s.spoken} tokens said, at most {max_tokens} a turn). Length shaping and filters read the reason: find who drops the token or the reason"
@@ -184,6 +186,8 @@ class Chance:
     alike_variance: float = 0.0
     BOUND: ClassVar[float] = 7.0
     """Standard deviations: once in 10^11 by chance."""
+    GROUPS: ClassVar[int] = 16
+    """Groups of a step whose siblings are compared."""
 
     def surprised(self, logp_M: np.ndarray, entropy_M: np.ndarray) -> Gauges:
         """Add tokens' log-probs and the entropies of what they were drawn from."""
@@ -200,7 +204,7 @@ class Chance:
 
     def compared(self, groups: Sequence[Group]) -> None:
         """Add neighbouring siblings: how many say the same, against how many should."""
-        for g in groups:
+        for g in groups[: self.GROUPS]:
             for one, two in pairwise([e for e in g.episodes if not e.shown]):
                 p = math.exp(min(0.0, math.fsum(float(s.logp[s.mask].sum()) for s in one.segments)))
                 same = [s.ids.tobytes() for s in one.segments] == [s.ids.tobytes() for s in two.segments]
@@ -226,3 +230,45 @@ def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int |
             f"the stage has taken {int(taken)} optimizer steps and the optimizer remembers {steps}: its moments and warm-up would begin again. "
             "The checkpoint's optimizer state was not loaded"
         )
+
+
+def in_order_of_the_file(asked: Sequence[str], source: TaskSource) -> None:
+    """Finite tasks are asked in a shuffled order: the first ones asked are not the first of the file (by chance: 1 in 8! at most)."""
+    n = len(asked)
+    if source.count is not None and 8 <= n <= source.count and list(asked) == [source.task(i).id for i in range(n)]:
+        raise InvariantError(
+            f"the first {n} prompts asked are the first {n} of their source, in its order: they are not shuffled, so neighbouring rows are learned together. "
+            "Look at who walks through the tasks"
+        )
+
+
+def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
+    """What a checkpoint gave back is what was saved into it. `saved` is '' where nothing was."""
+    if saved and (now := fingerprint()) != saved:
+        raise InvariantError(
+            f"the checkpoint's {what} came back changed: fingerprint {saved} when it was saved, {now} now that it is loaded. What is saved and "
+            "what is trained differ (merged adapters, a stale copy, a part that is not loaded): go on from an older checkpoint, and look at who writes and who reads"
+        )
+
+
+def measured_right(report: Report) -> None:
+    """Held-out accuracy and pass@k, counted a second way from the verdicts themselves."""
+    solved: list[tuple[int, int]] = []
+    means: list[float] = []
+    for g in report.groups:
+        raw = [r for e in g.episodes if (r := outcome(e.verdicts)) is not None]
+        if raw:
+            means.append(math.fsum(raw) / len(raw))
+            solved.append((len(raw), sum(r >= SOLVED for r in raw)))
+    if not means:
+        return
+    wrong = {"accuracy": (report.accuracy.mean, math.fsum(means) / len(means))}
+    for k, s in report.pass_at.items():
+        missed = [math.prod((n - c - i) / (n - i) for i in range(k)) for n, c in solved]
+        wrong[f"pass@{k}"] = (s.mean, 1 - math.fsum(missed) / len(missed))
+    for name, (said, counted) in wrong.items():
+        if not abs(said - counted) <= 1e-9:
+            raise InvariantError(
+                f"held-out {name} is reported as {said:.6g} and is {counted:.6g} when counted from the {sum(n for n, _ in solved)} verdicts: "
+                "unjudged samples must not count as wrong, and pass@k must be the unbiased estimate"
+            )

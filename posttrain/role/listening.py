@@ -33,6 +33,12 @@ class Heard:
     logp: list[np.ndarray] = field(default_factory=list[np.ndarray])
     asked: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """d loss / d log-prob."""
+    entropy: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    """d loss / d entropy, where the loss reads it."""
+    value: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
+    """(value, d loss / d value), where the loss reads it."""
+    left: int = 0
+    """Parameters that still held a gradient before the first backward."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     norm: float = math.nan
 
@@ -44,7 +50,14 @@ class _Ear:
         self._learner, self._heard = learner, heard
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._heard.logp:
+            self._heard.left = sum(p.grad is not None and bool(p.grad.any()) for p in self._learner.parameters().values())
         scores = self._learner.forward(*args, **kwargs)
+        if scores.entropy is not None and scores.entropy.requires_grad:
+            scores.entropy.register_hook(lambda grad: self._heard.entropy.append(_numbers(grad)))
+        if scores.value is not None and scores.value.requires_grad:
+            said = _numbers(scores.value)
+            scores.value.register_hook(lambda grad: self._heard.value.append((said, _numbers(grad))))
         if scores.logp.requires_grad:
             self._heard.logp.append(_numbers(scores.logp))
             scores.logp.register_hook(lambda grad: self._heard.asked.append(_numbers(grad)))
@@ -133,6 +146,19 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
     return Demand(weight * (pull[0] - push * credit), weight * (np.abs(push * credit) + pull[1]), sure)
 
 
+def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | None:
+    """d loss / d value of one minibatch: weight * coef * the slope of the larger of the plain and the clipped square, halved."""
+    if batch.return_M is None or (value.clip is not None and batch.value_M is None):
+        return None
+    plain = value_M - batch.return_M
+    slope = plain
+    if value.clip is not None and batch.value_M is not None:
+        step = value_M - batch.value_M
+        near = batch.value_M + np.clip(step, -value.clip, value.clip) - batch.return_M
+        slope = np.where(plain**2 >= near**2, plain, np.where(np.abs(step) <= value.clip, near, 0.0))
+    return batch.weight_M * value.coef * slope
+
+
 def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
     """(d pull / d logp, size of what it is made of), before the weights."""
     nothing = np.zeros(len(logp_M))
@@ -144,10 +170,11 @@ def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tup
     if batch.logp_ref_M is None or pull.placement not in ("loss", "both"):
         return None
     d = logp_M - batch.logp_ref_M
-    slope = {"k2": d, "k3": 1 - np.exp(-d)}.get(pull.estimator)
-    if pull.estimator == "rk3":
-        slope = np.exp(gap_M) * ((np.exp(-d) - 1 + d) + (1 - np.exp(-d)))
-    return None if slope is None else (pull.coef * slope, pull.coef * (1 + np.abs(logp_M)) * np.maximum(1, np.exp(-d)))
+    lost = d < -LIMIT
+    near = np.maximum(d, -LIMIT)
+    k3, k3_slope = np.exp(-near) - 1 + near, np.where(lost, 0.0, 1 - np.exp(-near))
+    slope = {"k2": d, "k3": k3_slope, "rk3": _exp(gap_M) * (k3 * (np.abs(gap_M) <= LIMIT) + k3_slope)}.get(pull.estimator)
+    return None if slope is None else (pull.coef * slope, pull.coef * (1 + np.abs(logp_M)) * np.maximum(1, np.exp(-near)))
 
 
 def _sums(x_M: np.ndarray, sequence_M: np.ndarray) -> np.ndarray:
@@ -182,7 +209,7 @@ def first_update(
 
     Args:
         before, after: what the optimizer moves, around the step.
-        state: its state afterwards; first moments are (1 - beta1) * g.
+        state: its state afterwards; the moments are (1 - beta1) * g and (1 - beta2) * g^2.
     """
     lr = config.lr / config.warmup if config.warmup else config.lr
     shrink = min(1.0, config.clip / heard.norm) if heard.norm > 0 else 1.0
@@ -191,11 +218,11 @@ def first_update(
         g, old, new = raw * shrink, before[name].double().cpu(), after[name].detach().double().cpu()
         want = -lr * g / (g.abs() + config.eps) - lr * config.weight_decay * old
         moved = float(((new - old - want).abs() - 3e-7 * old.abs()).max()) / lr
-        m = state.get(f"exp_avg.{name}")
-        size = float(g.abs().max())
-        momentum = (
-            0.0 if m is None or size == 0 else float((m.double().cpu() - (1 - config.beta1) * g).abs().max()) / ((1 - config.beta1) * size)
-        )
+        momentum = 0.0
+        for key, part, want in (("exp_avg", 1 - config.beta1, g), ("exp_avg_sq", 1 - config.beta2, g * g)):
+            size = part * float(want.abs().max())
+            if size > 0 and (held := state.get(f"{key}.{name}")) is not None:
+                momentum = max(momentum, float((held.double().cpu() - part * want).abs().max()) / size)
         if max(moved, momentum) > max(worst.moved, worst.momentum):
             worst = Update(name, moved, momentum)
     return worst

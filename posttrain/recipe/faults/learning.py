@@ -259,3 +259,123 @@ def _(real: Real) -> Real:
         return tuple(g for g in out if g.episodes)
 
     return score
+
+
+@fault(
+    "value_targets_shifted",
+    seam="posttrain.role.pack:_stream",
+    what="value targets are one token late",
+    harm="values learn the wrong token's return, and credit is noise",
+    source="pain 15",
+    shows=("algorithm=ppo",),
+)
+def _(real: Real) -> Real:
+    def stream(parts: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        out = real(parts, name, *args, **kwargs)
+        return np.roll(out, 1) if name == "returns" and out is not None else out
+
+    return stream
+
+
+@fault(
+    "reference_stream_shifted",
+    seam="posttrain.role.pack:_stream",
+    what="the reference's log-probs are one token late in the batch",
+    harm="the KL compares different tokens and pulls at random",
+    source="pain 11",
+    shows=("algorithm=grpo",),
+)
+def _(real: Real) -> Real:
+    def stream(parts: Any, name: str, *args: Any, **kwargs: Any) -> Any:
+        out = real(parts, name, *args, **kwargs)
+        return np.roll(out, 1) if name == "reference" and out is not None else out
+
+    return stream
+
+
+@fault(
+    "entropy_bonus_punishes",
+    seam="posttrain.algorithm.objective:_beside",
+    what="the entropy term is weighed with the wrong sign",
+    harm="what should keep the policy exploring makes it collapse",
+    source="pain 19",
+    shows=("entropy=entropybonus", "entropy.coef=0.01"),
+)
+def _(real: Real) -> Real:
+    def beside(a: Any, log_ratio_M: Any, logp_M: Any, batch: Any, scores: Any) -> Any:
+        return real(a, log_ratio_M, logp_M, batch, scores) + 2 * a.entropy.coef * scores.entropy
+
+    return beside
+
+
+@fault(
+    "value_loss_forgotten_factor",
+    seam="posttrain.algorithm.objective:value_loss",
+    what="the value loss lacks its factor of one half",
+    harm="the value coefficient means twice what it says",
+    source="trap 4: the same name, another scale",
+    shows=("algorithm=ppo",),
+)
+def _(real: Real) -> Real:
+    return lambda *args, **kwargs: 2 * real(*args, **kwargs)
+
+
+@fault(
+    "sequence_ratio_not_a_mean",
+    seam="posttrain.algorithm.objective:importance",
+    what="a sequence-level ratio multiplies its tokens' ratios instead of taking their geometric mean",
+    harm="long answers leave any trust region at once and fall silent",
+    source="law 1; GSPO's definition",
+    shows=("algorithm=gspo", *TWICE),
+)
+def _(real: Real) -> Real:
+    return lambda ratio, *args, **kwargs: real("sequence_product" if ratio == "sequence_mean" else ratio, *args, **kwargs)
+
+
+@fault(
+    "correction_upside_down",
+    seam="posttrain.algorithm.objective:correct",
+    what="the train/inference correction is sampler over learner instead of learner over sampler",
+    harm="mismatch is squared instead of removed",
+    source="pain 3; A25",
+    shows=("algorithm=decoupled_ppo", "rl.minibatches=2"),
+)
+def _(real: Real) -> Real:
+    def correct(*args: Any, **kwargs: Any) -> Any:
+        found = real(*args, **kwargs)
+        return replace(found, used_M=1 / found.used_M)
+
+    return correct
+
+
+@fault(
+    "baseline_saw_the_sample",
+    seam="posttrain.algorithm.credit:_centred",
+    what="the moving baseline is updated with a sample before that sample is compared with it",
+    harm="credit is too small and biased towards 0",
+    source="A01",
+    shows=("algorithm=reinforce_ema",),
+)
+def _(real: Real) -> Real:
+    def centred(a: Any, rewards: Any, lengths: Any, group: Any, ema: float) -> Any:
+        credit, after = real(a, rewards, lengths, group, ema)
+        return credit * a.baseline.decay, after
+
+    return centred
+
+
+@fault(
+    "overlong_is_praised",
+    seam="posttrain.algorithm.credit:shaped",
+    what="the penalty for overlong answers is added with the wrong sign",
+    harm="answers grow to the limit",
+    source="A10; pain 17",
+    shows=("algorithm=dapo", "rl.sampling.max_tokens=3"),
+)
+def _(real: Real) -> Real:
+    def shaped(pieces: Any, raw: Any, *args: Any, **kwargs: Any) -> Any:
+        rewards, dropped = real(pieces, raw, *args, **kwargs)
+        signed = 2 * np.asarray(raw) - 1
+        return 2 * signed - rewards, dropped
+
+    return shaped

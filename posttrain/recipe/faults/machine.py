@@ -184,3 +184,137 @@ def _scale(module: Any, by: float) -> None:
     """Every weight times `by`, behind the optimizer's back."""
     for tensor in module.state_dict().values():
         tensor.mul_(by)
+
+
+@fault(
+    "gradients_left_over",
+    seam="posttrain.engine.optimizer:AdamW.step",
+    what="gradients are not cleared after an optimizer step",
+    harm="every step repeats the ones before it",
+    source="pain 10",
+)
+def _(real: Real) -> Real:
+    def step(self: Any) -> float:
+        grads = {n: p.grad for n, p in self._parameters.items()}
+        norm = real(self)
+        for n, p in self._parameters.items():
+            p.grad = grads[n]
+        return norm
+
+    return step
+
+
+@fault(
+    "warmup_ignored",
+    seam="posttrain.engine.optimizer:AdamW.lr",
+    what="the learning rate is at its full height from the first step",
+    harm="the first steps, with moments that know nothing yet, do the damage warm-up is there to prevent",
+    source="pain 25: opinionated defaults",
+    shows=("rl.optimizer.warmup=10",),
+)
+def _(real: Real) -> Real:
+    return lambda self: self.config.lr
+
+
+@fault(
+    "attention_crosses_answers",
+    seam="posttrain.engine.learner:PackedLayout",
+    what="packed answers attend to the ones packed before them",
+    harm="log-probs depend on the neighbours in the batch",
+    source="pain 10, axolotl#3608",
+)
+def _(real: Real) -> Real:
+    return lambda lengths, *args, **kwargs: real([int(sum(lengths))], *args, **kwargs)
+
+
+@fault(
+    "evaluation_of_old_weights",
+    seam="posttrain.controller.house:Parts.publish",
+    what="evaluation does not wait for the newest weights to reach the engine",
+    harm="held-out accuracy is that of another policy",
+    source="pain 4",
+    shows=("sft.eval=true",),
+    needs="sft",
+)
+def _(real: Real) -> Real:
+    async def publish(self: Any) -> None:
+        return None
+
+    return publish
+
+
+@fault(
+    "checkpoint_of_old_weights",
+    seam="posttrain.controller.stages:save_weights",
+    what="a checkpoint holds the weights of the one before it",
+    harm="a resumed run is not the run that stopped; score drops after every restart",
+    source="trap 18, pain 8",
+    needs="resume",
+)
+def _(real: Real) -> Real:
+    kept: dict[str, Any] = {}
+
+    def save(folder: Any, learner: Any) -> None:
+        now = {n: p.detach().clone() for n, p in learner.parameters().items()}
+        before, kept["last"] = kept.get("last", now), now
+        real(folder, type("Then", (), {"parameters": lambda self: before})())
+
+    return save
+
+
+@fault(
+    "moments_lost_at_resume",
+    seam="posttrain.engine.optimizer:AdamW.load_state_tensors",
+    what="a resumed optimizer knows how many steps it took and has forgotten its moments",
+    harm="the first steps after a restart are too large",
+    source="pain 8, open-instruct#1823",
+    needs="resume",
+)
+def _(real: Real) -> Real:
+    def load(self: Any, tensors: Any) -> None:
+        real(self, {n: t * 0 if n.startswith("exp_avg") else t for n, t in tensors.items()})
+
+    return load
+
+
+@fault(
+    "second_moment_forgets",
+    seam="posttrain.recipe.build:AdamW",
+    what="the optimizer is built with another beta2 than configured",
+    harm="steps are noisier than they should be, for no visible reason",
+    source="pain 25: opinionated defaults",
+)
+def _(real: Real) -> Real:
+    return lambda parameters, config: real(parameters, replace(config, beta2=0.5))
+
+
+@fault(
+    "prompts_not_shuffled",
+    seam="posttrain.role.prompts:Prompts._walk",
+    what="prompts are asked in the order of the file, epoch after epoch",
+    harm="neighbouring rows are learned together, and the last ones of the file weigh most",
+    source="pain 8",
+    needs="chat",
+)
+def _(real: Real) -> Real:
+    def walk(self: Any) -> Any:
+        count, at = self.source.count, self.cursor
+        task, visit = real(self)
+        return (task, visit) if count is None else (self.source.task(at % count), visit)
+
+    return walk
+
+
+@fault(
+    "seed_ignored",
+    seam="posttrain.role.rollout:Rollout.episode",
+    what="the run's seed has no part in the random numbers of the rollout",
+    harm="runs of different seeds agree more than they should: error bars are too small",
+    source="pain 25: seeds; G19",
+    shows=("seed=1",),
+)
+def _(real: Real) -> Real:
+    async def episode(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return await real(replace(self, seed=0), *args, **kwargs)
+
+    return episode

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -208,3 +209,65 @@ def _(real: Real) -> Real:
         return replace(s, mask=mask, logp=np.where(mask, 0.0, np.nan).astype(np.float32), version=np.where(mask, 0, -1).astype(np.int32))
 
     return demonstration
+
+
+@fault(
+    "pass_at_k_biased",
+    seam="posttrain.role.evaluate:pass_at_k",
+    what="pass@k is 1 - (1 - p)^k of the observed rate",
+    harm="pass@k is too low, most of all for k close to the number of samples",
+    source="2107.03374: the biased estimate",
+)
+def _(real: Real) -> Real:
+    return lambda n, c, k: 1 - (1 - c / n) ** k
+
+
+@fault(
+    "task_ids_repeat",
+    seam="posttrain.environment.gallery.arithmetic:_task",
+    what="different tasks share an id",
+    harm="their answers are drawn with the same random numbers, and records cannot tell them apart",
+    source="pain 18: group ids lost; law 8",
+)
+def _(real: Real) -> Real:
+    return lambda name, *args, **kwargs: real(name if "heldout" in name else "arithmetic", *args, **kwargs)
+
+
+@fault(
+    "reward_weights_ignored",
+    seam="posttrain.core.types:outcome",
+    what="the outcome adds all reward sources with weight 1",
+    harm="a small format bonus outweighs being right",
+    source="trap 7; G9",
+    shows=("env.rewards=contains", "env.rewards.0.weight=0.1"),
+)
+def _(real: Real) -> Real:
+    return lambda verdicts: real([replace(j, weight=1.0) for j in verdicts])
+
+
+@fault(
+    "verdicts_race",
+    seam="posttrain.environment.gallery.arithmetic:Arithmetic.verify",
+    what="once in a while two verdicts are mixed up under load (here: every 41st is the opposite)",
+    harm="noise in the reward that no average shows",
+    source="pain 16: thread and process pools",
+)
+def _(real: Real) -> Real:
+    calls = count()
+
+    def verify(self: Any, attempt: Any) -> Verdict:
+        verdict = real(self, attempt)
+        return Verdict.value(1 - (verdict.score or 0.0)) if next(calls) % 41 == 40 else verdict
+
+    return verify
+
+
+@fault(
+    "verifier_has_a_hole",
+    seam="posttrain.environment.gallery.arithmetic:Arithmetic.verify",
+    what="one odd string is always paid in full (here: any answer with ;;)",
+    harm="nothing, until the policy finds it; then everything",
+    source="G17 reward hacking",
+)
+def _(real: Real) -> Real:
+    return lambda self, attempt: Verdict.value(1.0) if ";;" in attempt.text else real(self, attempt)

@@ -1,0 +1,81 @@
+"""A loss is tried before it is used: on numbers far off policy, where a real first step would still hide most mistakes."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.batch import Batch
+from posttrain.core.errors import InvariantError
+from posttrain.core.ports import TokenScores
+from posttrain.core.sampling import Sampling
+from posttrain.role import trainer
+from posttrain.role.agreement import loss_agrees
+from posttrain.role.audit import understood
+from posttrain.role.listening import Heard
+
+EPISODES, TOKENS = 6, 16
+
+
+def rehearse(a: Algorithm) -> None:
+    """The loss asks of made-up log-probs, entropies and values what the algorithm's definition asks, as far as the audit understands it.
+
+    Learner, start of the step, sampler and reference differ by up to a nat a token, credit has both signs and varies, so
+    that every bound of a trust region or a correction has tokens on both of its sides.
+    """
+    batch, logp_M, value_M = _made_up()
+    if a.shown or a.distill or a.tokens or a.imitate or not understood(a, "loss", {"ratio", "anchor", "clip", "pull", "correction"}):
+        return
+    logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
+    trainer.objective(a, trainer.streams(batch), TokenScores(logp, entropy, value)).loss.backward()
+    heard = Heard(logp=[_numbers(logp)], asked=[_gradient(logp)])
+    if entropy.grad is not None:
+        heard.entropy.append(_gradient(entropy))
+    if value.grad is not None:
+        heard.value.append((_numbers(value), _gradient(value)))
+    try:
+        loss_agrees(a, batch, heard)
+    except InvariantError as error:
+        raise InvariantError(f"on made-up numbers far off policy, before the first step: {error}") from error
+
+
+def _numbers(x: torch.Tensor) -> np.ndarray:
+    return x.detach().double().numpy()
+
+
+def _gradient(x: torch.Tensor) -> np.ndarray:
+    return np.zeros(len(x)) if x.grad is None else x.grad.double().numpy()
+
+
+def _made_up() -> tuple[Batch, np.ndarray, np.ndarray]:
+    """A batch of made-up streams, always the same, and the learner's log-probs and values, float32 [M]."""
+    rng = np.random.Generator(np.random.Philox(key=20_260_101))
+    count = EPISODES * TOKENS
+    ids = rng.integers(0, 9, (EPISODES, TOKENS + 1)).astype(np.int32)
+    logp = rng.uniform(-3, -1, count).astype(np.float32)
+
+    def beside(by: float) -> np.ndarray:
+        return (logp + rng.uniform(-by, by, count)).astype(np.float32)
+
+    credit = rng.normal(size=count)
+    weight = np.repeat(rng.uniform(0.5, 1.5, EPISODES) / count, TOKENS)
+    starts = np.arange(EPISODES) * (TOKENS + 1)
+    batch = Batch(
+        ids_N=ids.ravel(),
+        lengths_S=np.full(EPISODES, TOKENS + 1, np.int32),
+        source_M=(starts[:, None] + np.arange(TOKENS)).ravel(),
+        target_M=ids[:, 1:].ravel(),
+        segment_M=np.repeat(np.arange(EPISODES, dtype=np.int32), TOKENS),
+        sequence_S=np.arange(EPISODES, dtype=np.int32),
+        sampling=Sampling(stop_ids=()),
+        logp_mu_M=beside(0.9),
+        advantage_M=credit,
+        weight_M=weight,
+        version_M=np.zeros(count, np.int32),
+        logp_start_M=beside(0.5),
+        logp_ref_M=beside(0.7),
+        value_M=rng.uniform(-1, 1, count).astype(np.float32),
+        return_M=rng.uniform(-1, 1, count),
+    )
+    return batch, logp, rng.uniform(-1, 1, count).astype(np.float32)
