@@ -20,12 +20,12 @@ from typing import Any
 
 from posttrain.environment.sandbox.backends import Backend
 from posttrain.environment.sandbox.cell.program import MEMORY_ERROR
-from posttrain.environment.sandbox.cell.zygote import KILL
+from posttrain.environment.sandbox.cell.zygote import CLEAN, KILL
 from posttrain.environment.sandbox.port import Limits, Ran, SandboxBroken, SandboxUnavailableError, Why
 
 START_SECONDS = 30.0
 """To start Python and import the packages; a loaded machine takes a second."""
-GRACE = 2.0
+GRACE = 5.0
 """Beyond a job's wall time, before the whole sandbox is taken for lost."""
 SPILL = 4
 """A stream may say this many times what is kept of it before the program is stopped."""
@@ -49,10 +49,13 @@ class Worker:
         self.backend = backend
         self.jobs = 0
         self.notes: dict[str, Any] = {}
+        self.pids: tuple[int, ...] = ()
+        """Of the process we started and, where there is one, of the namespace's first process."""
         self._init = -1
         """A descriptor of the namespace's first process, through which everything inside is ended at once."""
         self._lock = threading.Lock()
         self._busy = False
+        self._clean = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control = ours
         complaints = os.memfd_create("complaints")
@@ -90,6 +93,7 @@ class Worker:
                 pass_fds=passed,
                 start_new_session=True,
             )
+            self.pids = (process.pid,)
         except OSError as error:
             raise SandboxUnavailableError(f"{command[0]} does not start: {error}") from error
         finally:
@@ -101,7 +105,8 @@ class Worker:
             with os.fdopen(reader, "rb") as told:
                 said = told.read()
             with contextlib.suppress(ValueError, KeyError, ProcessLookupError):
-                self._init = os.pidfd_open(json.loads(said)["child-pid"])
+                self.pids = (process.pid, json.loads(said)["child-pid"])
+                self._init = os.pidfd_open(self.pids[1])
         return process
 
     def _greet(self, complaints: int) -> None:
@@ -119,13 +124,9 @@ class Worker:
             raise SandboxUnavailableError(self.notes["error"])
         self._control.settimeout(None)
 
-    @property
-    def pid(self) -> int:
-        """Of the process we started."""
-        return self._process.pid
-
     def run(self, job: Job) -> Ran:
         """One program, to its end or its limits."""
+        self._settle()
         self.jobs += 1
         with contextlib.ExitStack() as held:
             given = [sealed(job.program, held), sealed(job.stdin, held)]
@@ -141,6 +142,7 @@ class Worker:
             try:
                 with self._lock:
                     self._busy = True
+                self._clean = False
                 socket.send_fds(self._control, [request], [*given, *ends, sealed(job.call, held)])
             except OSError as error:
                 self.destroy()
@@ -161,6 +163,21 @@ class Worker:
             for fd, ear in ears.items():
                 ear.hear(fd)
         return self._ran(job.limits, reply, stopped, {ear.name: ear for ear in ears.values()})
+
+    def _settle(self) -> None:
+        """Wait until what the job before left has been removed."""
+        if self._clean:
+            return
+        self._control.settimeout(START_SECONDS)
+        try:
+            said = self._control.recv(64)
+        except OSError as error:
+            said = str(error).encode()
+        if said != CLEAN:
+            self.destroy()
+            raise SandboxBroken(f"{self.backend.name}: could not be cleaned after a job: {said.decode()}")
+        self._control.settimeout(None)
+        self._clean = True
 
     def stop(self) -> None:
         """End the running job from another thread, as if its time were over; nothing where none runs."""
@@ -224,10 +241,12 @@ class Worker:
         )
 
     def close(self) -> None:
-        """Let the zygote leave by itself, so that nobody is left for process 1 to bury; then make sure."""
-        self._control.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._process.wait(GRACE)
+        """End an idle sandbox. Where the namespace's first process is known it is ended first: bubblewrap buries it then, but
+        leaves it to process 1 when the zygote goes by itself."""
+        if self._init < 0:
+            self._control.close()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE)
         self.destroy()
 
     def destroy(self) -> None:

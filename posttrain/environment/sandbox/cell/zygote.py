@@ -15,7 +15,6 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -25,6 +24,8 @@ from typing import Any
 from . import confine, program
 
 KILL = b"kill"
+CLEAN = b"clean"
+"""Said after a job's reply, when what it left is gone: a job that leaves much makes nobody's answer late."""
 DONE = b"1"
 """What a child says on a pipe of its own when its doors are locked, before the program begins and the pipe is closed. A
 job that never said it failed by our fault, and no program can pretend that."""
@@ -89,11 +90,12 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -
         seconds = time.monotonic() - start
         ran = os.read(confined, 1) == DONE
         os.close(confined)
-        if settings["scratch"]:
-            clean(settings["scratch"])
         cpu = usage.ru_utime + usage.ru_stime
         reply = {"ran": ran, "status": status, "seconds": seconds, "cpu": cpu, "peak": usage.ru_maxrss * 1024}
         control.send(json.dumps(reply).encode())
+        if settings["scratch"]:
+            clean(settings["scratch"])
+        control.send(CLEAN)
 
 
 def wait(pid: int, control: socket.socket) -> tuple[int, Any]:
@@ -154,22 +156,32 @@ def read(fd: int) -> bytes:
 
 
 def clean(path: str) -> None:
-    """Nothing of one job is there for the next."""
-    for entry in os.scandir(path):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path, onerror=_open_up)
-        else:
-            os.unlink(entry.path)
+    """Nothing of one job is there for the next, whatever it built: directories without rights, or nested without end.
+
+    Each directory's own directories are moved up before it is removed, so nothing here recurses or runs out of descriptors.
+    """
+    moved = 0
+    while folders := _emptied(path):
+        for folder in folders:
+            os.chmod(folder, 0o700)
+            for inner in _emptied(folder):
+                os.chmod(inner, 0o700)
+                while os.path.lexists(f"{path}/{moved}"):
+                    moved += 1
+                os.rename(inner, f"{path}/{moved}")
+            os.rmdir(folder)
 
 
-def _open_up(function: Any, path: str, _: object) -> None:
-    """A directory without rights is given them and tried again, once."""
-    os.chmod(os.path.dirname(path), 0o700)
-    os.chmod(path, 0o700)
-    if os.path.isdir(path) and not os.path.islink(path):
-        shutil.rmtree(path)
-    else:
-        os.unlink(path)
+def _emptied(path: str) -> list[str]:
+    """Remove a directory's files; the directories in it."""
+    folders: list[str] = []
+    with os.scandir(path) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+            else:
+                os.unlink(entry.path)
+    return folders
 
 
 if __name__ == "__main__":
