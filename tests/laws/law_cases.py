@@ -84,6 +84,7 @@ TIGHT: list[Case] = [
     (patch(ladder.VAPO, "vapo_adaptive", "-", baseline=Value(gae_lambda=1.0, length_alpha=0.5)), t.vapo(0.5)),
     (patch(ladder.PKPO, "pkpo_2", "-", shape=(BestOf(k=2, gain=True),)), lambda eps: t.pkpo(eps, 2)),
     (patch(ladder.PASS_AT_K, "pass_at_2", "-", shape=(BestOf(k=2),)), f.pass_at_k(2)),
+    (patch(ladder.DUAL_CLIP, "dual_clip_tight", "-", clip=Clip(cap=1.3)), lambda eps: t.dual_clip(eps, 1.3)),
     (patch(ladder.TWO_SIDED, "two_sided_tight", "-", clip=Clip(cap=1.3)), f.two_sided_at(1.3)),
     (patch(ladder.DEEPSEEK_V32, "deepseek_tight", "-", correction=(NegativeMask(delta=0.05),)), f.deepseek_v32(0.05)),
     (patch(ladder.GMPO, "gmpo_tight", "-", clip=Geometric(low=0.1, high=0.2)), f.gmpo(0.1, 0.2)),

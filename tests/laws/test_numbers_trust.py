@@ -196,6 +196,7 @@ CORRECTIONS: list[tuple[str, Correction, np.ndarray, np.ndarray, list[float]]] =
     ("A25 KPop .4/.5 kept for .1", BinaryKL(phi=0.1), KPOP, np.log([0.5, 0.5]), [0.8, 1.0]),
     ("A25 KPop .4/.5 kept for .0205", BinaryKL(phi=0.0205), KPOP, np.log([0.5, 0.5]), [0.8, 1.0]),
     ("A25 KPop .4/.5 masked for .0203", BinaryKL(phi=0.0203), KPOP, np.log([0.5, 0.5]), [0.0, 1.0]),
+    ("A25 KPop .5/.4 masked for .0203, the other way", BinaryKL(phi=0.0203), -KPOP, np.log([0.4, 0.5]), [0.0, 1.0]),
     ("A25 veto", Veto(below=0.2), W5, np.full(5, -3.0), [0.0] * 5),
     ("A25 veto spares", Veto(below=0.05), W5, np.full(5, -3.0), [1.0] * 5),
 ]

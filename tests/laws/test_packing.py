@@ -14,7 +14,7 @@ from posttrain.algorithm.credit import credit_step, whitened, without_credit
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import CHORD, CLIP_COV, DR_GRPO, GRPO, KL_COV, LADDER, LUFFY, PPO, SAPO, TOP_ENTROPY, VAPO
-from posttrain.core.pieces.token import ClipCov, EntropyBonus
+from posttrain.core.pieces.token import ClipCov, EntropyBonus, Imitate
 from posttrain.core.run import Reinforce
 from posttrain.role.pack import pack
 
@@ -74,6 +74,16 @@ def test_shown_tokens_are_marked() -> None:
     here = world(LUFFY, 0)
     shown = here.batch.shown_M
     assert shown is not None and shown.sum() == sum(len(e) for e in here.eps if e.shown) and (here.batch.logp_mu_M[shown] == 0).all()
+
+
+def test_what_was_shown_is_not_the_policys_success() -> None:
+    """imitate.of=solved takes what the policy said itself, also where a demonstration beside it is right."""
+    a = patch(LUFFY, "both", "-", imitate=Imitate(coef=0.1))
+    for seed in range(2):
+        here = world(a, seed)
+        weight, shown = here.batch.imitate_M, here.batch.shown_M
+        assert weight is not None and shown is not None and weight.any() and not weight[shown].any()
+    assert any(e.shown and e.R >= 1 for seed in range(2) for e in world(a, seed).eps)
 
 
 # --- which tokens speak ------------------------------------------------------------------------------------------------

@@ -223,13 +223,13 @@ def ppo(eps: Sequence[Ep], whiten: bool = True, clip: float | None = 0.2) -> Ten
     return -tokens(clipped(eps, adv)) + value_losses(eps, [x + e.v_old for x, e in zip(raw, eps, strict=True)], clip)
 
 
-def dual_clip(eps: Sequence[Ep]) -> Tensor:
-    """A < 0: max(min(r A, clip(r) A), c A) with c = 3."""
+def dual_clip(eps: Sequence[Ep], c: float = 3.0) -> Tensor:
+    """A < 0: max(min(r A, clip(r) A), c A)."""
     raw = [gae_by_sums(e, 0.95) for e in eps]
     terms: list[Tensor] = []
     for e, x in zip(eps, token_whitened(raw), strict=True):
         low = ppo_min(ratio(e), x)
-        terms.append(torch.where(x < 0, torch.maximum(low, 3.0 * x), low))
+        terms.append(torch.where(x < 0, torch.maximum(low, c * x), low))
     return -tokens(terms) + value_losses(eps, [x + e.v_old for x, e in zip(raw, eps, strict=True)])
 
 
