@@ -12,8 +12,7 @@ from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
 from posttrain.role import trainer
 from posttrain.role.agreement import loss_agrees
-from posttrain.role.audit import understood
-from posttrain.role.listening import Heard
+from posttrain.role.listening import Heard, demand
 
 EPISODES, TOKENS = 6, 16
 
@@ -25,7 +24,7 @@ def rehearse(a: Algorithm) -> None:
     that every bound of a trust region or a correction has tokens on both of its sides.
     """
     batch, logp_M, value_M = _made_up()
-    if a.shown or a.distill or a.tokens or a.imitate or not understood(a, "loss", {"ratio", "anchor", "clip", "pull", "correction"}):
+    if demand(a, batch, logp_M.astype(np.float64)) is None:
         return
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
     trainer.objective(a, trainer.streams(batch), TokenScores(logp, entropy, value)).loss.backward()
