@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+import posttrain
 from benchmarks.trust import HEALTHY, SEEDS, healthy
+from posttrain.core.ladder import LADDER
 from posttrain.recipe.faults import FAULTS
-from tests.faulty import STEPS, catch, start
+from tests.faulty import STEPS, catch, named, smallest, start
 
 pytestmark = pytest.mark.prove
 
@@ -28,3 +30,17 @@ def test_nine_in_ten_faults_are_caught(model: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", HEALTHY)
 def test_healthy_runs_trip_nothing(name: str, seed: int, model: Path, tmp_path: Path) -> None:
     assert healthy(name, seed, model, tmp_path).tripped == ""
+
+
+@pytest.mark.parametrize("name", LADDER)
+def test_no_algorithm_is_disturbed_off_policy(name: str, model: Path, tmp_path: Path) -> None:
+    """Four optimizer steps on the same samples, at a temperature of its own."""
+    words = (
+        "rl.minibatches=2",
+        "rl.epochs=2",
+        "rl.siblings=6",
+        "rl.sampling.temperature=0.9",
+        *((f"rl.reference={model}",) if name in ("opd", "gkd") else ()),
+    )
+    posttrain.run(smallest(None, model, tmp_path, steps=4), f"algorithm={name}", *words, out=tmp_path / "run", quiet=True)
+    assert named(tmp_path / "run") is None
