@@ -18,7 +18,7 @@ from typing import Any, Literal
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.pieces.baseline import GROUP_RELATIVE, TO_GO, Baseline, GroupMean, Others, StepMean, Value, Zero
 from posttrain.core.pieces.correction import WEIGHING, BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
-from posttrain.core.pieces.pull import KL, Pull, SequenceL2
+from posttrain.core.pieces.pull import KL, OF_RATIO, Pull, SequenceL2
 from posttrain.core.pieces.shape import BestOf, DropTruncated, Shaping
 from posttrain.core.pieces.token import (
     Curriculum,
@@ -107,7 +107,7 @@ class Algorithm:
     def reads(self) -> frozenset[str]:
         """What the step must score before the loss: subset of {start, reference, values, entropy, teacher}."""
         need: set[str] = set()
-        anchored = self.ratio != "one" or isinstance(self.pull, SequenceL2)
+        anchored = self.ratio != "one" or isinstance(self.pull, OF_RATIO)
         corrected = any(not isinstance(c, NegativeMask) for c in self.correction) and self.anchor != "proximal"
         if (anchored and self.anchor == "start") or corrected or self.start_before_loss:
             need.add("start")

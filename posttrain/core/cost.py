@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.pieces.baseline import Greedy, StepMean
-from posttrain.core.pieces.pull import KL, SequenceL2
+from posttrain.core.pieces.pull import KL, OF_RATIO
 
 ANCHOR = {"behaviour": "sampler", "start": "start", "proximal": "proximal"}
 
@@ -27,7 +27,7 @@ class Cost:
 
 def anchor(a: Algorithm) -> str:
     """Whose probability the policy is compared with; '' where no ratio is formed."""
-    compared = a.ratio != "one" or isinstance(a.pull, SequenceL2) or (isinstance(a.pull, KL) and a.pull.estimator == "rk3")
+    compared = a.ratio != "one" or isinstance(a.pull, OF_RATIO) or (isinstance(a.pull, KL) and a.pull.estimator == "rk3")
     return ANCHOR[a.anchor] if compared else ""
 
 

@@ -80,3 +80,5 @@ class SequenceL2:
 
 
 Pull = KL | SequenceL2
+OF_RATIO = (SequenceL2,)
+"""Pulls towards the anchor of the ratio instead of a reference."""
