@@ -21,7 +21,7 @@ from posttrain.algorithm.trust import Look, Push, importance, push
 from posttrain.algorithm.value import value_loss
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import InvariantError
-from posttrain.core.pieces.pull import KL, Pull, SequenceL2
+from posttrain.core.pieces.pull import KL, Pull, SequenceL2, TokenL2
 from posttrain.core.pieces.token import KlCov
 from posttrain.core.ports import TokenScores
 from posttrain.core.types import Gauge, Gauges
@@ -141,6 +141,8 @@ def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -
             return pull.coef * kl.estimate(pull.estimator, logp_M - batch.logp_ref_M, log_ratio_M)
         case SequenceL2(coef=coef):
             return coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
+        case TokenL2(coef=coef):
+            return coef * log_ratio_M.square()
 
 
 def _present(stream: Tensor | None, name: str, a: Algorithm) -> Tensor:

@@ -9,7 +9,7 @@ from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.pieces.baseline import Ema, Greedy, GroupMean, LengthMean, Others, SecondBest, SoftMean, StepMean, ToGo, Value
 from posttrain.core.pieces.correction import NegativeMask, Truncate
-from posttrain.core.pieces.pull import KL, SequenceL2
+from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import BestOf, Overlong, Signed
 from posttrain.core.pieces.token import ClipCov, Distill, EntropyBonus, Imitate, KlCov, NoEasy, Priority, SecondMoment, Shown, TopEntropy
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper
@@ -119,6 +119,8 @@ MAXRL = patch(DR_GRPO, "maxrl", "2602.02710", scale="group_mean",
     note="centred, with credit 0 for groups without success: unbiased for order G - 1, not G; only for rewards >= 0. The authors divide by mean + 1e-6, which gives a group of one r / 1e-6; here it is 0")
 DPPO = patch(DR_GRPO, "dppo", "2602.04879", anchor="behaviour", clip=Divergence(measure="tv", delta=0.15),
     note="the cap on the ratio is verl's 20 (the authors' code 10, prime-rl none); delta .15 for TV, .05 for KL, where SkyRL and prime-rl use .2")
+PRIME_RL = patch(DPPO, "prime_rl", "prime-rl loss.py", clip=Divergence(measure="tv", delta=0.2, cap=float("inf")), aggregate="token_mean", pull=TokenL2(coef=1e-3),
+    note="the default loss of prime-rl at revision 559b447: its docs name a cap on the ratio, its code has none")
 DPPO_KL = patch(DPPO, "dppo_kl", "2602.04879", clip=Divergence(measure="kl", delta=0.05), note="delta is verl's; SkyRL prefers it")
 DPPO_TOP = patch(DPPO, "dppo_top", "2602.04879", clip=Divergence(measure="tv", delta=0.15, top=8),
     note="the paper finds no significant gain over the binary form")

@@ -44,7 +44,7 @@ from posttrain.core.ladder import (
 )
 from posttrain.core.pieces.baseline import Ema, Greedy, GroupMean, LengthMean, Others, SecondBest, SoftMean, StepMean, ToGo, Value, Zero
 from posttrain.core.pieces.correction import BinaryKL, Mask, NegativeMask, Reject, Truncate, Veto
-from posttrain.core.pieces.pull import KL, SequenceL2
+from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import (
     BestOf,
     Cosine,
@@ -160,6 +160,7 @@ NUMBERS: list[tuple[type, dict[str, Any]]] = [
     *[(Value, n) for n in ({"length_alpha": 0.0}, {"credit_lambda": 1.5}, {"credit_lambda": 0.9, "length_alpha": 0.05})],
     *[(KL, n) for n in ({"coef": 0.0}, {"estimator": "k9"}, {"horizon": 0.0}, {"refresh": -1}, {"target": 0.0})],
     (SequenceL2, {"coef": 0.0}),
+    (TokenL2, {"coef": 0.0}),
     *[(Truncate, n) for n in ({"cap": 0.0}, {"cap": -1.0})],
     *[(Mask, n) for n in ({"low": 2.0, "high": 1.0}, {"low": -0.5})],
     (BinaryKL, {"phi": 0.0}),
@@ -219,7 +220,7 @@ def test_lineage_ends_with_the_last_patch() -> None:
 
 
 READS = {
-    "": "reinforce reinforce_ema remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo dppo_kl dppo_top a3po",
+    "": "reinforce reinforce_ema remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl dppo_kl dppo_top a3po",
     "reference": "rloo opd",
     "teacher": "gkd",
     "start values": "ppo dual_clip vapo",

@@ -196,6 +196,17 @@ def dppo(far: Callable[[Ep], Tensor], cap: float | None = 20.0) -> Book:
     return lambda eps: -sums(each(term, centred)(eps)) / L_MAX
 
 
+def prime_rl(eps: Sequence[Ep]) -> Tensor:
+    """r_t A_t - 1e-3 (log r_t)^2 over all tokens, the first term masked where |pi - mu| > .2 and it moves further; r is differentiated."""
+
+    def term(e: Ep, x: float) -> Tensor:
+        d = e.lp - e.mu
+        kept = ~(((e.lp.exp() - e.mu.exp()).abs() > 0.2) & ((d > 0) if x > 0 else (d < 0)))
+        return kept * d.exp() * x - 1e-3 * d**2
+
+    return -torch.cat(each(term, centred)(eps)).mean()
+
+
 def far_tv(e: Ep) -> Tensor:
     return (e.lp.exp() - e.mu.exp()).abs() > 0.15
 

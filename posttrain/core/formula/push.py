@@ -5,7 +5,7 @@ from __future__ import annotations
 from posttrain.core.algorithm import Aggregate, Algorithm, Anchor, Ratio
 from posttrain.core.formula.words import times
 from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
-from posttrain.core.pieces.pull import KL, Pull, SequenceL2
+from posttrain.core.pieces.pull import KL, Pull, SequenceL2, TokenL2
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper, TrustRegion
 
 _NAME: dict[Anchor, str] = {"behaviour": "mu", "start": "start", "proximal": "prox"}
@@ -112,6 +112,8 @@ def pulled(p: Pull | None) -> str:
             return "0"
         case SequenceL2(coef=coef):
             return f"{coef:g} / 2 (log pi(y) / anchor(y))^2, once a response"
+        case TokenL2(coef=coef):
+            return f"{times(coef)}(log pi / anchor)^2"
         case KL():
             adapts = f"; the coefficient follows KL = {p.target:g}" if p.target is not None else ""
             fresh = f"; ref is renewed every {p.refresh} steps" if p.refresh else ""

@@ -79,6 +79,16 @@ class SequenceL2:
         positive("pull.coef", self.coef, "pull=none")
 
 
-Pull = KL | SequenceL2
-OF_RATIO = (SequenceL2,)
+@dataclass(frozen=True, kw_only=True)
+class TokenL2:
+    """coef * (log pi/anchor)^2 of every token: prime-rl's kl_tau; verl's dro and ROLL's kimi15 differ by a factor (A18, A20)."""
+
+    coef: float = 1e-3
+
+    def __post_init__(self) -> None:
+        positive("pull.coef", self.coef, "pull=none")
+
+
+Pull = KL | SequenceL2 | TokenL2
+OF_RATIO = (SequenceL2, TokenL2)
 """Pulls towards the anchor of the ratio instead of a reference."""
