@@ -181,7 +181,9 @@ class Stages:
         guard = Guard([] if fresh else [s for s in reader.steps(parts.book.folder) if s.stage == stage.name])
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
         if stage.algorithm.curriculum is not None and house.prompts.curriculum is None:
-            parts.say(f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has nothing to choose from")
+            parts.say(
+                f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has nothing to choose from"
+            )
         await parts.publish()
         await guard.begin(house)
         report = None

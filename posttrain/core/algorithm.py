@@ -17,8 +17,8 @@ from typing import Any, Literal
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.pieces.baseline import GROUP_RELATIVE, TO_GO, Baseline, GroupMean, Others, StepMean, Value, Zero
-from posttrain.core.pieces.correction import WEIGHING, BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
-from posttrain.core.pieces.pull import KL, OF_RATIO, Pull, SequenceL2
+from posttrain.core.pieces.correction import WEIGHING, BinaryKL, Correction, NegativeMask
+from posttrain.core.pieces.pull import KL, OF_RATIO, Pull
 from posttrain.core.pieces.shape import BestOf, DropTruncated, Shaping
 from posttrain.core.pieces.token import (
     Curriculum,
@@ -30,7 +30,7 @@ from posttrain.core.pieces.token import (
     Tokens,
     TopEntropy,
 )
-from posttrain.core.pieces.trust import PER_TOKEN, Clip, Divergence, FutureKL, Geometric, Hump, TrustRegion
+from posttrain.core.pieces.trust import PER_TOKEN, Clip, Divergence, Hump, TrustRegion
 
 Rewards = Literal["sum", "each", "none"]
 """What is compared: the weighted sum of all sources; each source on its own, then summed (GDPO, A31); or nothing at all."""
@@ -125,19 +125,6 @@ class Algorithm:
     def stores_top(self) -> int:
         """How many of its most probable tokens the sampler stores with every token it says."""
         return self.clip.top if isinstance(self.clip, Divergence) else 0
-
-    @property
-    def needs_episode_whole(self) -> bool:
-        """Whether a sequence-level quantity ties an episode's tokens together, so a micro-batch may not cut it."""
-        return (
-            self.ratio.startswith("sequence")
-            or isinstance(self.pull, SequenceL2)
-            or isinstance(self.clip, Geometric | FutureKL)
-            or any(
-                isinstance(c, Reject | Veto | NegativeMask) or (isinstance(c, Truncate | Mask) and c.level == "sequence")
-                for c in self.correction
-            )
-        )
 
     @property
     def reads_silent_tokens(self) -> bool:

@@ -241,18 +241,6 @@ def test_what_is_read_is_what_is_scored() -> None:
     assert patch(PPO, "v", "-", anchor="behaviour", baseline=Value(trace=1.0)).reads == {"start", "values"}
 
 
-WHOLE = "kimi_k15 topr gspo gspo_token vespo gmpo fipo deepseek_v32"
-
-
-def test_what_ties_an_episode_together() -> None:
-    """Sequence-level ratios, pulls and masks need every token of an episode in one micro-batch."""
-    assert {n for n, a in LADDER.items() if a.needs_episode_whole} == set(WHOLE.split())
-    for piece in (Reject(), Veto(), NegativeMask(), Truncate(level="sequence"), Mask(level="sequence")):
-        assert patch(REINFORCE, "p", "-", correction=(piece,)).needs_episode_whole
-    for piece in (Truncate(), Mask(), BinaryKL()):
-        assert not patch(REINFORCE, "p", "-", correction=(piece,)).needs_episode_whole
-
-
 def test_which_silent_tokens_may_leave() -> None:
     """Tokens without credit may stay away from the forward pass only where nothing else reads them."""
     assert not any(a.reads_silent_tokens for a in (REINFORCE, DAPO, DR_GRPO, MAXRL, GSPO, DPPO))

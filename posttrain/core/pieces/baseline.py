@@ -74,7 +74,8 @@ class Greedy:
 class StepMean:
     """Mean over all judged steps of all siblings; a token's credit sums the steps that end at or after it (A07, process form).
 
-    Steps are verdicts about a part of an episode (`Judged.end`). Siblings without any have one step: the outcome, at their end.
+    Steps are verdicts about a part of an episode (`Judged.end`). A group without any compares its outcomes, each at its answer's
+    end; a sibling without any beside others that have some has no credit.
     """
 
 
