@@ -268,7 +268,7 @@ def page(data: dict[str, Any]) -> str:
             or ["Every planted fault is caught."]
         ),
         f"- The loss has a second opinion for {len(data['understood']['loss'])} of the {len(LADDER)} algorithms; the audit says nothing of the others' trust regions and token choices "
-        f"({', '.join(n for n in LADDER if n not in data['understood']['loss'])}). Their gradients are proved by the laws in `tests/laws`, not in a user's run.",
+        f"({', '.join(n for n in LADDER if n not in data['understood']['loss'])}). In a user's run only the direction of their policy term is tried, before the first step; their gradients are proved by the laws in `tests/laws`.",
         "- What a verifier should have said. Checks see that it repeats itself, pays right answers and refuses near misses; a hole in it stays one until somebody reads what is paid (`posttrain show RUN --best`).",
         "- Anything smaller than the noise of the dtype.",
         "",

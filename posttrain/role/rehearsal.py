@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import torch
 
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.pieces.trust import Divergence
 from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
 from posttrain.role import trainer
@@ -24,6 +27,7 @@ def rehearse(a: Algorithm) -> None:
     that every bound of a trust region or a correction has tokens on both of its sides.
     """
     batch, logp_M, value_M = _made_up()
+    _points_uphill(a, batch, logp_M, value_M)
     if demand(a, batch, logp_M.astype(np.float64)) is None:
         return
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
@@ -37,6 +41,27 @@ def rehearse(a: Algorithm) -> None:
         loss_agrees(a, batch, heard)
     except InvariantError as error:
         raise InvariantError(f"on made-up numbers far off policy, before the first step: {error}") from error
+
+
+def _points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.ndarray) -> None:
+    """Whatever the trust region: the policy term alone makes no token with credit > 0 less likely and none with credit < 0 more.
+
+    A push is never negative, so this holds for every algorithm, also where the audit does not know its pieces.
+    """
+    clip = replace(a.clip, top=0) if isinstance(a.clip, Divergence) else a.clip
+    alone = replace(
+        a, clip=clip, pull=None, entropy=None, imitate=None, distill=None, tokens=None, shown=None, rewards="sum", shape=(), scale="one"
+    )
+    batch = replace(batch, mix_M=np.full(batch.spoken, 0.5))
+    logp, value = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M))
+    trainer.objective(alone, trainer.streams(batch), TokenScores(logp, None, value)).loss.backward()
+    with_credit_M = -_gradient(logp) * np.sign(batch.advantage_M)
+    wrong, right = int((with_credit_M < 0).sum()), int((with_credit_M > 0).sum())
+    if wrong or not right:
+        raise InvariantError(
+            f"on made-up numbers, before the first step: the loss of {a.name} moves {wrong} of {batch.spoken} tokens against their credit and "
+            f"{right} with it. Check the sign of the policy term, and whether its trust region can be negative or is always 0"
+        )
 
 
 def _numbers(x: torch.Tensor) -> np.ndarray:
