@@ -39,4 +39,5 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing the tests' tools into $(VENV) (once)"
 	@$(PIP) --editable ".[dev,gym,data,math]"
+	@sh scripts/system-packages.sh
 	@touch $@

@@ -18,10 +18,11 @@ from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.code_tests import CallTest, InputTest, Test, WeakTest, tests_of
+from posttrain.environment.sandbox.cell.program import encode
 from posttrain.environment.sandbox.choose import open_sandbox
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.sandbox.port import Call, Ran, SandboxBroken, SandboxUnavailableError
-from posttrain.environment.sandbox.value import Unheard, heard, same
+from posttrain.environment.sandbox.value import Unheard, heard, same, shown
 
 Scoring = Literal["all", "fraction"]
 FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -176,5 +177,5 @@ def _lines(text: str) -> list[str]:
 
 
 def _differs(said: object, test: CallTest) -> Outcome:
-    wanted = f", wanted {test.wanted!r:.80}" if test.public else ""
-    return Outcome("wrong", f"returned {said!r:.80}{wanted}")
+    wanted = f", wanted {shown(encode(test.wanted))}" if test.public else ""
+    return Outcome("wrong", f"returned {shown(said)}{wanted}")

@@ -157,29 +157,31 @@ class _Loop:
                 worker.close()
 
     def _serve(self, asked: _Asked, worker: Worker | None) -> Worker | None:
-        """Answer one question; the sandbox to use next, if it is still good."""
+        """Answer one question; the sandbox to use next, if it is still good.
+
+        A job with processes gets a sandbox for itself, which dies with it, and the warm one waits.
+        """
         lost: Exception | None = None
+        alone = asked.job.limits.processes > 0
         for _ in range(TRIES):
-            own: Worker | None = None
+            used: Worker | None = None
             try:
-                if asked.job.limits.processes:
-                    asked.worker = own = self._start(asked.job.limits)
-                else:
-                    asked.worker = worker = worker or self._start(None)
-                ran = asked.worker.run(asked.job)
+                used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
+                ran = used.run(asked.job)
             except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:
                 lost = error
                 with self.lock:
                     self.counts.lost += 1
-                if own is None and worker is not None:
-                    worker.destroy()
-                    worker = None
+                if used is not None:
+                    used.destroy()
+                worker = worker if alone else None
                 if isinstance(error, SandboxUnavailableError) or asked.dropped:
                     break
                 continue
-            finally:
-                if own is not None:
-                    own.destroy()
+            if alone:
+                used.destroy()
+            else:
+                worker = used
             with self.lock:
                 self.counts.why[ran.why] += 1
             _answer(asked.answer.set_result, ran)

@@ -50,7 +50,7 @@ def _():
 
 @attack("change a file of the host")
 def _():
-    for change in (lambda: os.chmod(canary, 0o600), lambda: os.utime(canary, (1, 1)), lambda: os.truncate(canary, 0),
+    for change in (lambda: os.chmod(canary, 0o600), lambda: os.utime(canary), lambda: os.utime(canary, (1, 1)), lambda: os.truncate(canary, 0),
                    lambda: os.open(canary, os.O_RDONLY | os.O_TRUNC), lambda: os.unlink(canary)):
         try:
             change()
@@ -182,7 +182,7 @@ X32 = """
 import ctypes
 print("x32 answered", ctypes.CDLL(None).syscall(0x40000000 + 39))
 """
-HUNGRY = "x = bytearray(4 << 30)\nprint('allocated')"
+HUNGRY = "x = bytearray(1 << 30)\nprint('allocated')"
 ENDLESS = "while True: print('x' * 1000)"
 LOOP = "while True: pass"
 HONEST = """

@@ -94,7 +94,7 @@ def _examine(worker: Worker, target: Bait) -> list[str]:
     for name, source, limits, expected in (
         ("call by the numbers of i386", probes.OTHER_ARCHITECTURE, quick, "crashed"),
         ("call by the numbers of x32", probes.X32, quick, "crashed"),
-        ("allocate 4 GiB", probes.HUNGRY, quick, "memory"),
+        ("allocate 1 GiB", probes.HUNGRY, quick, "memory"),
         ("say more than is allowed", probes.ENDLESS, quick, "output"),
         ("run longer than is allowed", probes.LOOP, Limits(wall=0.3), "timeout"),
     ):

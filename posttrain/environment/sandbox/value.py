@@ -92,11 +92,9 @@ def _same_dict(body: list[Any], parts: list[Any], how: Comparison) -> bool:
 
 
 def _close(said: Any, wanted: float, tolerance: float) -> bool:
-    if tolerance and isinstance(said, dict) and isinstance(said.get("int"), str) and len(said["int"]) < 200:
-        try:
-            said = float(int(said["int"], 16))
-        except ValueError:
-            return False
+    if tolerance:
+        number = _integer(said)
+        said = said if number is None else float(number)
     if type(said) is not float:
         return False
     if math.isnan(wanted) or math.isnan(said):
@@ -104,6 +102,24 @@ def _close(said: Any, wanted: float, tolerance: float) -> bool:
     if tolerance:
         return said == wanted or math.isclose(said, wanted, rel_tol=tolerance, abs_tol=tolerance)
     return said == wanted and math.copysign(1.0, said) == math.copysign(1.0, wanted)
+
+
+def _integer(said: Any, digits: int = 200) -> int | None:
+    """The integer that an encoded one stands for; None for anything else, and for one of more than `digits` digits."""
+    text = said.get("int") if isinstance(said, dict) and len(said) == 1 else None
+    if not isinstance(text, str) or len(text) > digits:
+        return None
+    try:
+        number = int(text, 16)
+    except ValueError:
+        return None
+    return number if hex(number) == text else None
+
+
+def shown(said: Any, length: int = 80) -> str:
+    """The beginning of an encoded value, for people: numbers as numbers, everything else as the JSON it came in."""
+    number = _integer(said, 40)
+    return str(number) if number is not None else f"{json.dumps(said)[:length]}"
 
 
 def _text(value: Any) -> str:
