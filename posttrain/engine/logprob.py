@@ -243,7 +243,7 @@ class _Head(torch.autograd.Function):
 
 
 def _scores(
-    h: Tensor, w: Tensor, b: Tensor | None, at: int, sets: _Sets | None, beta: float, softcap: float | None, scale: float
+    h: Tensor, w: Tensor, b: Tensor | None, at: int, sets: _Kept | None, beta: float, softcap: float | None, scale: float
 ) -> tuple[Tensor, Tensor | None]:
     """(z [C, V] = logits / temperature with -inf outside the kept sets, where that is)."""
     z = logits(h, w, b, scale, softcap)

@@ -11,14 +11,14 @@ from bisect import bisect_left
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import numpy as np
 
 from posttrain.core import seeds
 from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.pieces.token import Shown
-from posttrain.core.ports import Attempt, Dialogue, PairRenderer, Sampler, Teacher, Utterance
+from posttrain.core.ports import Attempt, Dialogue, Environment, PairRenderer, Sampler, Teacher, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Message, Stop, Task
@@ -78,7 +78,7 @@ class Rollout:
     """Plays episodes of one environment on one engine under one seed."""
 
     sampler: Sampler
-    environment: Teacher
+    environment: Environment
     dialogue: Callable[[str], Dialogue]
     """A new encoder for one episode of the named task."""
     seed: int
@@ -125,7 +125,8 @@ class Rollout:
         if self.renderer is None:
             raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
-        prompt, completion = self.environment.demonstrate(task, style or self.environment.styles[-1], rng, 0.0)
+        teacher = cast("Teacher", self.environment)  # a run that shows demonstrations starts only where there are some
+        prompt, completion = teacher.demonstrate(task, style or teacher.styles[-1], rng, 0.0)
         seen, said = self.renderer.pair(prompt, completion, task.id)
         transcript = Transcript(sampling)
         transcript.see(seen)

@@ -36,9 +36,15 @@ def score(
     values = _cut(learner.value(packed), episodes) if "values" in a.reads else None
     entropy = _cut(learner.entropy(packed), episodes) if "entropy" in a.reads else None
     teacher = _cut_top(_there(a, reference).top(packed, a.distill.top), episodes) if a.distill is not None else None
-    streams = (start, ref, values, entropy, teacher)
-    scored = iter(Scored(e, *(stream and stream[i] for stream in streams)) for i, e in enumerate(episodes))
+    scored = iter(
+        Scored(e, _at(start, i), _at(ref, i), _at(values, i), _at(entropy, i), None if teacher is None else teacher[i])
+        for i, e in enumerate(episodes)
+    )
     return tuple(ScoredGroup(g, tuple(next(scored) for _ in g.judged)) for g in groups if g.judged)
+
+
+def _at(streams: list[Stream] | None, episode: int) -> Stream | None:
+    return None if streams is None else streams[episode]
 
 
 def _there(a: Algorithm, reference: Examiner | None) -> Examiner:
