@@ -14,7 +14,7 @@ from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
 from posttrain.engine import logprob
-from posttrain.engine.logprob import logprobs
+from posttrain.engine.logprob import candidates, logprobs, most_probable
 
 M, H, V = 7, 5, 11
 
@@ -180,3 +180,40 @@ def test_refuses_what_has_no_distribution() -> None:
     wrong = Kept.of([np.array([(int(t) + 1) % V]) for t in targets()])
     with pytest.raises(InvariantError, match="not in its own kept set"):
         logprobs(h, w, b, targets(), sampling=Sampling(top_k=1), kept=wrong)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_candidates_are_the_said_token_and_its_rivals(case: Case) -> None:
+    """Log-probs of named tokens, with the gradients of plain log-softmax, equal `logprobs` where the token was said."""
+    h, w, b = inputs(bias=case.bias)
+    said = targets()
+    rivals = torch.stack([said, (said + 3) % V, (said + 5) % V], 1)
+    how = case.arguments()
+    got = candidates(h, w, b, rivals, **how)
+    own, _ = logprobs(h, w, b, said, **how)
+    assert torch.allclose(got[:, 0], own, atol=1e-12)
+    z = logprob.logits(h, w, b, case.scale, case.softcap) / case.temperature
+    if how["kept"] is not None:
+        outside = torch.ones_like(z, dtype=torch.bool)
+        for row, ids in enumerate(how["kept"].sets()):
+            outside[row, torch.from_numpy(ids.astype(np.int64))] = False
+        z = z.masked_fill(outside, float("-inf"))
+    plain = torch.log_softmax(z, 1).gather(1, rivals)
+    inside = plain > -1e30
+    assert torch.allclose(got[inside], plain[inside], atol=1e-12) and bool((got[~inside] < -1e30).all())
+    weight = torch.where(inside, torch.linspace(0.5, 1.5, 3, dtype=torch.float64), 0.0)
+    leaves = [x for x in (h, w, b) if x is not None]
+    found = torch.autograd.grad((weight * got.clamp_min(-50)).sum(), leaves)
+    wanted = torch.autograd.grad((weight * plain.clamp_min(-50)).sum(), leaves)
+    assert all(torch.allclose(x, y, atol=1e-10) for x, y in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("k", [1, 4, 0])
+def test_most_probable_tokens_come_first(k: int) -> None:
+    """The k largest log-probs of every position in descending order; 0 takes the vocabulary, which sums to 1."""
+    h, w, b = inputs()
+    found = most_probable(h, w, b, k, sampling=Sampling(temperature=0.7))
+    plain = torch.log_softmax(logprob.logits(h, w, b) / 0.7, 1).detach()
+    assert found.values.shape == (M, k or V)
+    assert torch.allclose(found.values, plain.sort(1, descending=True).values[:, : k or V], atol=1e-12)
+    assert torch.allclose(found.values, plain.gather(1, found.indices), atol=1e-12)
