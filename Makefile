@@ -9,6 +9,10 @@ TORCH_INDEX ?=
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 export PIP_NO_WARN_SCRIPT_LOCATION = 1
 
+# Test files run side by side in this many processes, one thread each.
+JOBS ?= 2
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses $(JOBS)
+
 .PHONY: run test prove lint clean
 .DELETE_ON_ERROR:
 
@@ -16,10 +20,10 @@ run: $(VENV)/run.stamp
 	$(BIN)/posttrain run ladder
 
 test: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -q -m "not prove"
+	$(PYTEST) --dist loadfile -m "not prove"
 
 prove: $(VENV)/dev.stamp
-	$(BIN)/python -m pytest -q -m prove
+	$(PYTEST) --dist worksteal -m prove
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
