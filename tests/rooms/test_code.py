@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -288,3 +289,12 @@ def test_what_is_not_plain_is_refused() -> None:
     for value in (object(), 1j, range(3), deep, [0] * 300_000):
         with pytest.raises(NotPlain):
             encode(value)
+
+
+def test_the_page_about_the_sandbox_is_true() -> None:
+    backend("namespaces")
+    blocks = (Path(__file__).parents[2] / "docs" / "sandbox.md").read_text().split("```python\n")[1:]
+    assert len(blocks) == 2
+    for block in blocks:
+        lines = block.splitlines()
+        exec(compile("\n".join(lines[: lines.index("```")]), "sandbox.md", "exec"), {})

@@ -61,7 +61,7 @@ class Sandbox:
         self.counts = Counts()
         self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._closed = threading.Event()
+        self._closed = False
         count = workers or os.cpu_count() or 1
         loop = _Loop(self._queue, backend, self.counts, self._lock)
         self._threads = [threading.Thread(target=loop, name=f"sandbox {i}", daemon=True) for i in range(count)]
@@ -107,16 +107,18 @@ class Sandbox:
             raise
 
     def _ask(self, program: str | bytes, stdin: str | bytes, call: Call | None, limits: Limits | None) -> _Asked:
-        if self._closed.is_set():
-            raise SandboxBroken("this sandbox has been closed")
         job = Job(as_bytes(program), as_bytes(stdin), b"" if call is None else as_json(call), limits or self.limits)
         asked = _Asked(job, Future(), time.monotonic())
-        self._queue.put(asked)
+        with self._lock:
+            if self._closed:
+                raise SandboxBroken("this sandbox has been closed")
+            self._queue.put(asked)
         return asked
 
     def close(self) -> None:
-        """Finish what was asked, then end every sandbox. Nothing of them is left afterwards."""
-        self._closed.set()
+        """Refuse what waits, let what runs come to its end or its limits, and end every sandbox: nothing is left of them."""
+        with self._lock:
+            self._closed = True
         self._finalizer()
 
     def __enter__(self) -> Self:
@@ -127,6 +129,11 @@ class Sandbox:
 
 
 def _end(asked: queue.SimpleQueue[_Asked | None], threads: list[threading.Thread]) -> None:
+    with contextlib.suppress(queue.Empty):
+        while True:
+            left = asked.get_nowait()
+            if left is not None:
+                _answer(left.answer.set_exception, SandboxBroken("the sandbox was closed before this program had its turn"))
     for _ in threads:
         asked.put(None)
     for thread in threads:

@@ -224,7 +224,7 @@ class Worker:
 
     def _ran(self, limits: Limits, reply: dict[str, Any], stopped: Why | None, ears: dict[str, Ear]) -> Ran:
         status = os.waitstatus_to_exitcode(reply["status"])
-        if not reply["ran"] and stopped is None:
+        if not reply["ran"]:
             why = bytes(ears["stderr"].head).decode(errors="replace").strip()
             raise SandboxBroken(f"{self.backend.name}: the job could not be confined, so it did not run: {why or status}")
         return Ran(

@@ -114,7 +114,8 @@ def lock(rules: int | None, *, host_files: bool, processes: bool) -> None:
         os.close(rules)
     if platform.machine() != "x86_64":
         raise OSError(f"the list of system calls is written for x86_64, not {platform.machine()}")
-    code = syscalls.program(os.getpid(), host_files=host_files, processes=processes)
+    keeper = os.getppid()
+    code = syscalls.program(os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes)
     text = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text)))
     prctl(PR_SET_SECCOMP, 2, "seccomp", ctypes.addressof(header))

@@ -79,6 +79,12 @@ def null(index: int) -> bytes:
     return arg(index) + op(EQUAL, 0, 1, 0) + refuse + arg(index, high=True) + op(EQUAL, 0, 1, 0) + refuse + op(RETURN, ALLOW)
 
 
+def other_than(index: int, values: tuple[int, ...]) -> bytes:
+    """Allow unless the low half of an argument is one of `values`, negative ones included."""
+    tests = b"".join(op(EQUAL, v & 0xFFFFFFFF, 0, 1) + op(RETURN, ERRNO | EPERM) for v in values)
+    return arg(index) + tests + op(RETURN, ALLOW)
+
+
 def without(index: int, mask: int) -> bytes:
     """Allow where none of the bits of `mask` is set."""
     return arg(index) + op(SET, mask, 0, 1) + op(RETURN, ERRNO | EPERM) + op(RETURN, ALLOW)
@@ -90,11 +96,13 @@ def threads_only() -> bytes:
     return arg(0) + op(SET, NEW_NAMESPACE, 0, 1) + refuse + op(SET, CLONE_THREAD, 1, 0) + refuse + op(RETURN, ALLOW)
 
 
-def program(pid: int, *, host_files: bool, processes: bool) -> bytes:
+def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes: bool) -> bytes:
     """The filter for one job.
 
     `pid` is the job's own, the only one it may signal. `host_files`: the machine's files are in sight, so nothing that
-    changes a file is let through. `processes`: children and exec are allowed (signals too: a pid namespace bounds them).
+    changes a file is let through. `processes`: children and exec are allowed, and
+    signals too, but not to everybody at once, to the `keeper` who reports how the job ended, to its group `keepers`, or to
+    process 1.
     """
     start = op(LOAD, 4) + op(EQUAL, AUDIT_ARCH_X86_64, 1, 0) + op(RETURN, KILL)
     start += op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, KILL)
@@ -111,7 +119,7 @@ def program(pid: int, *, host_files: bool, processes: bool) -> bytes:
     body += when(PRLIMIT, null(2))
     body += when(SENDTO, null(4)) + when(SOCKETPAIR, among(0, (1,)))
     body += when(CLONE, without(0, NEW_NAMESPACE) if processes else threads_only())
-    body += allow(KILL_CALL) if processes else when(KILL_CALL, among(0, (pid,)))
-    body += allow(TGKILL) if processes else when(TGKILL, among(0, (pid,)))
+    whom = other_than(0, (keeper, -keepers, -1, 1)) if processes else among(0, (pid,))
+    body += when(KILL_CALL, whom) + when(TGKILL, whom)
     body += op(EQUAL, CLONE3, 0, 1) + op(RETURN, ERRNO | ENOSYS)
     return start + body + op(RETURN, ERRNO | EPERM)

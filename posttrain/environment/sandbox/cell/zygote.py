@@ -87,6 +87,9 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -
         for fd in (*fds, locked):
             os.close(fd)
         status, usage = wait(pid, control)
+        if settings["mode"] == "none":
+            with contextlib.suppress(OSError):
+                os.killpg(pid, signal.SIGKILL)
         seconds = time.monotonic() - start
         ran = os.read(confined, 1) == DONE
         os.close(confined)
