@@ -47,11 +47,11 @@ class Reward:
     workers: int = 0
     """Processes that run it, killed when it hangs or crashes; for `path.py:function` and `math`. 0: a function runs in a thread of
     the trainer, which nothing can kill; `math` takes two processes."""
-    timeout: float = 30.0
-    """Seconds one call may take: on the clock in a thread, of processor time in a worker."""
+    timeout: float | None = None
+    """Seconds one call may take: on the clock in a thread, of processor time in a worker. None: 30, and 3 for `math`."""
 
     def __post_init__(self) -> None:
-        if self.workers < 0 or not self.timeout > 0:
+        if self.workers < 0 or (self.timeout is not None and not self.timeout > 0):
             raise ConfigError(f"reward {self.function!r}: workers={self.workers} must be >= 0 and timeout={self.timeout} > 0")
 
 
@@ -186,7 +186,9 @@ class Reinforce:
                 f"{self.name}: {a.name} learns from demonstrations, which no truncated sampler drew. Set top_p=1 top_k=0 min_p=0"
             )
         if (best := next((s for s in a.shape if isinstance(s, BestOf)), None)) and best.k >= self.siblings:
-            raise ConfigError(f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is learned. Lower shape.bestof.k, or raise siblings")
+            raise ConfigError(
+                f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is learned. Lower shape.bestof.k, or raise siblings"
+            )
         if self.reference is not None and not a.reads & {"reference", "teacher"}:
             raise ConfigError(
                 f"{self.name}.reference={self.reference}: {a.name} reads no reference. Set reference=none, or pull or distill"

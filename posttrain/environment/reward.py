@@ -28,7 +28,7 @@ from posttrain.core.ports import Attempt
 from posttrain.core.run import Reward
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.builtin import BUILTIN
+from posttrain.environment.builtin import BUILTIN, NAMES
 from posttrain.environment.calls import Raised, TimedOut, call
 from posttrain.environment.redact import redacted
 from posttrain.environment.single import Source
@@ -36,6 +36,8 @@ from posttrain.environment.single import Source
 Form = Literal["ours", "trl"]
 RewardFunction = Callable[..., Any]
 
+TIMEOUT = 30.0
+"""Seconds one call of a reward function may take, where nothing else is asked for."""
 _TRL_UNSUPPORTED = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric", "environments")
 """What TRL's trainer also passes and a verifier here cannot see: it judges text, after the episode, without a trainer."""
 _TRL_ALWAYS = ("prompts", "completions")
@@ -65,7 +67,7 @@ class FunctionSource:
     function: RewardFunction
     weight: float
     form: Form
-    timeout: float = 30.0
+    timeout: float = TIMEOUT
 
     async def __call__(self, attempt: Attempt) -> Judged:
         return Judged(self.name, self.weight, redacted(await self.verdict(attempt)))
@@ -124,23 +126,27 @@ def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = ()) -> tuple[Sour
 
 def _source(reward: Reward) -> Checked:
     """One configured reward: a built-in, or a function in a thread or in worker processes."""
-    name = reward.function
+    name, timeout = reward.function, reward.timeout or TIMEOUT
+    if name == "math":
+        from posttrain.environment.math.source import math_source
+
+        return math_source(reward.weight, reward.workers, reward.timeout)
     if name in BUILTIN:
         if reward.workers:
             raise ConfigError(f"reward {name!r} is a comparison and needs no workers: set workers=0")
-        return FunctionSource(name, BUILTIN[name](), reward.weight, "ours", reward.timeout)
+        return FunctionSource(name, BUILTIN[name], reward.weight, "ours", timeout)
     if ":" not in name:
-        raise ConfigError(f"reward {name!r} is neither path.py:function nor a built-in: {nearest(name, BUILTIN)}")
+        raise ConfigError(f"reward {name!r} is neither path.py:function nor a built-in: {nearest(name, NAMES)}")
     path, _, attribute = name.rpartition(":")
-    local = source(load(Path(path), attribute), name=attribute, weight=reward.weight, timeout=reward.timeout)
+    local = source(load(Path(path), attribute), name=attribute, weight=reward.weight, timeout=timeout)
     if not reward.workers:
         return local
     from posttrain.environment.workers.functions import pooled
 
-    return pooled(local, Path(path), attribute, reward.workers, reward.timeout)
+    return pooled(local, Path(path), attribute, reward.workers, timeout)
 
 
-def source(function: RewardFunction, *, name: str | None = None, weight: float = 1.0, timeout: float = 30.0) -> FunctionSource:
+def source(function: RewardFunction, *, name: str | None = None, weight: float = 1.0, timeout: float = TIMEOUT) -> FunctionSource:
     """A Python function as a reward source; ConfigError where its signature is neither form."""
     called = name or getattr(function, "__name__", type(function).__name__)
     return FunctionSource(called, function, weight, form(function, called), timeout)

@@ -119,9 +119,9 @@ class Pool:
         return {f"verifier/{self.name}/{name}": Gauge(*entry) for name, entry in taken.items()}
 
     def processes(self) -> tuple[int, ...]:
-        """Ids of the processes that live now."""
+        """Ids of the processes that live now: of each worker its guardian and, once it is ready, the process that answers."""
         with self._shared.lock:
-            return tuple(w.process.pid for w in self._shared.workers)
+            return tuple(p for w in self._shared.workers for p in (w.process.pid, w.pid) if p is not None)
 
     def close(self) -> None:
         """Kill every worker. Also done when the pool is forgotten and when the program ends, however it ends."""
@@ -192,7 +192,8 @@ def _ask(s: _Shared, held: list[Worker], request: bytes) -> Verdict:
     try:
         verdict = _understood(held[0].ask(request))
     except BaseException:
-        _drop(s, held)
+        if not held[0].usable:
+            _drop(s, held)
         raise
     if verdict.state is not State.FAILED:
         s.witness = request

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 PASSED = ("PATH", "HOME", "USER", "LOGNAME", "LANG", "LANGUAGE", "TZ", "TMPDIR", "LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH", "VIRTUAL_ENV")
@@ -46,6 +46,9 @@ class Spec:
     """MiB of address space. Libraries reserve much more than they use."""
     start: float = 120.0
     """Seconds until it must be ready."""
+    preload: bool = False
+    """Build the handler once, before the process that answers is forked, so that a new one starts in milliseconds. Only for
+    a maker that starts no thread."""
     quiet: bool = False
     """Drop what it prints; otherwise standard output and error arrive on the trainer's standard error."""
 
@@ -59,11 +62,21 @@ class WorkerError(Exception):
         self.why = why
 
 
+class EndedError(WorkerError):
+    """The process that answers ended; a new one is on its way."""
+
+
 class Worker:
-    """One process, used by one thread at a time."""
+    """A guardian process and the process it forks to answer, used by one thread at a time.
+
+    The guardian runs no verifier: when the answering process ends, it kills what that one started, says how it ended and
+    forks the next. `pid` is the answering process, None until it is ready.
+    """
 
     def __init__(self, spec: Spec) -> None:
         self.spec = spec
+        self.pid: int | None = None
+        self.usable = True
         self.process = subprocess.Popen(
             [sys.executable, "-P", "-m", "posttrain.environment.workers.worker", str(os.getpid())],
             stdin=subprocess.PIPE,
@@ -73,26 +86,45 @@ class Worker:
             start_new_session=True,
             bufsize=0,
         )
-        limits = {"maker": spec.maker, "argument": spec.argument, "cpu": spec.cpu, "memory": spec.memory}
+        deadline = time.monotonic() + spec.start
         try:
-            ready = self._exchange(json.dumps(limits).encode(), time.monotonic() + spec.start)
+            self._send(json.dumps(asdict(spec)).encode(), deadline)
+            self._ready(deadline)
         except WorkerError as error:
-            raise WorkerError("start", f"the worker did not start: {error.why}") from None
+            self.kill()
+            raise WorkerError("start", error.why) from None
         except BaseException:
             self.kill()
             raise
-        if ready.get("error"):
-            self.kill()
-            raise WorkerError("start", str(ready["error"]))
 
     def ask(self, request: bytes) -> dict[str, Any]:
-        """The reply to a pickled request. On WorkerError the process is gone."""
-        return self._exchange(request, time.monotonic() + self.spec.wall)
+        """The reply to a pickled request.
+
+        Raises:
+            EndedError: the answering process ended; ask again.
+            WorkerError: all is over, and this worker is not `usable` any more.
+        """
+        try:
+            if self.pid is None:
+                self._ready(time.monotonic() + self.spec.start)
+            deadline = time.monotonic() + self.spec.wall
+            self._send(request, deadline)
+            reply = self._receive(deadline)
+        except BaseException:
+            self.kill()
+            raise
+        if "ended" in reply:
+            self.pid = None
+            raise EndedError(*self._how(int(reply["ended"])))
+        return reply
 
     def end(self) -> None:
-        """End the process and everything in its session; whoever waits for its answer is told. Any thread may do this."""
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
+        """End both processes and everything they started; whoever waits for an answer is told. Any thread may do this."""
+        self.usable = False
+        for group in (self.process.pid, self.pid):
+            if group is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
         self.process.wait()
 
     def kill(self) -> None:
@@ -103,23 +135,35 @@ class Worker:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def _exchange(self, message: bytes, deadline: float) -> dict[str, Any]:
+    def _ready(self, deadline: float) -> None:
+        """Wait for the answering process to say that it is there."""
+        reply = self._receive(deadline)
+        if "ended" in reply:
+            raise WorkerError("start", f"the worker did not start: {self._how(int(reply['ended']))[1]}")
+        if "ready" not in reply:
+            raise WorkerError("start", str(reply.get("error", "the worker did not start")))
+        self.pid = int(reply["ready"])
+
+    def _send(self, message: bytes, deadline: float) -> None:
+        self._write(LENGTH.pack(len(message)) + message, deadline)
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        if length > MOST_BYTES:
+            raise WorkerError("crash", f"the worker replied with {length} bytes")
         try:
-            self._write(LENGTH.pack(len(message)) + message, deadline)
-            (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
-            if length > MOST_BYTES:
-                raise WorkerError("crash", f"the worker replied with {length} bytes")
-            reply = json.loads(self._read(length, deadline))
-        except WorkerError:
-            self.kill()
-            raise
-        except ValueError as error:
-            self.kill()
-            raise WorkerError("crash", f"the worker's reply is not JSON: {error}") from None
-        except BaseException:
-            self.kill()
-            raise
-        return reply
+            return dict(json.loads(self._read(length, deadline)))
+        except (ValueError, TypeError) as error:
+            raise WorkerError("crash", f"the worker's reply is no JSON object: {error}") from None
+
+    def _how(self, code: int) -> tuple[str, str]:
+        """Kind and reason of an end, from an exit code or a negative signal."""
+        if code == -signal.SIGXCPU:
+            return "cpu", f"used more than {self.spec.cpu} s of processor time"
+        if code == OUT_OF_MEMORY:
+            return "memory", f"used more than {self.spec.memory} MiB of memory"
+        how = f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exit code {code}"
+        return "crash", f"the worker ended with {how}"
 
     def _write(self, data: bytes, deadline: float) -> None:
         pipe = self.process.stdin
@@ -158,17 +202,11 @@ class Worker:
                     raise WorkerError("wall", f"no answer within {self.spec.wall:g} s, most of it spent waiting")
 
     def _ended(self) -> WorkerError:
-        """Why the pipe closed. A worker that only closed its pipe is ended here."""
+        """The guardian itself is gone."""
         try:
-            code = self.process.wait(timeout=1.0)
+            return WorkerError(*self._how(self.process.wait(timeout=1.0)))
         except subprocess.TimeoutExpired:
             return WorkerError("crash", "the worker closed its pipe")
-        if code == -signal.SIGXCPU:
-            return WorkerError("cpu", f"used more than {self.spec.cpu} s of processor time")
-        if code == OUT_OF_MEMORY:
-            return WorkerError("memory", f"used more than {self.spec.memory} MiB of memory")
-        how = f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exit code {code}"
-        return WorkerError("crash", f"the worker ended with {how}")
 
 
 def packed(request: Any) -> bytes:

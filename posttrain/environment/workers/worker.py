@@ -1,13 +1,14 @@
-"""What runs in a worker process: one request in, one reply out, until the trainer closes the pipe, dies, or kills it.
+"""What runs in a worker: a guardian, and the process it forks to answer: one request in, one reply out.
 
-Started by `process.Worker` as `python -m posttrain.environment.workers.worker PARENT`. The requests are answered in the main
-thread, so a verifier that is not thread-safe, or that uses signals, is at home here.
+Started by `process.Worker` as `python -m posttrain.environment.workers.worker PARENT`. Requests are answered in the main thread,
+so a verifier that is not thread-safe, or that uses signals, is at home here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import json
 import os
@@ -17,37 +18,67 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from typing import Any
 
 from posttrain.environment.workers.process import LENGTH, OUT_OF_MEMORY, confine
 
 PR_SET_PDEATHSIG = 1
+FINISHED = 76
+"""Exit code of an answering process whose trainer closed the pipe."""
 
 
 def main(parent: int) -> None:
-    """Read the limits, build the handler, say whether that worked, answer."""
-    requests, replies = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    """The guardian: read the limits, then keep one answering process alive until the trainer is gone."""
+    requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
     os.dup2(2, 1)
     die_with(parent)
-    spec = json.loads(_take(requests) or b"{}")
+    spec = json.loads(take(requests) or b"{}")
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     _limit_memory(spec["memory"])
-    try:
-        handler = _handler(spec["maker"], spec["argument"])
-    except Exception as error:
-        _give(replies, {"error": f"{type(error).__name__}: {error}"})
-        return
-    _give(replies, {"ready": True})
-    while (request := _take(requests)) is not None:
-        confine(spec["cpu"], time.process_time())
+    make = functools.partial(_handler, spec["maker"], spec["argument"])
+    if spec["preload"]:
         try:
-            reply = handler(pickle.loads(request))
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
-        _give(replies, reply)
+            made = make()
+        except Exception as error:
+            return give(replies, {"error": f"{type(error).__name__}: {error}"})
+        make = functools.partial(_same, made)
+    guardian = os.getpid()
+    while True:
+        child = os.fork()
+        if child == 0:
+            os._exit(_answer_all(requests, replies, guardian, make, spec["cpu"]))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        if code == FINISHED:
+            return None
+        give(replies, {"ended": code})
+
+
+def _answer_all(requests: int, replies: int, guardian: int, make: Callable[[], Callable[[Any], dict[str, Any]]], cpu: int) -> int:
+    """The answering process; returns its exit code. In a process group of its own, which ends with it."""
+    try:
+        os.setpgid(0, 0)
+        die_with(guardian)
+        try:
+            handler = make()
+        except Exception as error:
+            give(replies, {"error": f"{type(error).__name__}: {error}"})
+            return FINISHED
+        give(replies, {"ready": os.getpid()})
+        while (request := take(requests)) is not None:
+            confine(cpu, time.process_time())
+            give(replies, handler(pickle.loads(request)))
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return FINISHED
 
 
 def _handler(maker: str, argument: str) -> Callable[[Any], dict[str, Any]]:
@@ -55,15 +86,32 @@ def _handler(maker: str, argument: str) -> Callable[[Any], dict[str, Any]]:
     return getattr(importlib.import_module(module), name)(argument)
 
 
-def _take(pipe: Any) -> bytes | None:
-    head = pipe.read(LENGTH.size)
-    return pipe.read(LENGTH.unpack(head)[0]) if len(head) == LENGTH.size else None
+def _same(handler: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    return handler
 
 
-def _give(pipe: Any, reply: dict[str, Any]) -> None:
+def take(pipe: int) -> bytes | None:
+    """One message, read without a buffer, so that the next process finds the next one; None at the end."""
+    head = _exactly(pipe, LENGTH.size)
+    return None if head is None else _exactly(pipe, LENGTH.unpack(head)[0])
+
+
+def _exactly(pipe: int, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = os.read(pipe, count - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def give(pipe: int, reply: dict[str, Any]) -> None:
+    """One message, in full."""
     body = json.dumps(reply).encode()
-    pipe.write(LENGTH.pack(len(body)) + body)
-    pipe.flush()
+    rest = memoryview(LENGTH.pack(len(body)) + body)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
 
 
 def _limit_memory(mebibytes: int) -> None:
@@ -72,18 +120,22 @@ def _limit_memory(mebibytes: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Leave when the trainer is gone, even if it was killed outright and this process is in the middle of a hang."""
+    """Leave when the parent is gone, even if it was killed outright and this process is in the middle of a hang.
+
+    Linux tells; elsewhere a thread looks every second, which a hang in C can stop: then the limit of processor time remains.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
     if os.getppid() != parent:
         os._exit(0)
 
-    def watch() -> None:
-        while os.getppid() == parent:
-            time.sleep(1.0)
-        os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
 
 
 if __name__ == "__main__":
