@@ -21,7 +21,7 @@ import sys
 import time
 from typing import Any
 
-from . import confine, program
+from . import confine, program, syscalls
 
 KILL = b"kill"
 CLEAN = b"clean"
@@ -61,6 +61,7 @@ def prepare(settings: dict[str, Any]) -> int | None:
     settings["inodes"] = bool(scratch) and confine.bound_files(scratch, settings["scratch_bytes"], settings["scratch_files"])
     if mode == "none":
         return None
+    syscalls.template(mode == "landlock", settings["processes"] > 0)
     confine.drop(settings["uid"])
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
     if confine.landlock_version() == 0:
