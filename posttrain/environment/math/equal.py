@@ -154,9 +154,9 @@ def text_of(value: Value) -> str:
         if value.decimals:
             digits = str(abs(v.numerator * 10**value.decimals // v.denominator)).rjust(value.decimals + 1, "0")
             point = f"{'-' if v < 0 else ''}{digits[: -value.decimals]}.{digits[-value.decimals :]}"
-            return f"{point}\\%" if value.percent else point
+            return f"{point}%" if value.percent else point
         whole = str(v.numerator) if v.denominator == 1 else rf"\frac{{{v.numerator}}}{{{v.denominator}}}"
-        return f"{whole}\\%" if value.percent else whole
+        return f"{whole}%" if value.percent else whole
     if isinstance(value, Named):
         return f"{value.name}={text_of(value.value)}"
     if isinstance(value, Items):

@@ -75,6 +75,7 @@ _D = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"
 _DECIMAL = re.compile(rf"([-+]?)({_D})")
 _SCIENTIFIC = re.compile(rf"([-+]?)(?:({_D})(?: ?\\times ?| ?\\cdot ?|\*|x))?10\^(?:\{{([-+]?\d+)\}}|(\d+))|([-+]?)({_D})[eE]([-+]?\d+)")
 _FRACTION = re.compile(rf"([-+]?)(?:\\frac\{{([-+]?)({_D})\}}\{{([-+]?)({_D})\}}|({_D})[/:]([-+]?)({_D}))")
+_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
 _MIXED = re.compile(r"([-+]?)(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))")
 _POWER = re.compile(r"(-?)(\d+)\^(?:\{(-?\d+)\}|(\d))")
 _FACTORIAL = re.compile(r"(\d+)!")
@@ -86,6 +87,7 @@ _CONSTANT = re.compile(r"(?:[-+*/^(){}\[\]\d.,!=%: ]|\\(?:times|cdot|frac|sqrt|d
 _WORDS = re.compile(r"[^\W\d_]{4,}|(?:[^\W\d_]+[ '-]){1,8}[^\W\d_]{2,}|yes|no|odd|one|two|six|ten|all", re.IGNORECASE)
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _RELATION = re.compile(r"(?:([^<>=]+?)(<|>|\\le|\\ge) ?)?(?<![A-Za-z\\])([A-Za-z])(?: ?(<|>|\\le|\\ge) ?([^<>=]+))?")
+_SUCH_THAT = re.compile(r"\\\{[A-Za-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid ?|\||:)(.+)\\\}")
 _CHOICE = re.compile(r"\(?(?:\\text\{ ?\(?)?([A-Za-z])(?:\)? ?\})?[).]?")
 _AND = re.compile(r"(?: |\\text\{)(?:and|or)(?: |\})|\\text\{ ?(?:and|or) ?\}| ?\\(?:lor|vee|land) ?")
 
@@ -101,6 +103,8 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
     text = text.strip()
     if (inside := _TEXT.fullmatch(text)) is not None and any(c.isdigit() for c in text):
         text = inside[1].strip()
+    if (rule := _SUCH_THAT.fullmatch(text)) is not None and (known := _between(rule[1].strip(), depth)):
+        return known
     if not text or not any(c.isalnum() or c in "\\$" for c in text):
         return ()
     number = _number(text)
@@ -160,6 +164,12 @@ def _bare(text: str) -> Number | TooLarge | None:
     if (m := _DECIMAL.fullmatch(text)) is not None:
         whole, _, part = m[2].partition(".")
         return Number(_signed(m[1], _decimal(m[2])), len(part) if part or not whole else None)
+    if (m := _REPEATING.fullmatch(text)) is not None:
+        head, tail = m[3], m[4]
+        value = Fraction(int(m[2] or "0")) + Fraction(
+            int(head or "0") * (10 ** len(tail) - 1) + int(tail), 10 ** len(head) * (10 ** len(tail) - 1)
+        )
+        return Number(_signed(m[1], value))
     if (m := _MIXED.fullmatch(text)) is not None:
         above, below = int(m[3] or m[5]), int(m[4] or m[6])
         return Number(_signed(m[1], int(m[2]) + Fraction(above, below))) if below else None

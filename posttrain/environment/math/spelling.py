@@ -32,7 +32,7 @@ _NAMES = (
     (re.compile(r"\\(?:varnothing)(?![A-Za-z])"), r"\\emptyset"),
     (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?|emph|rm|bf)\s*\{"), r"\\text{"),
-    (re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|\\[,;:! ]|~"), " "),
+    (re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"), " "),
     (re.compile(r"\{\s*,\s*\}"), ","),
     (re.compile(r"(?<![\w)}\]])\+\s*\\infty"), r"\\infty"),
     (re.compile(r"<="), r"\\le "),
