@@ -19,7 +19,20 @@ from benchmarks.miniatures.page import page, section
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results/miniatures.json"
-NAMES = ("rare_token", "hard_prompts", "entropy", "dynamic_sampling", "variance", "mismatch", "staleness", "two_rewards")
+NAMES = (
+    "rare_token",
+    "hard_prompts",
+    "entropy",
+    "dynamic_sampling",
+    "variance",
+    "mismatch",
+    "staleness",
+    "distillation",
+    "two_rewards",
+    "few_prompts",
+    "hacking",
+    "spurious",
+)
 
 
 def miniature(name: str) -> Miniature:
@@ -81,6 +94,7 @@ def main() -> None:
         m = miniature(name)
         everything[name] = measured(m, [int(s) for s in args.seeds.split(",")])
         tell(m, everything[name])
+    print(f"{sum(everything[name]['seconds'] for name in names):.0f} s of CPU in all")
     if not args.dry:
         write(everything)
 

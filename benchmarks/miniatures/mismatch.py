@@ -65,7 +65,8 @@ def train(a: Algorithm, s: float, seed: int) -> tuple[list[float], float]:
     seen, gap = [value(policy)], []
     for _ in range(STEPS):
         answers = ask(policy, siblings(torch.arange(PROMPTS), G), made, noise(s, made) if s else None)
-        gap.append(trainer.step(answers, credit_by_pattern(a, rewards(answers)).ravel())["mismatch/kl"].mean)
+        gauges = trainer.step(answers, credit_by_pattern(a, rewards(answers)).ravel())
+        gap += [gauges["mismatch/kl"].mean] if gauges else []
         seen.append(value(policy))
     return seen, float(np.mean(gap[-10:]))
 

@@ -23,7 +23,7 @@ def number(x: float, digits: int) -> str:
     """Short and honest: `never` for a target that was not reached in every seed."""
     if math.isinf(x):
         return "never"
-    if x != 0 and (abs(x) < 10**-digits or abs(x) >= 1e5):
+    if abs(x) > 1e-9 and (abs(x) < 10**-digits or abs(x) >= 1e5):
         return f"{x:.2e}"
     return f"{x:.0f}" if float(x).is_integer() and abs(x) >= 10 else f"{x:.{digits}f}"
 

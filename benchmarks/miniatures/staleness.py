@@ -39,7 +39,7 @@ def train(a: Algorithm, eta: int, seed: int) -> tuple[list[float], float]:
         answers = ask(older[0], siblings(torch.randint(WORLD.prompts, (GROUPS,), generator=made), G), made)
         gauges = trainer.step(answers, credit_by_pattern(a, WORLD.rewards(answers, G)).ravel())
         seen.append(WORLD.accuracy(policy))
-        clipped.append(gauges["policy/clip_low"].mean + gauges["policy/clip_high"].mean)
+        clipped += [gauges["policy/clip_low"].mean + gauges["policy/clip_high"].mean] if gauges else []
     return seen, float(np.mean(clipped))
 
 
@@ -76,6 +76,8 @@ MINIATURE = Miniature(
     verdict="Holds. Taking stale answers for fresh ones is worst; naive PPO clips a third of them at eta 16; M2PO loses less; decoupled PPO loses nothing.",
     play=play,
     judge=judge,
-    notes=("At 2.5 times the learning rate (1e-2) M2PO lost most of its accuracy at eta 8 and decoupled PPO a tenth: the flat stretch is one of step size, too.",),
+    notes=(
+        "At 2.5 times the learning rate (1e-2) M2PO lost most of its accuracy at eta 8 and decoupled PPO a tenth: the flat stretch is one of step size, too.",
+    ),
     picture=Picture("Staleness", "step", "accuracy of the newest weights"),
 )

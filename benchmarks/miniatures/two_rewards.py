@@ -65,9 +65,9 @@ def play(seed: int) -> Played:
         arm: {
             "format at first": float(x[0, 0]),
             "correct at first": float(x[0, 1]),
-            "steps to format .9": first_at_least(steps, x[:, 0], 0.9),
+            "steps to format .9": first_at_least(steps, x[:, 0].tolist(), 0.9),
             "correct, steps 5-15": float(x[5:15, 1].mean()),
-            "steps to correct .5": first_at_least(steps, x[:, 1], 0.5),
+            "steps to correct .5": first_at_least(steps, x[:, 1].tolist(), 0.5),
             "format, last 10 steps": float(x[-10:, 0].mean()),
             "correct, last 10 steps": float(x[-10:, 1].mean()),
         }

@@ -258,7 +258,11 @@ class Trainer:
         self.rng = np.random.default_rng([self.seed, 7])
 
     def step(self, answers: Answers, credit: np.ndarray, reference_ET: Tensor | None = None) -> Gauges:
-        """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges."""
+        """All optimizer steps of one batch of answers; credit [E] or [E, T]. Returns the last minibatch's gauges.
+
+        As in the library's packer, answers without credit leave the forward pass and stay in the denominators, and a
+        minibatch of nothing else moves no weight.
+        """
         groups = len(answers.prompt_E) // self.g
         flat = credit.reshape(len(answers.prompt_E), -1)
         start_ET = logp_of(self.policy, answers)
@@ -270,6 +274,11 @@ class Trainer:
                 mine = subset(answers, at)
                 ref = None if reference_ET is None else reference_ET[at]
                 batch = batch_of(self.a, mine, flat[at.numpy()], self.g, start_ET[at], ref, self.rng)
+                if not self.a.reads_silent_tokens:
+                    loud = flat[at.numpy()].any(1)
+                    if not loud.any():
+                        continue
+                    batch, mine = batch.select(np.flatnonzero(loud)), subset(mine, torch.as_tensor(loud))
                 loss, gauges = loss_of(self.a, batch, self.policy, mine)
                 self.optimizer.zero_grad()
                 loss.backward()
