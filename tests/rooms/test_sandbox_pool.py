@@ -23,7 +23,7 @@ from posttrain.environment.sandbox.port import Call, Limits, SandboxBroken, Sand
 from posttrain.environment.sandbox.selftest import selftest
 from posttrain.environment.sandbox.value import heard, same
 from posttrain.environment.sandbox.worker import Job, Worker
-from tests.rooms.sandbox_parts import NAMES, backend, gone, living, made, patched, ran
+from tests.rooms.sandbox_parts import NAMES, backend, gone, interpreter, living, made, patched, ran
 
 
 @pytest.fixture(scope="module", params=NAMES)
@@ -239,6 +239,12 @@ def test_a_bubblewrap_that_may_not_make_namespaces_is_quoted(tmp_path: Path) -> 
     script.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
     script.chmod(0o755)
     assert selftest(Namespaces((), bwrap=str(script))) == ["bwrap: No permissions to create new namespace"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or interpreter() is None, reason="needs root, and a Python in root's own home")
+def test_a_python_that_the_unused_user_cannot_read_is_named() -> None:
+    (said,) = selftest(Landlock((), sys.executable))
+    assert "cannot read" in said and "use a Python that everybody can read" in said
 
 
 def test_auto_is_the_first_that_withstands() -> None:

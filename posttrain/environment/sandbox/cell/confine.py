@@ -64,6 +64,10 @@ def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
                 tree = os.open(path, os.O_PATH | os.O_CLOEXEC)
             except FileNotFoundError:
                 continue
+            except PermissionError:
+                raise PermissionError(
+                    f"user {os.getuid()} cannot read {path}, which Python needs; use a Python that everybody can read"
+                ) from None
             rights = access if os.path.isdir(path) else access & OF_A_FILE
             rule = struct.pack("=Qi", rights & every, tree)
             checked(libc.syscall(ADD_RULE, fd, ctypes.c_int(1), rule, ctypes.c_uint(0)), f"landlock_add_rule {path}")
