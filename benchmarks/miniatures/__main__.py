@@ -83,12 +83,12 @@ def write(everything: dict[str, dict]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", help=f"'all', or comma-separated: {', '.join(NAMES)}")
+    parser.add_argument("names", help=f"'all', 'page' (write the page again from the record), or comma-separated: {', '.join(NAMES)}")
     parser.add_argument("--seeds", default="0,1,2")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    names = list(NAMES) if args.names == "all" else args.names.split(",")
+    names = {"all": list(NAMES), "page": []}.get(args.names, args.names.split(","))
     everything = json.loads(RESULTS.read_text())["miniatures"] if RESULTS.exists() else {}
     for name in names:
         m = miniature(name)

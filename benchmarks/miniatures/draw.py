@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from benchmarks.miniatures.miniature import Curve, Picture
 
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 330, 58, 150, 30, 44
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 690, 330, 58, 200, 30, 44
 COLOURS = ("#1f6fb4", "#d9572b", "#2e8b57", "#8a4fbf", "#b8860b", "#555555", "#c2185b", "#00838f")
 DASHES = ("", "7 3", "2 3", "9 3 2 3")
 

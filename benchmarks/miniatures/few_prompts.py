@@ -73,13 +73,13 @@ MINIATURE = Miniature(
     setup="a + b mod 11 by a network of 64 hidden units that imitated answers, 30 % of them put right; 16 of the 121 prompts are trained on, the other 105 "
     "tested; 8 siblings, all 16 prompts every step, Adam 4e-3, 150 steps, no KL.",
     predicted="Test pass@16 after training: REINFORCE++ > GRPO.",
-    verdict="Does not hold here. All three fit the 16 prompts and forget the others alike, and at equal train accuracy they are one curve. What the published "
-    "runs differ in first is how far they trained (95 % and 71 %); at equal training this world leaves nothing to explain.",
+    verdict="Does not hold here. All three fit the 16 prompts and forget the others alike; at equal train accuracy they are one curve, and at the end GRPO is "
+    "slightly ahead. The published runs were compared at different train accuracies (95 % and 71 %); whether that explains them was not tested.",
     play=play,
     judge=judge,
     picture=Picture("Overfitting on few prompts", "train pass@1", "test pass@16"),
     notes=(
         "A harder mixture (every other prompt imitated 90 % right, the rest 5 %), where GRPO's scale makes a lone success loud, gave the same: test pass@16 "
-        "of .82 and .81 at train pass@1 .8.",
+        "of .82 and .81 at train pass@1 .8. A step of 1e-2 did too.",
     ),
 )

@@ -131,13 +131,13 @@ MINIATURE = Miniature(
     item="F.2 item 18",
     claim="The maximum of a learned reward is not the maximum of what it was learned from: gold reward peaks and falls while the proxy rises; a KL penalty "
     "delays it. Choosing the best of n over-optimises too.",
-    source="over-optimisation with a learned reward model (survey F.2; Bradley-Terry model B01)",
+    source="reward model over-optimisation 2210.10760",
     setup="Twelve tokens of six kinds; gold pays each kind's value and less for every repetition. A linear reward model on token counts is fitted to 500 "
     "comparisons of the start's own answers, a quarter turned round: right about values, blind to repetition. RLOO on the proxy, 8 x 8 answers a step, "
     "Adam .05, 120 steps; KL as k1 in the reward. Rewards in standard deviations of the start.",
     predicted="Gold peaks, then falls while the proxy rises; KL delays it; best of n peaks in n.",
-    verdict="Holds for reinforcement: without KL gold falls back to where it began. Best of n flattens but does not fall: n = 1024 is log n - 1 + 1/n = "
-    "5.9 nats from the start, about where reinforcement has its best.",
+    verdict="Holds for reinforcement, not for best of n. Without KL gold falls back to where it began; KL .05 makes the fall a little smaller and KL .2 stops it. "
+    "Best of n flattens but does not fall: n = 1024 is log n - 1 + 1/n = 5.9 nats from the start, about where reinforcement has its best.",
     play=play,
     judge=judge,
     picture=Picture("Reward hacking", "step", "reward (stds of the start)"),

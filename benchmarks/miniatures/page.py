@@ -11,8 +11,9 @@ HEAD = """# Published effects in miniature
 
 Each effect below was published for large models and is replayed here in seconds on one core: a tabular softmax or a small
 network over short answers, driven through the library's own `credit_step`, `weigh`, `choose` and `objective`, so the thing under
-test is the algorithm that `posttrain run` uses and not a copy of it. The prediction was written before the measurement.
-A miniature shows that a mechanism exists and which way it points; it says nothing about its size in a large model.
+test is the algorithm that `posttrain run` uses and not a copy of it. The sign was predicted (it is the survey's) before
+anything was measured; worlds, step sizes and the margins of what is asserted were settled afterwards, and where a first world did not
+show the effect, the section says which and what it gave. So these are demonstrations that can be rerun, not blind tests. A miniature shows that a mechanism exists and which way it points; it says nothing about its size in a large model.
 
 Written by `python -m benchmarks.miniatures all`; `make prove` repeats every one on three seeds and asserts the statements
 under "asserted". Length bias (F.3.1) and the KL table (A34) are in `tests/laws/`.
@@ -25,7 +26,7 @@ def number(x: float, digits: int) -> str:
         return "never"
     if abs(x) > 1e-9 and (abs(x) < 10**-digits or abs(x) >= 1e5):
         return f"{x:.2e}"
-    return f"{x:.0f}" if float(x).is_integer() and abs(x) >= 10 else f"{x:.{digits}f}"
+    return f"{x:.0f}" if abs(x) >= 1000 or (float(x).is_integer() and abs(x) >= 10) else f"{x:.{digits}f}"
 
 
 def table(figures: Figures, digits: int) -> list[str]:

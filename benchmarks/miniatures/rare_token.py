@@ -76,8 +76,8 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="rare_token",
     item="F.2 item 2, values F.3.2",
-    claim="A symmetric clip locks rare tokens out: a ratio bound lets a token of probability p gain only .2 p a batch. "
-    "Clip-higher loosens that; CISPO and DPPO, which do not bound the ratio of a rare token, remove it.",
+    claim="A symmetric clip locks rare tokens out: a token of probability p may gain only .2 p a batch. Clip-higher loosens that; CISPO, which silences "
+    "no token, and DPPO, which compares probabilities and not ratios, remove it.",
     source="DAPO 2503.14476, CISPO 2506.13585, DPPO 2602.04879",
     setup="One rewarded token (credit 1) of probability .001 with one logit; 40 batches of 16 inner updates with step .05; the log-prob "
     "the ratio compares with is refreshed each batch. Seeds 1 and 2 start at .0005 and .00025.",

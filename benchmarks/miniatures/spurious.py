@@ -85,13 +85,17 @@ MINIATURE = Miniature(
     item="F.2 item 19",
     claim="A reward of coin flips teaches nothing; gains under it were reported, and explained by the clip, which over many inner updates favours what the "
     "policy already says.",
-    source="the control of spurious-reward studies (survey F.2)",
+    source="Spurious Rewards 2506.10947",
     setup="a + b mod 11 by a network of 64 hidden units that imitated answers, 45 % of them put right; 32 groups of 8, Adam 1e-3, 60 steps. The reward is the "
     "truth or a coin; 1 or 6 updates a step, with clip .2 or none. Exact probabilities.",
     predicted="Coins without clip and with one update: about 0. Clip and many updates: perhaps sharper on the prior's favourite answer.",
     verdict="Holds for the control: coins gain nothing. The sharpening did not show: many updates on coins move the network at random, entropy falls onto "
-    "answers that were not the favourite, and the clip only slows that. An accuracy gain under a coin would be a bug or a prior worth sharpening.",
+    "answers that were not the favourite, and the clip changes little.",
     play=play,
     judge=judge,
+    notes=(
+        "Also tried: tables of 128 prompts, which share nothing, 16 clipped updates of SGD a step, two seeds. The favourite's probability stayed at .414 while entropy fell from "
+        "1.7 to 1.1 nats; without clip it fell. The clip protects the favourite there, but does not raise it.",
+    ),
     picture=Picture("Spurious rewards", "step", "accuracy"),
 )

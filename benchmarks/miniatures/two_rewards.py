@@ -108,5 +108,6 @@ MINIATURE = Miniature(
     "the hard one, it holds the hard one back until then. GDPO does not see the worth at all.",
     play=play,
     judge=judge,
+    notes=("The second worth was added after the first showed only a small difference.",),
     picture=Picture("GDPO and GRPO on two rewards", "step", "mean reward"),
 )
