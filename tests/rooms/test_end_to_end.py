@@ -168,6 +168,8 @@ def test_one_step_of_every_environment(env: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_every_algorithm_learns_something_finite(name: str, tmp_path: Path) -> None:
     words = [f"algorithm={name}", "rl.minibatches=2", "rl.epochs=2"]
+    if ALGORITHMS[name].learns_values:
+        words.append("baseline.warmup=0")
     if any(isinstance(s, BestOf) for s in ALGORITHMS[name].shape):
         words.append("shape.bestof.k=2")
     if ALGORITHMS[name].rewards == "none":

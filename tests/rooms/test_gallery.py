@@ -33,7 +33,7 @@ SETTINGS: dict[str, list[dict[str, Scalar]]] = {
 
 
 def test_every_gallery_task_is_proved() -> None:
-    assert set(SETTINGS) == set(GALLERY)
+    assert set(SETTINGS) == {name for name, where in GALLERY.items() if where.startswith("posttrain.")}
 
 
 @pytest.mark.parametrize(("name", "args"), [(n, a) for n, settings in SETTINGS.items() for a in settings])

@@ -260,7 +260,8 @@ def test_a_forgotten_pool_leaves_no_process(rewards: Path) -> None:
 
 
 PROGRAM = """
-import asyncio, sys, time
+import asyncio, signal, sys, time
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Reward
 from posttrain.core.types import Stop, Task

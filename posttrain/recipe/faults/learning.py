@@ -303,7 +303,8 @@ def _(real: Real) -> Real:
 )
 def _(real: Real) -> Real:
     def beside(a: Any, log_ratio_M: Any, logp_M: Any, batch: Any, scores: Any) -> Any:
-        return real(a, log_ratio_M, logp_M, batch, scores) + 2 * a.entropy.coef * scores.entropy
+        beside_M = real(a, log_ratio_M, logp_M, batch, scores)
+        return beside_M if a.entropy is None else beside_M + 2 * a.entropy.coef * scores.entropy
 
     return beside
 
