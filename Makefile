@@ -13,6 +13,9 @@ export PIP_NO_WARN_SCRIPT_LOCATION = 1
 JOBS ?= 2
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses $(JOBS)
 
+# The main job promises five minutes of wall time on two cores, so nothing else runs beside it.
+LADDER := tests/prove/test_ladder.py
+
 .PHONY: run test prove lint clean
 .DELETE_ON_ERROR:
 
@@ -23,7 +26,8 @@ test: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadfile -m "not prove"
 
 prove: $(VENV)/dev.stamp
-	$(PYTEST) --dist worksteal -m prove
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m prove $(LADDER)
+	$(PYTEST) --dist worksteal -m prove --ignore $(LADDER)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

@@ -32,4 +32,4 @@ def test_ladder(seed: int, tmp_path: Path) -> None:
     assert rl.accuracy[0] >= 0.90
     assert rl.accuracy[0] - rl.before >= 0.20
     assert continued.accuracy[0] < rl.accuracy[1], "imitating for RL's wall time did as well"
-    assert cpu < MINUTES * 60, "one thread: on a calm machine wall time is processor time"
+    assert cpu < MINUTES * 60 and seconds < MINUTES * 60
