@@ -164,7 +164,7 @@ class Guard:
             return
         self._fresh = False
         segments = [s for e in episodes for s in e.episode.segments]
-        packed = Packed.of(segments)
+        packed = Packed.of(segments, [i for i, e in enumerate(episodes) for _ in e.episode.segments])
         learner = h.learner.score(packed)
         version = np.concatenate([s.version[s.mask] for s in segments])
         mu = np.concatenate([s.logp[s.mask] for s in segments])
@@ -173,7 +173,7 @@ class Guard:
         )
         own = version == h.trainer.version
         band = noise_band(
-            h.stage.algorithm, mu[own], learner[own], np.unique(packed.segment_M[own], return_inverse=True)[1], h.run.model.dtype
+            h.stage.algorithm, mu[own], learner[own], np.unique(packed.sequence_M[own], return_inverse=True)[1], h.run.model.dtype
         )
         self._gauges = merge(self._gauges, band)
         if h.reference is not None and episodes[0].reference is not None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.errors import InvariantError, PosttrainError
+from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Episode, Gauge, Gauges, Group, Stop
 from posttrain.core.verdict import Judged, State
@@ -30,11 +30,11 @@ class Judges:
         """Ask for the right answers of some held-out tasks, where the environment knows them and can say them in a script."""
         self._turn = turn
         for task in env.heldout[:GOLD] if hasattr(env, "gold") else ():
+            if not getattr(env, "knows_gold", lambda _: True)(task):
+                continue
             try:
                 said = await attempt(env, task, env.gold(task))
-            except PosttrainError:
-                raise
-            except Exception:
+            except IndexError:  # the environment asks for more turns than its right answer has
                 continue
             self._gold.append((said, await env.judge(said)))
 
@@ -49,7 +49,8 @@ class Judges:
             said, before = self._gold[self._turn % len(self._gold)]
             out += await self.verdicts_repeat(env, said, before, "the right answer")
         for e in _sample([e for g in played for e in g.episodes], self._turn):
-            out += await self.verdicts_repeat(env, Attempt(e.task, _turns(e), e.stop), e.verdicts, "an answer of this step")
+            again = Attempt(e.task, _turns(e), e.stop, int)  # verdicts about steps are not compared, so any border will do
+            out += await self.verdicts_repeat(env, again, e.verdicts, "an answer of this step")
         self._turn += 1
         return tuple(out)
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from posttrain.core.batch import Packed
+from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauges, Message, Said, Step, Stop, Task, Top
 from posttrain.core.verdict import Judged
@@ -129,6 +130,10 @@ class Utterance:
     tokens: int
 
 
+def _no_tokens(characters: int) -> int:
+    raise InvariantError("this attempt was written without tokens, so a verdict about a step has no end in it: give Attempt a spoken_upto")
+
+
 @dataclass(frozen=True)
 class Attempt:
     """A finished episode as a verifier sees it: all turns of the policy, and the last one as `text`."""
@@ -136,7 +141,7 @@ class Attempt:
     task: Task
     turns: tuple[str, ...]
     stop: Stop
-    spoken_upto: Callable[[int], int] = int
+    spoken_upto: Callable[[int], int] = _no_tokens
     """Spoken tokens up to a character of `text`: the `end` of a verdict about a step."""
 
     @property

@@ -36,7 +36,7 @@ async def attempt(env: Environment, task: Task, turns: Sequence[str], stop: Stop
     """Play one scripted episode; turns the environment did not ask for are left unsaid."""
     talk = Script(turns, stop)
     end = await env.play(task, talk)
-    return Attempt(task=task, turns=tuple(talk.said), stop=end)
+    return Attempt(task=task, turns=tuple(talk.said), stop=end, spoken_upto=int)  # a script says a token a character
 
 
 async def judged(env: Environment, task: Task, turns: Sequence[str]) -> tuple[Judged, ...]:

@@ -114,6 +114,15 @@ class SingleTurn(ABC):
     def gold(self, task: Task) -> tuple[str, ...]:
         """Turns that earn full reward."""
 
+    def knows_gold(self, task: Task) -> bool:
+        """Whether `gold` has an answer to this task."""
+        return True
+
+    @property
+    def pays_parts(self) -> bool:
+        """Whether the verifier may pay a part of the reward for an answer that is not right."""
+        return False
+
     @abstractmethod
     def distractor(self, task: Task) -> tuple[str, ...]:
         """Turns that look like gold and earn nothing."""

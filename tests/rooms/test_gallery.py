@@ -199,3 +199,18 @@ def test_gym_training_goes_on_beyond_a_chunk_and_is_a_function_of_the_seed() -> 
     assert [a.train.task(i) for i in indices] == [b.train.task(i) for i in reversed(indices)][::-1]
     assert [a.train.task(i).prompt for i in indices] != [c.train.task(i).prompt for i in indices]
     assert a.train.task(0).prompt != a.train.task(1000).prompt
+
+
+@pytest.mark.prove
+async def test_a_run_on_any_gym_task_passes_its_start_up_proofs() -> None:
+    """What is checked before the first step holds for every task of the package, those with partial credit or no answer included."""
+    from posttrain.recipe import proofs
+
+    for name in (n for n in _gym_names() if n not in REFUSED):
+        env = environment(Env(name=f"gym:{name}", heldout=2), 0)
+        assert isinstance(env, Gym)
+        tasks = [*env.heldout, env.train.task(0)]
+        known = [t for t in tasks if env.knows_gold(t)]
+        assert bool(known) == (name not in NO_GOLD), name
+        await proofs.gold_is_paid(env, known)
+        await proofs.near_misses_are_not(env, known)

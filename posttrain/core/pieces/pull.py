@@ -45,7 +45,8 @@ class KL:
     """Adaptive control (A05): after each step coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. None: fixed."""
     horizon: float = 10_000.0
     refresh: int = 0
-    """Every this many steps the reference becomes the policy as it is (ProRL, A37). 0: never."""
+    """Every this many steps the reference becomes the policy as it is (ProRL, A37); each time the run folder
+    keeps one more copy of the weights, so that any checkpoint can be resumed. 0: never."""
 
     def __post_init__(self) -> None:
         pair = (self.estimator, self.placement)

@@ -13,7 +13,9 @@ from posttrain.core.pieces.checks import not_negative, positive, share
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov:
-    """Silences `share` of the tokens, at random among those with low < cov < high (A33, 2505.22617).
+    """Silences `share` of the tokens, rounded down, at random among those with low < cov < high (A33, 2505.22617).
+
+    At the paper's share a minibatch below 5,000 tokens silences none.
 
     cov_t = (A_t - mean A) * (logp_t - mean logp) over the minibatch, with the log-probs before it.
     """

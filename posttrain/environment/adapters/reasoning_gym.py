@@ -166,6 +166,14 @@ class Gym(SingleTurn):
     def key(self, task: Task) -> Any:
         return task.prompt
 
+    def knows_gold(self, task: Task) -> bool:
+        return task.answer is not None
+
+    @property
+    def pays_parts(self) -> bool:
+        """Many of its scorers give a little for an attempt: 0.01 for a well-formed wrong answer is common."""
+        return True
+
     def gold(self, task: Task) -> tuple[str, ...]:
         if task.answer is None:
             raise DataError(f"gym:{self.task} holds no correct answer: {NO_GOLD.get(self.task, 'none is given')}")
