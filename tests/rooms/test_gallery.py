@@ -206,7 +206,7 @@ async def test_a_run_on_any_gym_task_passes_its_start_up_proofs() -> None:
     """What is checked before the first step holds for every task of the package, those with partial credit or no answer included."""
     from posttrain.recipe import proofs
 
-    for name in (n for n in _gym_names() if n not in REFUSED):
+    for name in (n for n in gym_tasks() if n not in REFUSED):
         env = environment(Env(name=f"gym:{name}", heldout=2), 0)
         assert isinstance(env, Gym)
         tasks = [*env.heldout, env.train.task(0)]
