@@ -46,6 +46,6 @@ $(VENV)/run.stamp: pyproject.toml constraints.txt
 
 $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing the tests' tools into $(VENV) (once)"
-	@$(PIP) --editable ".[dev,gym,data,math]"
+	@$(PIP) --editable ".[dev,gym,data,math,serve]"
 	@sh scripts/system-packages.sh
 	@touch $@

@@ -46,6 +46,17 @@ class EngineError(PosttrainError):
     exit_code = 6
 
 
+class EndpointError(EngineError):
+    """A server that stands for an engine or a judge refused, failed to the last retry, or answered what nobody can read.
+
+    `role` says who it is to the run; `status` is the HTTP status, None where nobody answered. Exit code 6.
+    """
+
+    def __init__(self, message: str, role: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.role, self.status = role, status
+
+
 class RewardError(PosttrainError):
     """The user's reward function broke its contract (raised, wrong count, NaN) too often to go on. Exit code 7."""
 

@@ -20,11 +20,20 @@ def redacted(verdict: Verdict, environment: Mapping[str, str] | None = None) -> 
     >>> redacted(Verdict.failed("raised", "401 for key sk-123456789"), {"JUDGE_API_KEY": "sk-123456789"}).why
     '401 for key [JUDGE_API_KEY]'
     """
-    if not verdict.why:
-        return verdict
-    why = verdict.why
+    why = scrubbed(verdict.why, environment)
+    return verdict if why == verdict.why else replace(verdict, why=why)
+
+
+def scrubbed(text: str, environment: Mapping[str, str] | None = None) -> str:
+    """A text with values of secret-sounding environment variables replaced by their names.
+
+    >>> scrubbed("401 for key sk-123456789", {"JUDGE_API_KEY": "sk-123456789"})
+    '401 for key [JUDGE_API_KEY]'
+    """
+    if not text:
+        return text
     values = os.environ if environment is None else environment
     for name in sorted(values, key=lambda n: -len(values[n])):
         if len(values[name]) >= SHORTEST and _NAMES.search(name):
-            why = why.replace(values[name], f"[{name}]")
-    return verdict if why == verdict.why else replace(verdict, why=why)
+            text = text.replace(values[name], f"[{name}]")
+    return text

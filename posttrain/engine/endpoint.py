@@ -1,0 +1,222 @@
+"""HTTP to an engine that runs elsewhere: bounded retries, a time for every call, and failures that say who failed.
+
+An `Endpoint` is a base address with a role ("rollout", "judge") and a key. The key is named by an environment variable,
+sent as a bearer token, and appears in no message, repr or record.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import json
+import os
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx2
+
+from posttrain.core.errors import ConfigError, EndpointError
+from posttrain.environment.redact import scrubbed
+
+RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
+"""Statuses that may pass: overload, a restart, a proxy that lost its server."""
+QUOTED = 400
+"""Most characters of a server's own words in a message."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Patience:
+    """How long a call may take and how often it is made. Between tries it waits `first` seconds, doubling up to `longest`,
+    each time times a random number in [0.5, 1]; a `Retry-After` header is obeyed up to `longest`."""
+
+    connect: float = 10.0
+    """Seconds to get a connection."""
+    answer: float = 600.0
+    """Seconds for one whole try."""
+    tries: int = 6
+    first: float = 0.5
+    longest: float = 30.0
+
+    def __post_init__(self) -> None:
+        if self.tries < 1 or min(self.connect, self.answer) <= 0 or not 0 <= self.first <= self.longest:
+            raise ConfigError(f"{self}: tries >= 1, connect and answer > 0 seconds, 0 <= first <= longest")
+
+    def pause(self, failed: int, asked: float | None) -> float:
+        """Seconds to wait after `failed` failed tries, where the server asked for `asked`."""
+        own = min(self.longest, self.first * 2 ** (failed - 1)) * random.uniform(0.5, 1)
+        return own if asked is None else min(self.longest, max(own, asked))
+
+
+class Endpoint:
+    """JSON calls below one base address, in the event loop that makes the first one. Use as `async with`, or call `close`.
+
+    Args:
+        url: base address, such as http://127.0.0.1:8000/v1; paths are put behind it.
+        role: who this is to the run; begins every message.
+        key_env: name of the environment variable with the bearer token; None: no token is sent.
+        connections: most requests on the wire at once; further ones wait, and their waiting is not part of their time.
+
+    Raises:
+        ConfigError: no http(s) address, a key inside it, or an empty environment variable.
+    """
+
+    def __init__(
+        self, url: str, role: str, *, key_env: str | None = None, patience: Patience | None = None, connections: int = 1024
+    ) -> None:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"{role}: {url!r} is no address of a server; write it like http://127.0.0.1:8000/v1")
+        if parts.username is not None or parts.password is not None:
+            raise ConfigError(f"{role}: the address holds a user or password, which would be recorded; put it into an environment variable")
+        self.url, self.role, self.patience = url.rstrip("/"), role, patience or Patience()
+        self.key_env = key_env
+        self._key = os.environ.get(key_env, "").strip() if key_env else ""
+        if key_env and not self._key:
+            raise ConfigError(f"{role}: environment variable {key_env} is empty; put the key of {self.url} there")
+        self._proxied = not _loopback(parts.hostname)
+        self._connections = connections
+        self._client: httpx2.AsyncClient | None = None
+        self._places = asyncio.Semaphore(connections)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.retried = 0
+        """Tries that failed and were made again, since the beginning."""
+
+    def __repr__(self) -> str:
+        return f"Endpoint({self.url!r}, role={self.role!r}, key_env={self.key_env!r})"
+
+    async def __aenter__(self) -> Endpoint:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close all connections; the next call opens new ones."""
+        client, self._client = self._client, None
+        if client is not None:
+            await client.aclose()
+
+    async def get(self, path: str, *, patience: Patience | None = None) -> Any:
+        """The JSON at `path`."""
+        return await self.call("GET", path, None, patience=patience)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, again: bool = True, patience: Patience | None = None) -> Any:
+        """The JSON that answers `body`. `again=False` for a call that must not be made twice (it changes the server)."""
+        return await self.call("POST", path, body, again=again, patience=patience)
+
+    async def call(
+        self, method: str, path: str, body: Mapping[str, Any] | None, *, again: bool = True, patience: Patience | None = None
+    ) -> Any:
+        """One answered request; what may pass is tried again.
+
+        Raises:
+            EndpointError: refused, unreadable, or still failing after the last try. Its `status` is None where nobody answered.
+        """
+        patience = patience or self.patience
+        client = self._open()
+        failed = 0
+        async with self._places:
+            while True:
+                try:
+                    return await self._once(client, method, path, body, patience)
+                except _Passing as error:
+                    failed += 1
+                    if not again or failed >= patience.tries:
+                        times = f" (tried {failed} times)" if failed > 1 else ""
+                        raise EndpointError(self._say(f"{method} {path}: {error}{times}. {_ADVICE}"), self.role, error.status) from error
+                    self.retried += 1
+                    pause = patience.pause(failed, error.after)
+                await asyncio.sleep(pause)
+
+    async def _once(self, client: httpx2.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None, patience: Patience) -> Any:
+        limits = httpx2.Timeout(None, connect=patience.connect)
+        try:
+            async with asyncio.timeout(patience.answer):
+                response = await client.request(method, self.url + path, json=body, timeout=limits)
+        except TimeoutError:
+            raise _Passing(f"no answer in {patience.answer:g} s") from None
+        except httpx2.TimeoutException:
+            raise _Passing(f"no connection in {patience.connect:g} s") from None
+        except httpx2.TransportError as error:
+            raise _Passing(f"the connection failed ({type(error).__name__}: {error})") from error
+        status = response.status_code
+        if status in RETRIED:
+            raise _Passing(f"status {status}: {_words(response)}", status, _seconds(response.headers.get("retry-after")))
+        if not response.is_success:
+            raise EndpointError(self._say(f"{method} {path}: status {status}: {self._refusal(response)}"), self.role, status)
+        if not response.content:
+            return None
+        try:
+            return response.json()
+        except ValueError as error:
+            raise EndpointError(self._say(f"{method} {path}: the answer is no JSON: {_words(response)}"), self.role, status) from error
+
+    def _refusal(self, response: httpx2.Response) -> str:
+        if response.is_redirect:
+            return f"it redirects to {response.headers.get('location', '?')}; give that address"
+        if response.status_code in (401, 403):
+            name = f"the key in {self.key_env}" if self.key_env else "no key was sent; name an environment variable that holds one"
+            return f"{_words(response)} ({name})"
+        return _words(response)
+
+    def _open(self) -> httpx2.AsyncClient:
+        """The client of the running loop; one that a closed loop left behind is let go."""
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            if self._loop is not None and self._loop is not loop and not self._loop.is_closed() and self._client is not None:
+                raise EndpointError(f"{self.role} ({self.url}): in use in another event loop; close it there first", self.role)
+            self._loop, self._places = loop, asyncio.Semaphore(self._connections)
+            self._client = httpx2.AsyncClient(
+                headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
+                limits=httpx2.Limits(max_connections=self._connections, max_keepalive_connections=64),
+                trust_env=self._proxied,
+            )
+        return self._client
+
+    def _say(self, text: str) -> str:
+        """A message without the key."""
+        text = f"{self.role} ({self.url}): {text}"
+        return scrubbed(text.replace(self._key, f"[{self.key_env}]") if self._key else text)
+
+
+class _Passing(Exception):
+    """A failure that another try may not meet."""
+
+    def __init__(self, why: str, status: int | None = None, after: float | None = None) -> None:
+        super().__init__(why)
+        self.status, self.after = status, after
+
+
+_ADVICE = "See whether the server runs, and what it logged"
+
+
+def _words(response: httpx2.Response) -> str:
+    """What the server said of its refusal: the message inside an OpenAI-shaped error, else the text."""
+    try:
+        said: Any = response.json()
+        while isinstance(said, dict) and (inner := said.get("error") or said.get("message") or said.get("detail")):
+            said = inner
+        text = said if isinstance(said, str) else json.dumps(said)
+    except ValueError:
+        text = response.text
+    text = " ".join(text.split())
+    return text if len(text) <= QUOTED else f"{text[:QUOTED]}..."
+
+
+def _seconds(header: str | None) -> float | None:
+    """Seconds of a Retry-After header; its form with a date is not read."""
+    try:
+        return max(0.0, float(header)) if header is not None else None
+    except ValueError:
+        return None
+
+
+def _loopback(host: str) -> bool:
+    """Whether a host is this machine, to which no proxy leads."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost" or host.endswith(".localhost")
