@@ -144,7 +144,7 @@ def write(rows: list[Row], steps: int) -> None:
     rows = sorted(rows, key=lambda r: (r.seed, order.index(r.algorithm)))
     (ROOT / "docs/algorithm-table.md").write_text(page(rows, steps), encoding="utf-8")
     facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "steps": steps, "rows": [asdict(r) for r in rows]}
-    RESULTS.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
+    RESULTS.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
 def main() -> None:

@@ -305,7 +305,7 @@ def conclude(found: dict[str, Any], out: Path | None) -> dict[str, Any]:
     whole = found | {"contests": ordered, "sgemm_gflops": roofline}
     if out is not None:
         out.parent.mkdir(parents=True, exist_ok=True)
-        out.write_text(json.dumps(whole, indent=1) + "\n")
+        out.write_text(json.dumps(whole, indent=1, allow_nan=False) + "\n")
     return whole
 
 

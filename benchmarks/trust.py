@@ -283,7 +283,7 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the page again from the last results")
     if not parser.parse_args().page:
         with tempfile.TemporaryDirectory() as folder:
-            RESULTS.write_text(json.dumps(measure(Path(folder)), indent=1) + "\n")
+            RESULTS.write_text(json.dumps(measure(Path(folder)), indent=1, allow_nan=False) + "\n")
     PAGE.write_text(page(json.loads(RESULTS.read_text())))
     print(f"wrote {PAGE.relative_to(ROOT)}")
 
