@@ -40,6 +40,8 @@ class Packed:
     """The contract every spoken token was drawn under."""
     kept: Kept | None = None
     """One kept set per spoken token, exactly where the sampling truncates."""
+    in_turn_M: np.ndarray | None = None
+    """int32: position of each spoken token in its turn, exactly where the sampling reads it."""
 
     def __post_init__(self) -> None:
         m = len(self.source_M)
@@ -56,6 +58,8 @@ class Packed:
             raise InvariantError("batch: a label crosses a segment border")
         if self.kept is not None and len(self.kept) != m:
             raise InvariantError(f"batch: {len(self.kept)} kept sets for {m} spoken tokens")
+        if self.sampling.in_turn != (self.in_turn_M is not None):
+            raise InvariantError("batch: positions in the turn are given exactly where the sampling reads them")
         if np.any(np.diff(self.sequence_S) < 0):
             raise InvariantError("batch: segments of one episode must lie together, episodes ascending")
 
@@ -101,6 +105,7 @@ class Packed:
             sequence_S=np.arange(len(segments), dtype=np.int32) if sequence is None else np.asarray(sequence, np.int32),
             sampling=segments[0].sampling,
             kept=Kept.of(kept) if segments[0].sampling.truncated else None,
+            in_turn_M=np.concatenate([s.in_turn for s in segments if s.in_turn is not None]) if segments[0].sampling.in_turn else None,
             **streams,
         )
 

@@ -6,6 +6,7 @@ Columns of an episode file, N tokens of all segments one after another:
     length int64 [segments]
     kept_length int64 [spoken tokens of truncated segments], kept_ids int32
     top_ids int32, top_logp float32 [spoken tokens x K of segments that store their K most probable tokens, one after another]
+    in_turn int32 [spoken tokens of segments whose sampling reads it]: position of each in its turn
     meta uint8: UTF-8 JSON with tasks, samplings and one object per episode
 """
 
@@ -159,6 +160,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
         "kept_ids": _join([k.ids for k in kept], np.int32),
         "top_ids": _join([t.ids.ravel() for t in top], np.int32),
         "top_logp": _join([t.logp.ravel() for t in top], np.float32),
+        "in_turn": _join([s.in_turn for s in segments if s.in_turn is not None], np.int32),
         "meta": np.frombuffer(json.dumps(meta, default=_foreign).encode(), np.uint8),
     }
 
@@ -197,7 +199,7 @@ class _Cut:
     def __init__(self, columns: Mapping[str, np.ndarray]) -> None:
         self.columns = columns
         self.lengths = iter(columns["length"].tolist())
-        self.token = self.draw = self.kept = self.top = 0
+        self.token = self.draw = self.kept = self.top = self.turn = 0
 
     def segment(self, sampling: Sampling) -> tuple[Segment, np.ndarray]:
         """The next segment and the advantages of its spoken tokens."""
@@ -206,7 +208,13 @@ class _Cut:
         ids, mask, logp, version, advantage = (self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage"))
         kept = self._kept(int(mask.sum())) if sampling.truncated else None
         top = self._top(int(mask.sum()), sampling.top) if sampling.top else None
-        return Segment(ids, mask, logp, version, sampling, kept, top), advantage[mask]
+        in_turn = self._in_turn(int(mask.sum())) if sampling.in_turn else None
+        return Segment(ids, mask, logp, version, sampling, kept, top, in_turn), advantage[mask]
+
+    def _in_turn(self, spoken: int) -> np.ndarray:
+        here = slice(self.turn, self.turn + spoken)
+        self.turn = here.stop
+        return self.columns["in_turn"][here]
 
     def _top(self, draws: int, k: int) -> Top:
         here = slice(self.top, self.top + draws * k)

@@ -185,6 +185,11 @@ class Reinforce:
             raise ConfigError(
                 f"{self.name}: {a.name} learns from demonstrations, which no truncated sampler drew. Set top_p=1 top_k=0 min_p=0"
             )
+        if a.shown is not None and self.sampling.bans:
+            raise ConfigError(
+                f"{self.name}: {a.name} learns from demonstrations, and this sampling may ban what they say. Set allowed_ids=none "
+                "allowed_words=none bad_ids=none bad_words=none min_tokens=0"
+            )
         if (best := next((s for s in a.shape if isinstance(s, BestOf)), None)) and best.k >= self.siblings:
             raise ConfigError(
                 f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is learned. Lower shape.bestof.k, or raise siblings"

@@ -1,20 +1,40 @@
 """The log-prob contract: every number that decides which distribution a token was drawn from.
 
-The sampler draws under it, the segment carries it, the learner evaluates pi under the same transform.
-Order of the transform: logits / temperature, then top-k, then top-p, then min-p, each on the distribution the
-previous one left; the kept tokens are renormalised. A stored log-prob is that of this final distribution.
+The sampler draws under it, the segment carries it, the learner evaluates pi under the same transform. What is done to
+the model's logits z (its own scale and soft-cap included), in this order:
+
+    1. z_i += logit_bias_i
+    2. repetition penalty p (CTRL, arXiv 1909.05858, section 4.1), for every token i that stands before this one in the
+       sequence, prompt and earlier turns included: z_i * p where z_i < 0, else z_i / p
+    3. bans, z_i = -inf: what is not in allowed_ids; the last token of a bad sequence whose earlier tokens have just
+       been said; stop ids at the first min_tokens positions of the turn
+    4. z / temperature
+    5. top-k, then top-p, then min-p, each on the distribution the previous one left
+    6. what is left is renormalised
+
+A stored log-prob is that of this final distribution. transformers and vLLM have steps 1-4 in the same order (bans commute
+with the rest). greedy takes the argmax after step 3.
+
+Steps 1-3 are functions of the contract and of token ids alone, so the learner computes them again; the sets that step 5
+keeps hang on comparisons of floats, so the sampler stores them (`truncated`). What ends a turn (stop strings,
+max_tokens) changes no probability.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.core.errors import ConfigError
 
+Spell = Callable[[str], Sequence[Sequence[int]]]
+"""The token sequences in which a tokenizer writes a word."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a turn is sampled. All fields are explicit; `stop_ids` is None until resolved, once, at load."""
+    """How a turn is sampled. All fields are explicit; what depends on the tokenizer is resolved once, at load (`resolve`)."""
 
     temperature: float = 1.0
     """Divides the logits. Must be > 0; use greedy=true for the argmax."""
@@ -24,37 +44,150 @@ class Sampling:
     """Keep this many most probable tokens. 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens with probability >= min_p * largest. 0 keeps all."""
+    repetition_penalty: float = 1.0
+    """Makes tokens that already stand in the sequence less probable (> 1) or more (< 1). 1: off."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), each id once. On the command line `17:-2.5,3:1`."""
+    allowed_ids: tuple[int, ...] | None = None
+    """Only these token ids can be said. None: all. Without a stop id among them a turn ends by length alone."""
+    allowed_words: tuple[str, ...] = ()
+    """Only the tokens these words are written with can be said, and the stop ids. Added to allowed_ids at load."""
+    bad_ids: tuple[tuple[int, ...], ...] = ()
+    """Sequences of token ids that a turn cannot contain. A sequence matters within one turn: what the prompt ends with
+    begins none. On the command line `[[5], [7, 8]]`; `5,6` are two sequences of one token."""
+    bad_words: tuple[str, ...] = ()
+    """Words a turn cannot contain, as the tokenizer writes them alone and after a space. Added to bad_ids at load. The same
+    letters in other tokens are not caught."""
     top: int = 0
     """Also store the log-probs of this many most probable tokens with every token said. An algorithm that reads them asks for them."""
     greedy: bool = False
     """Take the most probable token. For evaluation only: it has no log-prob to learn from."""
     max_tokens: int = 64
     """Most tokens said in one turn; reaching it is stop reason `length`."""
+    min_tokens: int = 0
+    """Tokens of a turn before the one that may end it: stop ids cannot be said earlier, and stop strings end nothing."""
     stop_ids: tuple[int, ...] | None = None
     """Token ids that end a turn (they are said, and count). None: not resolved yet. (): never stop early."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a turn, stop reason `string`, with the token that completes one; that token is said, and counts. On the
+    command line `stop=;` or, with spaces, commas or escapes, `stop=["\\n\\n"]`."""
 
     def __post_init__(self) -> None:
         if not self.temperature > 0:
             raise ConfigError(f"sampling.temperature={self.temperature}: must be > 0 (for the argmax set greedy=true)")
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sampling.top_p={self.top_p}: must lie in (0, 1]")
-        if self.top_k < 0:
-            raise ConfigError(f"sampling.top_k={self.top_k}: must be >= 0 (0 keeps all tokens)")
         if not 0 <= self.min_p < 1:
             raise ConfigError(f"sampling.min_p={self.min_p}: must lie in [0, 1)")
-        if self.top < 0:
-            raise ConfigError(f"sampling.top={self.top}: must be >= 0 (0 stores the said token alone)")
-        if self.max_tokens < 1:
-            raise ConfigError(f"sampling.max_tokens={self.max_tokens}: must be >= 1")
+        if not 0 < self.repetition_penalty < math.inf:
+            raise ConfigError(f"sampling.repetition_penalty={self.repetition_penalty}: must be > 0 and finite (1: off)")
+        for name, least, what in (
+            ("top_k", 0, "0 keeps all tokens"),
+            ("top", 0, "0 stores the said token alone"),
+            ("max_tokens", 1, "a turn says something"),
+            ("min_tokens", 0, "0: a turn may end at once"),
+        ):
+            if getattr(self, name) < least:
+                raise ConfigError(f"sampling.{name}={getattr(self, name)}: must be >= {least} ({what})")
+        if self.min_tokens > self.max_tokens:
+            raise ConfigError(f"sampling.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower it, or raise that")
+        self._check_ids()
+        self._check_texts()
+        self._check_support()
+
+    def _check_ids(self) -> None:
+        biased = [i for i, _ in self.logit_bias]
+        named: dict[str, Sequence[int]] = {
+            "stop_ids": self.stop_ids or (),
+            "logit_bias": biased,
+            "allowed_ids": self.allowed_ids or (),
+            "bad_ids": [i for sequence in self.bad_ids for i in sequence],
+        }
+        for name, ids in named.items():
+            if low := [i for i in ids if i < 0]:
+                raise ConfigError(f"sampling.{name}: {low[0]} is no token id; ids are >= 0")
+        if not all(self.bad_ids):
+            raise ConfigError("sampling.bad_ids: a sequence has no tokens; leave it out")
+        if len(set(biased)) != len(biased):
+            raise ConfigError(
+                f"sampling.logit_bias: token {next(i for i in biased if biased.count(i) > 1)} is listed twice; add the numbers up"
+            )
+        if wrong := [(i, x) for i, x in self.logit_bias if not math.isfinite(x)]:
+            raise ConfigError(
+                f"sampling.logit_bias: {wrong[0][1]} for token {wrong[0][0]} must be finite; to ban a token put it into bad_ids"
+            )
+
+    def _check_texts(self) -> None:
+        for name in ("stop", "bad_words", "allowed_words"):
+            if not all(getattr(self, name)):
+                raise ConfigError(f"sampling.{name}: an empty text is in every text; leave it out")
+        if any("\ufffd" in text for text in self.stop):
+            raise ConfigError("sampling.stop: U+FFFD stands for bytes that are no character yet, so it cannot be waited for")
+
+    def _check_support(self) -> None:
+        """Some token can be said at every position, whatever was said before."""
+        if self.allowed_ids is None:
+            return
+        if not self.allowed_ids:
+            raise ConfigError("sampling.allowed_ids is empty, so nothing could be said: list some ids, or none for all")
+        left = set(self.allowed_ids) - {s[0] for s in self.bad_ids if len(s) == 1}
+        if not left:
+            raise ConfigError(f"sampling: bad_ids ban all {len(set(self.allowed_ids))} of allowed_ids, so nothing could be said")
+        if self.min_tokens and not left - set(self.stop_ids or ()):
+            raise ConfigError(f"sampling: only stop ids are allowed, and min_tokens={self.min_tokens} bans them at the start of a turn")
 
     @property
     def truncated(self) -> bool:
-        """Whether some tokens may get probability zero, so that the kept sets must be stored."""
+        """Whether comparisons of probabilities decide the support, so that the kept sets must be stored."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
-    def resolve(self, stop_ids: tuple[int, ...]) -> Sampling:
-        """The same contract with its stop ids filled in; a contract is resolved at most once."""
-        return self if self.stop_ids is not None else replace(self, stop_ids=tuple(stop_ids))
+    @property
+    def bans(self) -> bool:
+        """Whether a rule gives some tokens probability zero."""
+        return self.allowed_ids is not None or bool(self.allowed_words or self.bad_ids or self.bad_words or self.min_tokens)
+
+    @property
+    def rules(self) -> bool:
+        """Whether there is anything to do before the temperature (steps 1 to 3)."""
+        return self.repetition_penalty != 1 or bool(self.logit_bias) or self.bans
+
+    @property
+    def in_turn(self) -> bool:
+        """Whether the distribution depends on where in its turn a token stands, so that this must be stored."""
+        return self.min_tokens > 0 or bool(self.bad_words) or any(len(s) > 1 for s in self.bad_ids)
+
+    @property
+    def resolved(self) -> bool:
+        """Whether nothing waits for the tokenizer any more."""
+        return self.stop_ids is not None and not self.bad_words and not self.allowed_words
+
+    def resolve(self, stop_ids: tuple[int, ...], spell: Spell | None = None) -> Sampling:
+        """The same contract with its stop ids filled in and its words as ids; a contract is resolved at most once.
+
+        Args:
+            spell: how the tokenizer writes a word; needed where there are words.
+        """
+        if self.resolved:
+            return self
+        stops = tuple(stop_ids) if self.stop_ids is None else self.stop_ids
+        if not self.bad_words and not self.allowed_words:
+            return replace(self, stop_ids=stops)
+        if spell is None:
+            raise ConfigError("sampling.bad_words and allowed_words need a tokenizer, and there is none here: give bad_ids and allowed_ids")
+        bad = _minimal([*self.bad_ids, *(tuple(ids) for word in self.bad_words for ids in spell(word))])
+        allowed = self.allowed_ids
+        if self.allowed_words:
+            told = {i for word in self.allowed_words for ids in spell(word) for i in ids}
+            allowed = tuple(sorted(told | set(allowed or ()) | set(stops)))
+        return replace(self, stop_ids=stops, bad_ids=bad, bad_words=(), allowed_ids=allowed, allowed_words=())
+
+    def check_vocabulary(self, size: int) -> None:
+        """ConfigError where a token id lies outside a vocabulary of `size` tokens."""
+        ids = [*(self.stop_ids or ()), *(self.allowed_ids or ()), *(i for i, _ in self.logit_bias), *(i for s in self.bad_ids for i in s)]
+        if ids and max(ids) >= size:
+            raise ConfigError(
+                f"sampling names token id {max(ids)}, and the model has 0..{size - 1}: correct stop_ids, allowed_ids, logit_bias or bad_ids"
+            )
 
     def for_training(self, keeps_sets: bool = True) -> Sampling:
         """This contract, or ConfigError where pi could not be evaluated under it.
@@ -70,3 +203,9 @@ class Sampling:
                 "so pi cannot be evaluated on the distribution really sampled. Set top_p=1 top_k=0 min_p=0"
             )
         return self
+
+
+def _minimal(sequences: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
+    """Each sequence once, without those that end in another one: whatever they ban is banned already."""
+    once = dict.fromkeys(sequences)
+    return tuple(s for s in once if not any(s[-n:] in once for n in range(1, len(s))))

@@ -28,6 +28,7 @@ class Transcript:
         self._version: list[np.ndarray] = []
         self._kept: list[np.ndarray] = []
         self._top: list[Top] = []
+        self._in_turn: list[np.ndarray] = []
         self._length = 0
 
     def __len__(self) -> int:
@@ -44,6 +45,7 @@ class Transcript:
         if self.sampling.truncated != (said.kept is not None):
             raise InvariantError("a truncated sampler must hand over the kept set of every token it said, and no other may")
         self._append(said.ids, np.ones(n, bool), said.logp, said.version)
+        self._in_turn.append(np.arange(n, dtype=np.int32))
         if bool(self.sampling.top) != (said.top is not None):
             raise InvariantError(f"sampling.top={self.sampling.top}: the sampler must hand over so many most probable tokens a draw")
         if said.kept is not None:
@@ -55,6 +57,7 @@ class Transcript:
         """A demonstration said these tokens: learned from, with log-prob 0 and version SHOWN."""
         n = len(ids)
         self._append(ids, np.ones(n, bool), np.zeros(n, np.float32), np.full(n, SHOWN, np.int32))
+        self._in_turn.append(np.arange(n, dtype=np.int32))
 
     def _append(self, ids: Sequence[int] | np.ndarray, mask: np.ndarray, logp: np.ndarray, version: np.ndarray) -> None:
         if not len(ids) == len(mask) == len(logp) == len(version):
@@ -80,4 +83,5 @@ class Transcript:
             sampling=self.sampling,
             kept=Kept.of(self._kept) if self.sampling.truncated else None,
             top=Top.join(self._top, self.sampling.top) if self.sampling.top else None,
+            in_turn=np.concatenate([np.zeros(0, np.int32), *self._in_turn]) if self.sampling.in_turn else None,
         )

@@ -54,8 +54,16 @@ def pieces(declared: Any) -> dict[str, type]:
 def tuple_item(declared: Any) -> Any | None:
     """X of a `tuple[X, ...]` among the alternatives; None where there is none."""
     for m in members(declared):
-        if typing.get_origin(m) is tuple:
+        if typing.get_origin(m) is tuple and typing.get_args(m)[1:] == (...,):
             return typing.get_args(m)[0]
+    return None
+
+
+def fixed_items(declared: Any) -> tuple[Any, ...] | None:
+    """(X, Y) of a `tuple[X, Y]` among the alternatives; None where there is none."""
+    for m in members(declared):
+        if typing.get_origin(m) is tuple and typing.get_args(m)[1:] != (...,):
+            return typing.get_args(m)
     return None
 
 
@@ -90,6 +98,8 @@ def describe(declared: Any) -> str:
     words += list(pieces(declared))
     if (item := tuple_item(declared)) is not None:
         words.append(f"a list of ({describe(item)})")
+    if (fixed := fixed_items(declared)) is not None:
+        words.append(":".join(describe(x) for x in fixed))
     if mapping_item(declared) is not None:
         words.append("an object of named values")
     words += [_SCALARS[m] for m in members(declared) if m in _SCALARS]
@@ -122,7 +132,8 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
     if isinstance(value, tuple | list):
         item = tuple_item(declared)
         elements = cast("tuple[Any, ...] | list[Any]", value)
-        return [_plain(v, Any if item is None else item, f"{path}.{i}") for i, v in enumerate(elements)]
+        items = fixed_items(declared) or (Any if item is None else item,) * len(elements)
+        return [_plain(v, x, f"{path}.{i}") for i, (v, x) in enumerate(zip(elements, items, strict=True))]
     if isinstance(value, Mapping):
         item = mapping_item(declared)
         table = cast("Mapping[Any, Any]", value)
@@ -137,7 +148,7 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
 
 def from_plain(cls: type[T], data: Any) -> T:
     """Build `cls` from plain data. ConfigError names the dotted path, what was found and what is valid."""
-    return cast(T, _build(cls, data, cls.__name__))
+    return cast(T, build(cls, data, cls.__name__))
 
 
 def _wrong(declared: Any, data: Any, path: str) -> ConfigError:
@@ -145,7 +156,8 @@ def _wrong(declared: Any, data: Any, path: str) -> ConfigError:
     return ConfigError(f"{path}: {shown if len(shown) < 80 else shown[:77] + '...'} is not valid here; expected {describe(declared)}")
 
 
-def _build(declared: Any, data: Any, path: str) -> Any:
+def build(declared: Any, data: Any, path: str) -> Any:
+    """Plain data as a value of a declared type; `path` names it in messages."""
     if declared is Any:
         return data
     if isinstance(data, dict):
@@ -157,12 +169,13 @@ def _build(declared: Any, data: Any, path: str) -> Any:
         item = mapping_item(declared)
         if item is None:
             raise _wrong(declared, table, path)
-        return {k: _build(item, v, f"{path}.{k}") for k, v in table.items()}
+        return {k: build(item, v, f"{path}.{k}") for k, v in table.items()}
     if isinstance(data, list):
-        item = tuple_item(declared)
-        if item is None:
+        elements, item = cast("list[Any]", data), tuple_item(declared)
+        items = (item,) * len(elements) if item is not None else fixed_items(declared)
+        if items is None or len(items) != len(elements):
             raise _wrong(declared, data, path)
-        return tuple(_build(item, v, f"{path}.{i}") for i, v in enumerate(cast("list[Any]", data)))
+        return tuple(build(x, v, f"{path}.{i}") for i, (v, x) in enumerate(zip(elements, items, strict=True)))
     return _scalar(declared, data, path)
 
 
@@ -205,4 +218,4 @@ def _dataclass(cls: type, data: dict[str, Any], path: str) -> Any:
     for f in dataclasses.fields(cls):
         if f.name not in data and f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING:
             raise ConfigError(f"{path}.{f.name} is missing: {cls.__name__} needs {describe(known[f.name])}")
-    return cls(**{name: _build(known[name], value, f"{path}.{name}") for name, value in data.items()})
+    return cls(**{name: build(known[name], value, f"{path}.{name}") for name, value in data.items()})

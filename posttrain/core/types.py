@@ -45,11 +45,19 @@ class Stop(StrEnum):
     """Why an episode ended."""
 
     SAID = "stop"
+    """The policy said a stop token."""
+    STRING = "string"
+    """What the policy said contains a stop string, which its last token completed."""
     LENGTH = "length"
     TURNS = "turns"
     TOOLS = "tools"
     CONTEXT = "context"
     ERROR = "error"
+
+    @property
+    def finished(self) -> bool:
+        """Whether the policy ended its turn itself, by a stop token or a stop string."""
+        return self in (Stop.SAID, Stop.STRING)
 
 
 @dataclass(frozen=True)
@@ -100,7 +108,8 @@ class Said:
     """One turn as an engine returns it: tokens, the log-prob of each under the resolved `Sampling`, and who said it.
 
     ids int32 [n], logp float32 [n], version int32 [n] (weights that said each token); `kept` exactly where the
-    sampling truncates; `stop` is SAID (the last token is a stop id), LENGTH or CONTEXT.
+    sampling truncates; `stop` is SAID (the last token is a stop id), STRING (the last token completes a stop string and is no
+    stop id), LENGTH or CONTEXT.
     """
 
     ids: np.ndarray
@@ -126,7 +135,9 @@ class Segment:
     mask is True where the policy spoke; there logp is finite and version >= 0. Elsewhere logp is NaN and version -1,
     so that reading an unspoken log-prob poisons whatever read it instead of passing for a number.
     Tokens of a demonstration count as spoken, with version SHOWN and logp 0: their sampler is not known.
-    `kept` holds one set per spoken token, in order, exactly where `sampling.truncated`; `top` exactly where `sampling.top`.
+    `kept` holds one set per spoken token, in order, exactly where `sampling.truncated`; `top` exactly where `sampling.top`;
+    `in_turn` (int32, the position of each spoken token in its turn) exactly where `sampling.in_turn`: two turns may follow
+    each other with nothing seen between them, so the mask does not tell where one begins.
     """
 
     ids: np.ndarray
@@ -136,6 +147,7 @@ class Segment:
     sampling: Sampling
     kept: Kept | None = None
     top: Top | None = None
+    in_turn: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         n = len(self.ids)
@@ -160,6 +172,10 @@ class Segment:
             raise InvariantError(f"{int(self.mask.sum())} spoken tokens but {len(self.kept)} kept sets")
         if bool(self.sampling.top) != (self.top is not None) or (self.top is not None and len(self.top) != int(self.mask.sum())):
             raise InvariantError("top tokens are stored for every spoken token exactly where sampling.top asks for them")
+        if self.sampling.in_turn != (self.in_turn is not None):
+            raise InvariantError("positions in the turn are stored exactly where the sampling reads them (min_tokens, bad sequences)")
+        if self.in_turn is not None:
+            _check_in_turn(self.in_turn, self.mask)
 
     @property
     def shown(self) -> bool:
@@ -169,6 +185,16 @@ class Segment:
     @property
     def spoken(self) -> int:
         return int(self.mask.sum())
+
+
+def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
+    """Each spoken token begins a turn (0) or stands right after the one before it in the same turn."""
+    at = np.flatnonzero(mask)
+    if len(in_turn) != len(at):
+        raise InvariantError(f"{len(at)} spoken tokens but {len(in_turn)} positions in a turn")
+    follows = np.append(False, (np.diff(at) == 1) & (np.diff(in_turn) == 1)) if len(at) else np.zeros(0, bool)
+    if np.any((in_turn != 0) & ~follows):
+        raise InvariantError("positions in a turn count up from 0, over tokens that stand side by side")
 
 
 @dataclass(frozen=True, eq=False)

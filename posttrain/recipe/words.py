@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import MISSING, fields
 from typing import Any, Literal, get_args, get_origin
@@ -19,16 +20,28 @@ class _No:
 def read(declared: Any, word: str, path: str) -> Any:
     """The value that `word` means at `path`, where `declared` is valid.
 
+    A list may also be JSON, for text with commas, spaces or escapes and for lists of lists; a pair is written `17:-2.5`.
+
     >>> read(float | None, "none", "wall_time"), read(tuple[int, ...], "1,2", "stop_ids")
     (None, (1, 2))
+    >>> read(tuple[str, ...], '["a, b"]', "stop"), read(tuple[tuple[int, float], ...], "17:-2.5", "logit_bias")
+    (('a, b',), ((17, -2.5),))
     """
     options = tree.members(declared)
     if type(None) in options and word.lower() == "none":
         return None
     item = tree.tuple_item(declared)
     if item is not None:
+        if word.startswith("["):
+            return tree.build(declared, _json(word, path), path)
         parts = [] if word.lower() in ("", "none") else [w.strip() for w in word.split(",")]
         return tuple(read(item, w, path) for w in parts)
+    fixed = tree.fixed_items(declared)
+    if fixed is not None:
+        both = [w.strip() for w in word.split(":")]
+        if len(both) != len(fixed):
+            raise _refuse(declared, word, path)
+        return tuple(read(x, w, path) for x, w in zip(fixed, both, strict=True))
     pieces = tree.pieces(declared)
     if pieces:
         return _piece(pieces, declared, word, path)
@@ -37,6 +50,13 @@ def read(declared: Any, word: str, path: str) -> Any:
         if not isinstance(value, _No):
             return value
     raise _refuse(declared, word, path)
+
+
+def _json(word: str, path: str) -> Any:
+    try:
+        return json.loads(word)
+    except ValueError as error:
+        raise ConfigError(f"{path}={word}: a list that begins with '[' is read as JSON, and this is none ({error})") from error
 
 
 def _rank(kind: Any) -> int:

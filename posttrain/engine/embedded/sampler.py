@@ -58,6 +58,10 @@ class Contracts:
 
     def put(self, row: int, s: Sampling) -> None:
         """Row `row` follows `s` from now on."""
+        if s.rules or s.stop:
+            raise EngineError(
+                "this engine does not serve logit_bias, repetition_penalty, banned or allowed tokens, min_tokens or stop strings yet"
+            )
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
         self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
 
