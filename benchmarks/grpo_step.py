@@ -21,7 +21,6 @@ import json
 import os
 import platform
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,6 +33,7 @@ from typing import Any
 import numpy as np
 from grpo_table import show
 from grpo_work import PROMPT, REGIMES, SIBLINGS, SIZES, Job, lengths_PG, save_checkpoint
+from side import Worker, machine, sgemm
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results" / "grpo_step.json"
@@ -42,83 +42,8 @@ WARM = 4
 PEERS = ("torch", "transformers", "trl", "accelerate", "numpy")
 
 
-class Worker:
-    """One side's process: commands in, one JSON object per line out."""
-
-    def __init__(self, side: str, job: Job, errors: Path) -> None:
-        self.side, self.errors = side, errors
-        path = os.pathsep.join([str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])])
-        threads = str(job.threads)
-        ours = {"PYTHONPATH": path, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
-        env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | ours
-        with errors.open("w") as stderr:
-            command = [sys.executable, str(HERE / f"grpo_{side}.py"), job.dump()]
-            self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=stderr, text=True, env=env)
-
-    def __enter__(self) -> Worker:
-        return self
-
-    def __exit__(self, *why: object) -> None:
-        """Closing its line tells the worker to quit."""
-        assert self._process.stdin
-        self._process.stdin.close()
-        try:
-            self._process.wait(60)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-
-    def listen(self) -> dict[str, Any]:
-        assert self._process.stdout
-        line = self._process.stdout.readline()
-        if not line:
-            raise SystemExit(f"the {self.side} process ended early. Its last words:\n{self.errors.read_text()[-3000:]}")
-        return json.loads(line)
-
-    def ask(self, **command: Any) -> dict[str, Any]:
-        assert self._process.stdin
-        self._process.stdin.write(json.dumps(command) + "\n")
-        self._process.stdin.flush()
-        return self.listen()
-
-    def step(self, **how: Any) -> dict[str, Any]:
-        """One step, with what other programs took of the machine meanwhile."""
-        before = (time.perf_counter(), _busy(), _own(self._process.pid))
-        told = self.ask(do="step", **how)
-        wall, busy, own = (now - then for now, then in zip((time.perf_counter(), _busy(), _own(self._process.pid)), before, strict=True))
-        return told | {"others": max(0.0, busy - own) / (wall * (os.cpu_count() or 1)), "cpu_seconds": own}
-
-
-def _busy() -> float:
-    """CPU seconds all programs of the machine have used (Linux)."""
-    user, nice, system, _, _, irq, soft, *_ = map(int, Path("/proc/stat").read_text().split("\n", 1)[0].split()[1:])
-    return (user + nice + system + irq + soft) / os.sysconf("SC_CLK_TCK")
-
-
-def _own(pid: int) -> float:
-    """CPU seconds one process has used."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-
-
-def sgemm(seconds: float = 0.5, n: int = 1024) -> dict[str, float]:
-    """GFLOP/s of an n-cubed float32 matrix product: the best by wall time, and the median by CPU time.
-
-    The second divides by the calling thread's own CPU time, so what other programs take of the cores does not count;
-    the work is split evenly over the threads.
-    """
-    import torch
-
-    a, b = torch.randn(n, n), torch.randn(n, n)
-    walls: list[float] = []
-    cpus: list[float] = []
-    end = time.perf_counter() + seconds
-    while time.perf_counter() < end:
-        begun, cpu = time.perf_counter(), time.thread_time()
-        a @ b
-        walls.append(time.perf_counter() - begun)
-        cpus.append(time.thread_time() - cpu)
-    gflop = 2 * n**3 / 1e9
-    return {"wall": gflop / min(walls), "cpu": gflop / statistics.median(cpus)}
+def _worker(name: str, job: Job, errors: Path) -> Worker:
+    return Worker(name, [sys.executable, str(HERE / f"grpo_{name}.py"), job.dump()], job.threads, errors)
 
 
 def candidates(samples: int) -> list[dict[str, Any]]:
@@ -141,13 +66,13 @@ def search(job: Job, tries: int, errors: Path) -> list[dict[str, Any]]:
 
     def measured(how: dict[str, Any]) -> dict[str, Any]:
         worker.ask(do="configure", **how)
-        worker.step(at_most=WARM)
-        told = min((worker.step() for _ in range(tries)), key=lambda t: t["seconds"])
+        worker.timed(do="step", at_most=WARM)
+        told = min((worker.timed(do="step") for _ in range(tries)), key=lambda t: t["seconds"])
         print(f"    {_words(how)}: {told['seconds']:.2f} s (others {told['others']:.0%})", flush=True)
         return {"how": how, **{k: told[k] for k in ("seconds", "cpu_seconds", "roles", "others")}}
 
     samples = job.prompts * SIBLINGS
-    with Worker("trl", job, errors) as worker:
+    with _worker("trl", job, errors) as worker:
         rows = [measured(how) for how in candidates(samples)]
         best = min(rows, key=lambda r: r["seconds"])["how"]
         rows += [measured(how) for how in refinements(best, samples, job.regime)]
@@ -175,14 +100,14 @@ def contest(name: str, regime: str, args: argparse.Namespace, folder: Path, para
     repeats = args.repeats or size.repeats
     told: dict[str, list[dict[str, Any]]] = {"ours": [], "trl": []}
     gemm: list[dict[str, float]] = []
-    with Worker("ours", job, folder / "ours.err") as ours, Worker("trl", job, folder / "trl.err") as trl:
+    with _worker("ours", job, folder / "ours.err") as ours, _worker("trl", job, folder / "trl.err") as trl:
         loaded = {"ours": ours.listen()["now_mb"], "trl": trl.ask(do="configure", **how)["now_mb"]}
-        ours.step()
-        trl.step(at_most=WARM)
+        ours.timed(do="step")
+        trl.timed(do="step", at_most=WARM)
         for turn in range(repeats):
             gemm.append(sgemm())
             for worker in (ours, trl):
-                told[worker.side].append(worker.step())
+                told[worker.name].append(worker.timed(do="step"))
             a, b = told["ours"][-1], told["trl"][-1]
             print(
                 f"    {turn + 1}/{repeats}: ours {a['seconds']:.2f} s, TRL {b['seconds']:.2f} s (others {a['others']:.0%}, {b['others']:.0%})",
@@ -235,14 +160,6 @@ def summary(told: dict[str, list[dict[str, Any]]], spoken: int) -> dict[str, Any
     pairs = [t["seconds"] / o["seconds"] for o, t in zip(told["ours"], told["trl"], strict=True)]
     ratio = {"median": b["median_s"] / a["median_s"], "min": b["min_s"] / a["min_s"], "cpu": b["cpu_s"] / a["cpu_s"], "pairs": pairs}
     return {"sides": sides, "ratio": ratio}
-
-
-def machine(threads: int) -> dict[str, Any]:
-    model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
-        platform.machine(),
-    )
-    return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "threads": threads}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -94,7 +94,7 @@ def reward(text: str) -> float:
     return sum(ord(c) % 2 == 0 for c in text) / max(1, len(text))
 
 
-def save_checkpoint(size: Size, folder: Path) -> int:
+def save_checkpoint(size: Size, folder: Path, positions: int = 512) -> int:
     """A Qwen3 with random weights and a one-symbol-one-token tokenizer. Returns its number of parameters."""
     import torch
     from tokenizers import Tokenizer, decoders, models
@@ -112,7 +112,7 @@ def save_checkpoint(size: Size, folder: Path) -> int:
         num_key_value_heads=size.kv_heads,
         head_dim=size.hidden // size.heads,
         intermediate_size=size.ffn,
-        max_position_embeddings=512,
+        max_position_embeddings=positions,
         tie_word_embeddings=True,
         eos_token_id=vocabulary[EOS],
         pad_token_id=vocabulary[PAD],
