@@ -203,10 +203,7 @@ class PackedLayout:
             mask = None
             if sliding_window is not None and sliding_window < longest:
                 mask = self._mask(longest, sliding_window)
-            if softcap is None:
-                attended = _flash(q_BHLD, k_BKLD, v_BKLD, mask, scaling)
-            else:
-                attended = _scores(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
+            attended = dense_attention(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
             row += count * longest
         rows = out[0] if len(out) == 1 else torch.cat(out)
@@ -224,8 +221,10 @@ class PackedLayout:
         return self._masks[longest, window]
 
 
-def _flash(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float) -> Tensor:
-    """q [B, H, L, D], k and v [B, K, L, D] -> [B, H, L, D]; causal where no mask is given."""
+def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
+    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T."""
+    if softcap is not None:
+        return _scores(q, k, v, mask, scaling, softcap)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )

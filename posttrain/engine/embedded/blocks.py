@@ -1,6 +1,7 @@
 """Who owns which block of the key-value cache. numpy only; the rows themselves are in `cache`.
 
 A block is `BLOCK` consecutive rows, row r holding keys and values of one token. Blocks are shared by reference count.
+A block that only the prefix tree owns is spare: it holds something that may be wanted again, and may be taken any time.
 """
 
 from __future__ import annotations
@@ -32,37 +33,45 @@ class Blocks:
         self.capacity = 0
         """Blocks that exist."""
         self._count = np.zeros(0, np.int32)
+        self._cached = np.zeros(0, bool)
+        """Whether one of the owners is the prefix tree."""
         self._free = np.zeros(0, np.int64)
-        self._n_free = 0
+        self.free = 0
+        """Blocks nobody owns."""
+
+    @property
+    def spare(self) -> int:
+        """Blocks that only the prefix tree owns."""
+        return int(np.count_nonzero(self._cached & (self._count == 1)))
 
     @property
     def in_use(self) -> int:
-        return self.capacity - self._n_free
+        """Blocks that a sequence owns a share of."""
+        return self.capacity - self.free - self.spare
 
-    def short(self, n: int) -> int:
-        """Capacity needed before `n` more blocks can be taken, at least doubled; 0 where there is room."""
-        if n <= self._n_free:
-            return 0
-        need = self.in_use + n
-        if need > self.most:
-            raise InvariantError(f"{need} cache blocks needed, {self.most} allowed: admission must reserve before it admits")
-        return min(self.most, max(need, 2 * self.capacity))
+    def fits(self, n: int) -> bool:
+        """Whether `n` more blocks can be taken once spare ones are given up."""
+        return n <= self.free + self.most - self.capacity or n <= self.most - self.in_use
+
+    def owners(self, block: int) -> int:
+        return int(self._count[block])
 
     def grow(self, capacity: int) -> None:
         """Add blocks up to `capacity`; the lowest new one is taken first."""
         free = np.empty(capacity, np.int64)
         new = capacity - self.capacity
         free[:new] = np.arange(capacity - 1, self.capacity - 1, -1)
-        free[new : new + self._n_free] = self._free[: self._n_free]
+        free[new : new + self.free] = self._free[: self.free]
         self._count = np.concatenate([self._count, np.zeros(new, np.int32)])
-        self._free, self._n_free, self.capacity = free, self._n_free + new, capacity
+        self._cached = np.concatenate([self._cached, np.zeros(new, bool)])
+        self._free, self.free, self.capacity = free, self.free + new, capacity
 
     def take(self, n: int) -> np.ndarray:
         """int64 [n]: blocks nobody owned, each now owned once."""
-        if n > self._n_free:
-            raise InvariantError(f"{n} cache blocks taken, {self._n_free} free")
-        taken = self._free[self._n_free - n : self._n_free][::-1].copy()
-        self._n_free -= n
+        if n > self.free:
+            raise InvariantError(f"{n} cache blocks taken, {self.free} free: the scheduler must make room before it takes")
+        taken = self._free[self.free - n : self.free][::-1].copy()
+        self.free -= n
         self._count[taken] = 1
         return taken
 
@@ -70,11 +79,21 @@ class Blocks:
         """One more owner for each of these distinct blocks."""
         self._count[blocks] += 1
 
+    def cache(self, blocks: np.ndarray) -> None:
+        """The prefix tree becomes an owner of these distinct blocks."""
+        self._count[blocks] += 1
+        self._cached[blocks] = True
+
+    def uncache(self, blocks: np.ndarray) -> None:
+        """The prefix tree gives up these distinct blocks."""
+        self._cached[blocks] = False
+        self.release(blocks)
+
     def release(self, blocks: np.ndarray) -> None:
         """One owner fewer for each; blocks without owner are free. A block may be listed more than once."""
         np.subtract.at(self._count, blocks, 1)
         if np.any(self._count[blocks] < 0):
             raise InvariantError("a cache block was released more often than it was owned")
         free = np.unique(blocks[self._count[blocks] == 0])
-        self._free[self._n_free : self._n_free + len(free)] = free
-        self._n_free += len(free)
+        self._free[self.free : self.free + len(free)] = free
+        self.free += len(free)

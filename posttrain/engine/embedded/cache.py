@@ -12,6 +12,7 @@ over the queries, E = H * T entries in the order (head, query, row), N positions
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.attention import PackedLayout
+from posttrain.engine.attention import PackedLayout, dense_attention
 from posttrain.engine.embedded.blocks import BLOCK
 
 LANES = 64
@@ -102,16 +103,26 @@ class _Pattern:
 
 
 class CachedLayout:
-    """One forward pass over cached sequences: first B ragged queries, then whole prompts attended densely.
+    """One forward pass over cached sequences: first B ragged queries, then beginnings of prompts, then later chunks of prompts.
 
     Args:
-        rows_N: pool row of every position that is stored (B + dense positions, without idle ones).
+        rows_N: pool row of every position that is stored (B + dense positions + those of the chunks, without idle ones).
         visible_T: pool rows the ragged queries see, query after query. lengths_B: how many each sees (0: idle).
-        dense: layout of the prompts after the ragged queries; None where there are none.
+        dense: layout of the beginnings after the ragged queries; None where there are none.
+        chunks: of each prompt that goes on, the pool rows of all its positions so far and how many at the end are queries.
     """
 
-    def __init__(self, pool: Pool, rows_N: np.ndarray, visible_T: np.ndarray, lengths_B: np.ndarray, dense: PackedLayout | None) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        rows_N: np.ndarray,
+        visible_T: np.ndarray,
+        lengths_B: np.ndarray,
+        dense: PackedLayout | None,
+        chunks: Sequence[tuple[np.ndarray, int]] = (),
+    ) -> None:
         self.pool, self.dense = pool, dense
+        self._chunks = [Chunk(pool, rows, n) for rows, n in chunks]
         self._rows_N = torch.from_numpy(rows_N).to(pool.device)
         self._visible_T, self._lengths_B = visible_T, lengths_B
         self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
@@ -135,8 +146,13 @@ class CachedLayout:
         if b:
             out.append(self._ragged(layer, query[0, :, :b], scaling, sliding_window, softcap).to(query.dtype))
         if self.dense is not None:
-            q, k, v = (x[:, :, b:] for x in (query, key, value))
+            to = b + self.dense.tokens
+            q, k, v = (x[:, :, b:to] for x in (query, key, value))
             out.append(self.dense.attend(module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap))
+            b = to
+        for chunk in self._chunks:
+            out.append(chunk.attend(layer, query[:, :, b : b + chunk.length], scaling, sliding_window, softcap))
+            b += chunk.length
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
     def _ragged(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
@@ -184,6 +200,26 @@ class CachedLayout:
         values = torch.zeros(heads * total, dtype=self.pool.dtype, device=self.pool.device)
         csr = torch.sparse_csr_tensor(crow_, rows, values, size=(heads * count, self.pool.rows * kv_heads), check_invariants=False)
         return _Pattern(csr, rows, crow_[:-1], places, width)
+
+
+class Chunk:
+    """Queries at the end of one cached sequence, over all of it: dense, with its keys and values gathered once a layer."""
+
+    def __init__(self, pool: Pool, rows_T: np.ndarray, length: int) -> None:
+        self._pool, self.length = pool, length
+        self._rows_T = torch.from_numpy(rows_T).to(pool.device)
+        self._distance = torch.arange(len(rows_T) - length, len(rows_T), device=pool.device)[:, None] - torch.arange(
+            len(rows_T), device=pool.device
+        )
+
+    def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
+        """query [1, H, n, D] -> [1, n, H, D]"""
+        mask = self._distance >= 0 if window is None else (self._distance >= 0) & (self._distance < window)
+        key, value = (
+            x.view(self._pool.rows, self._pool.shapes[layer].heads, -1).index_select(0, self._rows_T).transpose(0, 1)[None].to(query.dtype)
+            for x in (self._pool.keys[layer], self._pool.values[layer])
+        )
+        return dense_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
 
 
 def ragged_arange(lengths: np.ndarray) -> np.ndarray:

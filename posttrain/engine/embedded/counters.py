@@ -6,7 +6,14 @@
 `engine/positions_linear`    positions the layers' matrices computed, per position needed
 `engine/positions_attention` query-key pairs attended, per pair needed (full attention; a window sees fewer of both)
 `engine/shared`              prompt tokens taken from a sibling's prefill, per prompt token asked for
-Needed is every token of every distinct sequence once; idle rows, padding and prompts computed again are not.
+`engine/prefix_hits`         prompt tokens found in the prefix tree, per prompt token looked for there
+`engine/kv`                  blocks that sequences hold, per block their tokens fill, summed over steps
+`engine/preempted`           sequences that gave their blocks up for older ones, per delivered turn
+`engine/straggler`           longest turn, per mean turn
+`engine/accepted`            drafted tokens that were said, per drafted token (speculative decoding)
+`engine/stale_gap`           |log-prob over stale blocks - over fresh ones| at a weight update, per token compared
+Needed is every token of every distinct sequence once; idle rows, padding, rejected drafts and prompts computed again are
+not. Seconds are apart, in `Counters.clock`, because no digest may cover them.
 """
 
 from __future__ import annotations
@@ -15,7 +22,7 @@ import numpy as np
 
 from posttrain.core.types import Gauge, Gauges
 from posttrain.engine.attention import PackedLayout
-from posttrain.engine.embedded.scheduler import Plan, Scheduler
+from posttrain.engine.embedded.scheduler import Plan, Scheduler, Tally
 
 
 class Counters:
@@ -23,32 +30,57 @@ class Counters:
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
+        self._seconds: dict[str, float] = {}
         self._reset()
 
     def _reset(self) -> None:
-        self._tokens = self._turns = self._steps = self._spoke = 0
+        self._tokens = self._turns = self._steps = self._spoke = self._longest = 0
         self._linear = np.zeros(2)
         self._attention = np.zeros(2)
         self._prefilled = 0
+        self._drafted = self._accepted = 0
+        self._kv = np.zeros(2)
+        self.stale = Gauge(0, 0)
 
     def said(self, tokens: int) -> None:
         self._tokens += tokens
         self._turns += 1
+        self._longest = max(self._longest, tokens)
 
-    def step(self, plan: Plan, spoke: int) -> None:
+    def step(self, scheduler: Scheduler, spoke: int) -> None:
         self._steps += 1
         self._spoke += spoke
+        if scheduler.blocks.capacity and self._steps % 8 == 1:
+            self._kv += (scheduler.blocks.in_use, scheduler.filled)
 
     def forward(self, plan: Plan, dense: PackedLayout | None) -> None:
         ragged = int(plan.lengths.sum())
         triangle = sum(n * (n + 1) // 2 for n in plan.dense)
         computed = 0 if dense is None else sum(b * n * (n + 1) // 2 for b, n in dense.shapes)
+        chunks = sum(n * len(rows) - n * (n - 1) // 2 for rows, n in plan.chunks)
         self._linear += (len(plan.ids), len(plan.rows))
-        self._attention += (ragged + computed, ragged + triangle)
-        self._prefilled += len(plan.rows) - len(plan.speaking)
+        self._attention += (ragged + computed + chunks, ragged + triangle + chunks)
+        self._prefilled += len(plan.rows) - int(plan.widths.sum())
+
+    def drafts(self, plan: Plan, accepted: int) -> None:
+        """Rejected drafts were computed in vain."""
+        drafted = int(plan.widths.sum()) - len(plan.speaking)
+        self._drafted += drafted
+        self._accepted += accepted
+        self._linear[1] -= drafted - accepted
+        self._attention[1] -= (drafted - accepted) * (plan.lengths[: int(plan.widths.sum())].mean() if drafted else 0)
+
+    def spent(self, name: str, seconds: float) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+
+    def clock(self) -> dict[str, float]:
+        """Seconds since the last call: `engine/step` in forward passes and draws, `engine/queue` requests waited for a slot."""
+        taken, self._seconds = self._seconds, {}
+        return taken
 
     def take(self, scheduler: Scheduler) -> Gauges:
-        again = np.array([(n, n * (n + 1) // 2) for n in scheduler.evicted]).reshape(-1, 2).sum(0)
+        tally, scheduler.tally = scheduler.tally, Tally()
+        again = np.array([(b - a, (b * (b + 1) - a * (a + 1)) // 2) for a, b in tally.again]).reshape(-1, 2).sum(0)
         linear, attention = self._linear - (0, again[0]), self._attention - (0, again[1])
         out = {
             "engine/tokens": Gauge(self._tokens, self._turns),
@@ -56,8 +88,15 @@ class Counters:
             "engine/occupancy": Gauge(self._spoke / self._slots, self._steps),
             "engine/positions_linear": Gauge(*linear.tolist()),
             "engine/positions_attention": Gauge(*attention.tolist()),
-            "engine/shared": Gauge(scheduler.shared, scheduler.shared + self._prefilled),
+            "engine/shared": Gauge(tally.shared, tally.shared + self._prefilled),
+            "engine/prefix_hits": Gauge(tally.found, tally.asked),
+            "engine/kv": Gauge(*self._kv.tolist()),
+            "engine/preempted": Gauge(tally.preempted, self._turns),
+            "engine/straggler": Gauge(self._longest * self._turns, self._tokens),
         }
+        if self._drafted:
+            out["engine/accepted"] = Gauge(self._accepted, self._drafted)
+        if self.stale.count:
+            out["engine/stale_gap"] = self.stale
         self._reset()
-        scheduler.shared, scheduler.evicted = 0, []
         return out

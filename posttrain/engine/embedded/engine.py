@@ -1,14 +1,15 @@
 """The embedded engine: `core.ports.Sampler` over a Hugging Face module it owns, in the running event loop.
 
-A step is: admit, plan, one forward pass over ragged positions, one draw per speaking slot, record. Between steps the
-loop runs, so finished episodes ask for their next turn before the next admission.
+A step is: admit, make room, plan, one forward pass over speaking slots and pieces of prompts, one draw per speaking slot,
+record. Between steps the loop runs, so finished episodes ask for their next turn before the next admission.
 """
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -17,16 +18,17 @@ from transformers import PreTrainedModel
 
 from posttrain.core.errors import DataError, EngineError
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauges, Said, Stop
+from posttrain.core.types import Gauge, Gauges, Said, Stop
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.accept import accept
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
-from posttrain.engine.embedded.cache import CachedLayout, Pool
+from posttrain.engine.embedded.cache import CachedLayout, Pool, ragged_arange
 from posttrain.engine.embedded.counters import Counters
 from posttrain.engine.embedded.fused import FAMILIES, FusedDecoder, fusable
-from posttrain.engine.embedded.sampler import draw
-from posttrain.engine.embedded.scheduler import Plan, Scheduler
-from posttrain.engine.embedded.slots import Request
+from posttrain.engine.embedded.sampler import Drawn, draw
+from posttrain.engine.embedded.scheduler import BUDGET, Plan, Scheduler
+from posttrain.engine.embedded.slots import Heard, Request
+from posttrain.engine.embedded.timeline import Timeline
 from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.models import named_tensors
@@ -37,6 +39,7 @@ ROWS = 64
 """A deterministic forward pass has the number of slots rounded up to a multiple of this, whatever the work."""
 FINE = 0.01
 """Most padding of dense prefill."""
+Update = Literal["drain", "inflight", "stale"]
 
 
 class EmbeddedEngine:
@@ -47,6 +50,12 @@ class EmbeddedEngine:
         context: most tokens of a sequence, prompt included.
         deterministic: fixed matrix shapes, so that a request's bits do not depend on what runs beside it.
         cache_bytes: upper bound of the key-value cache.
+        budget: most positions of a forward pass; speaking slots come first, pieces of prompts fill it up.
+        retain: tokens of ended sequences kept in the cache for later turns; None: half of what all slots could hold at most, and
+            an eighth of the cache.
+        update: what new weights do to sequences being said. drain: they end first. inflight: they go on under the new weights,
+            with their cache computed again. stale: they go on over keys and values of the old weights, and the gap is a gauge.
+        timeline: record when each request was queued, admitted and done (`EmbeddedEngine.timeline`).
         fused: run the decoder in fewer calls; None: wherever it can be.
 
     Raises:
@@ -63,6 +72,10 @@ class EmbeddedEngine:
         device: str = "cpu",
         cache_bytes: int = CACHE_BYTES,
         fused: bool | None = None,
+        budget: int = BUDGET,
+        retain: int | None = None,
+        update: Update = "drain",
+        timeline: bool = False,
     ) -> None:
         if slots < 1 or context < 2:
             raise EngineError(f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token")
@@ -79,9 +92,16 @@ class EmbeddedEngine:
         if self._most < 2:
             raise EngineError(f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._pool.row_bytes} bytes: raise it")
         self._rows = -(-slots // ROWS) * ROWS if deterministic else None
+        if budget < 1:
+            raise EngineError(f"budget={budget}: a forward pass needs at least one position")
+        self._budget, self._update = budget, update
+        held = min(slots * blocks_for(context) // 2, self._most // 8)
+        self._retain = held if retain is None else blocks_for(retain)
         self._version = 0
         self._counters = Counters(slots)
+        self.timeline = Timeline() if timeline else None
         self._loading = 0
+        self._paused = False
         self._drained: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -100,52 +120,118 @@ class EmbeddedEngine:
     def context(self) -> int:
         return self._context
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it frees its slot and blocks."""
-        request = self._request(np.ascontiguousarray(ids, np.int32), sampling, place)
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it frees its slot and blocks.
+
+        heard: called with the new ids and log-probs as soon as they are said.
+        """
+        request = self._request(np.ascontiguousarray(ids, np.int32), sampling, place, heard)
         self._wake()
         self._scheduler.submit(request)
+        self._mark(request, "queued")
         try:
             return await request.future
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
+            self._mark(request, None)
             raise
 
-    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version` once nothing is in flight; what is queued will be said under them.
+    @torch.inference_mode()
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: see `core.ports.Sampler`."""
+        whole = torch.from_numpy(np.asarray(ids, np.int64)).to(self._pool.device)
+        hidden = self._hidden(whole, torch.arange(len(whole), device=whole.device), PackedLayout([len(whole)]))
+        logp = self._read_out.logits(hidden[:-1]).log_softmax(-1)
+        return logp.gather(1, whole[1:, None])[:, 0].float().cpu().numpy()
 
-        All names and shapes are checked before the first tensor is copied. Every cached block is dropped. Returns the
+    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        """Serve these weights as `version`; what is being said meanwhile ends first or goes on, as `update` says.
+
+        All names and shapes are checked before the first tensor is copied. No cached block is found again. Returns the
         fingerprint of what is now being served.
         """
-        if version <= self._version:
-            raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
+        self._newer(version)
         self._loading += 1
         try:
-            if self._scheduler.busy:
+            if self._update == "drain" and self._scheduler.busy:
+                if self._paused:
+                    raise EngineError("new weights wait for the sequences being said, and the engine is paused: resume() it first")
                 self._wake()
                 drained = asyncio.get_running_loop().create_future()
                 self._drained.append(drained)
                 await drained
-            if version <= self._version:
-                raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
-            self._scheduler.drop_prompts()
+            self._newer(version)
             replace_weights(self._module, tensors)
-            self._version = version
+            self._renew(version)
         finally:
             self._loading -= 1
             self._wake()
         return fingerprint(named_tensors(self._module))
 
+    def pause(self) -> None:
+        """Say nothing more until `resume`; what was said stays, requests may come."""
+        self._paused = True
+
+    def resume(self) -> None:
+        self._paused = False
+        if self._loop is not None and self._loop.is_running():
+            self._wake()
+
     def gauges(self) -> Gauges:
         """Counters since the last call; names and meaning in `counters.Counters`."""
         return self._counters.take(self._scheduler)
+
+    def clock(self) -> dict[str, float]:
+        """Seconds since the last call; names in `counters.Counters.clock`."""
+        return self._counters.clock()
 
     @property
     def blocks_in_use(self) -> int:
         """Cache blocks that belong to a slot or a prompt."""
         return self._scheduler.blocks.in_use
 
-    def _request(self, ids: np.ndarray, sampling: Sampling, place: int) -> Request:
+    @property
+    def cache_size(self) -> int:
+        """Bytes the key-value cache takes now."""
+        return self._pool.rows * self._pool.row_bytes
+
+    def _newer(self, version: int) -> None:
+        if version <= self._version:
+            raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
+
+    def _renew(self, version: int) -> None:
+        """The weights were replaced."""
+        stale = self._update == "stale"
+        self._scheduler.renew(version, stale=stale)
+        self._version = version
+        if stale:
+            self._counters.stale += self._stale_gap()
+
+    @torch.inference_mode()
+    def _stale_gap(self) -> Gauge:
+        """|log-prob of the tokens said last, over the blocks of the old weights, minus that over fresh ones|, all speaking slots."""
+        scheduler = self._scheduler
+        at = scheduler.make_room()
+        if not len(at):
+            return Gauge(0, 0)
+        s = scheduler.slots
+        rows = np.repeat(at * s.table.shape[1], s.cached[at] + 1) + ragged_arange(s.cached[at] + 1)
+        layout = CachedLayout(self._pool, s.table[at, s.cached[at]], s.table.ravel()[rows], s.cached[at] + 1, None)
+        ids, positions = (torch.from_numpy(x).to(self._pool.device) for x in (s.pending[at], s.cached[at]))
+        stale = self._read_out.logits(self._hidden(ids, positions, layout)).log_softmax(-1)
+        whole = [np.append(s.sequence(i), s.pending[i]).astype(np.int64) for i in at.tolist()]
+        lengths = np.array([len(w) for w in whole])
+        packed, places = (torch.from_numpy(x).to(self._pool.device) for x in (np.concatenate(whole), ragged_arange(lengths)))
+        ends = torch.from_numpy(np.cumsum(lengths) - 1).to(self._pool.device)
+        fresh = self._read_out.logits(self._hidden(packed, places, PackedLayout(lengths))[ends]).log_softmax(-1)
+        gap = (fresh.exp() * (fresh - stale).abs()).sum(-1)
+        return Gauge(float(gap.sum()), len(at))
+
+    def _mark(self, request: Request, phase: str | None) -> None:
+        if self.timeline is not None:
+            self.timeline.phase(request, phase)
+
+    def _request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: Heard | None) -> Request:
         vocabulary = self._read_out.weight.shape[0]
         if ids.ndim != 1 or len(ids) == 0:
             raise DataError(f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template")
@@ -158,8 +244,8 @@ class EmbeddedEngine:
         room = self._context - len(ids)
         limit = min(sampling.max_tokens, room)
         end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
-        request = Request(ids, sampling, place, limit, end, asyncio.get_running_loop().create_future())
-        if request.own_blocks + blocks_for(len(ids)) > self._most:
+        request = Request(ids, sampling, place, limit, end, asyncio.get_running_loop().create_future(), heard, time.perf_counter())
+        if blocks_for(len(ids) + limit) + 1 > self._most:
             raise EngineError(
                 f"a sequence of {len(ids) + limit} tokens does not fit the key-value cache of {self._most * BLOCK} tokens: "
                 "raise cache_bytes, or lower the context or max_tokens"
@@ -181,7 +267,7 @@ class EmbeddedEngine:
     async def _pump(self) -> None:
         """Step until there is nothing to do, letting the loop run between steps."""
         await asyncio.sleep(0)
-        while self._scheduler.busy or (self._scheduler.queue and not self._loading):
+        while not self._paused and (self._scheduler.busy or (self._scheduler.queue and not self._loading)):
             try:
                 self._step()
             except Exception as error:
@@ -209,7 +295,16 @@ class EmbeddedEngine:
         blocks = Blocks(self._most)
         if self._pool.rows:
             blocks.grow(self._pool.rows // BLOCK)
-        return Scheduler(self._slots, self._context, blocks, self._grow, self._rows)
+        return Scheduler(
+            self._slots,
+            self._context,
+            blocks,
+            self._grow,
+            rows=self._rows,
+            budget=self._budget,
+            retain=self._retain,
+            version=self._version,
+        )
 
     def _grow(self, blocks: int) -> None:
         with torch.inference_mode():
@@ -217,32 +312,59 @@ class EmbeddedEngine:
 
     def _step(self) -> None:
         """One forward pass and one token in every slot that speaks."""
-        scheduler = self._scheduler
+        scheduler, begun = self._scheduler, time.perf_counter()
         if not self._loading:
-            scheduler.admit()
-        plan = scheduler.plan()
+            self._admit()
         with torch.inference_mode():
+            self._copy()
+            plan = scheduler.plan(scheduler.make_room())
             rows = [self._forward(plan)[: len(plan.speaking)]] if len(plan.ids) else []
             beginning = scheduler.begin()
-            if scheduler.copies:
-                self._pool.copy(*(np.concatenate(x) for x in zip(*scheduler.copies, strict=True)))
-                scheduler.copies = []
+            self._copy()
             at = np.append(plan.speaking, np.array([s for s, _ in beginning], np.int64))
-            self._counters.step(plan, len(at))
-            if not len(at):
-                return
-            if beginning:
-                rows.append(torch.stack([h for _, h in beginning]))
-            hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
-            uniform = scheduler.slots.uniforms[at, scheduler.slots.said[at]]
-            drawn = draw(self._logits(hidden), scheduler.slots.contracts.at(at), uniform)
-        for s, stopped in zip(*(x.tolist() for x in scheduler.slots.say(at, drawn)), strict=True):
-            self._deliver(s, stopped)
+            self._counters.step(scheduler, len(at))
+            if len(at):
+                if beginning:
+                    rows.append(torch.stack([h for _, h in beginning]))
+                hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
+                uniform = scheduler.slots.uniforms[at, scheduler.slots.said[at]]
+                drawn = draw(self._logits(hidden), scheduler.slots.contracts.at(at), uniform)
+                self._say(at, drawn)
+        self._counters.spent("engine/step", time.perf_counter() - begun)
+        if self.timeline is not None:
+            self.timeline.step(begun, len(plan.ids), len(at))
+            for s, _ in beginning:
+                if (request := scheduler.slots.request[s]) is not None:
+                    self._mark(request, "speak")
+
+    def _admit(self) -> None:
+        now = time.perf_counter()
+        for request in self._scheduler.admit():
+            self._counters.spent("engine/queue", now - request.since)
+            self._mark(request, "prefill")
+
+    def _copy(self) -> None:
+        """Rows of forked blocks."""
+        if copies := self._scheduler.copies:
+            self._pool.copy(*(np.concatenate(x) for x in zip(*copies, strict=True)))
+            self._scheduler.copies = []
+
+    def _say(self, at: np.ndarray, drawn: Drawn) -> None:
+        """Record one token in each of these slots; who has ended is answered."""
+        slots = self._scheduler.slots
+        ended, stopped = slots.say(at, drawn, self._version)
+        if slots.listening:
+            for i, s in enumerate(at.tolist()):
+                request = slots.request[s]
+                if request is not None and request.heard is not None:
+                    request.heard(drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
+        for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
+            self._deliver(s, by_id)
 
     def _forward(self, plan: Plan) -> Tensor:
         """Hidden states [N, H] of a plan's positions, whose keys and values are cached on the way."""
         dense = PackedLayout(plan.dense, waste=FINE) if plan.dense else None
-        layout = CachedLayout(self._pool, plan.rows, plan.visible, plan.lengths, dense)
+        layout = CachedLayout(self._pool, plan.rows, plan.visible, plan.lengths, dense, plan.chunks)
         ids, positions = (torch.from_numpy(x).to(self._pool.device) for x in (plan.ids, plan.positions))
         hidden = self._hidden(ids, positions, layout)
         self._counters.forward(plan, dense)
@@ -261,8 +383,9 @@ class EmbeddedEngine:
         """The request in slot `s` has ended: free the slot and answer."""
         request = self._scheduler.slots.request[s]
         assert request is not None
-        said = self._scheduler.slots.turn(s, stopped, self._version)
+        said = self._scheduler.slots.turn(s, stopped)
         self._scheduler.free(s)
+        self._mark(request, None)
         if not request.future.done():
             self._counters.said(len(said.ids))
             request.future.set_result(said)

@@ -1,14 +1,16 @@
 """Which tokens the next forward pass computes, and who owns which cache blocks. numpy; no model, no event loop.
 
-A request is queued, then assigned a slot, then waits for its prompt to be cached, then speaks one token a step.
-A request is admitted only if all slots could grow to their longest within the byte budget, so none runs out of blocks.
+A request is queued, then assigned a slot, then waits for its prompt to be cached, then speaks. It is admitted when the
+blocks of its prompt can be had; where blocks run out later, the youngest gives way: it goes back to the head of the queue
+with what it has said, and its cache is computed again. Requests are served in order of arrival, and the oldest never
+gives way, so all of them end.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -16,19 +18,24 @@ from torch import Tensor
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for, rows_of
 from posttrain.engine.embedded.cache import ragged_arange
 from posttrain.engine.embedded.slots import Prompt, Request, Slots
+from posttrain.engine.embedded.tree import PrefixTree
 
-PREFILL = 4096
-"""Most prompt tokens of one forward pass, beside one prompt of any length."""
+BUDGET = 2048
+"""Positions of one forward pass: the speaking slots', then pieces of prompts."""
 SHORT = 64
-"""Prompts up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and layer."""
+"""Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and layer."""
+SPARE = 64
+"""Blocks given up at once, so that the search for them is rare."""
 
 
 @dataclass(eq=False)
 class Plan:
-    """One forward pass: ragged positions (speaking slots, then prompt pieces), then dense prompts, then idle positions."""
+    """One forward pass: ragged positions (speaking slots, then short pieces), dense prompts, later chunks, idle positions."""
 
     speaking: np.ndarray
-    """Slots whose pending token is computed, at the first positions."""
+    """Slots whose pending token is computed."""
+    widths: np.ndarray
+    """Positions of each speaking slot, at the front: the pending token and its drafts."""
     ids: np.ndarray
     positions: np.ndarray
     rows: np.ndarray
@@ -38,120 +45,207 @@ class Plan:
     lengths: np.ndarray
     """How many each sees; 0 for idle ones."""
     dense: list[int]
-    """Length of each dense prompt."""
+    """Length of each piece that begins its prompt."""
+    chunks: list[tuple[np.ndarray, int]]
+    """Of each piece that goes on: pool rows of the whole prompt so far, and the length of the piece at their end."""
     pieces: list[tuple[Prompt, int]]
     """Prompts in order, with the number of positions cached after this pass."""
     ends: list[int]
     """Index of the last position of each piece."""
 
 
+@dataclass
+class Tally:
+    """What the scheduler counts; `counters` turns it into gauges."""
+
+    shared: int = 0
+    """Prompt tokens that were not computed because a sibling's were."""
+    found: int = 0
+    """Prompt tokens found in the prefix tree."""
+    asked: int = 0
+    """Prompt tokens admitted, those of resumed requests included."""
+    again: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
+    """(from, to): positions that are computed again, because their cache was given up."""
+    preempted: int = 0
+
+
 class Scheduler:
-    """Admission, planning and release.
+    """Admission, planning, preemption and release.
 
     Args:
         grow: called with the number of blocks the pool must hold.
         rows: positions of every forward pass, idle ones included; None where passes are as large as their work.
+        budget: most positions of a forward pass, where `rows` is None; the speaking slots come first.
+        retain: blocks of ended sequences that are kept for later turns while nobody needs them.
+        version: of the weights being served.
     """
 
-    def __init__(self, slots: int, context: int, blocks: Blocks, grow: Callable[[int], None], rows: int | None) -> None:
+    def __init__(
+        self,
+        slots: int,
+        context: int,
+        blocks: Blocks,
+        grow: Callable[[int], None],
+        *,
+        rows: int | None,
+        budget: int,
+        retain: int,
+        version: int,
+    ) -> None:
         self.slots = Slots(slots, context)
         self.blocks = blocks
+        self.tree = PrefixTree(blocks, version)
         self.queue: deque[Request] = deque()
         self.prompts: dict[bytes, Prompt] = {}
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
         """(from, to) pool rows to copy before the next forward pass."""
-        self.evicted: list[int] = []
-        """Lengths of cached prompts given up for room, which will be computed again."""
-        self.shared = 0
-        """Prompt tokens that were not computed because a sibling's were."""
-        self._grow, self._rows = grow, rows
+        self.tally = Tally()
+        self._grow, self._rows, self._budget, self._retain = grow, rows, max(budget, slots), retain
+        self._arrived = 0
         self._users: Counter[bytes] = Counter()
         """Requests of each prompt that have not begun."""
         self._caching: deque[Prompt] = deque()
+        self._waits: dict[int, Prompt] = {}
+        """What each slot that does not speak yet waits for."""
+        self._lost: dict[bytes, int] = {}
+        """Positions of prompts that were cached and given up while requests still wanted them."""
 
     @property
     def busy(self) -> bool:
         """Whether a slot is taken."""
         return len(self.slots.free) < self.slots.count
 
+    @property
+    def filled(self) -> int:
+        """Blocks it takes to hold what the slots and prompts have cached or are caching, shared blocks once."""
+        s = self.slots
+        waiting = {id(p): p for p in (*self.prompts.values(), *self._waits.values())}.values()
+        held = [s.table[i, : s.cached[i] + 1 : BLOCK] // BLOCK for i in np.flatnonzero(s.speaking)] + [p.blocks for p in waiting]
+        return len(np.unique(np.concatenate(held))) if held else 0
+
     def submit(self, request: Request) -> None:
+        request.number = self._arrived
+        self._arrived += 1
         self._users[request.key] += 1
         self.queue.append(request)
 
-    def admit(self) -> None:
-        """Fill free slots from the queue, in order, as far as blocks can be reserved."""
+    def admit(self) -> list[Request]:
+        """Fill free slots from the queue, in order, as far as there are blocks for their prompts; returns who got one."""
+        admitted: list[Request] = []
         while self.queue and self.slots.free:
             request = self.queue[0]
             if not request.gone:
-                prompt = self.prompts.get(request.key)
-                if not self._room(request.own_blocks + (0 if prompt else blocks_for(len(request.ids))), request.key):
-                    return
-                if prompt is None:
-                    prompt = Prompt(request.ids, rows_of(self._take(blocks_for(len(request.ids)))))
-                    self.prompts[request.key] = prompt
-                    self._caching.append(prompt)
-                else:
-                    self.shared += len(request.ids)
-                prompt.waiting.append(self.slots.assign(request))
+                prompt = None if request.begun else self.prompts.get(request.key)
+                if prompt is not None:
+                    if not self._room(1):
+                        break
+                    self.tally.shared += len(prompt.ids)
+                elif (prompt := self._prompt(request)) is None:
+                    break
+                s = self.slots.assign(request)
+                admitted.append(request)
+                self._waits[s] = prompt
+                prompt.waiting.append(s)
+                if prompt.resumes and prompt.done == len(prompt.ids):
+                    self._caching.remove(prompt)
+                    self._resume(prompt)
             self.queue.popleft()
+        return admitted
 
-    def plan(self) -> Plan:
-        """The next forward pass; blocks for every position it writes are taken."""
+    def make_room(self, ahead: int = 0) -> np.ndarray:
+        """Blocks for the next position of every speaking slot, the youngest giving way where there are too few; and for `ahead`
+        more positions each, where that takes nothing from anybody. Returns the slots that speak."""
         s = self.slots
-        at = np.flatnonzero(s.speaking)
-        cached = s.cached[at]
-        self._extend(at[cached % BLOCK == 0])
-        ragged, dense = self._pieces(len(at))
-        pieces = ragged + dense
+        while True:
+            at = np.flatnonzero(s.speaking)
+            short = at[s.held[at] <= s.cached[at]]
+            if self._room(len(short)):
+                break
+            self.tally.preempted += 1
+            self.preempt(int(np.argmax(s.number)))
+        self._extend(short)
+        if ahead:
+            wanting = at[(s.held[at] <= s.cached[at] + ahead) & (s.held[at] < s.table.shape[1])]
+            if self.blocks.fits(len(wanting)):
+                self._extend(wanting)
+        return at
+
+    def plan(self, at: np.ndarray, drafts: np.ndarray | None = None, counts: np.ndarray | None = None) -> Plan:
+        """The next forward pass, for the slots `make_room` returned.
+
+        drafts: int64 [len(at), k], of which the first `counts` [len(at)] of each row are computed after the pending token.
+        """
+        s = self.slots
+        widths = np.ones(len(at), np.int64) if counts is None else counts + 1
+        step = ragged_arange(widths)
+        each = at if counts is None else np.repeat(at, widths)
+        position = s.cached[each] + step
+        said = s.pending[at]
+        if drafts is not None and counts is not None:
+            said = np.concatenate([said[:, None], drafts], 1)[np.arange(drafts.shape[1] + 1) < widths[:, None]]
+        ragged, dense, chunks = self._pieces(len(each))
+        pieces = ragged + dense + chunks
         spans = [(p, p.done, to) for p, to in pieces]
         short = [np.arange(a + 1, b + 1) for _, a, b in spans[: len(ragged)]]
-        visible = [s.table.ravel()[np.repeat(at * s.table.shape[1], cached + 1) + ragged_arange(cached + 1)]]
+        visible = [s.table.ravel()[np.repeat(each * s.table.shape[1], position + 1) + ragged_arange(position + 1)]]
         visible += [p.rows[ragged_arange(n)] for (p, _, _), n in zip(spans[: len(ragged)], short, strict=True)]
-        ids = np.concatenate([s.pending[at], *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
-        positions = np.concatenate([cached, *(np.arange(a, b) for _, a, b in spans)])
+        ids = np.concatenate([said, *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
+        positions = np.concatenate([position, *(np.arange(a, b) for _, a, b in spans)])
         idle = max(0, (self._rows or 0) - len(ids)) if len(ids) else 0
         return Plan(
             speaking=at,
+            widths=widths,
             ids=np.append(ids, np.zeros(idle, np.int64)),
             positions=np.append(positions, np.zeros(idle, np.int64)),
-            rows=np.concatenate([s.table[at, cached], *(p.rows[a:b] for p, a, b in spans)]),
+            rows=np.concatenate([s.table[each, position], *(p.rows[a:b] for p, a, b in spans)]),
             visible=np.concatenate(visible),
-            lengths=np.concatenate([cached + 1, *short, np.zeros(idle, np.int64)]),
-            dense=[b - a for _, a, b in spans[len(ragged) :]],
+            lengths=np.concatenate([position + 1, *short, np.zeros(idle, np.int64)]),
+            dense=[to for _, to in dense],
+            chunks=[(p.rows[:to], to - p.done) for p, to in chunks],
             pieces=pieces,
-            ends=(len(at) - 1 + np.cumsum([b - a for _, a, b in spans], dtype=np.int64)).tolist(),
+            ends=(len(each) - 1 + np.cumsum([b - a for _, a, b in spans], dtype=np.int64)).tolist(),
         )
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
-        """The pass is done: `hidden(i)` is the hidden state of its position i."""
+        """The pass is done: `hidden(i)` is the hidden state of its position i. Drafts count once they are said."""
         self.slots.cached[plan.speaking] += 1
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
             prompt.done = to
+            if full := to // BLOCK:
+                self.tree.insert(prompt.ids[: full * BLOCK], prompt.blocks[:full])
             if to == len(prompt.ids):
                 prompt.hidden = hidden(end)
                 self._caching.remove(prompt)
+                if prompt.resumes:
+                    self._resume(prompt)
 
     def begin(self) -> list[tuple[int, Tensor]]:
         """Slots whose prompt is cached and that say their first token now, with the hidden state it is drawn from."""
         out: list[tuple[int, Tensor]] = []
         for prompt in [p for p in self.prompts.values() if p.hidden is not None and p.waiting]:
-            for s in prompt.waiting:
-                self._join(s, prompt)
+            while prompt.waiting and self._join(prompt):
+                s = prompt.waiting.pop(0)
                 assert prompt.hidden is not None
                 out.append((s, prompt.hidden))
-            prompt.waiting = []
         return out
 
     def free(self, s: int) -> None:
-        """Give up a slot with all it holds, also one that has not begun."""
-        request = self.slots.request[s]
+        """Give up a slot with all it holds, also one that has not begun. What it cached may be found again."""
+        request, prompt = self.slots.request[s], self._waits.pop(s, None)
         assert request is not None
-        prompt = self.prompts.get(request.key)
-        if prompt is not None and s in prompt.waiting:
+        if prompt is None:
+            held = self.slots.blocks(s)
+            if self.slots.fresh[s]:
+                self.tree.insert(self.slots.sequence(s), held[: blocks_for(int(self.slots.cached[s]))])
+            self.blocks.release(held)
+            if (spare := self.blocks.spare) > self._retain + SPARE:
+                self.tree.evict(spare - self._retain)
+        elif prompt.resumes:
+            self.blocks.release(prompt.blocks)
+            self._caching.remove(prompt)
+        else:
             prompt.waiting.remove(s)
             self._leave(request.key)
-        else:
-            self.blocks.release(self.slots.blocks(s))
         self.slots.clear(s)
 
     def cancel(self, request: Request) -> None:
@@ -161,86 +255,177 @@ class Scheduler:
                 self.free(request.slot)
         elif not request.gone:
             request.gone = True
-            self._leave(request.key)
+            if request.begun is None:
+                self._leave(request.key)
 
-    def drop_prompts(self) -> None:
-        """Forget every cached prompt; no slot may be taken."""
-        for key in list(self.prompts):
-            self._drop(key)
-
-    def _pieces(self, speaking: int) -> tuple[list[tuple[Prompt, int]], list[tuple[Prompt, int]]]:
-        """Prompts to compute now, as (ragged, dense) with the position each is computed up to."""
-        ragged: list[tuple[Prompt, int]] = []
-        dense: list[tuple[Prompt, int]] = []
-        room = PREFILL if self._rows is None else self._rows - speaking
-        for prompt in self._caching:
-            todo = len(prompt.ids) - prompt.done
-            if self._rows is not None:
-                todo = min(todo, room)
-            elif todo > room < PREFILL:
-                break
-            if todo:
-                (ragged if self._rows is not None or todo <= SHORT else dense).append((prompt, prompt.done + todo))
-            room -= todo
-            if room <= 0:
-                break
-        return ragged, dense
-
-    def _join(self, s: int, prompt: Prompt) -> None:
-        """Slot `s` continues `prompt`: full blocks are shared, the partial one copied; the last sibling inherits both."""
+    def preempt(self, s: int) -> None:
+        """The slot's request goes back to the head of the queue with what it has said."""
         request = self.slots.request[s]
         assert request is not None
-        size = len(prompt.ids)
-        full = size // BLOCK * BLOCK
+        request.begun = self.slots.begun(s)
+        if request.begun is None:
+            self._users[request.key] += 1
+        request.lost = int(self.slots.cached[s])
+        self.free(s)
+        request.slot = None
+        self.queue.appendleft(request)
+
+    def renew(self, version: int, *, stale: bool = False) -> None:
+        """New weights: forget every cached prompt, and what the slots have cached, unless they go on over `stale` blocks."""
+        s = self.slots
+        taken = [i for i in np.argsort(-s.number, kind="stable").tolist() if s.request[i] is not None]
+        for i in taken:
+            if not stale or not s.speaking[i]:
+                self.preempt(i)
+        s.fresh[s.speaking] = False
+        for prompt in list(self.prompts.values()):
+            self._drop(prompt)
+        self.tree.renew(version)
+
+    def _prompt(self, request: Request) -> Prompt | None:
+        """The request's tokens with blocks for all of them, as far as possible found in the tree; None where there are too few."""
+        ids = request.cached_ids
+        resumes = request.begun is not None
+        found = self.tree.match(ids, len(ids) if resumes else len(ids) - 1)
+        self.blocks.share(found.blocks)
+        own = blocks_for(len(ids)) - len(found.blocks)
+        if not self._room(own + int(np.count_nonzero(self.slots.speaking))):
+            self.blocks.release(found.blocks)
+            return None
+        rows = rows_of(np.concatenate([found.blocks, self._take(own)]))
+        prompt = Prompt(ids, rows, done=found.tokens, resumes=resumes)
+        if found.extra:
+            at = len(found.blocks) * BLOCK
+            self.copies.append((found.tail * BLOCK + np.arange(found.extra), rows[at : at + found.extra]))
+        lost = request.lost if resumes else self._lost.pop(request.key, 0)
+        if lost > found.tokens:
+            self.tally.again.append((found.tokens, lost))
+        self.tally.found += found.tokens
+        self.tally.asked += len(ids)
+        if not resumes:
+            self.prompts[request.key] = prompt
+        self._caching.append(prompt)
+        return prompt
+
+    def _pieces(self, speaking: int) -> tuple[list[tuple[Prompt, int]], list[tuple[Prompt, int]], list[tuple[Prompt, int]]]:
+        """Prompts to compute now, as (ragged, dense from the start, dense chunk of one begun) with the position each is computed up to.
+
+        A prompt whose next block another one computes in this pass waits for it.
+        """
+        ragged: list[tuple[Prompt, int]] = []
+        dense: list[tuple[Prompt, int]] = []
+        chunks: list[tuple[Prompt, int]] = []
+        room = (self._budget if self._rows is None else self._rows) - speaking
+        claimed: set[bytes] = set()
+        for prompt in self._caching:
+            if room <= 0:
+                break
+            if len(self._caching) > 1 and prompt.done % BLOCK == 0 and len(prompt.ids) - prompt.done > BLOCK:
+                self._adopt(prompt)
+                next_block = prompt.ids[: prompt.done + BLOCK].tobytes()
+                if next_block in claimed:
+                    continue
+                claimed.add(next_block)
+            todo = min(len(prompt.ids) - prompt.done, room)
+            kind = ragged if self._rows is not None or todo <= SHORT else chunks if prompt.done else dense
+            kind.append((prompt, prompt.done + todo))
+            room -= todo
+        return ragged, dense, chunks
+
+    def _adopt(self, prompt: Prompt) -> None:
+        """Take over whole blocks that others have cached since the prompt was admitted, in place of its own empty ones."""
+        found = self.tree.match(prompt.ids, (len(prompt.ids) - 1) // BLOCK * BLOCK).blocks
+        begun = prompt.done // BLOCK
+        if len(found) > begun:
+            self.blocks.share(found[begun:])
+            self.blocks.release(prompt.blocks[begun : len(found)])
+            prompt.rows[begun * BLOCK : len(found) * BLOCK] = rows_of(found[begun:])
+            self.tally.found += len(found) * BLOCK - prompt.done
+            prompt.done = len(found) * BLOCK
+
+    def _join(self, prompt: Prompt) -> bool:
+        """The first waiting slot continues `prompt`: full blocks are shared, the partial one copied; the last sibling inherits both.
+        False where there is no block for the copy."""
+        s = prompt.waiting[0]
+        request = self.slots.request[s]
+        assert request is not None
+        size, full = len(prompt.ids), len(prompt.ids) // BLOCK
+        inherits = self._users[request.key] == 1
+        if not inherits and full * BLOCK < size and not self._room(1):
+            if len(prompt.waiting) > 1:
+                if not self.slots.speaking.any():
+                    self.tally.preempted += 1
+                    self.preempt(prompt.waiting[-1])
+                return False
+            inherits = True
         self.slots.table[s, : len(prompt.rows)] = prompt.rows
-        if self._users[request.key] == 1:
+        if inherits:
             del self.prompts[request.key]
         else:
-            self.blocks.share(prompt.blocks[: size // BLOCK])
-            if full < size:
+            self.blocks.share(prompt.blocks[:full])
+            if full * BLOCK < size:
                 own = rows_of(self._take(1))
-                self.slots.table[s, full : full + BLOCK] = own
-                self.copies.append((prompt.rows[full:size], own[: size - full]))
-        self.slots.owed[s] -= full < size
+                self.slots.table[s, full * BLOCK : (full + 1) * BLOCK] = own
+                self.copies.append((prompt.rows[full * BLOCK : size], own[: size - full * BLOCK]))
+        del self._waits[s]
         self._count_down(request.key)
-        self.slots.cached[s] = size
+        self.slots.cached[s], self.slots.held[s] = size, len(prompt.rows)
+        return True
+
+    def _resume(self, prompt: Prompt) -> None:
+        """All that the prompt's slot had said is cached again: it speaks on."""
+        (s,) = prompt.waiting
+        del self._waits[s]
+        self.slots.table[s, : len(prompt.rows)] = prompt.rows
+        self.slots.cached[s], self.slots.held[s] = len(prompt.ids), len(prompt.rows)
+        self.slots.speaking[s] = True
 
     def _leave(self, key: bytes) -> None:
         """A request of this prompt goes before it began; the last one takes the prompt with it."""
         self._count_down(key)
-        if not self._users[key] and key in self.prompts:
-            self._drop(key)
+        if not self._users[key]:
+            self._lost.pop(key, None)
+            if key in self.prompts:
+                self._drop(self.prompts[key])
 
     def _count_down(self, key: bytes) -> None:
         self._users[key] -= 1
         if not self._users[key]:
             del self._users[key]
 
-    def _drop(self, key: bytes) -> None:
-        prompt = self.prompts.pop(key)
+    def _drop(self, prompt: Prompt) -> None:
+        """Give up a prompt no slot waits for."""
+        key = prompt.ids.tobytes()
+        del self.prompts[key]
         self.blocks.release(prompt.blocks)
         if prompt.hidden is None:
             self._caching.remove(prompt)
+        if self._users[key]:
+            self._lost[key] = prompt.done
 
-    def _room(self, blocks: int, key: bytes) -> bool:
-        """Whether `blocks` more fit, beside all that slots may still take; gives up cached prompts no slot waits for if it must."""
-        owed = int(self.slots.owed.sum()) + blocks
-        for idle in [k for k, p in self.prompts.items() if not p.waiting and k != key]:
-            if self.blocks.in_use + owed <= self.blocks.most:
-                break
-            self.evicted.append(self.prompts[idle].done)
-            self._drop(idle)
-        return self.blocks.in_use + owed <= self.blocks.most
+    def _room(self, n: int) -> bool:
+        """Whether `n` more blocks can be had; gives up cached prompts no slot waits for if it must."""
+        if not self.blocks.fits(n):
+            for prompt in [p for p in self.prompts.values() if not p.waiting]:
+                self._drop(prompt)
+                if self.blocks.fits(n):
+                    break
+        return self.blocks.fits(n)
 
     def _extend(self, at: np.ndarray) -> None:
-        """One more block for each of these slots, at their next position."""
+        """One more block for each of these slots."""
         if len(at):
             rows = rows_of(self._take(len(at))).reshape(-1, BLOCK)
-            self.slots.owed[at] -= 1
-            self.slots.table[at[:, None], self.slots.cached[at][:, None] + np.arange(BLOCK)] = rows
+            self.slots.table[at[:, None], self.slots.held[at][:, None] + np.arange(BLOCK)] = rows
+            self.slots.held[at] += BLOCK
 
     def _take(self, n: int) -> np.ndarray:
-        if capacity := self.blocks.short(n):
+        """`n` blocks: free ones, new ones as far as the budget goes, then the least recently used that only the tree owns."""
+        b = self.blocks
+        if n > b.free and b.capacity < b.most:
+            capacity = min(b.most, max(b.capacity + n - b.free, b.capacity + b.capacity // 4))
             self._grow(capacity)
-            self.blocks.grow(capacity)
-        return self.blocks.take(n)
+            b.grow(capacity)
+        if n > b.free:
+            self.tree.evict(max(n - b.free, SPARE))
+        return b.take(n)

@@ -6,6 +6,7 @@ Axis letters: s a slot (row), P tokens of a prompt, C context rounded up to whol
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -18,6 +19,21 @@ from posttrain.engine.embedded.blocks import BLOCK, blocks_for
 from posttrain.engine.embedded.sampler import Contracts, Drawn
 
 
+@dataclass(frozen=True, eq=False)
+class Begun:
+    """What a request had said when it lost its slot."""
+
+    ids: np.ndarray
+    logp: np.ndarray
+    version: np.ndarray
+    kept: list[np.ndarray]
+    top: list[Top]
+
+
+Heard = Callable[[np.ndarray, np.ndarray], None]
+"""Takes the newly said ids [n] and log-probs [n] of one request, as soon as they are said."""
+
+
 @dataclass(eq=False)
 class Request:
     """One `generate` call. `limit` is how many tokens it may say, `end` why it stops there."""
@@ -28,23 +44,32 @@ class Request:
     limit: int
     end: Stop
     future: asyncio.Future[Said]
+    heard: Heard | None = None
+    since: float = 0.0
+    """When it was queued (perf_counter)."""
+    number: int = -1
+    """Order of arrival: the youngest gives way first."""
     slot: int | None = None
     gone: bool = False
     """Cancelled while queued."""
+    begun: Begun | None = None
+    """Set while it waits for a slot to go on in."""
+    lost: int = 0
+    """Positions it had cached when it lost its slot."""
 
     @property
     def key(self) -> bytes:
         return self.ids.tobytes()
 
     @property
-    def own_blocks(self) -> int:
-        """Most blocks it takes beside the shared full blocks of its prompt."""
-        return blocks_for(len(self.ids) + self.limit) - len(self.ids) // BLOCK
+    def cached_ids(self) -> np.ndarray:
+        """What must be in the cache before it can say its next token; a token said last is computed with the next one."""
+        return self.ids if self.begun is None else np.concatenate([self.ids, self.begun.ids[:-1]])
 
 
 @dataclass(eq=False)
 class Prompt:
-    """A prompt's cached rows, from its first admission until its last request has begun to speak."""
+    """Tokens on their way into the cache, from the admission of their first request until the last one has begun to speak."""
 
     ids: np.ndarray
     rows: np.ndarray
@@ -55,6 +80,8 @@ class Prompt:
     """Last hidden state [H] once all positions are cached: what every sibling's first token is drawn from."""
     waiting: list[int] = field(default_factory=list[int])
     """Slots assigned to it that have not begun."""
+    resumes: bool = False
+    """Whether its one slot goes on speaking after losing its cache."""
 
     @property
     def blocks(self) -> np.ndarray:
@@ -68,13 +95,19 @@ class Slots:
         width = blocks_for(context) * BLOCK
         self.count = count
         self.request: list[Request | None] = [None] * count
+        self.listening = 0
+        """Slots whose request wants to hear tokens at once."""
         self.free = list(range(count - 1, -1, -1))
         self.table = np.zeros((count, width), np.int64)
         """[s, C]: pool row of each cached position."""
         self.cached = np.zeros(count, np.int64)
         """Positions in the cache."""
-        self.owed = np.zeros(count, np.int64)
-        """Blocks the slot may still take."""
+        self.held = np.zeros(count, np.int64)
+        """Rows in `table`: whole blocks that the slot owns a share of."""
+        self.number = np.full(count, -1, np.int64)
+        """Order of arrival of the slot's request; -1: free."""
+        self.fresh = np.zeros(count, bool)
+        """Whether every cached position was computed by the weights being served."""
         self.pending = np.zeros(count, np.int64)
         """The token said last, at position `cached`, not in the cache yet."""
         self.speaking = np.zeros(count, bool)
@@ -84,6 +117,7 @@ class Slots:
         self.uniforms = np.zeros((count, context))
         self.ids = np.zeros((count, context), np.int32)
         self.logp = np.zeros((count, context), np.float32)
+        self.version = np.zeros((count, context), np.int32)
         self.stops = np.full((count, 1), -1, np.int64)
         """Stop ids, filled up with -1."""
         self.contracts = Contracts.plain(count)
@@ -91,9 +125,11 @@ class Slots:
         self.top: list[list[Top]] = [[] for _ in range(count)]
 
     def assign(self, request: Request) -> int:
-        """Take a free slot for a request."""
+        """Take a free slot for a request, which finds there what it had said before it lost another one."""
         s = self.free.pop()
         request.slot, self.request[s] = s, request
+        self.listening += request.heard is not None
+        self.number[s], self.fresh[s] = request.number, True
         stops = request.sampling.stop_ids or ()
         if len(stops) > self.stops.shape[1]:
             wider = np.full((self.count, len(stops)), -1, np.int64)
@@ -103,27 +139,47 @@ class Slots:
         self.stops[s, : len(stops)] = stops
         self.contracts.put(s, request.sampling)
         self.uniforms[s, : request.limit] = seeds.uniforms(request.place, request.limit)
-        self.said[s], self.limit[s], self.cached[s] = 0, request.limit, 0
-        self.owed[s] = request.own_blocks
+        self.said[s], self.limit[s], self.cached[s], self.held[s] = 0, request.limit, 0, 0
         self.kept[s], self.top[s] = [], []
+        if (before := request.begun) is not None:
+            n = len(before.ids)
+            self.ids[s, :n], self.logp[s, :n], self.version[s, :n] = before.ids, before.logp, before.version
+            self.kept[s], self.top[s] = before.kept, before.top
+            self.said[s], self.pending[s], request.begun = n, before.ids[-1], None
         return s
+
+    def begun(self, s: int) -> Begun | None:
+        """What the slot's request needs to go on elsewhere; None where it has not said a token."""
+        n = int(self.said[s])
+        if not n:
+            return None
+        return Begun(self.ids[s, :n].copy(), self.logp[s, :n].copy(), self.version[s, :n].copy(), self.kept[s], self.top[s])
+
+    def sequence(self, s: int) -> np.ndarray:
+        """int32: the tokens whose keys and values the slot has cached."""
+        request = self.request[s]
+        assert request is not None
+        return np.concatenate([request.ids, self.ids[s, : self.said[s]]])[: self.cached[s]]
 
     def blocks(self, s: int) -> np.ndarray:
         """Blocks the slot owns a share of."""
-        return self.table[s, : self.cached[s] : BLOCK] // BLOCK
+        return self.table[s, : self.held[s] : BLOCK] // BLOCK
 
     def clear(self, s: int) -> None:
         """The slot is free."""
-        self.request[s], self.speaking[s], self.cached[s], self.owed[s] = None, False, 0, 0
+        request = self.request[s]
+        self.listening -= request is not None and request.heard is not None
+        self.request[s], self.speaking[s], self.cached[s], self.held[s], self.number[s] = None, False, 0, 0, -1
         self.contracts.truncated[s] = self.contracts.greedy[s] = False
         self.contracts.top[s] = 0
         self.free.append(s)
 
-    def say(self, at: np.ndarray, drawn: Drawn) -> tuple[np.ndarray, np.ndarray]:
-        """Record one token in each slot of `at`; returns (slots that have ended, whether by a stop id)."""
+    def say(self, at: np.ndarray, drawn: Drawn, version: int) -> tuple[np.ndarray, np.ndarray]:
+        """Record one token of `version` in each slot of `at`; returns (slots that have ended, whether by a stop id)."""
         said = self.said[at]
         self.ids[at, said] = drawn.ids
         self.logp[at, said] = drawn.logp
+        self.version[at, said] = version
         for row, ids in zip(drawn.truncated_rows.tolist(), drawn.kept, strict=True):
             self.kept[at[row]].append(ids)
         if drawn.top is not None:
@@ -137,14 +193,14 @@ class Slots:
         self.speaking[at] = ~ended
         return at[ended], stopped[ended]
 
-    def turn(self, s: int, stopped: bool, version: int) -> Said:
+    def turn(self, s: int, stopped: bool) -> Said:
         """What the slot's request gets back."""
         request, n = self.request[s], int(self.said[s])
         assert request is not None
         return Said(
             ids=self.ids[s, :n].copy(),
             logp=self.logp[s, :n].copy(),
-            version=np.full(n, version, np.int32),
+            version=self.version[s, :n].copy(),
             stop=Stop.SAID if stopped else request.end,
             kept=Kept.of(self.kept[s]) if request.sampling.truncated else None,
             top=Top.join(self.top[s], request.sampling.top) if request.sampling.top else None,
