@@ -38,12 +38,21 @@ class Sampler(Protocol):
         `seeds.uniforms(place, ...)[t]`. Raises DataError for an empty or over-long prompt."""
         ...
 
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: log-probs of ids[1:], each given all before it, at temperature 1 and with nothing cut. It shows that the
+        weights being served are the ones that were sent; rollouts never need it."""
+        ...
+
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Take these named weights as `version`; returns the fingerprint of what is now being served."""
         ...
 
     def gauges(self) -> Gauges:
         """Counters since the last call (tokens, positions computed and needed, occupancy...)."""
+        ...
+
+    def clock(self) -> Mapping[str, float]:
+        """Seconds since the last call by what they were spent on, such as `engine/step`; apart, because no digest covers them."""
         ...
 
 

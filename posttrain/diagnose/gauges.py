@@ -79,7 +79,11 @@ REGISTRY: dict[str, Definition] = {
     "policy/entropy": Definition(
         "entropy of the next-token distribution, mean over spoken tokens", "nats", "falls slowly; near 0: nothing left to explore"
     ),
-    "mismatch/band": Definition("99 % of tokens: |log-prob of learner - of sampler| with equal weights, at the first step", "nats", "far below every clip against the sampler"),
+    "mismatch/band": Definition(
+        "99 % of tokens: |log-prob of learner - of sampler| with equal weights, at the first step",
+        "nats",
+        "far below every clip against the sampler",
+    ),
     "mismatch/logp_gap": Definition("|log-prob at the start of the step - of the sampler|, mean over tokens", "nats", "the dtype's noise"),
     "mismatch/kl": Definition(
         "k3 distance of the sampler from the start of the step, mean over tokens", "nats", "the dtype's noise squared"
@@ -102,6 +106,18 @@ REGISTRY: dict[str, Definition] = {
     ),
     "engine/positions_linear": Definition("positions the layers computed, per position needed", "1", "near 1"),
     "engine/positions_attention": Definition("query-key pairs attended, per pair needed", "1", "near 1"),
+    "engine/prefix_hits": Definition(
+        "prompt tokens found in the prefix tree, per prompt token looked for there", "share", "high in episodes of several turns"
+    ),
+    "engine/kv": Definition("cache blocks that sequences hold, per block their tokens fill", "1", "near 1"),
+    "engine/preempted": Definition(
+        "sequences that gave their cache up for older ones, per delivered turn", "share", "0; above: raise cache_bytes"
+    ),
+    "engine/straggler": Definition("longest turn, per mean turn: how long slots idle at the end of a wave", "1", "low"),
+    "engine/accepted": Definition("drafted tokens that were said, per drafted token", "share", "high, or speculation does not pay"),
+    "engine/stale_gap": Definition(
+        "expected |log-prob| difference of the next token over keys and values of the old weights, per sequence", "nats", "near 0"
+    ),
     "engine/shared": Definition(
         "prompt tokens taken from a sibling's prefill, per prompt token asked for", "share", "towards 1 - 1 / siblings"
     ),

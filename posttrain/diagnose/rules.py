@@ -53,7 +53,11 @@ def old_policy_is_the_new_one(history: Sequence[Step], stage: Reinforce) -> str:
     """Several optimizer steps on the same samples, and no token's log-prob is further from the start of the step than rounding."""
     if stage.optimizer_steps < 2:
         return ""
-    recent = [s for s in history[-3:] if s.gauges["optim/steps"].sum >= 2 and mean(s, "policy/kl_start") is not None and mean(s, "credit/advantage_abs")]
+    recent = [
+        s
+        for s in history[-3:]
+        if s.gauges["optim/steps"].sum >= 2 and mean(s, "policy/kl_start") is not None and mean(s, "credit/advantage_abs")
+    ]
     if len(recent) < 3 or any(s.gauges["policy/kl_start"].sum != 0 for s in recent):
         return ""
     return (

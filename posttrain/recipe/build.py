@@ -23,10 +23,14 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import AdamW
+from posttrain.engine.readout import read_out
 from posttrain.environment.build import environment
 from posttrain.environment.render import Dialogue, Renderer
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
+
+CANARY = 16
+"""Tokens scored on both sides after every push of weights."""
 
 
 def use_threads(count: int) -> int:
@@ -129,7 +133,13 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> Roles:
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
     rollout = Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed, renderer)
-    return Roles(learner, engine, renderer, rollout, Sync(learner, engine))
+    return Roles(learner, engine, renderer, rollout, Sync(learner, engine, canary(policy), run.model.dtype))
+
+
+def canary(policy: Policy) -> np.ndarray:
+    """int32 ids over the whole vocabulary, the same for every run of a model."""
+    rows = read_out(policy.module).weight.shape[0]
+    return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
 
 
 def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker]) -> Parts:

@@ -1,11 +1,17 @@
-"""WEIGHT SYNC: trainer -> rollout, versioned, with a fingerprint on both sides at every push."""
+"""WEIGHT SYNC: trainer -> rollout, versioned, with a fingerprint and a canary's log-probs on both sides at every push."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
+from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner, Sampler
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Segment
+from posttrain.role.canaries import BOUND
 
 
 @dataclass
@@ -14,6 +20,10 @@ class Sync:
 
     learner: Learner
     sampler: Sampler
+    canary: np.ndarray
+    """int32 token ids, at least two: what both sides score after every push."""
+    dtype: str = "float32"
+    """Of the weights: it bounds how far two computations of the same log-prob may lie apart."""
 
     async def push(self, version: int) -> str:
         """Serve the learner's weights as `version`; stops the run unless the sampler serves exactly them."""
@@ -27,4 +37,21 @@ class Sync:
             )
         if self.sampler.version != version:
             raise InvariantError(f"the sampler says it serves version {self.sampler.version} after a push of version {version}")
+        await self._scores_alike(version)
         return served
+
+    async def _scores_alike(self, version: int) -> None:
+        """The weights may have arrived and be computed with wrongly: caches, adapters, another dtype."""
+        n = len(self.canary)
+        spoken = np.arange(n) > 0
+        blank = np.where(spoken, 0, np.nan).astype(np.float32)
+        segment = Segment(self.canary.astype(np.int32), spoken, blank, np.where(spoken, 0, -1).astype(np.int32), Sampling(stop_ids=()))
+        ours = self.learner.score(Packed.of([segment])).astype(np.float64)
+        gap = np.abs(await self.sampler.score(self.canary) - ours)
+        if not np.all(gap <= BOUND[self.dtype]):
+            at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
+            raise InvariantError(
+                f"after the push of version {version} the sampler scores a canary otherwise than the learner: token {at + 1} of {n} differs by "
+                f"{gap[at]:.3g} nats (bound {BOUND[self.dtype]:g} in {self.dtype}). It holds the learner's weights and computes something else: "
+                "look for a stale prefix cache, an adapter that was not applied, another dtype or rope setting"
+            )

@@ -20,6 +20,7 @@ from posttrain.core.types import Segment
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
+from posttrain.recipe.build import canary
 from posttrain.role.canaries import BOUND, MEAN_BOUND
 from posttrain.role.sync import Sync
 
@@ -94,7 +95,7 @@ def test_after_a_push_the_sampler_scores_like_the_learner() -> None:
     engine = EmbeddedEngine(p.clone().module, slots=8, context=p.context)
     sharpen(learner, 1.5)
     assert gap(asyncio.run(said(engine, p, Sampling())), learner).max() > BOUND["float32"]
-    asyncio.run(Sync(learner, engine).push(1))
+    asyncio.run(Sync(learner, engine, canary(p)).push(1))
     segments = asyncio.run(said(engine, p, Sampling()))
     assert gap(segments, learner).max() < 5e-5
     assert all((s.version[s.mask] == 1).all() for s in segments)

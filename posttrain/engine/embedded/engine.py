@@ -25,8 +25,9 @@ from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.cache import CachedLayout, Pool, ragged_arange
 from posttrain.engine.embedded.counters import Counters
 from posttrain.engine.embedded.fused import FAMILIES, FusedDecoder, fusable
+from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.sampler import Drawn, draw
-from posttrain.engine.embedded.scheduler import BUDGET, Plan, Scheduler
+from posttrain.engine.embedded.scheduler import BUDGET, Scheduler
 from posttrain.engine.embedded.slots import Heard, Request
 from posttrain.engine.embedded.timeline import Timeline
 from posttrain.engine.embedded.weights import replace_weights

@@ -16,7 +16,7 @@ import numpy as np
 from torch import Tensor
 
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for, rows_of
-from posttrain.engine.embedded.cache import ragged_arange
+from posttrain.engine.embedded.plan import Drafts, Pieces, Plan, make_plan
 from posttrain.engine.embedded.slots import Prompt, Request, Slots
 from posttrain.engine.embedded.tree import PrefixTree
 
@@ -26,32 +26,6 @@ SHORT = 64
 """Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and layer."""
 SPARE = 64
 """Blocks given up at once, so that the search for them is rare."""
-
-
-@dataclass(eq=False)
-class Plan:
-    """One forward pass: ragged positions (speaking slots, then short pieces), dense prompts, later chunks, idle positions."""
-
-    speaking: np.ndarray
-    """Slots whose pending token is computed."""
-    widths: np.ndarray
-    """Positions of each speaking slot, at the front: the pending token and its drafts."""
-    ids: np.ndarray
-    positions: np.ndarray
-    rows: np.ndarray
-    """Pool row of every position that is not idle."""
-    visible: np.ndarray
-    """Pool rows each ragged position sees, position after position."""
-    lengths: np.ndarray
-    """How many each sees; 0 for idle ones."""
-    dense: list[int]
-    """Length of each piece that begins its prompt."""
-    chunks: list[tuple[np.ndarray, int]]
-    """Of each piece that goes on: pool rows of the whole prompt so far, and the length of the piece at their end."""
-    pieces: list[tuple[Prompt, int]]
-    """Prompts in order, with the number of positions cached after this pass."""
-    ends: list[int]
-    """Index of the last position of each piece."""
 
 
 @dataclass
@@ -170,41 +144,11 @@ class Scheduler:
                 self._extend(wanting)
         return at
 
-    def plan(self, at: np.ndarray, drafts: np.ndarray | None = None, counts: np.ndarray | None = None) -> Plan:
-        """The next forward pass, for the slots `make_room` returned.
-
-        drafts: int64 [len(at), k], of which the first `counts` [len(at)] of each row are computed after the pending token.
-        """
-        s = self.slots
-        widths = np.ones(len(at), np.int64) if counts is None else counts + 1
-        step = ragged_arange(widths)
-        each = at if counts is None else np.repeat(at, widths)
-        position = s.cached[each] + step
-        said = s.pending[at]
-        if drafts is not None and counts is not None:
-            said = np.concatenate([said[:, None], drafts], 1)[np.arange(drafts.shape[1] + 1) < widths[:, None]]
-        ragged, dense, chunks = self._pieces(len(each))
-        pieces = ragged + dense + chunks
-        spans = [(p, p.done, to) for p, to in pieces]
-        short = [np.arange(a + 1, b + 1) for _, a, b in spans[: len(ragged)]]
-        visible = [s.table.ravel()[np.repeat(each * s.table.shape[1], position + 1) + ragged_arange(position + 1)]]
-        visible += [p.rows[ragged_arange(n)] for (p, _, _), n in zip(spans[: len(ragged)], short, strict=True)]
-        ids = np.concatenate([said, *(p.ids[a:b] for p, a, b in spans)]).astype(np.int64)
-        positions = np.concatenate([position, *(np.arange(a, b) for _, a, b in spans)])
-        idle = max(0, (self._rows or 0) - len(ids)) if len(ids) else 0
-        return Plan(
-            speaking=at,
-            widths=widths,
-            ids=np.append(ids, np.zeros(idle, np.int64)),
-            positions=np.append(positions, np.zeros(idle, np.int64)),
-            rows=np.concatenate([s.table[each, position], *(p.rows[a:b] for p, a, b in spans)]),
-            visible=np.concatenate(visible),
-            lengths=np.concatenate([position + 1, *short, np.zeros(idle, np.int64)]),
-            dense=[to for _, to in dense],
-            chunks=[(p.rows[:to], to - p.done) for p, to in chunks],
-            pieces=pieces,
-            ends=(len(each) - 1 + np.cumsum([b - a for _, a, b in spans], dtype=np.int64)).tolist(),
-        )
+    def plan(self, at: np.ndarray, drafts: Drafts | None = None) -> Plan:
+        """The next forward pass, for the slots `make_room` returned."""
+        computed = len(at) + (int(drafts.counts.sum()) if drafts is not None else 0)
+        room = (self._budget if self._rows is None else self._rows) - computed
+        return make_plan(self.slots, at, drafts, self._pieces(room), self._rows or 0)
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
         """The pass is done: `hidden(i)` is the hidden state of its position i. Drafts count once they are said."""
@@ -307,15 +251,9 @@ class Scheduler:
         self._caching.append(prompt)
         return prompt
 
-    def _pieces(self, speaking: int) -> tuple[list[tuple[Prompt, int]], list[tuple[Prompt, int]], list[tuple[Prompt, int]]]:
-        """Prompts to compute now, as (ragged, dense from the start, dense chunk of one begun) with the position each is computed up to.
-
-        A prompt whose next block another one computes in this pass waits for it.
-        """
-        ragged: list[tuple[Prompt, int]] = []
-        dense: list[tuple[Prompt, int]] = []
-        chunks: list[tuple[Prompt, int]] = []
-        room = (self._budget if self._rows is None else self._rows) - speaking
+    def _pieces(self, room: int) -> Pieces:
+        """Prompts to compute now, at most `room` positions of them. One whose next block another computes in this pass waits for it."""
+        pieces = Pieces()
         claimed: set[bytes] = set()
         for prompt in self._caching:
             if room <= 0:
@@ -327,10 +265,11 @@ class Scheduler:
                     continue
                 claimed.add(next_block)
             todo = min(len(prompt.ids) - prompt.done, room)
-            kind = ragged if self._rows is not None or todo <= SHORT else chunks if prompt.done else dense
+            short = self._rows is not None or todo <= SHORT
+            kind = pieces.ragged if short else pieces.chunks if prompt.done else pieces.dense
             kind.append((prompt, prompt.done + todo))
             room -= todo
-        return ragged, dense, chunks
+        return pieces
 
     def _adopt(self, prompt: Prompt) -> None:
         """Take over whole blocks that others have cached since the prompt was admitted, in place of its own empty ones."""

@@ -36,7 +36,9 @@ class Timeline:
         """One forward pass that began at `time.perf_counter()` = begun."""
         now = time.perf_counter()
         args = {"positions": positions, "speaking": speaking}
-        self._add({"name": "step", "ph": "X", "ts": (begun - self._zero) * 1e6, "dur": (now - begun) * 1e6, "pid": 1, "tid": 0, "args": args})
+        self._add(
+            {"name": "step", "ph": "X", "ts": (begun - self._zero) * 1e6, "dur": (now - begun) * 1e6, "pid": 1, "tid": 0, "args": args}
+        )
 
     def _add(self, event: dict[str, Any]) -> None:
         if len(self._events) < MOST:

@@ -72,13 +72,13 @@ def _(real: Real) -> Real:
 
 @fault(
     "version_off_by_one",
-    seam="posttrain.engine.embedded.slots:Slots.turn",
+    seam="posttrain.engine.embedded.slots:Slots.say",
     what="the engine stamps its tokens with the version before the one it serves",
     harm="staleness, corrections and canaries are computed for other weights",
     source="pain 4",
 )
 def _(real: Real) -> Real:
-    return lambda self, s, stopped, version: real(self, s, stopped, max(version - 1, 0))
+    return lambda self, at, drawn, version: real(self, at, drawn, max(version - 1, 0))
 
 
 @fault(

@@ -1,0 +1,319 @@
+"""What the engine does with its cache: finds beginnings again, cuts prefill into chunks, gives way, takes new weights on the way."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from embedded_parts import V, ask, engine, module, one_thread, prompts, reference_logp, sampling
+
+from posttrain.core.errors import EngineError
+from posttrain.core.types import Said
+from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.models import named_tensors
+
+__all__ = ["one_thread"]
+
+BLOCK_BYTES = 16 * 2 * 2 * 2 * 8 * 4
+"""16 rows of keys and values: two layers, two heads, eight wide, float32."""
+
+
+def same(a: list[Said], b: list[Said]) -> None:
+    for x, y in zip(a, b, strict=True):
+        assert np.array_equal(x.ids, y.ids)
+        assert np.abs(x.logp - y.logp).max() < 2e-5
+
+
+def long(n: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, V, n).astype(np.int32)
+
+
+async def ticks(n: int) -> None:
+    for _ in range(n):
+        await asyncio.sleep(0)
+
+
+def test_no_turn_of_an_episode_is_computed_twice() -> None:
+    e, plain = engine(context=200), module()
+
+    async def episode() -> int:
+        ids = long(21)
+        for turn in range(3):
+            said = await e.generate(ids, sampling(max_tokens=13), turn)
+            assert np.abs(reference_logp(plain, ids, said, sampling()) - said.logp).max() < 2e-5
+            ids = np.concatenate([ids, said.ids, long(9, turn + 1)])
+        return len(ids)
+
+    length = asyncio.run(episode())
+    computed = e.gauges()["engine/positions_linear"]
+    assert computed.sum == computed.count == length - 9 - 1
+    assert e.blocks_in_use == 0
+
+
+def test_prompts_with_one_beginning_compute_it_once() -> None:
+    """All at once: the second waits for the blocks the first is computing; later ones find them."""
+    e, alone = engine(slots=8, context=160), engine(slots=1, context=160, retain=0)
+    shared = long(80)
+    asked = [np.concatenate([shared, long(10, i + 1)]) for i in range(6)]
+    together = asyncio.run(ask(e, asked, sampling(max_tokens=5)))
+    assert e.gauges()["engine/positions_linear"].sum == 80 + 6 * 10 + 6 * 4
+    same(together, asyncio.run(ask(alone, asked, sampling(max_tokens=5))))
+    asyncio.run(ask(e, [np.concatenate([shared, long(10, 99)])], sampling(max_tokens=5)))
+    gauges = e.gauges()
+    assert gauges["engine/positions_linear"].sum == 10 + 4
+    assert gauges["engine/prefix_hits"].mean == 80 / 90
+
+
+def test_siblings_of_a_long_prompt_cost_one_prefill() -> None:
+    e = engine(slots=16, context=256)
+    asyncio.run(ask(e, [long(250)] * 16, sampling(max_tokens=4)))
+    assert e.gauges()["engine/positions_linear"].sum == 250 + 16 * 3
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gpt2", "mistral", "gemma2"])
+def test_chunks_of_a_prompt_are_the_prompt(family: str) -> None:
+    """200 tokens in passes of 70: the first chunk and later ones attend densely, the last raggedly."""
+    e, plain = engine(family, context=256, budget=70), module(family)
+    asked = [long(200), long(7), long(150, 1)]
+    for prompt, said in zip(asked, asyncio.run(ask(e, asked, sampling())), strict=True):
+        assert np.abs(reference_logp(plain, prompt, said, sampling()) - said.logp).max() < 5e-5
+    assert e.gauges()["engine/positions_linear"].mean == 1
+
+
+def test_a_long_prompt_does_not_hold_up_who_is_speaking() -> None:
+    e = engine(slots=2, context=256, budget=16)
+    heard: list[int] = []
+
+    async def main() -> None:
+        first = asyncio.create_task(e.generate(long(5), sampling(max_tokens=60), 0, heard=lambda ids, logp: heard.append(len(ids))))
+        await ticks(4)
+        before = len(heard)
+        second = asyncio.create_task(e.generate(long(150, 1), sampling(max_tokens=1), 1))
+        await second
+        assert len(heard) - before >= 150 // 15
+        said = await first
+        assert sum(heard) == len(said.ids) == 60
+
+    asyncio.run(main())
+
+
+def test_who_is_heard_is_who_is_answered() -> None:
+    e = engine(slots=3)
+    heard: dict[int, list[tuple[int, float]]] = {i: [] for i in range(5)}
+
+    async def main() -> list[Said]:
+        def listen(i: int):
+            return lambda ids, logp: heard[i].extend(zip(ids.tolist(), logp.tolist(), strict=True))
+
+        return await asyncio.gather(*[e.generate(p, sampling(stop_ids=(3,)), i, heard=listen(i)) for i, p in enumerate(prompts(5))])
+
+    for i, said in enumerate(asyncio.run(main())):
+        assert heard[i] == list(zip(said.ids.tolist(), said.logp.tolist(), strict=True))
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_who_gives_way_loses_nothing(deterministic: bool) -> None:
+    """Twelve sequences of up to five blocks in a cache of eight: the youngest are computed again and say the same."""
+    e = engine(slots=12, context=80, cache_bytes=8 * BLOCK_BYTES, deterministic=deterministic)
+    asked, contract = prompts(12, longest=20), sampling(max_tokens=55, top_k=9, top=2)
+    small = asyncio.run(ask(e, asked, contract))
+    gauges = e.gauges()
+    assert gauges["engine/preempted"].sum > 3
+    assert gauges["engine/kv"].mean < 1.2
+    large = asyncio.run(ask(engine(slots=12, context=80, deterministic=deterministic), asked, contract))
+    same(small, large)
+    for a, b in zip(small, large, strict=True):
+        assert a.kept is not None and b.kept is not None and a.top is not None and b.top is not None
+        assert np.array_equal(a.kept.ids, b.kept.ids) and np.array_equal(a.top.ids, b.top.ids)
+        if deterministic:
+            assert a.logp.tobytes() == b.logp.tobytes()
+    assert e.blocks_in_use == 0
+
+
+def test_nobody_ends_later_than_a_younger_one() -> None:
+    """Equal lengths: the youngest give way, so answers come in order of arrival."""
+    e = engine(slots=6, context=80, cache_bytes=8 * BLOCK_BYTES)
+    ended: dict[int, int] = {}
+
+    async def one(i: int) -> None:
+        await e.generate(long(5, i), sampling(max_tokens=60), i)
+        ended[i] = e._counters._steps
+
+    async def main() -> None:
+        await asyncio.gather(*[one(i) for i in range(6)])
+
+    asyncio.run(main())
+    assert [ended[i] for i in range(6)] == sorted(ended.values())
+    assert ended[0] == 60 < ended[5]
+
+
+def test_siblings_without_room_to_fork_take_turns() -> None:
+    """The prompt fills all blocks but one, so siblings cannot speak side by side."""
+    e = engine(slots=4, context=64, cache_bytes=5 * BLOCK_BYTES)
+    prompt = long(50)
+    said = asyncio.run(ask(e, [prompt] * 4, sampling(max_tokens=10)))
+    same(said, asyncio.run(ask(engine(slots=4), [prompt] * 4, sampling(max_tokens=10))))
+    assert e.blocks_in_use == 0
+
+
+def check_mixed(prompt: np.ndarray, said: Said, models: dict[int, torch.nn.Module]) -> None:
+    """Every token has the log-prob its own version gives it after everything before."""
+    for version, model in models.items():
+        at = said.version == version
+        assert np.abs(reference_logp(model, prompt, said, sampling()) - said.logp)[at].max(initial=0) < 2e-5  # type: ignore[arg-type]
+
+
+def test_weights_in_flight() -> None:
+    """What is being said goes on under the new weights over a cache they computed; no old block is found again."""
+    e = engine(slots=3, context=96, update="inflight")
+    models = {0: module(), 2: module(seed=1)}
+    asked = [*prompts(5), long(70)]
+
+    async def main() -> list[Said]:
+        running = [asyncio.create_task(e.generate(p, sampling(), i)) for i, p in enumerate(asked)]
+        await ticks(9)
+        await e.load(2, named_tensors(models[2]))
+        return list(await asyncio.gather(*running))
+
+    said = asyncio.run(main())
+    assert sum(len(set(s.version.tolist())) == 2 for s in said) == 3
+    for prompt, s in zip(asked, said, strict=True):
+        assert np.all(np.diff(s.version) >= 0)
+        check_mixed(prompt, s, models)
+    assert e.blocks_in_use == 0
+
+
+def test_stale_blocks_are_an_option_with_a_gap() -> None:
+    e = engine(slots=2, context=96, update="stale")
+    asked = prompts(2)
+
+    async def main() -> list[Said]:
+        running = [asyncio.create_task(e.generate(p, sampling(), i)) for i, p in enumerate(asked)]
+        await ticks(9)
+        await e.load(1, named_tensors(module(seed=1)))
+        return list(await asyncio.gather(*running))
+
+    said = asyncio.run(main())
+    gap = e.gauges()["engine/stale_gap"]
+    assert gap.count == 2 and gap.mean > 1e-3
+    newer = module(seed=1)
+    off = [np.abs(reference_logp(newer, p, s, sampling()) - s.logp)[s.version == 1].max() for p, s in zip(asked, said, strict=True)]
+    assert min(off) > 1e-3
+    again = [np.concatenate([p, s.ids]) for p, s in zip(asked, said, strict=True)]
+    for p, s in zip(again, asyncio.run(ask(e, again, sampling())), strict=True):
+        check_mixed(p, s, {1: newer})
+    assert "engine/stale_gap" not in e.gauges()
+
+
+def test_equal_weights_leave_no_stale_gap() -> None:
+    e = engine(slots=2, context=96, update="stale")
+
+    async def main() -> None:
+        running = [asyncio.create_task(e.generate(p, sampling(), i)) for i, p in enumerate(prompts(2))]
+        await ticks(9)
+        await e.load(1, named_tensors(module()))
+        await asyncio.gather(*running)
+
+    asyncio.run(main())
+    assert e.gauges()["engine/stale_gap"].mean < 1e-4
+
+
+def test_a_stale_block_would_be_seen() -> None:
+    """The tree is made to forget the version: a prompt cached before an update is found after it, and the log-probs are wrong."""
+    prompt = np.concatenate([long(48), long(4, 1)])
+    newer, off = module(seed=1), {}
+    for planted in (False, True):
+        e = engine()
+        asyncio.run(ask(e, [prompt], sampling()))
+        if planted:
+            e._scheduler.tree.renew = lambda version: None  # type: ignore[method-assign]
+        asyncio.run(e.load(1, named_tensors(newer)))
+        (said,) = asyncio.run(ask(e, [prompt], sampling()))
+        off[planted] = np.abs(reference_logp(newer, prompt, said, sampling()) - said.logp).max()
+    assert off[False] < 2e-5 and off[True] > 1e-3
+
+
+def test_a_paused_engine_holds_its_tongue() -> None:
+    e = engine()
+
+    async def main() -> Said:
+        running = asyncio.create_task(e.generate(long(5), sampling(max_tokens=10), 0))
+        await ticks(4)
+        e.pause()
+        await ticks(30)
+        assert not running.done()
+        with pytest.raises(EngineError, match="paused"):
+            await e.load(1, named_tensors(module()))
+        e.resume()
+        return await running
+
+    same([asyncio.run(main())], asyncio.run(ask(engine(), [long(5)], sampling(max_tokens=10))))
+
+
+def test_the_cache_does_not_grow_with_what_has_ended() -> None:
+    e = engine(slots=8, context=64)
+    asyncio.run(ask(e, prompts(100, seed=5), sampling()))
+    before = e.cache_size
+    asyncio.run(ask(e, prompts(400, seed=6), sampling()))
+    assert e.cache_size <= before * 1.3
+    assert e.blocks_in_use == 0
+
+
+def test_a_timeline_of_requests(tmp_path: Path) -> None:
+    e = engine(slots=2, timeline=True)
+    asyncio.run(ask(e, prompts(5), sampling(max_tokens=4)))
+    assert e.timeline is not None
+    e.timeline.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    of = {name: [x for x in events if x["name"] == name] for name in ("queued", "prefill", "speak", "step")}
+    assert [len(of[n]) for n in ("queued", "prefill", "speak")] == [5, 5, 5]
+    assert {x["tid"] for x in of["speak"]} == {1, 2}
+    assert len(of["step"]) == e.gauges()["engine/steps"].sum
+    assert e.clock()["engine/step"] > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_any_traffic_leaves_the_books_in_order(seed: int) -> None:
+    """Requests of all lengths, siblings, continuations, cancellations and weight updates on a cache that is too small."""
+    rng = np.random.default_rng(seed)
+    update = ("drain", "inflight")[seed % 2]
+    e = engine(slots=5, context=96, cache_bytes=12 * BLOCK_BYTES, budget=int(rng.integers(8, 60)), update=update)
+    models = {v: module(seed=v) for v in range(4)}
+    beginnings = [long(40, i) for i in range(2)]
+    done: list[tuple[np.ndarray, Said]] = []
+
+    async def episode(i: int) -> None:
+        ids = np.concatenate([beginnings[i % 2][: rng.integers(0, 40)], long(int(rng.integers(1, 9)), 10 + i // 3)])
+        for turn in range(2):
+            said = await e.generate(ids, sampling(max_tokens=int(rng.integers(1, 24)), stop_ids=(1,)), i * 10 + turn)
+            done.append((ids, said))
+            ids = np.concatenate([ids, said.ids, long(3, i)])
+            if len(ids) > 80:
+                return
+
+    async def main() -> None:
+        running = [asyncio.create_task(episode(i)) for i in range(40)]
+        for version in (1, 2, 3):
+            await ticks(int(rng.integers(5, 40)))
+            for t in rng.choice(running, 4, replace=False):  # type: ignore[arg-type]
+                t.cancel()
+            await e.load(version, named_tensors(models[version]))
+        await asyncio.gather(*running, return_exceptions=True)
+
+    asyncio.run(main())
+    assert len(done) > 20
+    for prompt, said in done:
+        check_mixed(prompt, said, models)
+    scheduler = e._scheduler
+    assert e.blocks_in_use == 0 and scheduler.blocks.spare == len(scheduler.tree)
+    assert not scheduler.prompts and not scheduler._users and not scheduler._caching and not scheduler._waits
+    assert scheduler.blocks.capacity <= scheduler.blocks.most
+
+
+def test_options_that_cannot_work() -> None:
+    with pytest.raises(EngineError, match="budget=0"):
+        EmbeddedEngine(module(), slots=1, context=8, budget=0)
