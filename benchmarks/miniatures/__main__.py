@@ -107,7 +107,7 @@ def write(everything: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("names", help=f"'all', 'page' (write the page again from the record), or comma-separated: {', '.join(NAMES)}")
-    parser.add_argument("--seeds", default="0,1,2")
+    parser.add_argument("--seeds", help="comma-separated; default: those fixed for each miniature")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -115,7 +115,7 @@ def main() -> None:
     everything = json.loads(RESULTS.read_text())["miniatures"] if RESULTS.exists() else {}
     for name in names:
         m = miniature(name)
-        everything[name] = measured(m, [int(s) for s in args.seeds.split(",")])
+        everything[name] = measured(m, [int(s) for s in args.seeds.split(",")] if args.seeds else list(m.seeds))
         tell(m, everything[name])
     print(f"{sum(everything[name]['seconds'] for name in names):.0f} s of CPU in all")
     if not args.dry:

@@ -1,4 +1,4 @@
-"""Published effects in miniature, on three seeds: every statement of docs/miniatures.md is true."""
+"""Published effects in miniature, on three seeds or more: every statement of docs/miniatures.md is true."""
 
 from __future__ import annotations
 
@@ -17,8 +17,6 @@ from posttrain.core.ladder import GDPO, GRPO, MAXRL, PKPO, REINFORCE_PP_BASELINE
 
 pytestmark = pytest.mark.prove
 
-SEEDS = (0, 1, 2)
-
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
@@ -32,7 +30,7 @@ def one_thread() -> Iterator[None]:
 @pytest.mark.parametrize("name", NAMES)
 def test_what_the_page_asserts(name: str) -> None:
     m = miniature(name)
-    each = [m.play(seed).figures for seed in SEEDS]
+    each = [m.play(seed).figures for seed in m.seeds]
     figures = mean(each)
     print("", *(f"{arm}: " + ", ".join(f"{k} {v:.4g}" for k, v in row.items()) for arm, row in figures.items()), sep="\n")
     false = [s.text for s in m.judge(figures, each) if not s.true]
