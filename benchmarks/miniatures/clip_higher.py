@@ -15,22 +15,26 @@ from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO
 from posttrain.core.pieces.trust import Clip
 
-PROMPTS, G, FREE, VOCAB, SKEW, RIGHT, STEPS, PUSH = 16, 8, 3, 16, 1.5, 0.1, 60, 0.05
+PROMPTS, G, FREE, VOCAB, SKEW, STEPS, PUSH = 16, 8, 3, 16, 1.5, 60, 0.05
+RIGHT, PLATEAU = 0.02, 0.3
 PLAIN = replace(GRPO, pull=None, aggregate="token_mean")
 CLIPS: dict[str, Algorithm] = {"clip .2": PLAIN, "clip .2/.28": replace(PLAIN, clip=Clip(low=0.2, high=0.28))}
+WORLDS = ("plateau", "learning")
 UPDATES = (1, 4, 16)
 
 
 def start() -> Table:
-    """Free tokens by the law k^-1.5; of the last one, token 0 is right, one time in ten."""
+    """Free tokens by the law k^-1.5; of the last one, token 0 is right, one time in fifty."""
     logits = torch.zeros(PROMPTS, FREE + 1, VOCAB, dtype=torch.float64)
     logits[:, :FREE] = -SKEW * torch.log(1.0 + torch.arange(VOCAB, dtype=torch.float64))
     logits[:, FREE, 0] = np.log(RIGHT * (VOCAB - 1) / (1 - RIGHT))
     return Table(logits)
 
 
-def rewards(answers: Answers) -> np.ndarray:
-    """1 where the last token is right, whatever came before, [P, G]."""
+def rewards(world: str, answers: Answers, made: torch.Generator) -> np.ndarray:
+    """[P, G]. Learning: 1 where the last token is right, whatever came before. Plateau: 1 three times in ten, whatever was said."""
+    if world == "plateau":
+        return (torch.rand(PROMPTS, G, generator=made, dtype=torch.float64) < PLATEAU).double().numpy()
     return (answers.tokens_ET[:, -1] == 0).double().numpy().reshape(-1, G)
 
 
@@ -41,7 +45,7 @@ def seen(policy: Table) -> tuple[float, float]:
     return float(-(logp.exp() * logp)[:, :FREE].sum(-1).mean()), float(logp[:, FREE, 0].exp().mean())
 
 
-def train(a: Algorithm, updates: int, seed: int) -> np.ndarray:
+def train(world: str, a: Algorithm, updates: int, seed: int) -> np.ndarray:
     """`seen` before every step and after the last, and the share of tokens clipped in the step's last update, [STEPS + 1, 3]."""
     policy, made = start(), torch.Generator().manual_seed(seed)
     step = PUSH * PROMPTS * G * (FREE + 1)
@@ -49,23 +53,39 @@ def train(a: Algorithm, updates: int, seed: int) -> np.ndarray:
     out = [(*seen(policy), 0.0)]
     for _ in range(STEPS):
         answers = ask(policy, siblings(torch.arange(PROMPTS), G), made)
-        gauges = trainer.step(answers, credit_by_pattern(a, rewards(answers)).ravel())
+        gauges = trainer.step(answers, credit_by_pattern(a, rewards(world, answers, made)).ravel())
         out.append((*seen(policy), gauges["policy/clip_low"].mean + gauges["policy/clip_high"].mean if gauges else 0.0))
     return np.array(out)
 
 
-def figures_of(x: np.ndarray) -> dict[str, float]:
-    """Of one run: entropy a free token at first, at the end, and when the accuracy first reached one half."""
+END, HALF = "entropy at the end", "entropy at accuracy .5"
+
+
+def figures_of(world: str, x: np.ndarray) -> dict[str, float]:
+    """Of one run: entropy a free token, how much was clipped, and where something is learned what it was at accuracy .5."""
+    out = {"entropy at first": float(x[0, 0]), END: float(x[-1, 0]), "share clipped": float(x[1:, 2].mean())}
     half = int(np.argmax(x[:, 1] >= 0.5))
-    return {
-        "entropy at first": float(x[0, 0]),
-        "entropy at the end": float(x[-1, 0]),
-        "entropy at accuracy .5": float(x[half, 0]),
-        "accuracy at the end": float(x[-1, 1]),
-        "share clipped": float(x[1 : half + 1, 2].mean()),
-    }
+    return out if world == "plateau" else out | {HALF: float(x[half, 0]), "accuracy at the end": float(x[-1, 1])}
 
 
 def play(seed: int) -> Played:
-    runs = {f"{clip}, {n} updates": train(a, n, seed) for n in UPDATES for clip, a in CLIPS.items()}
-    return Played({arm: figures_of(x) for arm, x in runs.items()}, {arm: Curve(range(STEPS + 1), x[:, 0].tolist()) for arm, x in runs.items()})
+    runs = {f"{world}, {n} updates, {clip}": (world, train(world, a, n, seed)) for world in WORLDS for n in UPDATES for clip, a in CLIPS.items()}
+    curves = {arm: Curve(range(STEPS + 1), x[:, 0].tolist()) for arm, (world, x) in runs.items() if "plateau" in arm and ", 1 " not in arm}
+    return Played({arm: figures_of(world, x) for arm, (world, x) in runs.items()}, curves)
+
+
+def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
+    def more(world: str, updates: int, figure: str = END) -> list[float]:
+        return gains(each, figure, f"{world}, {updates} updates, clip .2/.28", f"{world}, {updates} updates, clip .2")
+
+    def told(x: list[float]) -> str:
+        low, high = interval(x)
+        return f"{np.mean(x):+.3f}, 95 % interval {low:+.3f} to {high:+.3f}"
+
+    plateau, learning, half = more("plateau", 4), more("learning", 4), more("learning", 4, HALF)
+    return [
+        Statement(f"plateau, 4 updates: entropy at the end is higher under clip-higher, interval above 0 ({told(plateau)})", interval(plateau)[0] > 0),
+        Statement(f"learning, 4 updates: so is it at the end ({told(learning)})", interval(learning)[0] > 0),
+        Statement(f"learning, 4 updates: and at accuracy .5 ({told(half)})", interval(half)[0] > 0),
+        Statement("one update a step: the two clips are one run, in both worlds", not any(np.any(more(w, 1)) for w in WORLDS)),
+    ]  # fmt: skip
