@@ -24,6 +24,7 @@ NAMES = (
     "rare_token",
     "hard_prompts",
     "entropy",
+    "clip_higher",
     "dynamic_sampling",
     "variance",
     "mismatch",

@@ -94,7 +94,7 @@ MINIATURE = Miniature(
     "tokens a step the published shares (2e-4, .002) choose no token and one, so Clip-Cov takes 2 % and KL-Cov 5 %.",
     predicted="Final entropy: clip .2 < clip .2/.28 < Clip-Cov, and KL-Cov highest.",
     verdict="Holds for Clip-Cov and KL-Cov, at equal accuracy too. Clip-higher against clip .2 is within the noise between seeds: the mean has the "
-    "published sign here, single seeds and other priors had either, so it is not asserted.",
+    "published sign here, single seeds and other priors had either, so it is not asserted in this world; the regime in which it holds is [Clip-higher and rare tokens](#clip-higher-and-rare-tokens).",
     play=play,
     judge=judge,
     notes=(
