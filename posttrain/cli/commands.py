@@ -45,6 +45,13 @@ def evaluate(o: Namespace) -> int:
     return 0
 
 
+def serve(o: Namespace) -> int:
+    from posttrain.recipe import serve as server
+
+    where = server.Where(host=o.host, port=o.port, token=o.token, token_env=o.token_env, no_token=o.no_token)
+    return server.serve(o.target, *o.overrides, where=where, name=o.name, checkpoint=o.checkpoint)
+
+
 def show(o: Namespace) -> int:
     from posttrain.cli import show as view
 

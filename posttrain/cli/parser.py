@@ -10,7 +10,10 @@ from itertools import pairwise
 from posttrain.cli import commands
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
-_VALUED = {"--out", "--resume", "--samples", "--checkpoint", "--max-tokens", "--temperature", "--stage", "--step", "--episode", "--limit"}
+_VALUED = {
+    *("--out", "--resume", "--samples", "--checkpoint", "--max-tokens", "--temperature", "--stage", "--step", "--episode", "--limit"),
+    *("--host", "--port", "--token", "--token-env", "--name"),
+}
 
 EXIT_CODES = """\
 exit codes: 0 done, 1 a bug (with traceback), 2 wrong usage or configuration, 3 an invariant broke, 4 data or model
@@ -18,8 +21,8 @@ cannot be read, 5 the run folder, 6 the engine, 7 the reward function, 130 Ctrl-
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """`key=value` words may stand anywhere among the options of `run` and `eval`; everything else stays in order."""
-    if not words or words[0] not in ("run", "eval"):
+    """`key=value` words may stand anywhere among the options of `run`, `eval` and `serve`; everything else stays in order."""
+    if not words or words[0] not in ("run", "eval", "serve"):
         return words, []
     rest, overrides = [words[0]], list[str]()
     for before, word in pairwise(words):
@@ -39,6 +42,7 @@ def parser() -> ArgumentParser:
     _run(sub)
     _ladder(sub)
     _eval(sub)
+    _serve(sub)
     _show(sub)
     _export(sub)
     _faults(sub)
@@ -119,6 +123,25 @@ def _eval(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("--checkpoint", default="last", metavar="NAME", help="of a run folder: last (default), best, or a checkpoint's name")
     p.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
     p.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
+
+
+def _serve(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
+    p = _command(
+        sub,
+        "serve",
+        commands.serve,
+        "serve a run, a model directory or a hub id to OpenAI's clients: completions, chat, streaming, log-probs",
+        "posttrain serve runs/mine --checkpoint best\n  posttrain serve my-model slots=128 --port 9000 --token-env MY_TOKEN",
+    )
+    p.usage = "posttrain serve TARGET [key=value ...] [options]"
+    p.add_argument("target", help="a run folder, a model directory or a hub id")
+    p.add_argument("--host", default="127.0.0.1", metavar="ADDRESS", help="address to listen on (default: this machine only)")
+    p.add_argument("--port", type=int, default=8000, metavar="N", help="port (default 8000; 0: any free one, which is printed)")
+    p.add_argument("--token", metavar="TEXT", help="the token callers must send (default: one is made up and printed)")
+    p.add_argument("--token-env", metavar="NAME", help="the environment variable that holds it, which no process list shows")
+    p.add_argument("--no-token", action="store_true", help="serve everybody on this machine; refused on any other address")
+    p.add_argument("--name", help="what callers call the model (default: the last part of TARGET)")
+    p.add_argument("--checkpoint", default="last", metavar="NAME", help="of a run folder: last (default), best, or a checkpoint's name")
 
 
 def _show(sub: argparse._SubParsersAction[ArgumentParser]) -> None:

@@ -176,7 +176,7 @@ def evaluate(
         samples: samples a prompt; default that of the run.
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
     """
-    run, weights = _target(target, checkpoint)
+    run, weights = target_run(target, checkpoint)
     run = dotted.apply(run, list(overrides))
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
@@ -202,7 +202,7 @@ def evaluate(
     return report
 
 
-def _target(target: str | Path, which: str) -> tuple[Run, Path | None]:
+def target_run(target: str | Path, which: str) -> tuple[Run, Path | None]:
     """The run a target stands for, and the weights to load into its policy."""
     folder = Path(target)
     if (folder / "run.json").exists():

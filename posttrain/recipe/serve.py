@@ -1,0 +1,138 @@
+"""`posttrain serve`: from a run folder, a model directory or a hub id to an engine, and to the server over it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.core import seeds
+from posttrain.core.errors import ConfigError
+from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import Policy, load_policy, named_tensors
+from posttrain.environment.render import Renderer
+from posttrain.recipe import overrides as dotted
+from posttrain.recipe.build import make_environment, use_threads
+from posttrain.recipe.main import target_run, wait
+from posttrain.role.weights import load_weights
+
+READ = ("model", "slots", "threads", "deterministic", "seed", "env")
+"""Parts of a run that decide how its model is served."""
+NEEDED = ("aiohttp", "pydantic")
+SHORTEST = 16
+"""Characters of a token that cannot be guessed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Address and token of a server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    """None: one is made up and printed."""
+    token_env: str | None = None
+    """Name of the environment variable that holds it."""
+    no_token: bool = False
+
+    def __post_init__(self) -> None:
+        if sum((self.token is not None, self.token_env is not None, self.no_token)) > 1:
+            raise ConfigError("--token, --token-env and --no-token are three answers to one question: give one")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port {self.port}: a port lies in 0..65535 (0: any free one)")
+
+    def resolve(self) -> str | None:
+        """The token callers must bring."""
+        if self.no_token:
+            return None
+        given = self.token
+        if self.token_env is not None:
+            given = os.environ.get(self.token_env, "").strip()
+            if not given:
+                raise ConfigError(f"--token-env {self.token_env}: that environment variable is empty")
+        if given is None:
+            return secrets.token_urlsafe(24)
+        if len(given) < SHORTEST or not given.isascii() or not given.isprintable() or " " in given:
+            raise ConfigError(f"the token has {len(given)} characters: use at least {SHORTEST}, printable ASCII without spaces")
+        return given
+
+
+def check_installed() -> None:
+    """ConfigError naming what the server needs and is missing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serving needs {' and '.join(missing)}, not installed here: pip install 'posttrain[serve]'")
+
+
+def serve(
+    target: str | Path,
+    *overrides: str,
+    where: Where | None = None,
+    name: str | None = None,
+    checkpoint: str = "last",
+    say: Callable[[str], None] = lambda line: print(line, flush=True),
+) -> int:
+    """Serve until Ctrl-C or SIGTERM; returns 130 or 143.
+
+    Args:
+        target: a run folder, a model directory or a hub id.
+        overrides: dotted changes of `model.*`, `slots`, `threads`, `deterministic`.
+        name: what callers call the model; default the last part of `target`.
+        checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
+    """
+    check_installed()
+    from posttrain.serve.run import check_address
+    from posttrain.serve.run import serve as listen
+
+    where = where or Where()
+    token = where.resolve()
+    check_address(where.host, token)
+    served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint)
+    return wait(listen(served, where.host, where.port, facts, say))
+
+
+def make_served(
+    target: str | Path, *overrides: str, token: str | None, name: str | None = None, checkpoint: str = "last"
+) -> tuple[Any, tuple[str, ...]]:
+    """What is served (`serve.app.Served`), and lines about it."""
+    from posttrain.serve.app import Served
+    from posttrain.serve.words import Words
+
+    run, weights = target_run(target, checkpoint)
+    for text in overrides:
+        head = dotted.address(run, *(w.strip() for w in text.partition("=")[::2]))[0]
+        if head not in READ:
+            raise ConfigError(f"{text}: nothing of it is read when a model is served; settings begin with one of {', '.join(READ)}")
+    run = dotted.apply(run, list(overrides))
+    use_threads(run.threads)
+    torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
+    alphabet = getattr(make_environment(run), "alphabet", None) if run.model.path is None else None
+    policy: Policy = load_policy(run.model, alphabet, run.seed)
+    if weights is not None:
+        load_weights(weights, HFLearner(policy))
+    digest = fingerprint(named_tensors(policy.module))
+    engine = EmbeddedEngine(
+        policy.module, slots=run.slots, context=policy.context, deterministic=run.deterministic, device=run.model.device
+    )
+    tokenizer: Any = policy.tokenizer
+    served = Served(
+        sampler=engine,
+        renderer=Renderer(tokenizer, policy.stop_ids),
+        words=Words(policy.tokenizer),
+        vocabulary=int(policy.module.get_input_embeddings().weight.shape[0]),  # type: ignore[union-attr]
+        name=name or Path(str(target).rstrip("/")).name,
+        root=str(target),
+        fingerprint=digest,
+        token=token,
+        created=int(time.time()),
+    )
+    return served, (*policy.describe(), f"weights: {digest}", f"engine: {run.slots} slots, context {policy.context:,} tokens")

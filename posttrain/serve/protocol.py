@@ -1,0 +1,221 @@
+"""Requests as OpenAI's API writes them, and the contract each asks for. What is not understood is refused by name.
+
+Extensions have the names vLLM gives them: `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `return_token_ids`,
+`return_tokens_as_token_ids`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Self
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from posttrain.core.errors import nearest
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Message
+from posttrain.serve.refusal import Refusal
+
+MOST_CHOICES = 1024
+"""Most answers of one request, over all its prompts."""
+MOST_TOP = 20
+"""Most alternatives shown beside a token."""
+COLDEST, HOTTEST = 0.01, 100.0
+"""Temperatures served beside 0; colder ones overflow the logits in float32."""
+
+Tokens = list[int]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+
+
+class StreamOptions(_Strict):
+    """`include_usage`: a last chunk with the token counts."""
+
+    include_usage: bool = False
+
+
+def _one_or_many(stop: Any) -> Any:
+    return [stop] if isinstance(stop, str) else [] if stop is None else stop
+
+
+class Asked(_Strict):
+    """What both kinds of request share."""
+
+    model: str
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float = Field(1.0, ge=0, le=HOTTEST, allow_inf_nan=False)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)
+    min_p: float = Field(0.0, ge=0, lt=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16), BeforeValidator(_one_or_many)] = []
+    stop_token_ids: list[int] = []
+    ignore_eos: bool = False
+    return_token_ids: bool = False
+    return_tokens_as_token_ids: bool = False
+    user: str | None = None
+    """Names the caller's own user; nothing depends on it."""
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if 0 < self.temperature < COLDEST:
+            raise ValueError(f"temperature must be 0 (the most probable token) or lie in [{COLDEST}, {HOTTEST:g}]")
+        if self.stream_options is not None and not self.stream:
+            raise ValueError("stream_options is only read with stream=true")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        """How many alternatives to show beside each token; None: no log-probs at all."""
+        raise NotImplementedError
+
+    def limit(self, room: int) -> int:
+        """Most tokens of an answer, where the context leaves `room`."""
+        raise NotImplementedError
+
+    def sampling(self, stops: Sequence[int], room: int) -> Sampling:
+        """The contract of one answer. `stops` are the model's own stop ids."""
+        greedy = self.temperature == 0
+        shown = self.alternatives
+        return Sampling(
+            temperature=1.0 if greedy else self.temperature,
+            top_p=1.0 if greedy else self.top_p,
+            top_k=0 if greedy else max(self.top_k, 0),
+            min_p=0.0 if greedy else self.min_p,
+            greedy=greedy,
+            top=0 if shown is None else max(shown, int(greedy)),
+            max_tokens=self.limit(room),
+            stop_ids=tuple(dict.fromkeys((*(() if self.ignore_eos else stops), *self.stop_token_ids))),
+        )
+
+
+def _prompt(prompt: Any) -> Any:
+    """A string, token ids, or a list of either; as a list of prompts."""
+    if isinstance(prompt, str) or _ids(prompt):
+        return [prompt]
+    if isinstance(prompt, list) and prompt and (all(isinstance(p, str) for p in prompt) or all(_ids(p) for p in prompt)):
+        return prompt
+    raise ValueError("prompt must be a string, a list of token ids, or a non-empty list of strings or of lists of token ids")
+
+
+def _ids(x: Any) -> bool:
+    return isinstance(x, list) and len(x) > 0 and all(type(i) is int and 0 <= i < 2**31 for i in x)
+
+
+class CompletionRequest(Asked):
+    """POST /v1/completions."""
+
+    prompt: Annotated[list[str | Tokens], BeforeValidator(_prompt)]
+    max_tokens: int = Field(16, ge=1)
+    logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+
+    @model_validator(mode="after")
+    def _few(self) -> Self:
+        if self.n * len(self.prompt) > MOST_CHOICES:
+            raise ValueError(f"n={self.n} answers to {len(self.prompt)} prompts are more than {MOST_CHOICES}; send several requests")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        return self.logprobs
+
+    def limit(self, room: int) -> int:
+        return self.max_tokens
+
+
+def _text(content: Any) -> Any:
+    """Content given as parts of type text is their concatenation."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
+            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
+            raise ValueError(f"content parts of type {kind!r} are not supported; this server reads text")
+    return "".join(part["text"] for part in content)
+
+
+class ChatMessage(_Strict):
+    """One message; which roles there are is up to the model's chat template."""
+
+    role: str
+    content: Annotated[str, BeforeValidator(_text)]
+
+    def plain(self) -> Message:
+        return Message(role=self.role, content=self.content)
+
+
+class ChatRequest(Asked):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+
+    @model_validator(mode="after")
+    def _read(self) -> Self:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise ValueError("top_logprobs is only read with logprobs=true")
+        if self.max_tokens is not None and self.max_completion_tokens is not None:
+            raise ValueError("max_tokens and max_completion_tokens are two names of one number; send one")
+        return self
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    def limit(self, room: int) -> int:
+        return self.max_completion_tokens or self.max_tokens or max(room, 1)
+
+
+_MESSAGES = "this server writes text and leaves tools to you: put them into the messages, and parse the answer"
+UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
+    "presence_penalty": ((0,), "the log-prob contract has none"),
+    "frequency_penalty": ((0,), "the log-prob contract has none"),
+    "best_of": ((1,), "ask for n answers and choose among them"),
+    "echo": ((False,), "log-probs of a prompt are not served"),
+    "suffix": (("",), "text is only written at the end"),
+    "response_format": (({"type": "text"},), "answers are not constrained to a format"),
+    "tools": (([],), _MESSAGES),
+    "tool_choice": (("none",), _MESSAGES),
+    "functions": (([],), _MESSAGES),
+    "function_call": (("none",), _MESSAGES),
+    "modalities": ((["text"],), "this server writes text"),
+    "store": ((False,), "nothing is stored"),
+}
+"""Parameters of OpenAI's API that are not served: values that ask for nothing and so are accepted, and why others are not."""
+
+
+def read(kind: type[Any], body: Any) -> Any:
+    """A request from JSON, or `Refusal` naming the field at fault. null stands for a default, as in OpenAI's API."""
+    if not isinstance(body, dict):
+        raise Refusal("the body must be a JSON object")
+    given = {k: v for k, v in body.items() if v is not None}
+    for name in [k for k in given if k in UNSUPPORTED and k not in kind.model_fields]:
+        neutral, why = UNSUPPORTED[name]
+        if given[name] not in neutral and not (name == "best_of" and given[name] == given.get("n", 1)):
+            raise Refusal(f"{name} is not supported: {why}. Leave it out", param=name, code="unsupported_parameter")
+        del given[name]
+    try:
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _refusal(kind, error) from None
+
+
+def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
+    """The first thing pydantic found, in a sentence."""
+    first = error.errors(include_url=False)[0]
+    where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
+    if first["type"] == "extra_forbidden":
+        top = len(first["loc"]) == 1
+        hint = nearest(where, sorted(kind.model_fields)) if top else "it is not read there"
+        return Refusal(f"unknown parameter {where}: {hint}", param=where, code="unknown_parameter")
+    if first["type"] == "missing":
+        return Refusal(f"{where} is missing", param=where, code="missing_required_parameter")
+    said = first["msg"].removeprefix("Value error, ")
+    return Refusal(f"{where}: {said}" if where else said, param=where or None, code="invalid_value")

@@ -1,0 +1,135 @@
+"""Answers as OpenAI's API writes them: whole ones, and the chunks of a stream."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.serve.choice import Choice, Piece
+from posttrain.serve.protocol import Asked, ChatRequest
+from posttrain.serve.words import HALF, Words
+
+Json = dict[str, Any]
+
+
+@dataclass
+class Shape:
+    """Writes the answers to one request."""
+
+    request: Asked
+    words: Words
+    id: str
+    model: str
+    fingerprint: str
+    created: int = 0
+
+    def __post_init__(self) -> None:
+        self.created = int(time.time())
+        self.chat = isinstance(self.request, ChatRequest)
+
+    def whole(self, choices: Sequence[Choice]) -> Json:
+        """The answer to a request without stream."""
+        out = self._frame("chat.completion" if self.chat else "text_completion", [self._choice(c, c.whole, c.finish) for c in choices])
+        out["usage"] = usage(choices)
+        if self.chat and self.request.return_token_ids:
+            out["prompt_token_ids"] = choices[0].prompt.tolist()
+        return out
+
+    def first(self, choice: Choice) -> Json:
+        """The chunk that begins one choice's stream."""
+        out = self._chunk([self._choice(choice, Piece(), None, role=True)])
+        if self.chat and self.request.return_token_ids:
+            out["prompt_token_ids"] = choice.prompt.tolist()
+        return out
+
+    def next(self, choice: Choice, piece: Piece, finish: str | None) -> Json:
+        return self._chunk([self._choice(choice, piece, finish)])
+
+    def last(self, choices: Sequence[Choice]) -> Json:
+        """The chunk with the token counts, where it was asked for."""
+        return self._chunk([]) | {"usage": usage(choices)}
+
+    def _chunk(self, choices: list[Json]) -> Json:
+        out = self._frame("chat.completion.chunk" if self.chat else "text_completion", choices)
+        return out | {"usage": None} if (o := self.request.stream_options) and o.include_usage else out
+
+    def _frame(self, kind: str, choices: list[Json]) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.fingerprint,
+            "choices": choices,
+        }
+
+    def _choice(self, c: Choice, piece: Piece, finish: str | None, role: bool = False) -> Json:
+        out: Json = {"index": c.index, "finish_reason": finish, "logprobs": self._logprobs(piece, role)}
+        if not self.chat:
+            out["text"] = piece.text
+        elif self.request.stream:
+            out["delta"] = {"role": "assistant", "content": ""} if role else {"content": piece.text} if piece.text else {}
+        else:
+            out["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+        if self.request.return_token_ids:
+            out["token_ids"] = piece.ids
+            if not self.chat and (role or not self.request.stream):
+                out["prompt_token_ids"] = c.prompt.tolist()
+        return out
+
+    def _logprobs(self, piece: Piece, role: bool) -> Json | None:
+        if self.request.alternatives is None or role:
+            return None
+        if self.chat:
+            return {
+                "content": [
+                    self._token(t, p, piece.top[i] if piece.top else None)
+                    for i, (t, p) in enumerate(zip(piece.ids, piece.logp, strict=True))
+                ]
+            }
+        at = piece.at
+        offsets: list[int] = []
+        for token in piece.ids:
+            offsets.append(at)
+            at += len(self.words.bytes(token).decode(errors="ignore"))
+        return {
+            "tokens": [self._name(t) for t in piece.ids],
+            "token_logprobs": piece.logp,
+            "top_logprobs": [self._table(*top) for top in piece.top] if self.request.alternatives else None,
+            "text_offset": offsets,
+        }
+
+    def _token(self, token: int, logp: float, top: tuple[Any, Any] | None) -> Json:
+        out: Json = {"token": self._name(token), "logprob": logp, "bytes": list(self.words.bytes(token))}
+        shown = self.request.alternatives or 0
+        ids, values = ([], []) if top is None else (top[0].tolist()[:shown], top[1].tolist()[:shown])
+        return out | {
+            "top_logprobs": [
+                {"token": self._name(i), "logprob": p, "bytes": list(self.words.bytes(i))} for i, p in zip(ids, values, strict=True)
+            ]
+        }
+
+    def _table(self, ids: Any, values: Any) -> Json:
+        """Alternatives by name; of several with one name, the most probable."""
+        out: Json = {}
+        shown = self.request.alternatives
+        for i, p in zip(ids.tolist()[:shown], values.tolist()[:shown], strict=True):
+            out.setdefault(self._name(i), p)
+        return out
+
+    def _name(self, token: int) -> str:
+        """A token in words; one that is half a character by its bytes, so that no two have one name."""
+        if self.request.return_tokens_as_token_ids:
+            return f"token_id:{token}"
+        raw = self.words.bytes(token)
+        text = raw.decode(errors="replace")
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in raw) if HALF in text and HALF.encode() not in raw else text
+
+
+def usage(choices: Sequence[Choice]) -> Json:
+    """Token counts of a request: every prompt once, every answer."""
+    prompts = {id(c.prompt): len(c.prompt) for c in choices}
+    asked, said = sum(prompts.values()), sum(len(c.whole.ids) for c in choices)
+    return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
