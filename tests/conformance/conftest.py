@@ -1,0 +1,36 @@
+"""The `subject` fixture: every test of this folder that asks for it runs once on each engine."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.conformance import subjects
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "subject" in metafunc.fixturenames:
+        metafunc.parametrize("subject", subjects.ENGINES, indirect=True)
+
+
+@pytest.fixture
+def subject(request: pytest.FixtureRequest) -> Iterator[subjects.Subject]:
+    """An engine that serves the weights of seed 1 and has nothing to do."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    s = subjects.subject(request.param)
+    asyncio.run(s.publish(1))
+    s.sampler.gauges()
+    yield s
+    assert s.idle(), f"{s.name}: the test has ended and the engine still holds requests"
+    torch.set_num_threads(before)
+
+
+def pytest_sessionfinish() -> None:
+    """Engines with processes of their own end with the tests."""
+    if subjects.subject.cache_info().currsize:
+        for name in subjects.ENGINES:
+            subjects.subject(name).close()

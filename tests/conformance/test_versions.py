@@ -1,0 +1,108 @@
+"""New weights: every token carries the version that said it, nothing cached survives, and bad weights change nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+
+import numpy as np
+import pytest
+import torch
+
+from posttrain.core.errors import EngineError, InvariantError
+from posttrain.core.types import Said, Stop
+from posttrain.role.canaries import BOUND
+from tests.conformance.subjects import Subject, contract, segment
+
+LONG = "A prompt of several cache blocks, so that there is something to find again under the new weights: " + "=" * 10
+"""108 tokens."""
+
+
+async def test_every_token_carries_the_version_that_said_it(subject: Subject) -> None:
+    """Weights arrive while 64 sequences are being said or wait; each token agrees with the learner of its own version."""
+    prompt, wanted = subject.ids("3+4="), contract(max_tokens=40)
+    old = subject.sampler.version
+    running = [asyncio.create_task(subject.sampler.generate(prompt, wanted, at)) for at in subject.places(64)]
+    await asyncio.sleep(0.02)
+    await subject.publish(2)
+    said = await asyncio.gather(*running) + await subject.say([prompt] * 4, wanted)
+    assert {v for s in said for v in s.version.tolist()} == {old, old + 1}
+    assert all(s.version.tolist() == [old + 1] * 40 for s in said[-4:])
+    newer = _gaps(subject, prompt, said)
+    await subject.publish(1)
+    older = _gaps(subject, prompt, said)
+    for s, n, o in zip(said, newer, older, strict=True):
+        assert np.where(s.version == old, o, n).max() < BOUND["float32"]
+        assert np.where(s.version == old, n, o).mean() > 10 * BOUND["float32"]
+
+
+def _gaps(subject: Subject, prompt: np.ndarray, said: Iterable[Said]) -> list[np.ndarray]:
+    return [subject.gap([segment(prompt, s, contract())]) for s in said]
+
+
+async def _after_an_update(subject: Subject) -> float:
+    """Worst gap of what is said after new weights, on a prompt that the old ones have cached."""
+    prompt, wanted = subject.ids(LONG), contract()
+    await subject.say([prompt] * 4, wanted)
+    await subject.publish(3)
+    said = await subject.say([prompt] * 4, wanted)
+    assert all(s.stop is Stop.LENGTH for s in said)
+    return float(subject.gap([segment(prompt, s, wanted) for s in said]).max())
+
+
+async def test_nothing_cached_survives_an_update(subject: Subject) -> None:
+    assert await _after_an_update(subject) < BOUND["float32"]
+
+
+async def test_a_stale_block_would_be_seen(subject: Subject) -> None:
+    """The same, with the fault planted."""
+    with subject.stale():
+        assert await _after_an_update(subject) > 10 * BOUND["float32"]
+    await subject.publish(1)
+    assert await _after_an_update(subject) < BOUND["float32"]
+
+
+async def test_the_fingerprint_is_that_of_the_weights_served(subject: Subject) -> None:
+    """Weights that differ in one bit from the learner's have another fingerprint, so the sync stops."""
+    tensors = {name: t.clone() for name, t in subject.learner.tensors()}
+    name = next(n for n in tensors if n.endswith("down_proj.weight"))
+    tensors[name].view(torch.int32)[3, 5] ^= 1
+    version = subject.sampler.version
+    assert await subject.sampler.load(version + 1, tensors.items()) != subject.learner.fingerprint()
+    assert await subject.sampler.load(version + 2, subject.learner.tensors()) == subject.learner.fingerprint()
+    assert subject.sampler.version == version + 2
+
+
+async def test_weights_are_taken_whole_or_not_at_all(subject: Subject) -> None:
+    tensors = {name: t + 1 for name, t in subject.learner.tensors()}
+    first = next(iter(tensors))
+    bad = {
+        "missing": {n: t for n, t in tensors.items() if n != first},
+        "unknown tensor 'model.embed'": {**tensors, "model.embed": tensors[first]},
+        "must hold the same architecture": tensors | {first: tensors[first][1:]},
+        "bfloat16": tensors | {first: tensors[first].bfloat16()},
+    }
+    version, prompt = subject.sampler.version, subject.ids("3+4=")
+    for message, given in bad.items():
+        with pytest.raises(EngineError, match=message):
+            await subject.sampler.load(version + 1, given.items())
+    with pytest.raises(EngineError, match="only increase"):
+        await subject.sampler.load(version, tensors.items())
+    assert subject.sampler.version == version
+    (said,) = await subject.say([prompt], contract())
+    assert subject.gap([segment(prompt, said, contract())]).max() < BOUND["float32"]
+
+
+async def test_a_canary_sees_weights_that_are_computed_with_wrongly(subject: Subject) -> None:
+    """Right fingerprint, wrong function: the sync stops."""
+    score = subject.sampler.score
+
+    async def another(ids: np.ndarray) -> np.ndarray:
+        return await score(ids[::-1])
+
+    subject.sampler.score = another  # type: ignore[method-assign]
+    try:
+        with pytest.raises(InvariantError, match="canary"):
+            await subject.publish(4)
+    finally:
+        subject.sampler.score = score  # type: ignore[method-assign]
