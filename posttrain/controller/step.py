@@ -32,6 +32,7 @@ async def train_step(h: House, guard: Guard, index: int) -> Step:
             h.prompts,
             count=stage.prompts,
             siblings=stage.siblings,
+            extra=stage.oversample,
             sampling=h.sampling,
             stream=f"train/{stage.name}",
             keep=(lambda group: group.mixed) if a.filter == "mixed" else None,

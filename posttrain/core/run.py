@@ -136,6 +136,9 @@ class Reinforce:
     """Groups per step."""
     siblings: int = 8
     """Samples per prompt."""
+    oversample: int = 0
+    """Start this many more samples per prompt and abort the rest once `siblings` have ended. It cuts the long tail off and
+    prefers short answers: see docs/engine.md for how much."""
     minibatches: int = 1
     """Optimizer steps one pass over the step's groups is cut into (whole groups)."""
     epochs: int = 1
@@ -169,6 +172,8 @@ class Reinforce:
             )
         if self.algorithm.group_relative and self.siblings < 2:
             raise ConfigError(f"{self.name}.siblings={self.siblings}: {self.algorithm.name} compares siblings, so at least 2 are needed")
+        if self.oversample < 0:
+            raise ConfigError(f"{self.name}.oversample={self.oversample}: must be >= 0 (0 aborts nothing)")
         if self.target is not None and self.eval_every == 0:
             raise ConfigError(f"{self.name}.target={self.target} is never checked with eval_every=0; set eval_every")
         self._check_pieces()

@@ -238,6 +238,10 @@ class Group:
     episodes: tuple[Episode, ...]
     greedy: Episode | None = None
     """The prompt's argmax answer, where a baseline compares with it. It is judged, and in no batch."""
+    aborted: int = 0
+    """Siblings given up because enough others had ended first (`Reinforce.oversample`)."""
+    aborted_tokens: int = 0
+    """Tokens of whole turns that those had said."""
 
     def __post_init__(self) -> None:
         if not self.episodes:

@@ -28,6 +28,9 @@ REGISTRY: dict[str, Definition] = {
     "rollout/unjudged": Definition("share of episodes without a verdict (outage, abstention)", "share", "0"),
     "rollout/tokens": Definition("spoken tokens an episode", "tokens", "steady"),
     "rollout/truncated": Definition("share of episodes cut off at max_tokens or at the context", "share", "< 0.1"),
+    "rollout/aborted": Definition(
+        "siblings given up because enough others had ended, per sibling started", "share", "oversample / (siblings + oversample)"
+    ),
     "rollout/groups": Definition("groups that entered the step", "groups", "= prompts"),
     "rollout/refused": Definition("share of played groups a filter turned away", "share", "< 0.8"),
     "rollout/walked": Definition("prompts asked since the stage began (read the sum)", "prompts", "goes on after a resume"),
@@ -144,6 +147,7 @@ def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, versio
         "rollout/unjudged": Gauge.of([e.reward is None for e in episodes]),
         "rollout/tokens": Gauge.of([e.spoken for e in episodes]),
         "rollout/truncated": Gauge.of([e.stop in (Stop.LENGTH, Stop.CONTEXT) for e in episodes]),
+        "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
         "rollout/groups": Gauge(len(credit.groups), 1),
         "rollout/refused": Gauge(refused, len(played)),
         "rollout/versions_behind": Gauge.of(version - versions),

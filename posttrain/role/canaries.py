@@ -76,6 +76,7 @@ def no_distance_yet(learner_logp: np.ndarray, reference_logp: np.ndarray, dtype:
 def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
     """The masks of a step's episodes cover exactly the tokens the engine says it sampled for them."""
     covered = sum(e.spoken for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if not e.shown)
+    covered += sum(g.aborted_tokens for g in groups)
     if covered != said_tokens:
         raise InvariantError(
             f"the masks of this step cover {covered} tokens, but the engine said {said_tokens}. Some observation is trained on, or some "

@@ -56,6 +56,11 @@ class _Talk:
         self.stop = said.stop
         return Utterance(text, said.stop, len(said.ids))
 
+    @property
+    def spoken(self) -> int:
+        """Tokens of the turns that have ended."""
+        return self._before + len(self._last)
+
     def spoken_upto(self, characters: int) -> int:
         """Spoken tokens up to this character of the last turn's text, all earlier turns included."""
         return self._before + tokens_upto(self._dialogue, self._last, characters)
@@ -85,13 +90,20 @@ class Rollout:
     renderer: PairRenderer | None = None
     """Writes demonstrations as tokens, where groups are shown some."""
 
-    async def episode(self, task: Task, visit: int, sibling: int, sampling: Sampling, stream: str) -> Episode:
-        """Play and judge one episode. Broken invariants and config errors propagate; other failures become data."""
+    async def episode(
+        self, task: Task, visit: int, sibling: int, sampling: Sampling, stream: str, talks: dict[int, _Talk] | None = None
+    ) -> Episode:
+        """Play and judge one episode. Broken invariants and config errors propagate; other failures become data.
+
+        `talks` takes note of what is being said, by sibling, for whoever may abort it.
+        """
 
         def place(turn: int) -> int:
             return seeds.key(self.seed, stream, task.id, visit, sibling, turn)
 
         talk = _Talk(self, task, sampling, place)
+        if talks is not None:
+            talks[sibling] = talk
         try:
             stop = await self.environment.play(task, talk)
         except PosttrainError:
@@ -135,17 +147,32 @@ class Rollout:
         return Episode(task, visit, sibling, (transcript.segment(),), Stop.SAID, verdicts, completion)
 
     async def group(
-        self, task: Task, visit: int, siblings: int, sampling: Sampling, stream: str, *, greedy: bool = False, shown: Shown | None = None
+        self,
+        task: Task,
+        visit: int,
+        siblings: int,
+        sampling: Sampling,
+        stream: str,
+        *,
+        extra: int = 0,
+        greedy: bool = False,
+        shown: Shown | None = None,
     ) -> Group:
-        """All siblings of one prompt, concurrently; the last `shown.siblings` of them demonstrations, beside them the argmax answer."""
+        """All siblings of one prompt, concurrently; the last `shown.siblings` of them demonstrations, beside them the argmax answer.
+
+        With `extra`, so many more are started, and what has not ended once the wanted number has is aborted: short answers are
+        preferred, which `Group.aborted` lets anyone measure.
+        """
         own = siblings - (shown.siblings if shown else 0)
-        work = [self.episode(task, visit, i, sampling, stream) for i in range(own)]
-        if shown:
-            work += [self.show(task, visit, i, sampling, shown.style) for i in range(own, siblings)]
+        started, talks = own + extra, dict[int, _Talk]()
+        said = settled([self.episode(task, visit, i, sampling, stream, talks) for i in range(started)], own)
+        beside = [self.show(task, visit, i, sampling, shown.style) for i in range(started, started + shown.siblings)] if shown else []
         if greedy:
-            work.append(self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy"))
-        episodes = await together(work)
-        return Group(task, visit, tuple(episodes[:siblings]), episodes[siblings] if greedy else None)
+            beside.append(self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy"))
+        ended, others = await together([said, together(beside)])
+        spoken = sum(talk.spoken for i, talk in talks.items() if i not in {e.sibling for e in ended})
+        episodes = (*ended, *others[: len(others) - greedy])
+        return Group(task, visit, episodes, others[-1] if greedy else None, started - len(ended), spoken)
 
     async def until(
         self,
@@ -157,6 +184,7 @@ class Rollout:
         stream: str,
         keep: Callable[[Group], bool] | None = None,
         most: int = 8,
+        extra: int = 0,
         greedy: bool = False,
         shown: Shown | None = None,
     ) -> Asked:
@@ -167,7 +195,8 @@ class Rollout:
         while len(kept) < count and asked < most * count:
             wave = [next(prompts) for _ in range(min(count - len(kept), most * count - asked))]
             asked += len(wave)
-            groups = await together([self.group(t, v, siblings, sampling, stream, greedy=greedy, shown=shown) for t, v in wave])
+            play = partial(self.group, siblings=siblings, sampling=sampling, stream=stream, extra=extra, greedy=greedy, shown=shown)
+            groups = await together([play(t, v) for t, v in wave])
             for group in groups:
                 (kept if keep is None or keep(group) else refused).append(group)
         return Asked(tuple(kept), tuple(refused))
@@ -186,6 +215,24 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
     except* Exception as many:
         raise _first(many) from None
     return [t.result() for t in tasks]
+
+
+async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]:
+    """Run all until `count` have ended, cancel the rest, and return those in the order of `work`; a failure is raised as itself."""
+    if count >= len(work):
+        return await together(work)
+    tasks = [asyncio.ensure_future(w) for w in work]
+    ended: list[int] = []
+    try:
+        while len(ended) < count:
+            running = [t for i, t in enumerate(tasks) if i not in ended]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            ended += [i for i, t in enumerate(tasks) if t.done() and i not in ended]
+        return [tasks[i].result() for i in sorted(ended[:count])]
+    finally:
+        for t in tasks:
+            t.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _first(many: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -131,11 +131,13 @@ class EmbeddedEngine:
         self._scheduler.submit(request)
         self._mark(request, "queued")
         try:
-            return await request.future
+            said = await request.future
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
             self._mark(request, None)
             raise
+        self._counters.said(len(said.ids))
+        return said
 
     @torch.inference_mode()
     async def score(self, ids: np.ndarray) -> np.ndarray:
@@ -388,5 +390,4 @@ class EmbeddedEngine:
         self._scheduler.free(s)
         self._mark(request, None)
         if not request.future.done():
-            self._counters.said(len(said.ids))
             request.future.set_result(said)

@@ -1,0 +1,77 @@
+"""Over-sampling a group and aborting its rest: what is kept, what is counted, and the bias that it buys its speed with."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.reader import steps as read_steps
+from posttrain.role.rollout import settled
+from tests.tiny import only_rl, play, tiny_parts, tiny_run
+
+
+async def after(ticks: int, value: int) -> int:
+    for _ in range(ticks):
+        await asyncio.sleep(0)
+    return value
+
+
+def test_the_first_to_end_are_kept_in_their_order() -> None:
+    ticks = [9, 2, 30, 4, 30, 1]
+    assert asyncio.run(settled([after(t, i) for i, t in enumerate(ticks)], 3)) == [1, 3, 5]
+    assert asyncio.run(settled([after(t, i) for i, t in enumerate(ticks)], 6)) == [0, 1, 2, 3, 4, 5]
+
+
+def test_a_failure_is_raised_as_itself() -> None:
+    async def fails() -> int:
+        raise ConfigError("no")
+
+    with pytest.raises(ConfigError, match="no"):
+        asyncio.run(settled([after(50, 0), fails(), after(50, 1)], 1))
+
+
+def test_a_run_keeps_as_many_siblings_as_it_asked_for(tmp_path: Path) -> None:
+    """Every canary on the way holds: masks cover what the engine delivered, aborted turns aside."""
+    run = only_rl(tiny_run(oversample=3, steps=3))
+    parts = tiny_parts(tmp_path, run)
+    asyncio.run(play(parts))
+    stage = run.stages[-1]
+    steps = [s for s in read_steps(tmp_path) if s.stage == stage.name]
+    assert len(steps) == 3
+    for step in steps:
+        aborted = step.gauges["rollout/aborted"]
+        assert aborted.sum / aborted.count == pytest.approx(3 / (stage.siblings + 3))  # type: ignore[union-attr]
+        assert step.gauges["rollout/tokens"].count == aborted.count - aborted.sum
+    assert parts.sampler.blocks_in_use == 0  # type: ignore[attr-defined]
+
+
+def test_what_is_kept_is_shorter_than_what_is_said() -> None:
+    """By enumeration: lengths 1, 2 or 4 with probability 1/2, 1/4, 1/4, two siblings kept of four. The mean of the kept is below
+    the mean of all, and a reward that grows with length is underestimated; without extras it is not."""
+    lengths, chance = np.array([1, 2, 4]), np.array([0.5, 0.25, 0.25])
+    truth = float(lengths @ chance)
+
+    def kept_mean(started: int) -> float:
+        total = 0.0
+        for draw in itertools.product(range(3), repeat=started):
+            said = lengths[list(draw)]
+            kept = asyncio.run(settled([after(10 * int(n), int(n)) for n in said], 2))
+            total += float(np.mean(kept)) * float(np.prod(chance[list(draw)]))
+        return total
+
+    assert kept_mean(2) == pytest.approx(truth)
+    expected = sum(
+        float(np.mean(np.sort(lengths[list(d)])[:2])) * float(np.prod(chance[list(d)])) for d in itertools.product(range(3), repeat=4)
+    )
+    assert kept_mean(4) == pytest.approx(expected)
+    assert expected < 0.75 * truth
+
+
+def test_a_negative_number_is_refused() -> None:
+    with pytest.raises(ConfigError, match="oversample=-1"):
+        tiny_run(oversample=-1)
