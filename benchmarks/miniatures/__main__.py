@@ -28,6 +28,7 @@ NAMES = (
     "dynamic_sampling",
     "variance",
     "mismatch",
+    "many_tokens",
     "staleness",
     "distillation",
     "two_rewards",

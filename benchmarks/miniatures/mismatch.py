@@ -119,7 +119,7 @@ MINIATURE = Miniature(
     "16 siblings, Adam .05; the reward is the undisturbed policy's, exactly. Rounding: logits N(0, 3) over 64 tokens.",
     predicted="No correction: reward drops at large s, mismatch KL grows. TIS, MIS and DPPO stable. The gap of bf16 about 8 times that of fp16.",
     verdict="Holds in part. The uncorrected reward falls and the sequence-level corrections repair it at once. Token-level TIS and DPPO do not: the "
-    "bold token's credit was earned under the sampler's later tokens, and a ratio of one token cannot tell (the bias of A25, of order T^2).",
+    "bold token's credit was earned under the sampler's later tokens, and a ratio of one token cannot tell (the bias of A25, of order T^2). What they do repair is in [Mismatch over many tokens](#mismatch-over-many-tokens).",
     notes=(
         "Tried before: on sums (two tokens, one of them free, a network) with noise of up to s = 2 the uncorrected run learned *fastest*. "
         "Where any sampler that stumbles on the answer teaches it, a correction only costs effective samples. This world was made to have a choice that the noise turns round. "
