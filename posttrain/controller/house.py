@@ -14,7 +14,7 @@ from posttrain.core.book import Book
 from posttrain.core.ports import Examiner, Learner, PairRenderer, Sampler, Teacher, Tracker
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.run import Reinforce, Run, Stage
-from posttrain.core.sampling import Sampling
+from posttrain.core.sampling import Sampling, Spell
 from posttrain.core.types import Step
 from posttrain.role.evaluate import Report, evaluate
 from posttrain.role.prompts import Prompts
@@ -85,6 +85,8 @@ class Parts:
     sync: Sync
     book: Book
     stop_ids: tuple[int, ...]
+    spell: Spell
+    """The token sequences that write a word."""
     text: Callable[[np.ndarray], str]
     freeze: Callable[[], Examiner]
     """A frozen copy of the learner as it is now."""
@@ -111,7 +113,7 @@ class Parts:
         """The contract under which a stage is evaluated: its own, or that of the run's next reinforcement stage."""
         after = self.run.stages[self.run.stages.index(stage) :]
         own = [s for s in (*after, *self.run.stages) if isinstance(s, Reinforce)]
-        contract = (own[0].sampling if own else Sampling()).resolve(self.stop_ids)
+        contract = (own[0].sampling if own else Sampling()).resolve(self.stop_ids, self.spell)
         stores = own[0].algorithm.stores_top if own else 0
         return replace(contract, top=stores) if stores != contract.top else contract
 

@@ -132,7 +132,7 @@ class TaskSource(Protocol):
 
 @dataclass(frozen=True)
 class Utterance:
-    """One turn of the policy as an environment sees it. `text` is without the stop token."""
+    """One turn of the policy as an environment sees it. `text` is without the stop token; a stop string stays in it."""
 
     text: str
     stop: Stop

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 from posttrain.core.errors import ConfigError
 
@@ -135,6 +135,12 @@ class Sampling:
             raise ConfigError(f"sampling: bad_ids ban all {len(set(self.allowed_ids))} of allowed_ids, so nothing could be said")
         if self.min_tokens and not left - set(self.stop_ids or ()):
             raise ConfigError(f"sampling: only stop ids are allowed, and min_tokens={self.min_tokens} bans them at the start of a turn")
+
+    def __str__(self) -> str:
+        """What differs from the defaults, for messages; long lists are cut."""
+        told = [(f.name, repr(getattr(self, f.name))) for f in fields(self) if getattr(self, f.name) != f.default]
+        short = [f"{name}={text if len(text) < 60 else text[:57] + '...'}" for name, text in told]
+        return f"Sampling({', '.join(short)})"
 
     @property
     def truncated(self) -> bool:

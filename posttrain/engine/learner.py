@@ -22,6 +22,7 @@ from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.logprob import candidates, exact, logprobs, most_probable
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
+from posttrain.engine.rules import Rules
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
@@ -155,11 +156,8 @@ class _Reader:
             out.weight,
             out.bias,
             _to(packed.target_M, hidden.device),
-            sampling=packed.sampling,
-            kept=packed.kept,
-            softcap=out.softcap,
-            scale=out.scale,
             want_entropy=entropy,
+            **self._contract(packed),
         )
 
     def score(self, packed: Packed) -> np.ndarray:
@@ -175,21 +173,22 @@ class _Reader:
 
     def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
         """[M, K] log-probs of `ids_MK`, differentiable."""
-        out = self.out
-        return candidates(
-            hidden, out.weight, out.bias, ids_MK, sampling=packed.sampling, kept=packed.kept, softcap=out.softcap, scale=out.scale
-        )
+        return candidates(hidden, self.out.weight, self.out.bias, ids_MK, **self._contract(packed))
 
     def top(self, packed: Packed, k: int) -> Top:
         """Most probable tokens first, forward only."""
         out, parts = self.out, list[Top]()
         with _forward_only(self.module):
             for part in packed.split(SCORE_TOKENS):
-                found = most_probable(
-                    self.hidden(part), out.weight, out.bias, k, sampling=part.sampling, kept=part.kept, softcap=out.softcap, scale=out.scale
-                )
+                found = most_probable(self.hidden(part), out.weight, out.bias, k, **self._contract(part))
                 parts.append(Top(found.indices.int().cpu().numpy(), found.values.float().cpu().numpy()))
         return Top.join(parts, parts[0].ids.shape[1])
+
+    def _contract(self, packed: Packed) -> dict[str, Any]:
+        """What shapes the distribution of each spoken token, as the head's functions take it."""
+        out = self.out
+        rules = Rules.of(packed, out.weight.shape[0], out.weight.device)
+        return {"sampling": packed.sampling, "kept": packed.kept, "rules": rules, "softcap": out.softcap, "scale": out.scale}
 
 
 class _Pick(torch.autograd.Function):

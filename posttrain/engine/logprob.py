@@ -1,13 +1,15 @@
 """The one head: hidden states to (log-prob, entropy), with one chunked backward and never [tokens, vocabulary] at once.
 
 Everything that learns from a policy differentiates it here. The log-prob is that of the distribution really sampled:
-the architecture's scale and soft-cap, then the sampling temperature, then the kept token set, renormalised.
+the architecture's scale and soft-cap, then the contract (`core.sampling`): its rules, the temperature, and the kept token
+set, renormalised.
 
 Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens of one chunk.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
+from posttrain.engine.rules import Rules
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """Logits (C * V) worked on at once, on each kind of device: 8 MiB of float32 stay near a CPU's caches, 512 MiB fill a GPU."""
@@ -48,6 +51,7 @@ def logprobs(
     *,
     sampling: Sampling,
     kept: Kept | None = None,
+    rules: Rules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
     want_entropy: bool = False,
@@ -58,20 +62,22 @@ def logprobs(
     Args:
         hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
         sampling: the contract the tokens were drawn under; greedy is refused.
-        kept: one set per token, exactly where `sampling.truncated`.
+        kept: one set per token, exactly where `sampling.truncated`. rules: exactly where `sampling.rules`.
         chunk: tokens worked on at once; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`.
 
-    With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H).
+    With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H), times the
+    slope of what made z: of the temperature, of a repetition penalty (its factor, by the sign of the logit), of a soft-cap.
     """
     sampling.for_training()
     if (kept is not None) != sampling.truncated or (kept is not None and len(kept) != len(targets)):
         sets_given = 0 if kept is None else len(kept)
         raise InvariantError(f"{len(targets)} tokens with {sets_given} kept sets under {sampling}: one each exactly where it truncates")
+    if (rules is not None) != sampling.rules:
+        raise InvariantError(f"rules must be given exactly where the contract has some: {sampling}")
     if hidden.shape[0] != targets.shape[0]:
         raise InvariantError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} tokens")
-    sets = None if kept is None else _Sets(kept, targets)
-    rows = chunk or _rows(hidden, weight)
-    logp, entropy = _Head.apply(hidden, weight, bias, targets.long(), sets, 1 / sampling.temperature, softcap, scale, want_entropy, rows)
+    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Sets(kept, targets))
+    logp, entropy = _Head.apply(hidden, weight, bias, targets.long(), transform, want_entropy, chunk or _rows(hidden, weight))
     return logp, entropy if want_entropy else None
 
 
@@ -83,18 +89,18 @@ def candidates(
     *,
     sampling: Sampling,
     kept: Kept | None = None,
+    rules: Rules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Tensor:
     """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable; each chunk's logits are computed again in
-    the backward. A token outside a kept set has the log-prob of probability 0, as low as its dtype goes."""
-    dtype, sets = exact(weight.dtype), None if kept is None else _Kept(kept, hidden.device)
+    the backward. A token that cannot be said has the log-prob of probability 0, as low as its dtype goes."""
+    dtype = exact(weight.dtype)
+    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device))
     low = torch.finfo(dtype).min
 
     def some(h: Tensor, ids: Tensor, at: int) -> Tensor:
-        z, _ = _scores(
-            h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), at, sets, 1 / sampling.temperature, softcap, scale
-        )
+        z = transform.scores(h.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype), at)
         return (z.gather(1, ids) - torch.logsumexp(z, 1, keepdim=True)).clamp_min(low)
 
     rows = _rows(hidden, weight)
@@ -111,25 +117,19 @@ def most_probable(
     *,
     sampling: Sampling,
     kept: Kept | None = None,
+    rules: Rules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Any:
     """(values, indices) [M, K] of the most probable tokens, in descending order; k = 0 takes the whole vocabulary."""
-    dtype, sets = exact(weight.dtype), None if kept is None else _Kept(kept, hidden.device)
+    dtype = exact(weight.dtype)
+    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device))
+    w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     k, rows = k or weight.shape[0], _rows(hidden, weight)
     values: list[Tensor] = []
     indices: list[Tensor] = []
     for at in range(0, len(hidden), rows):
-        z, _ = _scores(
-            hidden[at : at + rows].to(dtype),
-            weight.to(dtype),
-            None if bias is None else bias.to(dtype),
-            at,
-            sets,
-            1 / sampling.temperature,
-            softcap,
-            scale,
-        )
+        z = transform.scores(hidden[at : at + rows].to(dtype), w, b, at)
         best = torch.log_softmax(z, 1).topk(min(k, z.shape[1]), 1)
         values.append(best.values.clamp_min(torch.finfo(dtype).min))
         indices.append(best.indices)
@@ -169,6 +169,50 @@ class _Sets(_Kept):
         super().__init__(kept, targets.device)
 
 
+@dataclass(frozen=True, eq=False)
+class _Transform:
+    """What lies between the head's product and the distribution: scale, soft-cap, rules, temperature, kept sets."""
+
+    beta: float
+    """1 / temperature"""
+    softcap: float | None
+    scale: float
+    rules: Rules | None
+    sets: _Kept | None
+
+    def scores(self, h: Tensor, w: Tensor, b: Tensor | None, at: int, slopes: list[_Slope] | None = None) -> Tensor:
+        """z [C, V] of tokens at..at + C, -inf where nothing can be said. `slopes` takes what the backward multiplies by."""
+        z = logits(h, w, b, self.scale, self.softcap)
+        if slopes is not None and self.softcap is not None:
+            slopes.append(_Slope(None, 1 - (z / self.softcap).square_()))
+        penalised = None if self.rules is None else self.rules.adjust(z, at)
+        if slopes is not None and penalised is not None:
+            slopes.append(_Slope(*penalised))
+        if self.beta != 1:
+            z.mul_(self.beta)
+        return z if self.sets is None else z.masked_fill_(self.sets.outside(at, at + len(z), z.shape[1]), float("-inf"))
+
+    def outside(self, z: Tensor) -> Tensor | None:
+        """bool [C, V]: where nothing can be said; None where everything can."""
+        return torch.isneginf(z) if self.sets is not None or (self.rules is not None and self.rules.bans) else None
+
+
+@dataclass(frozen=True, eq=False)
+class _Slope:
+    """A derivative: of the whole [C, V], or at some places of it counted row by row."""
+
+    places: Tensor | None
+    by: Tensor
+
+    def times(self, d: Tensor) -> None:
+        """d *= slope"""
+        if self.places is None:
+            d.mul_(self.by)
+        else:
+            flat = d.view(-1)
+            flat.index_copy_(0, self.places, flat[self.places].mul_(self.by))
+
+
 class _Head(torch.autograd.Function):
     """Saves inputs and the normaliser [M]; recomputes each chunk's logits in the backward."""
 
@@ -179,10 +223,7 @@ class _Head(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        sets: _Sets | None,
-        beta: float,
-        softcap: float | None,
-        scale: float,
+        transform: _Transform,
         want_entropy: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
@@ -194,24 +235,26 @@ class _Head(torch.autograd.Function):
         entropy = torch.empty_like(logp) if want_entropy else logp.new_empty(0)
         for at in range(0, count, chunk):
             to = min(at + chunk, count)
-            z, outside = _scores(hidden[at:to].to(dtype), w, b, at, sets, beta, softcap, scale)
+            z = transform.scores(hidden[at:to].to(dtype), w, b, at)
             norm[at:to] = torch.logsumexp(z, 1)
             logp[at:to] = z.gather(1, targets[at:to, None])[:, 0] - norm[at:to]
             if want_entropy:
+                outside = transform.outside(z)
                 q = z.sub_(norm[at:to, None])
                 p = q.exp()
                 if outside is not None:
                     q.masked_fill_(outside, 0)
                 entropy[at:to] = -torch.linalg.vecdot(p, q)
         ctx.save_for_backward(hidden, weight, bias, targets, norm, entropy)
-        ctx.sets, ctx.constants = sets, (beta, softcap, scale, want_entropy, chunk)
+        ctx.transform, ctx.want_entropy, ctx.chunk = transform, want_entropy, chunk
         return logp, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
-        beta, softcap, scale, want_entropy, chunk = ctx.constants
+        transform: _Transform = ctx.transform
+        want_entropy, chunk = ctx.want_entropy, ctx.chunk
         dtype = exact(weight.dtype)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
@@ -221,13 +264,14 @@ class _Head(torch.autograd.Function):
         for at in range(0, hidden.shape[0], chunk):
             to = min(at + chunk, hidden.shape[0])
             h = hidden[at:to].to(dtype)
-            z, outside = _scores(h, w, b, at, ctx.sets, beta, softcap, scale)
-            slope = None if softcap is None else 1 - (z / (beta * softcap)).square_()
+            slopes: list[_Slope] = []
+            z = transform.scores(h, w, b, at, slopes)
             by_logp, by_entropy = grads[0][at:to], grads[1][at:to] if want_entropy else None
+            outside = transform.outside(z) if want_entropy else None
             d = _cotangent(z.sub_(norm[at:to, None]), outside, targets[at:to], by_logp, by_entropy, entropy[at:to])
-            if slope is not None:
-                d.mul_(slope if outside is None else slope.masked_fill_(outside, 0))
-            d.mul_(beta * scale)
+            for slope in reversed(slopes):
+                slope.times(d)
+            d.mul_(transform.beta * transform.scale)
             if grad_hidden is not None:
                 grad_hidden[at:to] = d @ w
             if grad_weight is not None:
@@ -238,21 +282,8 @@ class _Head(torch.autograd.Function):
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
-            *(None,) * 7,
+            *(None,) * 4,
         )
-
-
-def _scores(
-    h: Tensor, w: Tensor, b: Tensor | None, at: int, sets: _Kept | None, beta: float, softcap: float | None, scale: float
-) -> tuple[Tensor, Tensor | None]:
-    """(z [C, V] = logits / temperature with -inf outside the kept sets, where that is)."""
-    z = logits(h, w, b, scale, softcap)
-    if beta != 1:
-        z.mul_(beta)
-    if sets is None:
-        return z, None
-    outside = sets.outside(at, at + z.shape[0], z.shape[1])
-    return z.masked_fill_(outside, float("-inf")), outside
 
 
 def _cotangent(q: Tensor, outside: Tensor | None, targets: Tensor, by_logp: Tensor, by_entropy: Tensor | None, entropy: Tensor) -> Tensor:

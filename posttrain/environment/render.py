@@ -6,7 +6,7 @@ A prompt is encoded when it is first seen, an observation on its own when it arr
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -112,9 +112,35 @@ class Renderer:
         said = [int(i) for i in ids]
         if said and said[-1] in self.stop_ids:
             said.pop()
+        return self.decode(said)
+
+    def decode(self, ids: Sequence[int] | np.ndarray) -> str:
+        """These ids as text, all of them, special tokens included."""
+        plain = [int(i) for i in ids]
         if self._backend is not None:
-            return self._backend.decode(said, skip_special_tokens=False)
-        return self.tokenizer.decode(said, **_EXACT)
+            return self._backend.decode(plain, skip_special_tokens=False)
+        return self.tokenizer.decode(plain, **_EXACT)
+
+    def spell(self, word: str) -> tuple[tuple[int, ...], ...]:
+        """The token sequences that write a word: alone, and after a space where the space belongs to its first token.
+
+        Raises:
+            ConfigError: this tokenizer cannot write it.
+        """
+        alone = self._written(word)
+        if alone is None:
+            raise ConfigError(f"this tokenizer cannot write {word!r}: correct sampling.bad_words or allowed_words, or name token ids")
+        spaced = self._written(f" {word}")
+        inside = spaced is None or spaced[len(spaced) - len(alone) :] == alone
+        return (alone,) if inside else (alone, cast("tuple[int, ...]", spaced))
+
+    def _written(self, text: str) -> tuple[int, ...] | None:
+        """The ids of a text that read back as it; None where some of it has no token."""
+        try:
+            ids = tuple(self.encode(text).tolist())
+        except Exception:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
+            return None
+        return ids if ids and self.decode(ids).strip() == text.strip() else None
 
     def encode(self, text: str) -> np.ndarray:
         """int32 of a text on its own, nothing added."""

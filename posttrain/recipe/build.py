@@ -31,6 +31,8 @@ from posttrain.role.sync import Sync
 
 CANARY = 16
 """Tokens scored on both sides after every push of weights."""
+WORDS = ("bad_words", "allowed_words")
+"""Fields of a sampling contract that the tokenizer turns into ids."""
 
 
 def use_threads(count: int) -> int:
@@ -87,9 +89,27 @@ def check_lengths(run: Run, policy: Policy) -> None:
             )
 
 
+def check_tokens(run: Run, policy: Policy) -> None:
+    """A contract that names tokens the model does not have, or words its tokenizer cannot write, never starts."""
+    tokenizer: Any = policy.tokenizer
+    spell = Renderer(tokenizer, policy.stop_ids).spell
+    for stage in run.stages:
+        if isinstance(stage, Reinforce):
+            stage.sampling.resolve(policy.stop_ids, spell).check_vocabulary(read_out(policy.module).weight.shape[0])
+
+
+def words_in_tokens(run: Run, policy: Policy) -> list[str]:
+    """What a run prints of the words its contracts name: the token ids they became."""
+    tokenizer: Any = policy.tokenizer
+    spell = Renderer(tokenizer, policy.stop_ids).spell
+    named = [(s.name, field, w) for s in run.stages if isinstance(s, Reinforce) for field in WORDS for w in getattr(s.sampling, field)]
+    return [f"{stage}.sampling.{field}: {w!r} is {' or '.join(str(list(ids)) for ids in spell(w))}" for stage, field, w in named]
+
+
 def make_policy(run: Run, env: Environment) -> Policy:
     policy = load_policy(run.model, getattr(env, "alphabet", None), run.seed)
     check_lengths(run, policy)
+    check_tokens(run, policy)
     return policy
 
 
@@ -127,11 +147,16 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> Roles:
     """Learner, engine (with its own copy of the weights) and rollout around one policy."""
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
-    engine = EmbeddedEngine(
-        policy.clone().module, slots=run.slots, context=policy.context, deterministic=run.deterministic, device=run.model.device
-    )
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
+    engine = EmbeddedEngine(
+        policy.clone().module,
+        slots=run.slots,
+        context=policy.context,
+        deterministic=run.deterministic,
+        device=run.model.device,
+        text=renderer.decode,
+    )
     rollout = Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed, renderer)
     return Roles(learner, engine, renderer, rollout, Sync(learner, engine, canary(policy), run.model.dtype))
 
@@ -156,6 +181,7 @@ def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tr
         sync=roles.sync,
         book=book,
         stop_ids=policy.stop_ids,
+        spell=roles.renderer.spell,
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
         freeze=lambda: FrozenScorer(policy),
         teacher=lambda path: make_teacher(run, path, policy),

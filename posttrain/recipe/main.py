@@ -24,7 +24,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.engine.learner import HFLearner
 from posttrain.recipe import faults
 from posttrain.recipe import overrides as dotted
-from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads
+from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads, words_in_tokens
 from posttrain.recipe.progress import Terminal
 from posttrain.recipe.proofs import prove_start
 from posttrain.recipe.shipped import recipe as shipped
@@ -126,7 +126,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
     terminal = Terminal(run)
     if not quiet:
         trackers.insert(0, terminal)
-        for line in (*planted_lines(run), *policy.describe(), f"run folder: {book.folder}"):
+        for line in (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), f"run folder: {book.folder}"):
             terminal.say(line)
     parts = make_parts(run, policy, environment, book, trackers)
     progress = Progress()
@@ -194,7 +194,7 @@ def evaluate(
 
     async def work() -> Report:
         await roles.sync.push(roles.engine.version + 1)
-        return await measure(roles.rollout, environment.heldout, contract.resolve(policy.stop_ids), how)
+        return await measure(roles.rollout, environment.heldout, contract.resolve(policy.stop_ids, roles.renderer.spell), how)
 
     report = wait(work())
     if not quiet:

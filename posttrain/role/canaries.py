@@ -124,12 +124,12 @@ def said_by_these_weights(groups: Sequence[Group], version: int) -> None:
 
 
 def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens: int) -> None:
-    """An episode that says it stopped ends in a stop token, and one that was cut off does not."""
+    """An episode that says it stopped ends in a stop token, and one that was cut off or completed a stop string does not."""
     stops = set(stop_ids)
     for g in groups:
         for e in g.episodes:
             s = e.segments[-1]
-            if not stops or e.stop not in (Stop.SAID, Stop.LENGTH) or not s.mask.any() or s.shown:
+            if not stops or e.stop not in (Stop.SAID, Stop.STRING, Stop.LENGTH) or not s.mask.any() or s.shown:
                 continue
             last = int(s.ids[-1] if s.mask[-1] else s.ids[np.flatnonzero(s.mask)[-1]]) in stops
             if last != (e.stop is Stop.SAID):

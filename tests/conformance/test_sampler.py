@@ -7,6 +7,8 @@ draws with 2 % of the mass moved, so that a pass means something. Probabilities 
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -15,10 +17,14 @@ from scipy import stats
 from posttrain.core import seeds
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
+from posttrain.engine.embedded.rules import NothingLeft
 from posttrain.engine.embedded.sampler import Contracts, draw, kept_mask, lowest_argmax, pick
 
 DRAWS = 50_000
-LOGITS = torch.log(torch.tensor([0.32, 0.05, 0.28, 0.21, 0.10, 0.04]))
+LOGITS = torch.log(torch.tensor([0.32, 0.05, 0.28, 0.21, 0.10, 0.04])) + 1.8
+"""Of both signs, because a repetition penalty treats them differently."""
+PROMPT, SAID = np.int32([0, 4, 0]), np.int32([5, 2])
+"""What came before a draw: the prompt, and two tokens of the turn."""
 CONTRACTS = {
     "plain": Sampling(),
     "cold": Sampling(temperature=0.7),
@@ -28,13 +34,70 @@ CONTRACTS = {
     "min_p": Sampling(min_p=0.3),
     "all": Sampling(temperature=1.2, top_k=5, top_p=0.9, min_p=0.2),
     "greedy": Sampling(greedy=True),
+    "penalty": Sampling(repetition_penalty=1.8),
+    "reward": Sampling(repetition_penalty=0.6),
+    "bias": Sampling(logit_bias=((3, 1.0), (0, -0.5))),
+    "allowed": Sampling(allowed_ids=(0, 3, 4)),
+    "bad_token": Sampling(bad_ids=((0,), (1,))),
+    "bad_sequence": Sampling(bad_ids=((2, 3), (5, 2, 4), (0, 5, 2, 1), (4, 0))),
+    "min_tokens": Sampling(min_tokens=3, stop_ids=(0, 5)),
+    "min_tokens_over": Sampling(min_tokens=2, stop_ids=(0, 5)),
+    "bans": Sampling(allowed_ids=(0, 2, 3, 4), bad_ids=((2, 3), (1,)), min_tokens=5, stop_ids=(4,)),
+    "everything": Sampling(
+        temperature=1.3,
+        repetition_penalty=1.4,
+        logit_bias=((1, 2.0), (2, 0.3)),
+        allowed_ids=(0, 1, 2, 3, 5),
+        bad_ids=((5, 2, 3),),
+        min_tokens=3,
+        stop_ids=(5,),
+        top_k=4,
+        top_p=0.98,
+        min_p=0.05,
+    ),
+    "greedy_ruled": Sampling(greedy=True, bad_ids=((0,),), repetition_penalty=1.8, logit_bias=((3, 0.1),)),
+}
+
+
+PLAIN = {
+    "repetition_penalty": 1.0,
+    "logit_bias": (),
+    "allowed_ids": None,
+    "bad_ids": (),
+    "min_tokens": 0,
 }
 
 
 def draws(s: Sampling, seed: int = 0) -> tuple[np.ndarray, np.ndarray, list[np.ndarray]]:
+    """Many draws at one place, after PROMPT and SAID: (ids, log-probs, kept sets)."""
     uniform = seeds.uniforms(seeds.key(seed, "chi-square", repr(s)), DRAWS)
-    out = draw(LOGITS.repeat(DRAWS, 1), Contracts.of([s] * DRAWS), uniform)
+    out = draw(LOGITS.repeat(DRAWS, 1), Contracts.of([s], [PROMPT], [SAID]).at(np.zeros(DRAWS, np.int64)), uniform)
     return out.ids, out.logp, out.kept
+
+
+def by_hand(s: Sampling) -> np.ndarray:
+    """[V] the contract's distribution after PROMPT and SAID, a token at a time."""
+    z = LOGITS.double().numpy().copy()
+    for i, x in s.logit_bias:
+        z[i] += x
+    for i in {*PROMPT.tolist(), *SAID.tolist()}:
+        z[i] = z[i] * s.repetition_penalty if z[i] < 0 else z[i] / s.repetition_penalty
+    banned = set(range(6)) - set(range(6) if s.allowed_ids is None else s.allowed_ids)
+    banned |= set(s.stop_ids or ()) if len(SAID) < s.min_tokens else set()
+    banned |= {b[-1] for b in s.bad_ids if len(b) <= 3 and b[:-1] == tuple(SAID.tolist())[2 - len(b) + 1 :]}
+    z[list(banned)] = -np.inf
+    order = np.argsort(-z / s.temperature, kind="stable")
+    p = np.exp(z / s.temperature)[order]
+    p[s.top_k or 6 :] = 0
+    p /= p.sum()
+    p[np.cumsum(p) - p >= s.top_p] = 0
+    p /= p.sum()
+    p[p < s.min_p * p[0]] = 0
+    if s.greedy:
+        p[1:] = 0
+    out = np.zeros(6)
+    out[order] = p / p.sum()
+    return out
 
 
 def p_value(ids: np.ndarray, probability: np.ndarray) -> float:
@@ -50,9 +113,8 @@ def p_value(ids: np.ndarray, probability: np.ndarray) -> float:
 
 
 def tilted(ids: np.ndarray) -> np.ndarray:
-    """The same draws with 2 % of all mass moved from the most said outcome to another one."""
-    first = np.bincount(ids, minlength=6).argmax()
-    other = 3 if first != 3 else 2
+    """The same draws with 2 % of all mass moved from the most said outcome to the one said most after it."""
+    other, first = np.argsort(np.bincount(ids, minlength=6), kind="stable")[-2:]
     moved = ids.copy()
     moved[np.flatnonzero(ids == first)[: DRAWS // 50]] = other
     return moved
@@ -89,15 +151,28 @@ def test_the_distribution_is_the_contract() -> None:
     assert np.unique(draws(CONTRACTS["all"])[0]).tolist() == kept
 
 
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_every_contract_is_what_it_is_by_hand(name: str) -> None:
+    s = CONTRACTS[name]
+    ids, logp, _ = draws(s)
+    expected = by_hand(s)
+    assert set(np.unique(ids).tolist()) == set(np.flatnonzero(expected).tolist())
+    for i in np.unique(ids):
+        assert abs(np.exp(logp[ids == i][0]) - expected[i]) < 1e-6
+    assert s.rules == bool(np.abs(expected - by_hand(replace(s, **PLAIN))).max() > 1e-3) or name == "min_tokens_over"
+
+
 def test_rows_with_contracts_of_their_own_do_not_see_each_other() -> None:
     rng = np.random.default_rng(0)
-    logits = torch.from_numpy(rng.normal(size=(64, 30)).astype(np.float32))
-    mixed = [list(CONTRACTS.values())[i % 8] for i in range(64)]
-    uniform = rng.random(64)
-    together = draw(logits.clone(), Contracts.of(mixed), uniform)
+    count = 4 * len(CONTRACTS)
+    logits = torch.from_numpy(rng.normal(size=(count, 30)).astype(np.float32))
+    mixed = [list(CONTRACTS.values())[i % len(CONTRACTS)] for i in range(count)]
+    prompts, said = ([rng.integers(0, 6, rng.integers(0, 5)).astype(np.int32) for _ in mixed] for _ in range(2))
+    uniform = rng.random(count)
+    together = draw(logits.clone(), Contracts.of(mixed, prompts, said), uniform)
     of_row = dict(zip(together.truncated_rows.tolist(), together.kept, strict=True))
     for i, s in enumerate(mixed):
-        alone = draw(logits[i : i + 1].clone(), Contracts.of([s]), uniform[i : i + 1])
+        alone = draw(logits[i : i + 1].clone(), Contracts.of([s], prompts[i : i + 1], said[i : i + 1]), uniform[i : i + 1])
         assert alone.ids[0] == together.ids[i]
         assert alone.logp[0] == together.logp[i]
         assert (i in of_row) == s.truncated
@@ -153,3 +228,84 @@ def test_extreme_uniforms_pick_possible_tokens() -> None:
         pick(torch.tensor([[float("nan"), 0.0]]), np.array([0.5]))
     flat = torch.full((1, 50_000), -np.log(50_000), dtype=torch.float32)
     assert pick(flat, np.array([np.nextafter(1, 0)])).tolist() == [49_999]
+
+
+RULED = {name: s for name, s in CONTRACTS.items() if s.rules}
+
+
+@pytest.mark.parametrize("name", RULED)
+def test_what_was_heard_is_what_was_put(name: str) -> None:
+    """Tokens told one by one, told at once when a slot is taken again, or taken as said ahead of time lead to one distribution."""
+    s, rng = RULED[name], np.random.default_rng(1)
+    other = RULED["everything"]
+    said = [rng.integers(0, 4, 6).astype(np.int32) for _ in range(3)]
+    live = Contracts.of([s, other, s], [PROMPT] * 3)
+    ahead = np.full((3, 6), -1, np.int64)
+    for t in range(7):
+        logits = torch.from_numpy(rng.normal(size=(3, 9)).astype(np.float32))
+        uniform = rng.random(3)
+        again = Contracts.of([s, other, s], [PROMPT] * 3, [x[:t] for x in said])
+        supposed = Contracts.of([s, other, s], [PROMPT] * 3)
+        views = (live.at(np.arange(3)), again.at(np.arange(3)), supposed.at(np.arange(3), ahead))
+        one, two, three = (draw(logits.clone(), view, uniform) for view in views)
+        for more in (two, three):
+            assert np.array_equal(one.ids, more.ids) and np.array_equal(one.logp, more.logp)
+        if t < 6:
+            told = np.array([x[t] for x in said])
+            live.heard(np.arange(3), told.astype(np.int64))
+            ahead[:, t] = told
+
+
+def test_rows_may_repeat_a_slot_some_tokens_ahead() -> None:
+    """A slot that said (1) with drafts (2, 3): its three rows see (1), (1 2) and (1 2 3)."""
+    s = Sampling(bad_ids=((1, 0), (2, 0), (1, 2, 3)), repetition_penalty=3.0, min_tokens=2, stop_ids=(4,))
+    contracts = Contracts.of([Sampling(), s], [PROMPT, np.int32([5])], [np.int32([]), np.int32([1])])
+    ahead = np.array([[-1, -1], [2, -1], [2, 3], [-1, -1]])
+    got = draw(torch.ones(4, 6), contracts.at(np.array([1, 1, 1, 0]), ahead), np.zeros(4))
+    assert got.ids.tolist() == [1, 1, 0, 0]
+    new, old, p = np.e, np.exp(1 / 3), np.exp(got.logp)
+    assert abs(p[0] - old / (2 * old + 2 * new)) < 1e-6, "0 would follow 1, and 4 is early; 1 and 5 were seen"
+    assert abs(p[1] - old / (3 * old + new)) < 1e-6, "0 would follow 2, and 3 the other two"
+    assert abs(p[2] - new / (4 * old + 2 * new)) < 1e-6, "nothing is banned"
+    assert abs(p[3] - 1 / 6) < 1e-6
+
+
+def test_a_slot_forgets_whom_it_served() -> None:
+    contracts = Contracts.of([RULED["everything"], RULED["penalty"]], [PROMPT] * 2, [SAID] * 2)
+    draw(torch.zeros(2, 6), contracts.at(np.arange(2)), np.zeros(2))
+    contracts.clear(0)
+    contracts.put(1, Sampling())
+    view = contracts.at(np.arange(2))
+    assert view.rules is None, "a plain contract pays nothing where a ruled one was"
+    contracts.put(0, RULED["penalty"], np.int32([3]))
+    got = draw(torch.ones(2, 6), contracts.at(np.arange(2)), np.full(2, 0.999))
+    q = np.exp(1 / 1.8)
+    assert abs(np.exp(got.logp[0]) - np.e / (5 * np.e + q)) < 1e-6, "only 3 was seen"
+
+
+def test_a_contract_that_leaves_nothing_is_refused_at_the_draw() -> None:
+    s = Sampling(allowed_ids=(1, 2), bad_ids=((1, 1), (1, 2)), stop_ids=())
+    contracts = Contracts.of([Sampling(), s, s], None, [np.int32([]), np.int32([2]), np.int32([1])])
+    with pytest.raises(NothingLeft, match="after 1 tokens of a turn the contract bans every token.*allowed_ids=\\(1, 2\\)") as error:
+        draw(torch.zeros(3, 6), contracts, np.zeros(3))
+    assert error.value.rows.tolist() == [2]
+    assert draw(torch.zeros(2, 6), contracts.at(np.arange(2)), np.zeros(2)).ids.tolist() == [0, 1]
+
+
+def test_most_probable_tokens_are_those_of_the_final_distribution() -> None:
+    s = Sampling(top=4, allowed_ids=(1, 3, 4), repetition_penalty=2.0)
+    got = draw(LOGITS[None].clone(), Contracts.of([s], [PROMPT], [SAID]), np.zeros(1))
+    assert got.top is not None and got.top.ids[0, :3].tolist() == [3, 4, 1]
+    expected = by_hand(s)
+    assert np.allclose(np.exp(got.top.logp[0]), [*expected[[3, 4, 1]], 0], atol=1e-6)
+
+
+def test_a_kept_set_holds_no_banned_token() -> None:
+    """Truncation that would keep more than the bans leave keeps what they leave."""
+    for s in (
+        Sampling(top_k=5, allowed_ids=(1, 3)),
+        Sampling(top_p=0.999999, allowed_ids=(1, 3)),
+        Sampling(min_p=0.0001, allowed_ids=(1, 3)),
+    ):
+        got = draw(LOGITS.repeat(2, 1), Contracts.of([s, s]), np.array([0.0, 0.999]))
+        assert [k.tolist() for k in got.kept] == [[1, 3], [1, 3]]

@@ -26,9 +26,11 @@ from posttrain.engine.embedded.cache import CachedLayout, Pool, ragged_arange
 from posttrain.engine.embedded.counters import Counters
 from posttrain.engine.embedded.fused import FAMILIES, FusedDecoder, fusable
 from posttrain.engine.embedded.plan import Plan
+from posttrain.engine.embedded.rules import NothingLeft
 from posttrain.engine.embedded.sampler import Drawn, draw
 from posttrain.engine.embedded.scheduler import BUDGET, Scheduler
 from posttrain.engine.embedded.slots import Heard, Request
+from posttrain.engine.embedded.stopping import Text
 from posttrain.engine.embedded.timeline import Timeline
 from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.fingerprint import fingerprint
@@ -58,6 +60,7 @@ class EmbeddedEngine:
             with their cache computed again. stale: they go on over keys and values of the old weights, and the gap is a gauge.
         timeline: record when each request was queued, admitted and done (`EmbeddedEngine.timeline`).
         fused: run the decoder in fewer calls; None: wherever it can be.
+        text: reads token ids, special tokens included; without it contracts with stop strings are refused.
 
     Raises:
         EngineError: the architecture remembers its past elsewhere than in keys and values; or sizes do not fit.
@@ -77,6 +80,7 @@ class EmbeddedEngine:
         retain: int | None = None,
         update: Update = "drain",
         timeline: bool = False,
+        text: Text | None = None,
     ) -> None:
         if slots < 1 or context < 2:
             raise EngineError(f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token")
@@ -98,6 +102,9 @@ class EmbeddedEngine:
         self._budget, self._update = budget, update
         held = min(slots * blocks_for(context) // 2, self._most // 8)
         self._retain = held if retain is None else blocks_for(retain)
+        self._text = text
+        self._accepted: Sampling | None = None
+        """The contract that was checked last; all requests of a stage share one."""
         self._version = 0
         self._counters = Counters(slots)
         self.timeline = Timeline() if timeline else None
@@ -242,8 +249,12 @@ class EmbeddedEngine:
             raise DataError(f"a prompt of {len(ids)} tokens leaves no room in a context of {self._context}: shorten one or raise the other")
         if ids.min() < 0 or ids.max() >= vocabulary:
             raise DataError(f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{vocabulary - 1}: use its own tokenizer")
-        if sampling.stop_ids is None:
-            raise EngineError("sampling.stop_ids is not resolved: call sampling.resolve(stop_ids) once at load, or set stop_ids=()")
+        if sampling is not self._accepted:
+            if not sampling.resolved:
+                raise EngineError("the sampling contract is not resolved: call sampling.resolve(stop_ids, spell) once, at load")
+            sampling.check_vocabulary(vocabulary)
+            self._scheduler.slots.strings.check(sampling)
+            self._accepted = sampling
         room = self._context - len(ids)
         limit = min(sampling.max_tokens, room)
         end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
@@ -298,7 +309,7 @@ class EmbeddedEngine:
         blocks = Blocks(self._most)
         if self._pool.rows:
             blocks.grow(self._pool.rows // BLOCK)
-        return Scheduler(
+        scheduler = Scheduler(
             self._slots,
             self._context,
             blocks,
@@ -308,6 +319,8 @@ class EmbeddedEngine:
             retain=self._retain,
             version=self._version,
         )
+        scheduler.slots.strings.text = self._text
+        return scheduler
 
     def _grow(self, blocks: int) -> None:
         with torch.inference_mode():
@@ -330,9 +343,7 @@ class EmbeddedEngine:
                 if beginning:
                     rows.append(torch.stack([h for _, h in beginning]))
                 hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
-                uniform = scheduler.slots.uniforms[at, scheduler.slots.said[at]]
-                drawn = draw(self._logits(hidden), scheduler.slots.contracts.at(at), uniform)
-                self._say(at, drawn)
+                self._say(*self._draw(at, hidden))
         self._counters.spent("engine/step", time.perf_counter() - begun)
         if self.timeline is not None:
             self.timeline.step(begun, len(plan.ids), len(at))
@@ -363,6 +374,22 @@ class EmbeddedEngine:
                     request.heard(drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
         for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
             self._deliver(s, by_id)
+
+    def _draw(self, at: np.ndarray, hidden: Tensor) -> tuple[np.ndarray, Drawn]:
+        """A token for each slot of `at`. A request whose contract leaves it nothing to say gets the error, and the others go on."""
+        slots = self._scheduler.slots
+        while True:
+            try:
+                return at, draw(self._logits(hidden), slots.contracts.at(at), slots.uniforms[at, slots.said[at]])
+            except NothingLeft as error:
+                for s in at[error.rows].tolist():
+                    request = slots.request[s]
+                    self._scheduler.free(s)
+                    if request is not None and not request.future.done():
+                        self._mark(request, None)
+                        request.future.set_exception(EngineError(str(error)))
+                others = np.delete(np.arange(len(at)), error.rows)
+                at, hidden = at[others], hidden[torch.from_numpy(others).to(hidden.device)]
 
     def _forward(self, plan: Plan) -> Tensor:
         """Hidden states [N, H] of a plan's positions, whose keys and values are cached on the way."""

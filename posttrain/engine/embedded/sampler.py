@@ -1,7 +1,8 @@
 """Logits to tokens under the log-prob contract `core.sampling.Sampling`, for many rows with a contract each.
 
-Every row is a function of its own logits, contract and uniform: ties are broken towards the lower id, sums run along a
-row in a fixed order, and one uniform picks the token through the inverse of the row's cumulative distribution.
+Every row is a function of its own logits, contract, past and uniform: ties are broken towards the lower id, sums run
+along a row in a fixed order, and one uniform picks the token through the inverse of the row's cumulative distribution.
+What a contract does before the temperature, and what it reads of the past for it, is in `rules`.
 
 Axis letters: B rows, V vocabulary, R truncated rows, n candidates looked at.
 """
@@ -18,6 +19,7 @@ from torch import Tensor
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
+from posttrain.engine.embedded.rules import Rules
 
 HEAD = 1024
 """Candidates sorted first where the vocabulary is large; rows that keep more are sorted whole."""
@@ -42,6 +44,12 @@ class Contracts:
     """bool"""
     top: np.ndarray
     """int64: most probable tokens to hand over with each draw."""
+    rules: Rules | None = None
+    """What is done before the temperature; None where no row has any of it."""
+    slots: np.ndarray | None = None
+    """int64: the slot of `rules` each row follows; None: row b is slot b."""
+    ahead: np.ndarray | None = None
+    """int64 [B, D], -1 behind the last: tokens each row takes as said after what its slot has said."""
 
     @staticmethod
     def plain(n: int) -> Contracts:
@@ -50,25 +58,52 @@ class Contracts:
         return Contracts(np.ones(n, np.float32), np.zeros(n, np.int64), np.ones(n), np.zeros(n), zeros, zeros.copy(), np.zeros(n, np.int64))
 
     @staticmethod
-    def of(samplings: Sequence[Sampling]) -> Contracts:
+    def of(
+        samplings: Sequence[Sampling], prompts: Sequence[np.ndarray] | None = None, said: Sequence[np.ndarray] | None = None
+    ) -> Contracts:
+        """A row a contract, after these prompts and what the turns have said (default: nothing)."""
         out = Contracts.plain(len(samplings))
         for i, s in enumerate(samplings):
-            out.put(i, s)
+            out.put(i, s, None if prompts is None else prompts[i], None if said is None else said[i])
         return out
 
-    def put(self, row: int, s: Sampling) -> None:
-        """Row `row` follows `s` from now on."""
-        if s.rules or s.stop:
-            raise EngineError(
-                "this engine does not serve logit_bias, repetition_penalty, banned or allowed tokens, min_tokens or stop strings yet"
-            )
+    def put(self, row: int, s: Sampling, prompt: np.ndarray | None = None, said: np.ndarray | None = None) -> None:
+        """Row `row` follows `s` from now on, after int32 `prompt` and what its turn has already `said` (None: nothing)."""
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
         self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
+        if s.rules and self.rules is None:
+            self.rules = Rules(len(self.beta))
+        if self.rules is not None:
+            nothing = np.zeros(0, np.int32)
+            self.rules.put(row, s, nothing if prompt is None else prompt, nothing if said is None else said)
 
-    def at(self, rows: np.ndarray) -> Contracts:
-        """The contracts of some rows."""
+    def clear(self, row: int) -> None:
+        """Row `row` is nobody's."""
+        self.greedy[row] = self.truncated[row] = False
+        self.top[row] = 0
+        if self.rules is not None:
+            self.rules.clear(row)
+
+    def heard(self, rows: np.ndarray, ids: np.ndarray) -> None:
+        """Each of these rows has said one token."""
+        if self.rules is not None:
+            self.rules.heard(rows, ids)
+
+    def at(self, rows: np.ndarray, ahead: np.ndarray | None = None) -> Contracts:
+        """The contracts of some rows, which may repeat; `ahead` [B, D] are tokens each takes as said already, -1 behind the last."""
+        slots = rows if self.slots is None else self.slots[rows]
+        ruled = self.rules is not None and bool(self.rules.active[slots].any())
         return Contracts(
-            self.beta[rows], self.top_k[rows], self.top_p[rows], self.min_p[rows], self.greedy[rows], self.truncated[rows], self.top[rows]
+            self.beta[rows],
+            self.top_k[rows],
+            self.top_p[rows],
+            self.min_p[rows],
+            self.greedy[rows],
+            self.truncated[rows],
+            self.top[rows],
+            self.rules if ruled else None,
+            slots if ruled else None,
+            ahead if ruled else None,
         )
 
 
@@ -87,8 +122,14 @@ class Drawn:
 
 
 def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray) -> Drawn:
-    """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1)."""
+    """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1).
+
+    Raises:
+        NothingLeft: rows of which every token is banned.
+    """
     c = contracts
+    if c.rules is not None:
+        c.rules.adjust(logits, np.arange(len(logits)) if c.slots is None else c.slots, c.ahead)
     if np.any(c.beta != 1):
         logits.mul_(_to(c.beta, logits)[:, None].to(logits.dtype))
     best = lowest_argmax(logits) if c.greedy.any() else None
@@ -97,7 +138,7 @@ def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray) -> Drawn:
     if len(cut):
         rows = _to(cut, logits)
         z = logits.index_select(0, rows)
-        mask = kept_mask(z, c.at(cut))
+        mask = kept_mask(z, c.at(cut)) & (z > INF)
         logits.index_copy_(0, rows, z.masked_fill_(~mask, INF))
     logp = torch.log_softmax(logits, -1)
     ids = pick(logp, uniform)

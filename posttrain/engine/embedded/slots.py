@@ -17,6 +17,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept, Said, Stop, Top
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
 from posttrain.engine.embedded.sampler import Contracts, Drawn
+from posttrain.engine.embedded.stopping import Strings
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,6 +122,9 @@ class Slots:
         self.stops = np.full((count, 1), -1, np.int64)
         """Stop ids, filled up with -1."""
         self.contracts = Contracts.plain(count)
+        self.strings = Strings()
+        self.strung = np.zeros(count, bool)
+        """Whether the token said last completes a stop string."""
         self.kept: list[list[np.ndarray]] = [[] for _ in range(count)]
         self.top: list[list[Top]] = [[] for _ in range(count)]
 
@@ -137,7 +141,9 @@ class Slots:
             self.stops = wider
         self.stops[s] = -1
         self.stops[s, : len(stops)] = stops
-        self.contracts.put(s, request.sampling)
+        self.contracts.put(s, request.sampling, request.ids, None if request.begun is None else request.begun.ids)
+        self.strings.put(s, request.sampling)
+        self.strung[s] = False
         self.uniforms[s, : request.limit] = seeds.uniforms(request.place, request.limit)
         self.said[s], self.limit[s], self.cached[s], self.held[s] = 0, request.limit, 0, 0
         self.kept[s], self.top[s] = [], []
@@ -170,8 +176,8 @@ class Slots:
         request = self.request[s]
         self.listening -= request is not None and request.heard is not None
         self.request[s], self.speaking[s], self.cached[s], self.held[s], self.number[s] = None, False, 0, 0, -1
-        self.contracts.truncated[s] = self.contracts.greedy[s] = False
-        self.contracts.top[s] = 0
+        self.contracts.clear(s)
+        self.strings.clear(s)
         self.free.append(s)
 
     def say(self, at: np.ndarray, drawn: Drawn, version: int) -> tuple[np.ndarray, np.ndarray]:
@@ -186,10 +192,14 @@ class Slots:
             for row in np.flatnonzero(self.contracts.top[at]).tolist():
                 k = int(self.contracts.top[at[row]])
                 self.top[at[row]].append(Top(drawn.top.ids[row : row + 1, :k], drawn.top.logp[row : row + 1, :k]))
+        self.contracts.heard(at, drawn.ids)
         self.pending[at] = drawn.ids
         self.said[at] = said + 1
         stopped = (self.stops[at] == drawn.ids[:, None]).any(1)
         ended = stopped | (said + 1 == self.limit[at])
+        if self.strings.wanted:
+            self.strung[at] = self.strings.ended(at, self.ids, self.said)
+            ended |= self.strung[at]
         self.speaking[at] = ~ended
         return at[ended], stopped[ended]
 
@@ -201,7 +211,7 @@ class Slots:
             ids=self.ids[s, :n].copy(),
             logp=self.logp[s, :n].copy(),
             version=self.version[s, :n].copy(),
-            stop=Stop.SAID if stopped else request.end,
+            stop=Stop.SAID if stopped else Stop.STRING if self.strung[s] else request.end,
             kept=Kept.of(self.kept[s]) if request.sampling.truncated else None,
             top=Top.join(self.top[s], request.sampling.top) if request.sampling.top else None,
         )

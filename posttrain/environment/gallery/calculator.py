@@ -87,7 +87,7 @@ class Calculator(SingleTurn):
         talk.see(task.prompt)
         for left in reversed(range(self.turns)):
             said = await talk.say()
-            if said.stop is not Stop.SAID or not is_request(said.text):
+            if not said.stop.finished or not is_request(said.text):
                 return said.stop
             if left:
                 talk.see(result(said.text))
