@@ -16,14 +16,15 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from posttrain.core.errors import DataError, EngineError
+from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauge, Gauges, Said, Stop
+from posttrain.core.types import Gauge, Gauges, Said
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.accept import accept
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.cache import CachedLayout, Pool, ragged_arange
 from posttrain.engine.embedded.counters import Counters
+from posttrain.engine.embedded.door import Door
 from posttrain.engine.embedded.fused import FAMILIES, FusedDecoder, fusable
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.rules import NothingLeft
@@ -102,9 +103,7 @@ class EmbeddedEngine:
         self._budget, self._update = budget, update
         held = min(slots * blocks_for(context) // 2, self._most // 8)
         self._retain = held if retain is None else blocks_for(retain)
-        self._text = text
-        self._accepted: Sampling | None = None
-        """The contract that was checked last; all requests of a stage share one."""
+        self._door = Door(context, self._read_out.weight.shape[0], self._most, text)
         self._version = 0
         self._counters = Counters(slots)
         self.timeline = Timeline() if timeline else None
@@ -133,7 +132,7 @@ class EmbeddedEngine:
 
         heard: called with the new ids and log-probs as soon as they are said.
         """
-        request = self._request(np.ascontiguousarray(ids, np.int32), sampling, place, heard)
+        request = self._door.request(np.ascontiguousarray(ids, np.int32), sampling, place, heard)
         self._wake()
         self._scheduler.submit(request)
         self._mark(request, "queued")
@@ -241,31 +240,6 @@ class EmbeddedEngine:
         if self.timeline is not None:
             self.timeline.phase(request, phase)
 
-    def _request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: Heard | None) -> Request:
-        vocabulary = self._read_out.weight.shape[0]
-        if ids.ndim != 1 or len(ids) == 0:
-            raise DataError(f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template")
-        if len(ids) >= self._context:
-            raise DataError(f"a prompt of {len(ids)} tokens leaves no room in a context of {self._context}: shorten one or raise the other")
-        if ids.min() < 0 or ids.max() >= vocabulary:
-            raise DataError(f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{vocabulary - 1}: use its own tokenizer")
-        if sampling is not self._accepted:
-            if not sampling.resolved:
-                raise EngineError("the sampling contract is not resolved: call sampling.resolve(stop_ids, spell) once, at load")
-            sampling.check_vocabulary(vocabulary)
-            self._scheduler.slots.strings.check(sampling)
-            self._accepted = sampling
-        room = self._context - len(ids)
-        limit = min(sampling.max_tokens, room)
-        end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
-        request = Request(ids, sampling, place, limit, end, asyncio.get_running_loop().create_future(), heard, time.perf_counter())
-        if blocks_for(len(ids) + limit) + 1 > self._most:
-            raise EngineError(
-                f"a sequence of {len(ids) + limit} tokens does not fit the key-value cache of {self._most * BLOCK} tokens: "
-                "raise cache_bytes, or lower the context or max_tokens"
-            )
-        return request
-
     def _wake(self) -> None:
         """Make sure that a task of the running loop steps while there is work."""
         loop = asyncio.get_running_loop()
@@ -319,7 +293,7 @@ class EmbeddedEngine:
             retain=self._retain,
             version=self._version,
         )
-        scheduler.slots.strings.text = self._text
+        scheduler.slots.strings.text = self._door.text
         return scheduler
 
     def _grow(self, blocks: int) -> None:

@@ -36,19 +36,11 @@ class Strings:
         """Slot `s` waits for the stop strings of `sampling` from now on."""
         self.wanted.pop(s, None)
         if sampling.stop:
-            self.check(sampling)
+            check_strings(sampling, self.text)
             self.wanted[s] = (sampling.stop, sampling.min_tokens)
 
     def clear(self, s: int) -> None:
         self.wanted.pop(s, None)
-
-    def check(self, sampling: Sampling) -> None:
-        """EngineError where the contract has stop strings and nothing here can read tokens."""
-        if sampling.stop and self.text is None:
-            raise EngineError(
-                f"sampling.stop={sampling.stop}: this engine was built without a text function, so it cannot see stop strings. Pass text=, "
-                "or set stop=none and name stop_ids"
-            )
 
     def ended(self, at: np.ndarray, ids: np.ndarray, said: np.ndarray) -> np.ndarray:
         """bool [len(at)]: whether the token each slot said last completes a stop string.
@@ -62,6 +54,15 @@ class Strings:
                 stop, least = waits
                 out[i] = said[s] > least and completes(ids[s, : said[s]], stop, self.text, least)
         return out
+
+
+def check_strings(sampling: Sampling, text: Text | None) -> None:
+    """EngineError where the contract has stop strings and nothing can read tokens."""
+    if sampling.stop and text is None:
+        raise EngineError(
+            f"sampling.stop={sampling.stop}: this engine was built without a text function, so it cannot see stop strings. Pass text=, "
+            "or set stop=none and name stop_ids"
+        )
 
 
 def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) -> bool:

@@ -1,0 +1,53 @@
+"""What the engine asks of a request before it takes it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+import numpy as np
+
+from posttrain.core.errors import DataError, EngineError
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Stop
+from posttrain.engine.embedded.blocks import BLOCK, blocks_for
+from posttrain.engine.embedded.slots import Heard, Request
+from posttrain.engine.embedded.stopping import Text, check_strings
+
+
+class Door:
+    """Checks requests against the sizes of one engine.
+
+    Args:
+        context: most tokens of a sequence. vocabulary: rows of its read-out. most: blocks of its cache.
+        text: how it reads token ids, where it can.
+    """
+
+    def __init__(self, context: int, vocabulary: int, most: int, text: Text | None) -> None:
+        self.context, self.vocabulary, self.most, self.text = context, vocabulary, most, text
+        self._accepted: Sampling | None = None
+        """The contract that was checked last; all requests of a stage share one."""
+
+    def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: Heard | None) -> Request:
+        """A request of the running loop for int32 [T] `ids`; DataError, ConfigError or EngineError where it cannot be served."""
+        if ids.ndim != 1 or len(ids) == 0:
+            raise DataError(f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template")
+        if len(ids) >= self.context:
+            raise DataError(f"a prompt of {len(ids)} tokens leaves no room in a context of {self.context}: shorten one or raise the other")
+        if ids.min() < 0 or ids.max() >= self.vocabulary:
+            raise DataError(f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{self.vocabulary - 1}: use its own tokenizer")
+        if sampling is not self._accepted:
+            if not sampling.resolved:
+                raise EngineError("the sampling contract is not resolved: call sampling.resolve(stop_ids, spell) once, at load")
+            sampling.check_vocabulary(self.vocabulary)
+            check_strings(sampling, self.text)
+            self._accepted = sampling
+        room = self.context - len(ids)
+        limit = min(sampling.max_tokens, room)
+        end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
+        if blocks_for(len(ids) + limit) + 1 > self.most:
+            raise EngineError(
+                f"a sequence of {len(ids) + limit} tokens does not fit the key-value cache of {self.most * BLOCK} tokens: "
+                "raise cache_bytes, or lower the context or max_tokens"
+            )
+        return Request(ids, sampling, place, limit, end, asyncio.get_running_loop().create_future(), heard, time.perf_counter())
