@@ -40,8 +40,11 @@ def ladder(o: Namespace) -> int:
 
 def evaluate(o: Namespace) -> int:
     from posttrain.recipe import main
+    from posttrain.recipe.remote import Remote
 
-    main.evaluate(o.target, *o.overrides, samples=o.samples, checkpoint=o.checkpoint, max_tokens=o.max_tokens, temperature=o.temperature)
+    remote = Remote(model=o.model, key_env=o.key_env, tokenizer=o.tokenizer, api=o.api, dialect=o.dialect)
+    how = {"samples": o.samples, "checkpoint": o.checkpoint, "max_tokens": o.max_tokens, "temperature": o.temperature}
+    main.evaluate(o.target, *o.overrides, **how, remote=remote)
     return 0
 
 

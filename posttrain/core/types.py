@@ -41,6 +41,10 @@ SHOWN = -2
 """Version of a token that a demonstration wrote: learned from, but said by no weights of ours."""
 
 
+OUTSIDE = -3
+"""Version of a token that a server's weights said, under a contract that is only believed: never learned from. Its log-prob may be unknown, then 0."""
+
+
 class Stop(StrEnum):
     """Why an episode ended."""
 
@@ -134,7 +138,8 @@ class Segment:
 
     mask is True where the policy spoke; there logp is finite and version >= 0. Elsewhere logp is NaN and version -1,
     so that reading an unspoken log-prob poisons whatever read it instead of passing for a number.
-    Tokens of a demonstration count as spoken, with version SHOWN and logp 0: their sampler is not known.
+    Tokens of a demonstration count as spoken, with version SHOWN and logp 0: their sampler is not known. Those of a foreign
+    server have version OUTSIDE.
     `kept` holds one set per spoken token, in order, exactly where `sampling.truncated`; `top` exactly where `sampling.top`;
     `in_turn` (int32, the position of each spoken token in its turn) exactly where `sampling.in_turn`: two turns may follow
     each other with nothing seen between them, so the mask does not tell where one begins.
@@ -164,8 +169,8 @@ class Segment:
             raise InvariantError("every spoken token carries a finite log-prob <= 0")
         if not np.all(np.isnan(self.logp[~self.mask])) or np.any(self.version[~self.mask] != -1):
             raise InvariantError("unspoken tokens carry logp NaN and version -1")
-        if np.any((self.version[self.mask] < 0) & (self.version[self.mask] != SHOWN)):
-            raise InvariantError("spoken tokens carry the version >= 0 of the weights that said them, or SHOWN")
+        if np.any((self.version[self.mask] < 0) & ~np.isin(self.version[self.mask], (SHOWN, OUTSIDE))):
+            raise InvariantError("spoken tokens carry the version >= 0 of the weights that said them, SHOWN or OUTSIDE")
         if self.sampling.truncated != (self.kept is not None):
             raise InvariantError("kept sets are stored exactly where the sampling truncates the support")
         if self.kept is not None and len(self.kept) != int(self.mask.sum()):

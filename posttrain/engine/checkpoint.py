@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GenerationConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.engine import attention
@@ -30,6 +38,17 @@ def read_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> t
         tokenizer = _tokenizer(where, trust_remote_code)
         module = _weights(where, config, dtype, trust_remote_code, notes)
     return module, tokenizer, notes
+
+
+def read_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
+    """The tokenizer of a local directory or hub id, and the generation config beside it where there is one; no weights."""
+    folder = Path(path).expanduser()
+    where = str(folder.resolve()) if folder.is_dir() else _locate(path)
+    tokenizer = _tokenizer(where, trust_remote_code)
+    try:
+        return tokenizer, GenerationConfig.from_pretrained(where)
+    except OSError:
+        return tokenizer, None
 
 
 def _locate(path: str) -> str:

@@ -157,7 +157,7 @@ def load_policy(model: Model, alphabet: str | None, seed: int) -> Policy:
             part.p = 0.0
         if isinstance(part, nn.Embedding):
             part.padding_idx = None
-    stop_ids = resolve_stops(tokenizer, module)
+    stop_ids = resolve_stops(tokenizer, module.generation_config)
     notes += [*_check_vocabulary(tokenizer, module), *_turn_end(tokenizer, stop_ids)]
     module.generation_config.eos_token_id = list(stop_ids)
     check_read_out(module, read_out(module))
@@ -174,15 +174,18 @@ def load_policy(model: Model, alphabet: str | None, seed: int) -> Policy:
     )
 
 
-def resolve_stops(tokenizer: PreTrainedTokenizerFast, module: PreTrainedModel) -> tuple[int, ...]:
+def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int, ...]:
     """Ids that end a turn, each once, in this order: the tokenizer's EOS, then the model's EOS ids.
 
     The model's are those of its generation config. Where that was not a file but derived from `config.json`, whose ids
     are often left over from another tokenizer, only special tokens of this tokenizer count. A chat template's end of
     turn (`<|im_end|>`, `<|eot_id|>`) is no extra source: it counts where the above list it.
+
+    Args:
+        config: the model's generation config; None: there is none.
     """
-    derived = bool(getattr(module.generation_config, "_from_model_config", False))
-    listed = module.generation_config.eos_token_id
+    derived = bool(getattr(config, "_from_model_config", False))
+    listed = None if config is None else config.eos_token_id
     model_ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]

@@ -27,6 +27,7 @@ from posttrain.recipe import overrides as dotted
 from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads, words_in_tokens
 from posttrain.recipe.progress import Terminal
 from posttrain.recipe.proofs import prove_start
+from posttrain.recipe.remote import Remote, evaluate_remote, is_url, refuse, remote_run
 from posttrain.recipe.shipped import recipe as shipped
 from posttrain.recipe.summary import planted_lines, show, show_report
 from posttrain.recipe.trackers import check_trackers, make_trackers
@@ -166,17 +167,20 @@ def evaluate(
     checkpoint: str = "last",
     max_tokens: int | None = None,
     temperature: float | None = None,
+    remote: Remote = Remote(),
     quiet: bool = False,
 ) -> Report:
-    """Held-out accuracy and pass@k of a run, or of any model directory or hub id.
+    """Held-out accuracy and pass@k of a run, of any model directory or hub id, or of what is served at an address.
 
     Args:
-        target: a run folder, or a model; a model is asked the `arithmetic` environment unless `env=...` overrides say otherwise.
-        overrides: dotted changes of `env.*`, `seed`, `slots`, `threads`.
+        target: a run folder, a model, or the address of an OpenAI-compatible endpoint; the last two are asked the `arithmetic`
+            environment unless `env=...` overrides say otherwise.
+        overrides: dotted changes of `env.*`, `seed`, `slots` (of an endpoint: requests at once), `threads`.
         samples: samples a prompt; default that of the run.
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
+        remote: how an endpoint is asked.
     """
-    run, weights = target_run(target, checkpoint)
+    run, weights = (remote_run(str(target)), None) if is_url(target) else target_run(target, checkpoint)
     run = dotted.apply(run, list(overrides))
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
@@ -187,6 +191,12 @@ def evaluate(
     environment = make_environment(run)
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
+    console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    if is_url(target):
+        report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
+        show_report(console, str(target), environment.name, report)
+        return report
+    refuse(remote)
     policy = make_policy(run, environment)
     roles = make_roles(run, policy, environment)
     if weights is not None:
@@ -197,8 +207,7 @@ def evaluate(
         return await measure(roles.rollout, environment.heldout, contract.resolve(policy.stop_ids, roles.renderer.spell), how)
 
     report = wait(work())
-    if not quiet:
-        show_report(Console(highlight=False, soft_wrap=True), str(target), environment.name, report)
+    show_report(console, str(target), environment.name, report)
     return report
 
 

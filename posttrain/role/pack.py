@@ -20,7 +20,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.token import ClipCov
 from posttrain.core.run import Reinforce
-from posttrain.core.types import SHOWN, Credit, EpisodeCredit, GroupCredit
+from posttrain.core.types import OUTSIDE, SHOWN, Credit, EpisodeCredit, GroupCredit
 from posttrain.core.verdict import SOLVED
 
 
@@ -72,6 +72,10 @@ def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
     segments = [s for e in credits for s in e.episode.segments]
     sequence = [i for i, e in enumerate(credits) for _ in e.episode.segments]
     scored = [e.scored for e in credits]
+    if any(np.any(s.version == OUTSIDE) for s in segments):
+        raise InvariantError(
+            "a batch holds tokens of a server whose weights and log-probs are not ours (version OUTSIDE): nothing can be learned from them"
+        )
     batch = Batch.of(
         segments,
         sequence,

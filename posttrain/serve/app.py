@@ -194,7 +194,10 @@ class Server:
             if asked.stream:
                 return await self._stream(request, shape, choices, queue, work)
             await work
-            return web.json_response(shape.whole(choices))
+            scores = None
+            if isinstance(asked, CompletionRequest) and asked.prompt_logprobs is not None:
+                scores = {id(ids): await s.sampler.score(ids) for ids in prompts}
+            return web.json_response(shape.whole(choices, scores))
         finally:
             work.cancel()
             self.running.discard(work)

@@ -1,7 +1,7 @@
 """Requests as OpenAI's API writes them, and the contract each asks for. What is not understood is refused by name.
 
 Extensions have the names vLLM gives them: `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `return_token_ids`,
-`return_tokens_as_token_ids`.
+`return_tokens_as_token_ids`, `prompt_logprobs`.
 """
 
 from __future__ import annotations
@@ -112,9 +112,13 @@ class CompletionRequest(Asked):
     prompt: Annotated[list[str | Tokens], BeforeValidator(_prompt)]
     max_tokens: int = Field(16, ge=1)
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
+    prompt_logprobs: int | None = Field(None, ge=0, le=0)
+    """0: the log-probs of the prompt's own tokens, at temperature 1."""
 
     @model_validator(mode="after")
     def _few(self) -> Self:
+        if self.stream and self.prompt_logprobs is not None:
+            raise ValueError("prompt_logprobs come with a whole answer only: leave stream out")
         if self.n * len(self.prompt) > MOST_CHOICES:
             raise ValueError(f"n={self.n} answers to {len(self.prompt)} prompts are more than {MOST_CHOICES}; send several requests")
         return self

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,10 +29,17 @@ class Shape:
         self.created = int(time.time())
         self.chat = isinstance(self.request, ChatRequest)
 
-    def whole(self, choices: Sequence[Choice]) -> Json:
-        """The answer to a request without stream."""
+    def whole(self, choices: Sequence[Choice], scores: Mapping[int, Any] | None = None) -> Json:
+        """The answer to a request without stream.
+
+        Args:
+            scores: log-probs [T - 1] of each prompt, by `id` of its ids, where they were asked for.
+        """
         out = self._frame("chat.completion" if self.chat else "text_completion", [self._choice(c, c.whole, c.finish) for c in choices])
         out["usage"] = usage(choices)
+        if scores is not None:
+            for c, choice in zip(choices, out["choices"], strict=True):
+                choice["prompt_logprobs"] = self._prompt(c, scores[id(c.prompt)])
         if self.chat and self.request.return_token_ids:
             out["prompt_token_ids"] = choices[0].prompt.tolist()
         return out
@@ -100,6 +107,11 @@ class Shape:
             "top_logprobs": [self._table(*top) for top in piece.top] if self.request.alternatives else None,
             "text_offset": offsets,
         }
+
+    def _prompt(self, c: Choice, logp: Any) -> list[Json | None]:
+        """As vLLM writes them: nothing for the first token, then a table of one by token id."""
+        later = zip(c.prompt[1:].tolist(), logp.tolist(), strict=True)
+        return [None, *({str(i): {"logprob": p, "rank": None, "decoded_token": self._name(i)}} for i, p in later)]
 
     def _token(self, token: int, logp: float, top: tuple[Any, Any] | None) -> Json:
         out: Json = {"token": self._name(token), "logprob": logp, "bytes": list(self.words.bytes(token))}

@@ -30,6 +30,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Credit, Episode, EpisodeCredit, Group, GroupCredit, Said, Scored, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.recipe.remote import Remote
 
 PYTHON = (sys.executable, "-m", "posttrain.cli")
 
@@ -110,8 +111,10 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
     assert main(["eval", "runs/x", "env.args.terms=4", "--samples", "3", "--temperature", "0.5"]) == 0
     assert called["evaluate"] == (
         ("runs/x", "env.args.terms=4"),
-        {"samples": 3, "checkpoint": "last", "max_tokens": None, "temperature": 0.5},
+        {"samples": 3, "checkpoint": "last", "max_tokens": None, "temperature": 0.5, "remote": Remote()},
     )
+    assert main(["eval", "http://h/v1", "--tokenizer", "t", "--key-env", "K", "--api", "completions"]) == 0
+    assert called["evaluate"][1]["remote"] == Remote(tokenizer="t", key_env="K", api="completions")
     assert main(["export", "runs/x", "out", "--checkpoint", "best"]) == 0
     assert called["export"] == (("runs/x", "out", "best"), {}) and "wrote somewhere" in capsys.readouterr().out
 

@@ -3,53 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 
 import pytest
+from http_parts import QUICK, reply, server
 
 from posttrain.core.errors import ConfigError, EndpointError, EngineError
 from posttrain.engine.endpoint import Endpoint, Patience
-
-QUICK = Patience(connect=2, answer=2, tries=4, first=0.0, longest=0.01)
-Answer = Callable[[str], bytes | None]
-
-
-def reply(status: int, body: object, *headers: str) -> bytes:
-    text = body if isinstance(body, str) else json.dumps(body)
-    return "\r\n".join([f"HTTP/1.1 {status} x", f"Content-Length: {len(text)}", *headers, "", text]).encode()
-
-
-@asynccontextmanager
-async def server(*answers: bytes | None) -> AsyncIterator[tuple[str, list[str]]]:
-    """Gives one answer after another, the last one again and again; None drops the connection. Yields address and requests."""
-    asked: list[str] = []
-
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while head := await reader.readuntil(b"\r\n\r\n"):
-                text = head.decode()
-                length = next((int(x.split(":")[1]) for x in text.lower().split("\r\n") if x.startswith("content-length")), 0)
-                asked.append(text + (await reader.readexactly(length)).decode())
-                answer = answers[min(len(asked), len(answers)) - 1]
-                if answer is None:
-                    return
-                if answer == b"hang":
-                    await asyncio.sleep(60)
-                writer.write(answer)
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionError):
-            pass
-        finally:
-            writer.close()
-
-    listening = await asyncio.start_server(serve, "127.0.0.1", 0)
-    port = listening.sockets[0].getsockname()[1]
-    try:
-        yield f"http://127.0.0.1:{port}/v1", asked
-    finally:
-        listening.close()
 
 
 async def test_what_passes_is_tried_again() -> None:
@@ -127,6 +86,7 @@ def test_addresses_that_cannot_be_meant(monkeypatch: pytest.MonkeyPatch) -> None
         ("127.0.0.1:8000", None, "no address of a server"),
         ("http://", None, "no address of a server"),
         ("http://me:secret@host/v1", None, "would be recorded"),
+        ("http://host/v1?key=secret", None, "would be recorded"),
         ("http://host/v1", "NO_SUCH_KEY", "NO_SUCH_KEY is empty"),
     ):
         with pytest.raises(ConfigError, match=message) as failed:

@@ -215,7 +215,7 @@ def test_a_turn_end_that_does_not_stop_is_said(folder: Path) -> None:
     assert p.template_digest != policy().template_digest
     edit(folder / "generation_config.json", eos_token_id=[24, 25], _from_model_config="absent")
     assert not load(folder).notes
-    assert resolve_stops(p.tokenizer, p.module) == (24,)
+    assert resolve_stops(p.tokenizer, p.module.generation_config) == (24,)
 
 
 # --- what can be wrong with a path -----------------------------------------------------------------------------------
