@@ -1,9 +1,9 @@
 """The key-value pool, and attention through tables of its rows.
 
-Attention here is ragged: a query reads exactly the rows of its own sequence, whatever its neighbours' lengths. Scores
-are a sampled matrix product over a CSR pattern (one entry per query, head and visible row), weights times values an
-embedding bag over the same indices, so no key or value is copied and none is read for padding. Only the softmax works
-on a padded matrix, of scores (1 / D of the data).
+Attention here is ragged: a query reads exactly the rows of its own sequence, whatever its neighbours' lengths. On a CPU
+with a C compiler it is one call of `kernels.c`. Elsewhere scores are a sampled matrix product over a CSR pattern (one
+entry per query, head and visible row), weights times values an embedding bag over the same indices, so no key or value is
+copied and none is read for padding. Only the softmax works on a padded matrix, of scores (1 / D of the data).
 
 Axis letters: B ragged queries, H query heads, K key-value heads (H = K * groups), D head width, T visible rows summed
 over the queries, E = H * T entries in the order (head, query, row), N positions of the forward pass.
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from posttrain.core.errors import EngineError
 from posttrain.engine.attention import PackedLayout, dense_attention
+from posttrain.engine.embedded import native
 from posttrain.engine.embedded.blocks import BLOCK
 
 LANES = 64
@@ -40,13 +41,20 @@ class LayerShape:
 
 
 class Pool:
-    """Rows of keys and values for every layer: [rows * K, D], float32 (float64 for a float64 model).
+    """Keys and values of every layer, float32 (float64 for a float64 model): [blocks * K * BLOCK, D].
+
+    A block holds its rows head after head, so that what one head reads lies together: head k of row r is at
+    `(r // BLOCK * K + k) * BLOCK + r % BLOCK`.
 
     Narrow models are cached wide: the products are exact to their inputs and the ragged kernels exist in float32.
+
+    Args:
+        compiled: attend with `kernels.c`; None: wherever it compiles.
     """
 
-    def __init__(self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, compiled: bool | None = None) -> None:
         self.shapes = shapes
+        self.kernels = native.choose(compiled, device, torch.float64 if dtype == torch.float64 else torch.float32)
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.device = device
         self.rows = 0
@@ -75,15 +83,21 @@ class Pool:
     def copy(self, source: np.ndarray, to: np.ndarray) -> None:
         """Copy rows, for a block about to be written by one of its owners."""
         a, b = (torch.from_numpy(x).to(self.device) for x in (source, to))
-        for pool in (*self.keys, *self.values):
-            rows = pool.view(self.rows, -1)
-            rows.index_copy_(0, b, rows.index_select(0, a))
+        for shape, *pools in zip(self.shapes, self.keys, self.values, strict=True):
+            for pool in pools:
+                pool.index_copy_(0, self.places(b, shape.heads), pool.index_select(0, self.places(a, shape.heads)))
 
     def write(self, layer: int, rows_N: Tensor, key: Tensor, value: Tensor) -> None:
         """Store key and value, both [K, N, D] with N >= len(rows_N); surplus positions (idle ones) are not stored."""
-        n = len(rows_N)
+        places = self.places(rows_N, len(key))
         for pool, x in ((self.keys[layer], key), (self.values[layer], value)):
-            pool.view(self.rows, -1).index_copy_(0, rows_N, x[:, :n].transpose(0, 1).reshape(n, -1).to(self.dtype))
+            pool.index_copy_(0, places, x[:, : len(rows_N)].flatten(0, 1).to(self.dtype))
+
+    @staticmethod
+    def places(rows_N: Tensor, heads: int) -> Tensor:
+        """int64 [K * N]: where head after head of these rows lies."""
+        head = torch.arange(heads, device=rows_N.device)[:, None]
+        return ((rows_N // BLOCK * heads + head) * BLOCK + rows_N % BLOCK).flatten()
 
     def _rows(self, n: int, width: int) -> Tensor:
         return torch.zeros(n, width, dtype=self.dtype, device=self.device)
@@ -125,6 +139,7 @@ class CachedLayout:
         self._chunks = [Chunk(pool, rows, n) for rows, n in chunks]
         self._rows_N = torch.from_numpy(rows_N).to(pool.device)
         self._visible_T, self._lengths_B = visible_T, lengths_B
+        self._bags = [torch.from_numpy(np.ascontiguousarray(x)) for x in (visible_T, np.cumsum(lengths_B) - lengths_B, lengths_B)]
         self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
 
     def attend(
@@ -140,11 +155,14 @@ class CachedLayout:
     ) -> Tensor:
         """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
         layer: int = module.layer_idx  # type: ignore[assignment]
-        self.pool.write(layer, self._rows_N, key[0], value[0])
         b = len(self._lengths_B)
         out: list[Tensor] = []
-        if b:
-            out.append(self._ragged(layer, query[0, :, :b], scaling, sliding_window, softcap).to(query.dtype))
+        if self.pool.kernels is not None:
+            out.append(self._compiled(self.pool.kernels, layer, query[0, :, :b], key[0], value[0], scaling, sliding_window, softcap))
+        else:
+            self.pool.write(layer, self._rows_N, key[0], value[0])
+            if b:
+                out.append(self._ragged(layer, query[0, :, :b], scaling, sliding_window, softcap).to(query.dtype))
         if self.dense is not None:
             to = b + self.dense.tokens
             q, k, v = (x[:, :, b:to] for x in (query, key, value))
@@ -154,6 +172,24 @@ class CachedLayout:
             out.append(chunk.attend(layer, query[:, :, b : b + chunk.length], scaling, sliding_window, softcap))
             b += chunk.length
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
+
+    def _compiled(
+        self,
+        kernels: native.Kernels,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Store key and value [K, N, D], then every query [H, B, D] over its own rows -> [1, B, H, D]."""
+        pools = self.pool.keys[layer], self.pool.values[layer]
+        q, k, v = (x.to(self.pool.dtype) for x in (query, key, value))
+        visible_T, starts_B, lengths_B = self._bags
+        seen = kernels.attend(pools, k, v, self._rows_N, q, visible_T, starts_B, lengths_B, scaling=scaling, window=window, softcap=softcap)
+        return seen.to(query.dtype).unsqueeze(0)
 
     def _ragged(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         """query [H, B, D] -> [1, B, H, D]: every query over its own rows."""
@@ -192,7 +228,8 @@ class CachedLayout:
             raise EngineError(f"a step attends to {total * heads} entries: use fewer slots or a shorter context")
         width = -(-int(lengths_B.max(initial=1)) // LANES) * LANES
         head = np.arange(heads)[:, None]
-        rows_E = ((visible_T * kv_heads).astype(np.int32) + (head // (heads // kv_heads)).astype(np.int32)).ravel()
+        first_T = visible_T // BLOCK * (kv_heads * BLOCK) + visible_T % BLOCK
+        rows_E = (first_T.astype(np.int32) + (head // (heads // kv_heads) * BLOCK).astype(np.int32)).ravel()
         places_T = np.repeat(np.arange(count) * width - starts_B, lengths_B) + np.arange(total)
         places_E = (places_T + head * (count * width)).ravel()
         crow = np.append((starts_B + head * total).ravel(), heads * total).astype(np.int32)
@@ -215,8 +252,10 @@ class Chunk:
     def attend(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         """query [1, H, n, D] -> [1, n, H, D]"""
         mask = self._distance >= 0 if window is None else (self._distance >= 0) & (self._distance < window)
+        heads = self._pool.shapes[layer].heads
+        places = self._pool.places(self._rows_T, heads)
         key, value = (
-            x.view(self._pool.rows, self._pool.shapes[layer].heads, -1).index_select(0, self._rows_T).transpose(0, 1)[None].to(query.dtype)
+            x.index_select(0, places).view(1, heads, len(self._rows_T), -1).to(query.dtype)
             for x in (self._pool.keys[layer], self._pool.values[layer])
         )
         return dense_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)

@@ -1,0 +1,320 @@
+/* What a decode step does between its matrix products, on CPUs, in float32.
+
+   Compiled by `native.py` with the machine's own C compiler (gcc >= 12 or clang). Activations are feature-major [F][ld]:
+   a row is one feature of all N positions, ld >= N floats apart, a multiple of LANES, so that a lane is a position and
+   W @ x reads every weight once, in the order it lies in memory. Heads are position-major [N][heads][D].
+
+   Every sum runs along one position or one query in a fixed order, so no result depends on its neighbours or on the
+   number of threads. */
+
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define LANES 16
+#define TILE 16
+/* Rows of a cache block, as in `blocks.py`. */
+#define BLOCK 16
+/* Elements below which waking other threads costs more than they save. */
+#define SMALL 32768
+
+typedef float vec __attribute__((vector_size(4 * LANES)));
+typedef float vec8 __attribute__((vector_size(32)));
+typedef float vec4 __attribute__((vector_size(16)));
+typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
+
+static inline vec load(const float *p) {
+  vec v;
+  memcpy(&v, p, sizeof v);
+  return v;
+}
+
+static inline void store(float *p, vec v) { memcpy(p, &v, sizeof v); }
+
+static inline vec splat(float x) { return x - (vec){0}; }
+
+static inline vec blend(ivec mask, vec a, vec b) { return (vec)(((ivec)a & mask) | ((ivec)b & ~mask)); }
+
+static inline float sum(vec v) {
+  vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+  vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
+  return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+/* exp to 2 units in the last place; 0 below -87, saturated above 88; NaN stays NaN. */
+static inline vec exp_vec(vec x) {
+  vec low = splat(-87.0f), high = splat(88.0f);
+  vec y = blend(x < low, low, blend(x > high, high, x));
+  vec shifted = y * 1.44269504f + 12582912.0f;
+  vec n = shifted - 12582912.0f;
+  vec r = y - n * 0.693359375f + n * 2.12194440e-4f;
+  vec p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  ivec scale = ((ivec)shifted << 23) + 0x3f800000;
+  return blend(x < low, splat(0.0f), p * (vec)scale);
+}
+
+/* out[f][n] = table[ids[n]][f] */
+void embed(const float *table, const int64_t *ids, float *out, int64_t N, int64_t ld, int64_t E) {
+#pragma omp parallel for if (N * E > SMALL)
+  for (int64_t n0 = 0; n0 < N; n0 += TILE) {
+    int64_t end = n0 + TILE < N ? n0 + TILE : N;
+    for (int64_t f = 0; f < E; f++)
+      for (int64_t n = n0; n < end; n++) out[f * ld + n] = table[ids[n] * E + f];
+  }
+}
+
+/* out[f][n] = in[n][f] */
+void transpose(const float *in, float *out, int64_t N, int64_t ld, int64_t E) {
+#pragma omp parallel for if (N * E > SMALL)
+  for (int64_t f0 = 0; f0 < E; f0 += TILE) {
+    int64_t last = f0 + TILE < E ? f0 + TILE : E;
+    for (int64_t n0 = 0; n0 < N; n0 += TILE) {
+      int64_t end = n0 + TILE < N ? n0 + TILE : N;
+      for (int64_t f = f0; f < last; f++)
+        for (int64_t n = n0; n < end; n++) out[f * ld + n] = in[n * E + f];
+    }
+  }
+}
+
+/* out = x / rms(x) * weight; position-major [N][E] where `rows`, else feature-major. */
+void rms(const float *x, const float *weight, float eps, float *out, int64_t N, int64_t ld, int64_t E, int64_t rows) {
+#pragma omp parallel for if (N * E > SMALL)
+  for (int64_t n = 0; n < N; n += LANES) {
+    vec squares = {0};
+    for (int64_t f = 0; f < E; f++) {
+      vec v = load(x + f * ld + n);
+      squares += v * v;
+    }
+    float scale[LANES];
+    squares = squares * (1.0f / (float)E) + eps;
+    for (int64_t j = 0; j < LANES; j++) scale[j] = 1.0f / sqrtf(squares[j]);
+    vec factor = load(scale);
+    if (!rows) {
+      for (int64_t f = 0; f < E; f++) store(out + f * ld + n, load(x + f * ld + n) * factor * weight[f]);
+      continue;
+    }
+    int64_t end = n + LANES < N ? LANES : N - n;
+    for (int64_t f = 0; f < E; f++) {
+      vec v = load(x + f * ld + n) * factor * weight[f];
+      for (int64_t j = 0; j < end; j++) out[(n + j) * E + f] = v[j];
+    }
+  }
+}
+
+/* inner = silu(gate) * up, the two one below the other. */
+void swiglu(const float *both, float *inner, int64_t ld, int64_t F) {
+  int64_t size = F * ld;
+#pragma omp parallel for if (size > SMALL)
+  for (int64_t i = 0; i < size; i += LANES) {
+    vec gate = load(both + i), up = load(both + size + i);
+    store(inner + i, gate / (1.0f + exp_vec(-gate)) * up);
+  }
+}
+
+/* Feature-major qkv [(H + 2 K) * D][ld] to position-major heads [N][H + 2 K][D], on the way: bias, norm of queries and keys,
+   rotation x * cos + roll(x, D / 2) * sin. `bias`, `q_norm`, `k_norm` may be null. */
+void heads(const float *qkv, const float *bias, const float *q_norm, const float *k_norm, float eps, const float *cosine, const float *sine,
+           const int64_t *positions, float *out, int64_t N, int64_t ld, int64_t H, int64_t K, int64_t D) {
+  int64_t all = H + 2 * K, half = D / 2;
+#pragma omp parallel for collapse(2) if (N * all * D > SMALL)
+  for (int64_t n0 = 0; n0 < N; n0 += TILE) {
+    for (int64_t h = 0; h < all; h++) {
+      int64_t count = n0 + TILE < N ? TILE : N - n0;
+      float tile[TILE * D];
+      for (int64_t d = 0; d < D; d++) {
+        const float *row = qkv + (h * D + d) * ld + n0;
+        float b = bias ? bias[h * D + d] : 0.0f;
+        for (int64_t j = 0; j < TILE; j++) tile[j * D + d] = row[j] + b;
+      }
+      const float *norm = h < H ? q_norm : k_norm;
+      for (int64_t j = 0; j < count; j++) {
+        float *x = tile + j * D, *to = out + ((n0 + j) * all + h) * D;
+        if (h >= H + K) {
+          memcpy(to, x, D * sizeof(float));
+          continue;
+        }
+        if (norm) {
+          float squares = 0.0f;
+#pragma omp simd reduction(+ : squares)
+          for (int64_t d = 0; d < D; d++) squares += x[d] * x[d];
+          float scale = 1.0f / sqrtf(squares / (float)D + eps);
+          for (int64_t d = 0; d < D; d++) x[d] *= scale * norm[d];
+        }
+        const float *c = cosine + positions[n0 + j] * D, *s = sine + positions[n0 + j] * D;
+        for (int64_t d = 0; d < half; d++) to[d] = x[d] * c[d] + x[d + half] * s[d];
+        for (int64_t d = half; d < D; d++) to[d] = x[d] * c[d] + x[d - half] * s[d];
+      }
+    }
+  }
+}
+
+/* Lane j of the result is the sum of the lanes of v[j]. */
+static inline vec sums(vec v[BLOCK]) {
+#define PAIR(a, b, ...) (__builtin_shufflevector(a, b, __VA_ARGS__))
+  for (int j = 0; j < 8; j++)
+    v[j] = PAIR(v[j], v[j + 8], 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
+           PAIR(v[j], v[j + 8], 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30, 31);
+  for (int j = 0; j < 4; j++)
+    v[j] = PAIR(v[j], v[j + 4], 0, 1, 2, 3, 16, 17, 18, 19, 8, 9, 10, 11, 24, 25, 26, 27) +
+           PAIR(v[j], v[j + 4], 4, 5, 6, 7, 20, 21, 22, 23, 12, 13, 14, 15, 28, 29, 30, 31);
+  for (int j = 0; j < 2; j++)
+    v[j] = PAIR(v[j], v[j + 2], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+           PAIR(v[j], v[j + 2], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
+  return PAIR(v[0], v[1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+         PAIR(v[0], v[1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+#undef PAIR
+}
+
+/* Rows from rows[t] on that lie one after the other in the same block. */
+static inline int64_t run(const int64_t *rows, int64_t t, int64_t count) {
+  int64_t most = BLOCK - rows[t] % BLOCK;
+  if (most > count - t) most = count - t;
+  return rows[t + most - 1] == rows[t] + most - 1 ? most : 1;
+}
+
+/* Where head k of a row lies in a pool [block][K][BLOCK][D]. */
+static inline int64_t place(int64_t row, int64_t k, int64_t K, int64_t D) { return ((row / BLOCK * K + k) * BLOCK + row % BLOCK) * D; }
+
+/* Ask for `count` rows of a head, one after the other, before they are read: blocks lie anywhere, which no prefetcher foresees. */
+static inline void fetch(const float *first, int64_t count, int64_t D) {
+  for (const char *p = (const char *)first, *end = p + count * D * sizeof(float); p < end; p += 64) __builtin_prefetch(p);
+}
+
+/* score[t] = scale * q . keys[rows[t]]; `score` has room for BLOCK more. */
+static inline __attribute__((always_inline)) void dots(const float *q, const float *keys, const float *values, int64_t k, int64_t K, const int64_t *rows,
+                                                       int64_t count, int64_t D, float scale, float *score) {
+  for (int64_t t = 0; t < count;) {
+    const float *key = keys + place(rows[t], k, K, D);
+    int64_t n = run(rows, t, count);
+    if (t + n < count) fetch(keys + place(rows[t + n], k, K, D), n, D);
+    fetch(values + place(rows[t], k, K, D), n, D);
+    if (rows[t] % BLOCK == 0 && D % LANES == 0) {
+      vec a[BLOCK];
+      for (int j = 0; j < BLOCK; j++) {
+        a[j] = load(q) * load(key + j * D);
+        for (int64_t d = LANES; d < D; d += LANES) a[j] += load(q + d) * load(key + j * D + d);
+      }
+      store(score + t, sums(a) * scale);
+    } else {
+      for (int64_t j = 0; j < n; j++) {
+        float s = 0.0f;
+        for (int64_t d = 0; d < D; d++) s += q[d] * key[j * D + d];
+        score[t + j] = s * scale;
+      }
+    }
+    t += n;
+  }
+}
+
+/* `vectors` * LANES columns of out = factor * sum over t of weight[t] * values[rows[t]] */
+static inline __attribute__((always_inline)) void mix_columns(const float *weight, const float *values, int64_t k, int64_t K,
+                                                              const int64_t *rows, int64_t count, int64_t D, int64_t d, int vectors,
+                                                              float factor, float *out) {
+  vec a[4] = {{0}};
+  for (int64_t t = 0; t < count;) {
+    const float *value = values + place(rows[t], k, K, D) + d;
+    int64_t n = run(rows, t, count);
+    for (int64_t j = 0; j < n; j++)
+      for (int i = 0; i < vectors; i++) a[i] += load(value + j * D + i * LANES) * weight[t + j];
+    t += n;
+  }
+  for (int i = 0; i < vectors; i++) store(out + d + i * LANES, a[i] * factor);
+}
+
+static inline __attribute__((always_inline)) void mix(const float *weight, const float *values, int64_t k, int64_t K, const int64_t *rows,
+                                                      int64_t count, int64_t D, float factor, float *out) {
+  int64_t d = 0;
+  for (; d + 4 * LANES <= D; d += 4 * LANES) mix_columns(weight, values, k, K, rows, count, D, d, 4, factor, out);
+  for (; d + 2 * LANES <= D; d += 2 * LANES) mix_columns(weight, values, k, K, rows, count, D, d, 2, factor, out);
+  for (; d + LANES <= D; d += LANES) mix_columns(weight, values, k, K, rows, count, D, d, 1, factor, out);
+  for (; d < D; d++) {
+    float a = 0.0f;
+    for (int64_t t = 0; t < count; t++) a += values[place(rows[t], k, K, D) + d] * weight[t];
+    out[d] = a * factor;
+  }
+}
+
+/* Scores to exp(score - max), in place; returns one over their sum. `score` has room for whole vectors. */
+static inline float softmax(float *score, int64_t count, float softcap) {
+  for (int64_t t = count; t % LANES; t++) score[t] = -INFINITY;
+  if (softcap > 0)
+    for (int64_t t = 0; t < count; t++) score[t] = softcap * tanhf(score[t] / softcap);
+  vec most = load(score), total = {0};
+  for (int64_t t = LANES; t < count; t += LANES) {
+    vec s = load(score + t);
+    most = blend(s > most, s, most);
+  }
+  float top = most[0];
+  for (int j = 1; j < LANES; j++) top = most[j] > top ? most[j] : top;
+  for (int64_t t = 0; t < count; t += LANES) {
+    vec e = exp_vec(load(score + t) - top);
+    store(score + t, e);
+    total += e;
+  }
+  return 1.0f / sum(total);
+}
+
+/* Store keys and values of the first `stored` positions, [n][K][D] with the given strides, in rows of the pool
+   ([block][K][BLOCK][D]); then attention of each query over its own rows, the last `window` of them where window > 0.
+
+   queries [B][H][Dk] with strides, out [B][H][Dv]; `visible` holds the rows of query after query, lengths[b] from starts[b];
+   a query that sees nothing gets zeros. Returns 0, or 1 where memory ran out. */
+int64_t attend(float *keys, float *values, const float *key, int64_t key_n, int64_t key_h, const float *value, int64_t value_n, int64_t value_h,
+               const int64_t *to, int64_t stored, const float *query, int64_t query_n, int64_t query_h, const int64_t *visible,
+               const int64_t *starts, const int64_t *lengths, float *out, int64_t B, int64_t H, int64_t K, int64_t Dk, int64_t Dv,
+               int64_t window, float scale, float softcap) {
+  int64_t groups = H / K, longest = 0, work = 0, failed = 0;
+  for (int64_t b = 0; b < B; b++) {
+    longest = lengths[b] > longest ? lengths[b] : longest;
+    work += lengths[b] * H * Dk;
+  }
+  longest = (longest / LANES + 2) * LANES;
+#pragma omp parallel if (work > SMALL)
+  {
+    float *score = aligned_alloc(64, longest * sizeof(float));
+    if (!score) {
+#pragma omp atomic write
+      failed = 1;
+    }
+#pragma omp for
+    for (int64_t n = 0; n < stored; n++) {
+      for (int64_t k = 0; k < K; k++) {
+        memcpy(keys + place(to[n], k, K, Dk), key + n * key_n + k * key_h, Dk * sizeof(float));
+        memcpy(values + place(to[n], k, K, Dv), value + n * value_n + k * value_h, Dv * sizeof(float));
+      }
+    }
+#pragma omp for collapse(2) schedule(dynamic, 4)
+    for (int64_t b = 0; b < B; b++) {
+      for (int64_t k = 0; k < K; k++) {
+        if (!score) continue;
+        int64_t count = window > 0 && lengths[b] > window ? window : lengths[b];
+        const int64_t *rows = visible + starts[b] + lengths[b] - count;
+        for (int64_t h = k * groups; h < (k + 1) * groups; h++) {
+          const float *q = query + b * query_n + h * query_h;
+          float *o = out + (b * H + h) * Dv;
+          if (!count) {
+            memset(o, 0, Dv * sizeof(float));
+            continue;
+          }
+          switch (Dk) {
+            case 32: dots(q, keys, values, k, K, rows, count, 32, scale, score); break;
+            case 64: dots(q, keys, values, k, K, rows, count, 64, scale, score); break;
+            case 128: dots(q, keys, values, k, K, rows, count, 128, scale, score); break;
+            default: dots(q, keys, values, k, K, rows, count, Dk, scale, score);
+          }
+          float factor = softmax(score, count, softcap);
+          mix(score, values, k, K, rows, count, Dv, factor, o);
+        }
+      }
+    }
+    free(score);
+  }
+  return failed;
+}

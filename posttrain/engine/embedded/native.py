@@ -1,0 +1,147 @@
+"""`kernels.c`, compiled once per machine by its own C compiler and called on tensors.
+
+The library lies in the user's cache folder under a name that hashes its source, compiler, flags and processor, so another
+of any of them makes another. Where no compiler works, the engine runs on torch's own operations, slower and otherwise
+the same; `find` says why.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from posttrain.core.errors import EngineError
+
+LANES = 16
+"""Columns of a feature-major matrix come in multiples of this."""
+SOURCE = Path(__file__).with_name("kernels.c")
+FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
+POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+SIGNATURES = {
+    "embed": [POINTER] * 3 + [INT] * 3,
+    "rms": [POINTER, POINTER, FLOAT, POINTER] + [INT] * 4,
+    "swiglu": [POINTER] * 2 + [INT] * 2,
+    "transpose": [POINTER] * 2 + [INT] * 3,
+    "heads": [POINTER] * 4 + [FLOAT] + [POINTER] * 4 + [INT] * 5,
+    "attend": [POINTER] * 2 + [POINTER, INT, INT] * 2 + [POINTER, INT] + [POINTER, INT, INT] + [POINTER] * 4 + [INT] * 6 + [FLOAT] * 2,
+}
+
+
+class Kernels:
+    """The compiled functions. Tensors are float32 and on the CPU; the caller has seen to both."""
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        for name, arguments in SIGNATURES.items():
+            function = getattr(library, name)
+            function.argtypes, function.restype = arguments, INT if name == "attend" else None
+        self._library = library
+        self.embed, self.rms, self.swiglu = library.embed, library.rms, library.swiglu
+        self.transpose, self.heads = library.transpose, library.heads
+
+    def attend(
+        self,
+        pools: tuple[Tensor, Tensor],
+        key: Tensor,
+        value: Tensor,
+        to_N: Tensor,
+        query: Tensor,
+        visible_T: Tensor,
+        starts_B: Tensor,
+        lengths_B: Tensor,
+        *,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """Store key and value [K, N, D] at rows `to_N`, then attend query [H, B, D] over its rows -> [B, H, D]; see `kernels.c`."""
+        key, value, query = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value, query))
+        heads, count, width = query.shape
+        out = torch.empty(count, heads, value.shape[-1])
+        failed = self._library.attend(
+            pools[0].data_ptr(),
+            pools[1].data_ptr(),
+            *(key.data_ptr(), key.stride(1), key.stride(0)),
+            *(value.data_ptr(), value.stride(1), value.stride(0)),
+            *(to_N.data_ptr(), len(to_N)),
+            *(query.data_ptr(), query.stride(1), query.stride(0)),
+            *(visible_T.data_ptr(), starts_B.data_ptr(), lengths_B.data_ptr(), out.data_ptr()),
+            *(count, heads, key.shape[0], width, value.shape[-1]),
+            *(window or 0, scaling, softcap or 0.0),
+        )
+        if failed:
+            raise MemoryError("attention ran out of memory: use fewer slots or a shorter context")
+        return out
+
+
+def stride(count: int) -> int:
+    """Floats between the rows of a feature-major matrix of `count` columns: an odd number of vectors, so that the rows of one
+    column do not crowd into a few sets of the cache."""
+    return (-(-count // LANES) | 1) * LANES
+
+
+def choose(compiled: bool | None, device: torch.device, dtype: torch.dtype) -> Kernels | None:
+    """The kernels, or None where torch's own operations are to do their work.
+
+    Raises:
+        EngineError: `compiled` is true where they do not serve.
+    """
+    if compiled is False:
+        return None
+    if device.type != "cpu" or dtype != torch.float32:
+        found: Kernels | str = f"they serve float32 on a CPU, not {dtype} on {device}"
+    else:
+        found = find()
+    if isinstance(found, Kernels):
+        return found
+    if compiled:
+        raise EngineError(f"compiled=True, but there are no compiled kernels: {found}")
+    return None
+
+
+@functools.cache
+def find() -> Kernels | str:
+    """The kernels of this machine, compiled where they are not yet; or why there are none."""
+    compiler = shutil.which(os.environ.get("CC", "cc"))
+    if compiler is None:
+        return f"no C compiler {os.environ.get('CC', 'cc')!r}: install gcc or clang, or set CC"
+    told = subprocess.run([compiler, "--version"], capture_output=True, text=True)
+    key = "\n".join([SOURCE.read_text(), told.stdout, *FLAGS, _processor()])
+    library = _folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
+            fresh = Path(temporary) / library.name
+            made = subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"], capture_output=True, text=True)
+            if made.returncode:
+                return f"{compiler} does not compile {SOURCE.name}: {made.stderr.strip()[:400]}"
+            fresh.replace(library)
+    try:
+        return Kernels(ctypes.CDLL(str(library)))
+    except OSError as error:
+        return f"{library} cannot be loaded: {error}"
+
+
+def _folder() -> Path:
+    """Where the compiled library is kept: the user's cache, or a fresh folder where that cannot be written."""
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="posttrain-"))
+    except OSError:
+        return Path(tempfile.mkdtemp(prefix="posttrain-"))
+
+
+def _processor() -> str:
+    """What the compiler would specialise for."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    return "\n".join([platform.machine(), platform.processor(), *(line for line in lines if line.startswith(("flags", "Features")))][:3])

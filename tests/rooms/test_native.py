@@ -1,0 +1,172 @@
+"""The compiled kernels against torch's own operations; skipped, with the reason, where no C compiler works."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from posttrain.core.errors import EngineError
+from posttrain.engine import attention
+from posttrain.engine.attention import PackedLayout
+from posttrain.engine.embedded import native
+from posttrain.engine.embedded.blocks import BLOCK, blocks_for
+from posttrain.engine.embedded.cache import CachedLayout, LayerShape, Pool
+from posttrain.engine.embedded.fused import FusedDecoder
+from posttrain.engine.readout import read_out
+
+FOUND = native.find()
+needs_kernels = pytest.mark.skipif(isinstance(FOUND, str), reason=f"no compiled kernels: {FOUND}")
+CPU = torch.device("cpu")
+
+
+class Layer:
+    layer_idx = 0
+
+
+def pools(heads: int, key: int, value: int, blocks: int) -> list[Pool]:
+    """The same random cache twice, attended by kernels and by torch."""
+    both = [Pool([LayerShape(heads, key, value)], torch.float32, CPU, compiled) for compiled in (True, False)]
+    for pool in both:
+        pool.grow(blocks)
+    for x, y in zip((both[0].keys[0], both[0].values[0]), (both[1].keys[0], both[1].values[0]), strict=True):
+        x.copy_(torch.randn_like(x))
+        y.copy_(x)
+    return both
+
+
+def tables(lengths: list[int], rng: np.random.Generator) -> list[np.ndarray]:
+    """Rows of each sequence, in blocks that lie anywhere."""
+    free = rng.permutation(sum(map(blocks_for, lengths)))
+    out: list[np.ndarray] = []
+    for n in lengths:
+        own, free = free[: blocks_for(n)], free[blocks_for(n) :]
+        out.append((own[:, None] * BLOCK + np.arange(BLOCK)).ravel()[:n])
+    return out
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "key", "value"), [(4, 4, 32, 32), (6, 2, 64, 64), (4, 1, 20, 12), (2, 2, 48, 80), (8, 4, 128, 128)]
+)
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (19, None), (None, 4.0)])
+@torch.inference_mode()
+def test_attention_is_torchs(heads: int, kv_heads: int, key: int, value: int, window: int | None, softcap: float | None) -> None:
+    torch.manual_seed(0)
+    lengths = [1, 40, 16, 17, 130, 64]
+    rows = tables(lengths, np.random.default_rng(0))
+    idle = 2
+    count = len(lengths) + idle
+    both = pools(kv_heads, key, value, sum(map(blocks_for, lengths)))
+    q, k, v = (torch.randn(1, h, count, d) for h, d in ((heads, key), (kv_heads, key), (kv_heads, value)))
+    seen = [
+        CachedLayout(p, np.array([r[-1] for r in rows]), np.concatenate(rows), np.array([*lengths, *[0] * idle]), None).attend(
+            Layer(),  # type: ignore[arg-type]
+            q,
+            k,
+            v,
+            scaling=key**-0.5,
+            sliding_window=window,
+            softcap=softcap,
+        )
+        for p in both
+    ]
+    torch.testing.assert_close(*seen, rtol=1e-5, atol=2e-6)
+    assert not seen[0][:, -idle:].any()
+    assert torch.equal(both[0].keys[0], both[1].keys[0])
+    assert torch.equal(both[0].values[0], both[1].values[0])
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_attention_bits_know_no_neighbour_and_no_thread() -> None:
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(1, 200, 70).tolist()
+    rows = tables(lengths, rng)
+    pool = pools(4, 64, 64, sum(map(blocks_for, lengths)))[0]
+    q, k, v = torch.randn(1, 8, 70, 64), torch.randn(1, 4, 70, 64), torch.randn(1, 4, 70, 64)
+
+    def attend(which: list[int]) -> torch.Tensor:
+        layout = CachedLayout(
+            pool,
+            np.array([rows[i][-1] for i in which]),
+            np.concatenate([rows[i] for i in which]),
+            np.array([lengths[i] for i in which]),
+            None,
+        )
+        return layout.attend(Layer(), q[:, :, which], k[:, :, which], v[:, :, which], scaling=0.125, sliding_window=None, softcap=None)[0]  # type: ignore[arg-type]
+
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([attend([i]) for i in range(70)])
+        torch.set_num_threads(3)
+        together = attend(list(range(70)))
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(alone, together)
+
+
+@needs_kernels
+@torch.inference_mode()
+def test_scores_that_are_not_finite_reach_the_output() -> None:
+    """A diverged model must not look healthy."""
+    pool = pools(1, 32, 32, 1)[0]
+    pool.keys[0][3] = torch.nan
+    layout = CachedLayout(pool, np.array([8]), np.arange(9), np.array([9]), None)
+    out = layout.attend(Layer(), *torch.randn(3, 1, 1, 1, 32), scaling=1.0, sliding_window=None, softcap=None)  # type: ignore[arg-type]
+    assert out.isnan().all()
+
+
+@needs_kernels
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3"])
+@torch.inference_mode()
+def test_the_decoder_is_torchs(family: str) -> None:
+    torch.manual_seed(0)
+    more = {"attention_bias": True} if family == "llama" else {"head_dim": 20} if family == "qwen3" else {}
+    config = AutoConfig.for_model(
+        family,
+        vocab_size=97,
+        hidden_size=64,
+        intermediate_size=72,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        **more,
+    )
+    attention.register()
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval()
+    for name, p in model.named_parameters():
+        if name.endswith(("bias", "norm.weight")):
+            p.add_(torch.randn_like(p) * 0.3)
+    out = read_out(model)
+    ids, at = torch.randint(97, (37,)), torch.cat([torch.arange(30), torch.arange(7)])
+    seen = [FusedDecoder(model, out, 64, compiled).hidden(ids, at, PackedLayout([30, 7])) for compiled in (True, False)]
+    torch.testing.assert_close(*seen, rtol=2e-5, atol=2e-5)
+
+
+def test_what_it_says_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    native.find.cache_clear()
+    try:
+        assert native.choose(None, CPU, torch.float32) is None
+        with pytest.raises(EngineError, match="no C compiler 'no-such-compiler': install gcc or clang, or set CC"):
+            native.choose(True, CPU, torch.float32)
+    finally:
+        native.find.cache_clear()
+    with pytest.raises(EngineError, match="float32 on a CPU"):
+        native.choose(True, CPU, torch.float64)
+
+
+@needs_kernels
+def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setenv("CC", "false")
+    native.find.cache_clear()
+    try:
+        why = native.find()
+    finally:
+        native.find.cache_clear()
+    assert isinstance(why, str)
+    assert "does not compile kernels.c" in why
