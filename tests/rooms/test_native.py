@@ -142,7 +142,11 @@ def test_the_decoder_is_torchs(family: str) -> None:
             p.add_(torch.randn_like(p) * 0.3)
     out = read_out(model)
     ids, at = torch.randint(97, (37,)), torch.cat([torch.arange(30), torch.arange(7)])
-    seen = [FusedDecoder(model, out, 64, compiled).hidden(ids, at, PackedLayout([30, 7])) for compiled in (True, False)]
+    decoders = [FusedDecoder(model, out, 64, compiled) for compiled in (True, False)]
+    seen = [d.hidden(ids, at, PackedLayout([30, 7])) for d in decoders]
+    with torch.inference_mode(False), torch.no_grad():
+        again = decoders[0].hidden(ids, at, PackedLayout([30, 7]))
+    assert torch.equal(again, seen[0])
     torch.testing.assert_close(*seen, rtol=2e-5, atol=2e-5)
 
 

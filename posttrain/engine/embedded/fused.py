@@ -133,7 +133,8 @@ class FusedDecoder:
         """Matrix [features, wide] number `which`, of memory kept from pass to pass: fresh memory costs more than small products."""
         room = self._rooms.get(which)
         if room is None or room.numel() < features * wide:
-            room = self._rooms[which] = torch.zeros(features * wide)
+            with torch.inference_mode(False):
+                room = self._rooms[which] = torch.zeros(features * wide)
         return room[: features * wide].view(features, wide)
 
     def _join(self, layer: Any) -> _Layer:
