@@ -120,13 +120,19 @@ def make_served(
     if weights is not None:
         load_weights(weights, HFLearner(policy))
     digest = fingerprint(named_tensors(policy.module))
-    engine = EmbeddedEngine(
-        policy.module, slots=run.slots, context=policy.context, deterministic=run.deterministic, device=run.model.device
-    )
     tokenizer: Any = policy.tokenizer
+    renderer = Renderer(tokenizer, policy.stop_ids)
+    engine = EmbeddedEngine(
+        policy.module,
+        slots=run.slots,
+        context=policy.context,
+        deterministic=run.deterministic,
+        device=run.model.device,
+        text=renderer.decode,
+    )
     served = Served(
         sampler=engine,
-        renderer=Renderer(tokenizer, policy.stop_ids),
+        renderer=renderer,
         words=Words(policy.tokenizer),
         vocabulary=int(policy.module.get_input_embeddings().weight.shape[0]),  # type: ignore[union-attr]
         name=name or Path(str(target).rstrip("/")).name,

@@ -22,6 +22,7 @@ from aiohttp import web
 from posttrain.core import seeds
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ports import Sampler
+from posttrain.core.sampling import Sampling
 from posttrain.environment.render import Renderer
 from posttrain.serve.choice import Choice, Piece
 from posttrain.serve.protocol import Asked, ChatRequest, CompletionRequest, read
@@ -143,8 +144,9 @@ class Server:
                 f"{top} alternatives of {self.served.vocabulary} tokens: ask for fewer",
                 param="top_logprobs" if kind is ChatRequest else "logprobs",
             )
-        if unknown := [i for i in asked.stop_token_ids if not 0 <= i < self.served.vocabulary]:
-            raise Refusal(f"stop_token_ids {unknown} are no tokens of this model (0..{self.served.vocabulary - 1})", param="stop_token_ids")
+        for param in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if unknown := [i for i in getattr(asked, param) or () if not 0 <= i < self.served.vocabulary]:
+                raise Refusal(f"{param}: {unknown[:5]} are no tokens of this model (0..{self.served.vocabulary - 1})", param=param)
         return asked
 
     def _prompt(self, prompt: str | list[int]) -> np.ndarray:
@@ -175,15 +177,22 @@ class Server:
             )
         return ids
 
+    def _contract(self, asked: Asked, length: int) -> Sampling:
+        """The contract of one answer to a prompt of `length` tokens."""
+        try:
+            return asked.sampling(self.served.renderer.stop_ids, self.served.sampler.context - length)
+        except PosttrainError as error:
+            raise refusal_of(error) from None
+
     async def _answer(self, request: web.Request, asked: Asked, prompts: Sequence[np.ndarray], kind: str) -> web.StreamResponse:
         s = self.served
         queue: asyncio.Queue[Told | None] = asyncio.Queue()
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         choices: list[Choice] = []
         for ids in prompts:
-            sampling = asked.sampling(s.renderer.stop_ids, s.sampler.context - len(ids))
+            sampling = self._contract(asked, len(ids))
             for i in range(asked.n):
-                choice = Choice(len(choices), ids, sampling, seeds.key(seed, "serve", i), s.words, tuple(asked.stop))
+                choice = Choice(len(choices), ids, sampling, seeds.key(seed, "serve", i), s.words)
                 if asked.stream:
                     choice.told = lambda piece, c=choice: queue.put_nowait((c, piece))
                 choices.append(choice)

@@ -1,7 +1,7 @@
 """One answer in the making: tokens from the engine become text, log-probs and, at the end, a finish reason.
 
-Text is released as it becomes certain, and every token with the text it belongs to. With stop strings the answer ends at
-the token that completes one, and the engine's slot is freed at once.
+Text is released as it becomes certain, and every token with the text it belongs to. A stop string that ended the answer is
+left out of the text; its tokens are told.
 """
 
 from __future__ import annotations
@@ -43,25 +43,24 @@ class Piece:
 class Choice:
     """Answer `index` to one prompt."""
 
-    def __init__(self, index: int, ids: np.ndarray, sampling: Sampling, place: int, words: Words, stops: tuple[str, ...]) -> None:
+    def __init__(self, index: int, ids: np.ndarray, sampling: Sampling, place: int, words: Words) -> None:
         self.index, self.prompt, self.sampling, self.place = index, ids, sampling, place
         self.whole = Piece()
         """Everything released so far."""
         self.finish = ""
         self.told: Callable[[Piece], None] | None = None
         """Called with each piece as it comes, where somebody listens before the end."""
-        self._decoder, self._stops = Decoder(words), Stops(stops)
+        self._decoder, self._stops = Decoder(words), Stops(sampling.stop)
         self._waiting = Piece()
         self._heard = 0
         self._task: asyncio.Task[Said] | None = None
-        self._may_stop = bool(stops)
 
     async def run(self, generate: Callable[..., Any]) -> None:
         """Ask the engine, until it ends the turn or a stop string does. Cancelling it frees the slot.
 
         Alternatives come with the whole turn, and so do then the tokens beside them.
         """
-        early = self.sampling.top == 0 and (self.told is not None or self._may_stop)
+        early = self.sampling.top == 0 and self.told is not None
         heard = {"heard": self._hear} if early else {}
         task = self._task = asyncio.ensure_future(generate(self.prompt, self.sampling, self.place, **heard))
         said: Said | None = None
@@ -94,15 +93,16 @@ class Choice:
             self._waiting.logp.append(p)
             if token in (self.sampling.stop_ids or ()):
                 continue
-            if text := self._stops.add(self._decoder.add(token)):
+            armed = len(self.whole.ids) + len(self._waiting.ids) > self.sampling.min_tokens
+            if text := self._stops.add(self._decoder.add(token), armed):
                 self._waiting.text = text
                 self._release()
 
     def _end(self, said: Said | None) -> None:
         if not self._stops.found:
-            text = self._stops.add(self._decoder.finish())
+            text = self._stops.add(self._decoder.finish(), said is not None and said.stop is Stop.STRING)
             self._waiting.text = text + self._stops.finish()
-        self.finish = "stop" if self._stops.found or (said is not None and said.stop is Stop.SAID) else "length"
+        self.finish = "stop" if self._stops.found or (said is not None and said.stop.finished) else "length"
         self._release()
 
     def _release(self) -> None:

@@ -1,7 +1,7 @@
 """Requests as OpenAI's API writes them, and the contract each asks for. What is not understood is refused by name.
 
-Extensions have the names vLLM gives them: `top_k`, `min_p`, `stop_token_ids`, `ignore_eos`, `return_token_ids`,
-`return_tokens_as_token_ids`, `prompt_logprobs`.
+Extensions have the names vLLM gives them: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `allowed_token_ids`,
+`stop_token_ids`, `ignore_eos`, `return_token_ids`, `return_tokens_as_token_ids`, `prompt_logprobs`.
 """
 
 from __future__ import annotations
@@ -40,6 +40,16 @@ def _one_or_many(stop: Any) -> Any:
     return [stop] if isinstance(stop, str) else [] if stop is None else stop
 
 
+def _by_id(bias: Any) -> Any:
+    """JSON's keys are texts: `{"17": -2}`."""
+    if not isinstance(bias, dict) or not all(isinstance(k, str) and k.isdecimal() for k in bias):
+        raise ValueError('logit_bias is an object from token ids to numbers, such as {"17": -2.5}')
+    return {int(k): x for k, x in bias.items()}
+
+
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
 class Asked(_Strict):
     """What both kinds of request share."""
 
@@ -51,6 +61,10 @@ class Asked(_Strict):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1)
     min_p: float = Field(0.0, ge=0, lt=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = {}
+    allowed_token_ids: list[int] | None = None
+    min_tokens: int = Field(0, ge=0)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16), BeforeValidator(_one_or_many)] = []
     stop_token_ids: list[int] = []
@@ -86,6 +100,11 @@ class Asked(_Strict):
             top_p=1.0 if greedy else self.top_p,
             top_k=0 if greedy else max(self.top_k, 0),
             min_p=0.0 if greedy else self.min_p,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias=tuple(self.logit_bias.items()),
+            allowed_ids=None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
+            min_tokens=self.min_tokens,
+            stop=tuple(self.stop),
             greedy=greedy,
             top=0 if shown is None else max(shown, int(greedy)),
             max_tokens=self.limit(room),

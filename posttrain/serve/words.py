@@ -95,12 +95,17 @@ class Stops:
         self._held = ""
         self.found = False
 
-    def add(self, piece: str) -> str:
-        """The text that may be shown now: up to a stop string, which is left out, or up to where one may have begun."""
+    def add(self, piece: str, armed: bool = True) -> str:
+        """The text that may be shown now: up to a stop string, which is left out, or up to where one may have begun.
+
+        Args:
+            armed: whether a stop string that ends in this piece ends the text.
+        """
         if self.found or not self._stops:
             return "" if self.found else piece
-        text = self._held + piece
-        at = min((i for i in (text.find(s) for s in self._stops) if i >= 0), default=-1)
+        text, held = self._held + piece, len(self._held)
+        found = (text.find(s, max(0, held - len(s) + 1)) for s in self._stops) if armed else ()
+        at = min((i for i in found if i >= 0), default=-1)
         if at >= 0:
             self.found, self._held = True, ""
             return text[:at]

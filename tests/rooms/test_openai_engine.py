@@ -59,6 +59,8 @@ def endpoint(u: Up | str) -> Endpoint:
         Sampling(max_tokens=9, greedy=True),
         Sampling(max_tokens=40, stop_ids=tuple(range(60, 120))),
         Sampling(max_tokens=5, stop_ids=()),
+        Sampling(max_tokens=40, stop=("a", "\n"), min_tokens=2),
+        Sampling(max_tokens=9, repetition_penalty=1.4, logit_bias=((30, 2.5),), allowed_ids=tuple(range(100))),
     ],
 )
 async def test_tokens_come_as_the_engine_says_them(model: Path, contract: Sampling) -> None:
@@ -228,7 +230,7 @@ def test_an_address_is_evaluated_like_the_model_behind_it(serving: str, model: P
     for more, message in (
         (["--model", "gpt"], "no such model"),
         (["--dialect", "vlm"], "did you mean 'vllm'"),
-        (["eval.sampling.repetition_penalty=1.2"], "knows no sampling.repetition_penalty"),
+        (["eval.sampling.bad_words=x"], "knows no sampling.bad_words"),
     ):
         assert cli([*command, *more]) == 2 and message in capsys.readouterr().err
     assert cli(["eval", str(model), "--api", "completions", *words]) == 2 and "belongs to an endpoint" in capsys.readouterr().err

@@ -164,6 +164,57 @@ async def test_stop_strings_end_the_answer_and_free_the_slot(model: Path) -> Non
         assert by_id.choices[0].finish_reason == "stop" and by_id.choices[0].model_extra["token_ids"][-1] == own
 
 
+async def test_the_whole_contract_is_served(model: Path) -> None:
+    """What a request asks for is what the engine is asked for."""
+    rules: dict[str, Any] = {
+        "repetition_penalty": 1.3,
+        "min_tokens": 6,
+        "allowed_token_ids": list(range(20, 260)),
+        "top_k": 9,
+        "min_p": 0.01,
+    }
+    async with up(model) as u:
+        ids = u.served.renderer.prompt("user says")
+        ends = (*u.served.renderer.stop_ids, *range(100, 200))
+        said = await u.client.completions.create(
+            model="tiny",
+            prompt="user says",
+            max_tokens=30,
+            seed=9,
+            logit_bias={"33": 4, "40": -3},
+            extra_body={**rules, "stop_token_ids": list(range(100, 200)), "return_token_ids": True},
+        )
+        contract = Sampling(
+            **{k: v for k, v in rules.items() if k != "allowed_token_ids"},
+            allowed_ids=tuple(rules["allowed_token_ids"]),
+            logit_bias=((33, 4.0), (40, -3.0)),
+            max_tokens=30,
+            stop_ids=ends,
+        )
+        own = await u.engine.generate(ids, contract, seeds.key(9, "serve", 0))
+        free = await u.engine.generate(ids, Sampling(max_tokens=30, stop_ids=ends), seeds.key(9, "serve", 0))
+    got = said.choices[0].model_extra["token_ids"]
+    assert got == own.ids.tolist() != free.ids.tolist() and len(got) > 6
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_stop_string_before_min_tokens_ends_nothing(model: Path, stream: bool) -> None:
+    async with up(model) as u:
+        free = await u.client.completions.create(model="tiny", prompt="user", max_tokens=60, seed=2, **FREE)
+        ids = free.choices[0].model_extra["token_ids"]
+        readable = [(i, t) for i, t in enumerate(u.served.words.text([j]) for j in ids) if "\ufffd" not in t]
+        early, late = next(t for i, t in readable if i > 1), next(t for i, t in readable if i > 18)
+        more = {"extra_body": {**FREE["extra_body"], "min_tokens": 10}}
+        said = await u.client.completions.create(
+            model="tiny", prompt="user", max_tokens=60, seed=2, stop=[early, late], stream=stream, **more
+        )
+        chunks = [c.choices[0] async for c in said] if stream else said.choices
+        text, got = "".join(c.text for c in chunks), [t for c in chunks for t in c.model_extra["token_ids"]]
+    whole = u.served.words.text(got)
+    assert got == ids[: len(got)] and 10 < len(got) < 40 and early in text and chunks[-1].finish_reason == "stop"
+    assert whole.startswith(text) and any(whole[len(text) :].startswith(s) for s in (early, late))
+
+
 async def test_prompts_as_token_ids_are_taken_as_they_are(model: Path) -> None:
     async with up(model) as u:
         said = await u.client.completions.create(model="tiny", prompt=[[5, 6, 7], [8]], max_tokens=3, **FREE)
@@ -223,6 +274,13 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"stop": ""}, "stop.0", "at least 1 character"),
     ({"stop": ["a"] * 17}, "stop", "at most 16"),
     ({"stop_token_ids": [9999]}, "stop_token_ids", "no tokens of this model"),
+    ({"min_tokens": 20}, None, "min_tokens=20 is more than max_tokens=16"),
+    ({"logit_bias": [1]}, "logit_bias", "an object from token ids to numbers"),
+    ({"logit_bias": {"1": 101}}, "logit_bias.1", "less than or equal to 100"),
+    ({"logit_bias": {"9999": 1}}, "logit_bias", "no tokens of this model"),
+    ({"allowed_token_ids": []}, None, "nothing could be said"),
+    ({"allowed_token_ids": [5, 9999]}, "allowed_token_ids", "no tokens of this model"),
+    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
     ({"logprobs": 21}, "logprobs", "less than or equal to 20"),
     ({"presence_penalty": 0.5}, "presence_penalty", "not supported"),
     ({"echo": True}, "echo", "not supported: log-probs of a prompt"),

@@ -13,11 +13,10 @@ STOPS = 4
 _EXTENSIONS: dict[Dialect, tuple[str, ...]] = {
     "openai": (),
     "compatible": (),
-    "posttrain": ("top_k", "min_p", "stop_ids"),
-    "vllm": ("top_k", "min_p", "repetition_penalty", "min_tokens", "stop_ids", "allowed_ids", "logit_bias"),
+    "posttrain": ("top_k", "min_p", "repetition_penalty", "min_tokens", "allowed_ids"),
+    "vllm": ("top_k", "min_p", "repetition_penalty", "min_tokens", "allowed_ids"),
 }
-"""Contract fields beyond OpenAI's that each dialect has."""
-_BIASED = ("openai", "compatible", "vllm")
+"""Contract fields beyond OpenAI's that each dialect has; stop ids beside them (`TokenSampler`)."""
 
 
 def fields(s: Sampling, look: Look, place: int, *, chat: bool) -> dict[str, Any]:
@@ -36,20 +35,20 @@ def fields(s: Sampling, look: Look, place: int, *, chat: bool) -> dict[str, Any]
         "top_p": 1.0 if s.greedy else s.top_p,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
+        "logit_bias": {str(i): x for i, x in s.logit_bias},
         "seed": place & (2**63 - 1),
         "max_completion_tokens" if chat and look.dialect == "openai" else "max_tokens": s.max_tokens,
     }
     if s.stop:
         out["stop"] = list(s.stop)
-    if look.dialect in _BIASED:
-        out["logit_bias"] = {str(i): x for i, x in s.logit_bias}
     if "top_k" in known:
         out |= {"top_k": 0 if s.greedy else s.top_k, "min_p": 0.0 if s.greedy else s.min_p}
     if "repetition_penalty" in known:
         out |= {"repetition_penalty": s.repetition_penalty, "min_tokens": s.min_tokens}
-        out |= {"skip_special_tokens": False, "spaces_between_special_tokens": False, "include_stop_str_in_output": True}
         if s.allowed_ids is not None:
             out["allowed_token_ids"] = list(s.allowed_ids)
+    if look.dialect == "vllm":
+        out |= {"skip_special_tokens": False, "spaces_between_special_tokens": False, "include_stop_str_in_output": True}
     return out
 
 
@@ -65,7 +64,6 @@ def check(s: Sampling, look: Look, *, chat: bool) -> None:
         "allowed_words": bool(s.allowed_words),
         "bad_ids": bool(s.bad_ids),
         "bad_words": bool(s.bad_words),
-        "logit_bias": bool(s.logit_bias) and look.dialect not in _BIASED,
     }
     if unknown := [name for name, on in asked.items() if on and name not in known]:
         raise ConfigError(
