@@ -33,7 +33,7 @@ def train(a: Algorithm, seed: int) -> np.ndarray:
 
 
 TRAIN, TEST, EQUAL, START = (
-    "train pass@1 when GRPO reaches .95",
+    "train pass@1 when GRPO reaches .9",
     "test pass@16 then",
     "test pass@16 at own train .8",
     "test pass@16 at first",
@@ -42,8 +42,8 @@ TRAIN, TEST, EQUAL, START = (
 
 def play(seed: int) -> Played:
     runs = {arm: train(a, seed) for arm, a in ARMS.items()}
-    then = int(np.argmax(runs["GRPO"][:, 0] >= 0.95))
-    assert then, "GRPO never reached .95 on train"
+    then = int(np.argmax(runs["GRPO"][:, 0] >= 0.9))
+    assert then, "GRPO never reached .9 on train"
     figures = {
         arm: {TRAIN: float(x[then, 0]), TEST: float(x[then, 1]), EQUAL: float(x[int(np.argmax(x[:, 0] >= 0.8)), 1]), START: float(x[0, 1])}
         for arm, x in runs.items()
@@ -55,7 +55,7 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     slower, better = interval(gains(each, TRAIN, "RF++", "GRPO")), interval(gains(each, TEST, "RF++", "GRPO"))
     own = interval(gains(each, TEST, "RF++-baseline", "GRPO"))
     return [
-        Statement(f"when GRPO reaches .95 on train, REINFORCE++ is behind it there (95 % interval {slower[0]:+.3f} to {slower[1]:+.3f})", slower[1] < 0),
+        Statement(f"when GRPO reaches .9 on train, REINFORCE++ is behind it there (95 % interval {slower[0]:+.3f} to {slower[1]:+.3f})", slower[1] < 0),
         Statement(f"and ahead of it on test pass@16, the published sign ({better[0]:+.3f} to {better[1]:+.3f})", better[0] > 0),
         Statement("at equal train pass@1 (.8) their test pass@16 agrees within .05", abs(mean["RF++"][EQUAL] - mean["GRPO"][EQUAL]) < 0.05),
         Statement(f"REINFORCE++-baseline is not ahead of GRPO ({own[0]:+.3f} to {own[1]:+.3f})", own[0] <= 0),
