@@ -33,6 +33,7 @@ NAMES = (
     "distillation",
     "two_rewards",
     "few_prompts",
+    "hard_few",
     "hacking",
     "spurious",
 )

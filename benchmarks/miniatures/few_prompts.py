@@ -74,7 +74,7 @@ MINIATURE = Miniature(
     "tested; 8 siblings, all 16 prompts every step, Adam 4e-3, 150 steps, no KL.",
     predicted="Test pass@16 after training: REINFORCE++ > GRPO.",
     verdict="Does not hold here. All three fit the 16 prompts and forget the others alike; at equal train accuracy they are one curve, and at the end GRPO is "
-    "slightly ahead. The published runs were compared at different train accuracies (95 % and 71 %); whether that explains them was not tested.",
+    "slightly ahead. The published runs were compared at different train accuracies (95 % and 71 %), and that is where the sign comes from in [Few prompts, half of them hard](#few-prompts-half-of-them-hard).",
     play=play,
     judge=judge,
     picture=Picture("Overfitting on few prompts", "train pass@1", "test pass@16"),
