@@ -95,6 +95,8 @@ class Parts:
     optimize: Callable[[OptimizerConfig], Optimizer]
     """A new optimizer of the learner's parameters."""
     trackers: list[Tracker] = field(default_factory=list[Tracker])
+    close: Callable[[], None] = lambda: None
+    """Ends the engine: its threads, processes and memory."""
     version: int = 0
     """Optimizer steps so far, over all stages: the version of the learner's weights."""
 

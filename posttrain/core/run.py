@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.engines import Embedded, Engine
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
 from posttrain.core.pieces.shape import BestOf
@@ -244,10 +245,12 @@ class Run:
     env: Env = Env()
     stages: tuple[Stage, ...]
     evaluation: Evaluation = Evaluation()
+    engine: Engine = Embedded()
+    """What samples: `embedded`, or `vllm`."""
     slots: int = 256
-    """Sequences the embedded engine decodes at once."""
+    """Sequences the engine decodes at once."""
     deterministic: bool = False
-    """Fixed matmul shapes in the engine, so that tokens are bit-equal whatever runs beside them; slower."""
+    """Fixed matmul shapes in the embedded engine, so that tokens are bit-equal whatever runs beside them; slower."""
     threads: int = 0
     """CPU threads for torch. 0: all cores of the machine (recorded in run.json)."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
@@ -262,6 +265,10 @@ class Run:
         for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
             if getattr(self, name) < least:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
+        if self.deterministic and not isinstance(self.engine, Embedded):
+            raise ConfigError(
+                "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what runs beside them. Set engine=embedded, or deterministic=false"
+            )
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,15 +18,15 @@ from posttrain.controller.house import Parts
 from posttrain.core import seeds
 from posttrain.core.book import Book
 from posttrain.core.errors import ConfigError
-from posttrain.core.ports import Environment, Tracker
+from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.run import Reinforce, Run, Supervised
-from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import AdamW
 from posttrain.engine.readout import read_out
 from posttrain.environment.build import environment
 from posttrain.environment.render import Dialogue, Renderer
+from posttrain.recipe.engines import make_engine
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 
@@ -137,10 +138,12 @@ class Roles:
     """A policy with what learns it, samples it and plays it, before there is a book to write in."""
 
     learner: HFLearner
-    engine: EmbeddedEngine
+    engine: Sampler
     renderer: Renderer
     rollout: Rollout
     sync: Sync
+    close: Callable[[], None]
+    """Ends the engine: its threads, processes and memory."""
 
 
 def make_roles(run: Run, policy: Policy, env: Environment) -> Roles:
@@ -149,16 +152,10 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> Roles:
     learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
-    engine = EmbeddedEngine(
-        policy.clone().module,
-        slots=run.slots,
-        context=policy.context,
-        deterministic=run.deterministic,
-        device=run.model.device,
-        text=renderer.decode,
-    )
+    serving = make_engine(run, policy, renderer.decode)
+    engine = serving.sampler
     rollout = Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed, renderer)
-    return Roles(learner, engine, renderer, rollout, Sync(learner, engine, canary(policy), run.model.dtype))
+    return Roles(learner, engine, renderer, rollout, Sync(learner, engine, canary(policy), run.model.dtype), serving.close)
 
 
 def canary(policy: Policy) -> np.ndarray:
@@ -187,4 +184,5 @@ def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tr
         teacher=lambda path: make_teacher(run, path, policy),
         optimize=lambda config: AdamW(learner.parameters(), config),
         trackers=trackers,
+        close=roles.close,
     )

@@ -146,6 +146,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
             tracker.close({f"final/{r.name}": r.accuracy[0] for r in results if r.accuracy})
     finally:
         terminal.close({})
+        parts.close()
         book.close()
     if not quiet:
         show(terminal.console, run, results, book.folder)
@@ -206,7 +207,10 @@ def evaluate(
         await roles.sync.push(roles.engine.version + 1)
         return await measure(roles.rollout, environment.heldout, contract.resolve(policy.stop_ids, roles.renderer.spell), how)
 
-    report = wait(work())
+    try:
+        report = wait(work())
+    finally:
+        roles.close()
     show_report(console, str(target), environment.name, report)
     return report
 

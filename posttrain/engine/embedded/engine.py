@@ -145,12 +145,12 @@ class EmbeddedEngine:
         self._counters.said(len(said.ids))
         return said
 
-    @torch.inference_mode()
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`."""
-        whole = torch.from_numpy(np.asarray(ids, np.int64)).to(self._pool.device)
-        hidden = self._hidden(whole, torch.arange(len(whole), device=whole.device), PackedLayout([len(whole)]))
-        logp = self._read_out.logits(hidden[:-1]).log_softmax(-1)
+        with torch.inference_mode():
+            whole = torch.from_numpy(np.asarray(ids, np.int64)).to(self._pool.device)
+            hidden = self._hidden(whole, torch.arange(len(whole), device=whole.device), PackedLayout([len(whole)]))
+            logp = self._read_out.logits(hidden[:-1]).log_softmax(-1)
         return logp.gather(1, whole[1:, None])[:, 0].float().cpu().numpy()
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:

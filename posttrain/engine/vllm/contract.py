@@ -152,7 +152,9 @@ def _stop(a: Answer, s: Sampling, last: int, full: bool, end: Stop) -> Stop:
         return Stop.STRING
     if a.finish == "length" and full:
         return end
-    raise EngineError(f"vLLM ended a turn with finish_reason={a.finish!r}, stop_reason={a.why!r} after token {last}, which the contract does not")
+    raise EngineError(
+        f"vLLM ended a turn with finish_reason={a.finish!r}, stop_reason={a.why!r} after token {last}, which the contract does not"
+    )
 
 
 def _kept(row: dict[int, float], token: int, s: Sampling, limits: Limits) -> np.ndarray:
@@ -172,9 +174,7 @@ def _top(row: dict[int, float], k: int) -> Top:
     best = sorted(row.items(), key=lambda item: (-item[1], item[0]))[:k]
     if len(best) < k:
         raise EngineError(f"vLLM sent {len(best)} of the {k} most probable tokens")
-    return Top(
-        np.array([[i for i, _ in best]], np.int32), np.array([[x if x > OUTSIDE else -np.inf for _, x in best]], np.float32)
-    )
+    return Top(np.array([[i for i, _ in best]], np.int32), np.array([[x if x > OUTSIDE else -np.inf for _, x in best]], np.float32))
 
 
 def _versions(spans: Sequence[tuple[str, int, int]], n: int) -> np.ndarray:

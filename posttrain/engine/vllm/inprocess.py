@@ -8,18 +8,13 @@ turns end first, new ones wait, and the prefix cache is emptied and salted with 
 from __future__ import annotations
 
 import asyncio
-import copy
 import itertools
 import json
-import os
 import queue
-import random
-import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,13 +25,12 @@ from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauges, Said
 from posttrain.engine.models import Policy
-from posttrain.engine.readout import read_out
 from posttrain.engine.vllm import installed
-from posttrain.engine.vllm.contract import Answer, Limits, fields, said
+from posttrain.engine.vllm.contract import Answer, fields, said
 from posttrain.engine.vllm.requests import NOTHING, Counters, Expected, Order, newer, order
+from posttrain.engine.vllm.start import build, limits, quiet_compiler
 
 ROLE = "the rollout engine (vLLM in this process)"
-EXTENSION = "posttrain.engine.vllm.worker.ServedWeights"
 START = 600.0
 """Seconds vLLM may take to start."""
 Heard = Callable[[np.ndarray, np.ndarray], None]
@@ -69,7 +63,7 @@ class VLLMEngine:
 
     def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool = False, timeout: float = 600.0) -> None:
         installed()
-        self._limits = Limits(read_out(policy.module).weight.shape[0], policy.context, policy.tokenizer.eos_token_id, sequences=True)
+        self._limits = limits(policy)
         self._expected = Expected.of(policy)
         self._timeout = timeout
         self._version = NOTHING
@@ -164,7 +158,9 @@ class VLLMEngine:
             if done:
                 return own.result()
             if time.monotonic() - max(self._beat, asked) > self._timeout / 2:
-                raise EngineError(f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is that slow")
+                raise EngineError(
+                    f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is that slow"
+                )
 
     def _in_loop(self, heard: Heard | None) -> Heard | None:
         if heard is None:
@@ -181,7 +177,7 @@ class VLLMEngine:
     def _live(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
         """Build the engine, then handle the queue and step until told to end."""
         try:
-            self._engine = _build(policy, slots, cache_bytes, self._eager)
+            self._engine = build(policy, slots, cache_bytes, self._eager)
         except BaseException as error:
             self._dead = error
             started.set_exception(EngineError(f"{ROLE} did not start: {type(error).__name__}: {error}"))
@@ -201,7 +197,7 @@ class VLLMEngine:
     def _turn(self) -> bool:
         """Handle what has come and take one step; False: it is time to end."""
         idle = not self._asked
-        while idle and not self._updates or not self._inbox.empty():
+        while (idle and not self._updates) or not self._inbox.empty():
             command = self._inbox.get()
             self._beat = time.monotonic()
             if command is None:
@@ -221,7 +217,7 @@ class VLLMEngine:
 
     def _step(self) -> None:
         begun = time.perf_counter()
-        with _quiet_compiler(self._eager):
+        with quiet_compiler(self._eager):
             outputs = self._engine.step()
         self._counters.spent("engine/step", begun)
         for output in outputs:
@@ -257,8 +253,7 @@ class VLLMEngine:
         if self._updates:
             self._waiting.append(asked)
             return
-        from vllm import SamplingParams
-        from vllm.sampling_params import RequestOutputKind
+        from vllm.sampling_params import RequestOutputKind, SamplingParams
 
         o, name = asked.order, str(next(self._names))
         try:
@@ -292,13 +287,13 @@ class VLLMEngine:
 
     def _score(self, ids: list[int], future: Future[np.ndarray]) -> None:
         """Between steps, alone in the batch of its own steps as far as others allow."""
-        from vllm import SamplingParams
+        from vllm.sampling_params import SamplingParams
 
         name = f"score-{next(self._names)}"
         try:
             self._submit(name, ids, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False))
             while True:
-                with _quiet_compiler(self._eager):
+                with quiet_compiler(self._eager):
                     outputs = self._engine.step()
                 for output in outputs:
                     if output.request_id != name and (asked := self._asked.get(output.request_id)) is not None:
@@ -351,81 +346,3 @@ def _rows(logprobs: Any) -> list[tuple[list[int], list[float]]]:
     """Per token (ids, log-probs), the said token first."""
     bounds = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
     return [(logprobs.token_ids[a:b], logprobs.logprobs[a:b]) for a, b in bounds]
-
-
-def describe(policy: Policy, folder: str) -> None:
-    """What vLLM reads of a model before its weights come: configuration and tokenizer."""
-    config = copy.deepcopy(policy.module.config)
-    config.architectures = [type(policy.module).__name__]
-    config.save_pretrained(folder)
-    policy.tokenizer.save_pretrained(folder)
-
-
-def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool) -> dict[str, Any]:
-    """vLLM's engine arguments: nothing is left to its defaults or to the model's generation config that would change a number."""
-    from posttrain.engine.vllm.worker import BACKEND
-
-    return {
-        "model": folder,
-        "runner": "generate",
-        "dtype": str(policy.dtype).removeprefix("torch."),
-        "load_format": "dummy",
-        "max_model_len": policy.context,
-        "max_num_seqs": slots,
-        "kv_cache_memory_bytes": cache_bytes,
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": -1,
-        "enable_prefix_caching": True,
-        "enforce_eager": eager,
-        "trust_remote_code": policy.remote_code,
-        "worker_extension_cls": EXTENSION,
-        "weight_transfer_config": {"backend": BACKEND},
-        "disable_log_stats": True,
-        "seed": 0,
-    }
-
-
-def _build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
-    """The engine, with what vLLM changes in this process put back: random states, torch's thread setting, environment."""
-    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    try:
-        with _own_randomness(), tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
-            from vllm.config.weight_transfer import WeightTransferConfig
-            from vllm.engine.arg_utils import EngineArgs
-            from vllm.v1.engine.llm_engine import LLMEngine
-
-            describe(policy, folder)
-            chosen = arguments(policy, folder, slots, cache_bytes, eager)
-            chosen["weight_transfer_config"] = WeightTransferConfig(**chosen["weight_transfer_config"])
-            return LLMEngine.from_engine_args(EngineArgs(**chosen))
-    finally:
-        if before is None:
-            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-        else:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
-
-
-@contextmanager
-def _own_randomness() -> Iterator[None]:
-    """vLLM seeds everything it finds and takes `torch.set_num_threads` away; here both stay as they were."""
-    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    threads = torch.set_num_threads
-    try:
-        yield
-    finally:
-        torch.set_rng_state(states[0])
-        np.random.set_state(states[1])
-        random.setstate(states[2])
-        torch.set_num_threads = threads
-
-
-@contextmanager
-def _quiet_compiler(eager: bool) -> Iterator[None]:
-    """Eager means eager: vLLM also compiles small functions of its sampler, which would take minutes at the first request."""
-    if not eager:
-        yield
-        return
-    with torch.compiler.set_stance("force_eager"):
-        yield

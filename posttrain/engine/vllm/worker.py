@@ -24,9 +24,8 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.vllm.start import BACKEND
 
-BACKEND = "posttrain"
-"""Name of the weight transfer backend in vLLM's registry."""
 ROWS = 512
 """Rows of the identity matrix that one probe of a layer takes."""
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")

@@ -1,0 +1,61 @@
+"""Which engine samples, as data: `engine=embedded` or `engine=vllm` with their settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from posttrain.core.errors import ConfigError
+
+GIB = 1 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class Embedded:
+    """The engine of this package, in the trainer's process. It needs nothing installed and runs every transformers decoder
+    whose past is keys and values."""
+
+    cache_gib: float = 4.0
+    """Most memory of the key-value cache; it grows as needed up to here."""
+
+    def __post_init__(self) -> None:
+        _positive("cache_gib", self.cache_gib)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VLLM:
+    """vLLM: in the trainer's process, or as a server. docs/engines.md compares it with the embedded engine."""
+
+    server: bool = False
+    """Start vLLM as a server of its own, on this machine, for the length of the run."""
+    url: str | None = None
+    """Address of a vLLM server that runs already, such as http://10.0.0.7:8000; it must be started as docs/engines.md says."""
+    key_env: str | None = None
+    """Environment variable that holds the server's API key."""
+    share: str | None = None
+    """Folder in which new weights are handed to a server; both sides must see it. None: memory of this machine."""
+    cache_gib: float = 4.0
+    """Memory of the key-value cache."""
+    eager: bool = False
+    """No compilation: starts in seconds and steps slower."""
+    timeout: float = 600.0
+    """Seconds a turn, a step or an update may take before the engine counts as failed."""
+
+    def __post_init__(self) -> None:
+        _positive("cache_gib", self.cache_gib)
+        _positive("timeout", self.timeout)
+        if self.server and self.url is not None:
+            raise ConfigError(
+                f"engine.server=true starts a server, and engine.url={self.url} names one that runs already: keep one of them"
+            )
+        if self.key_env is not None and self.url is None:
+            raise ConfigError(f"engine.key_env={self.key_env}: only a server given by engine.url asks for a key")
+        if self.share is not None and not (self.server or self.url):
+            raise ConfigError(f"engine.share={self.share}: vLLM in this process takes weights without a folder. Leave it out")
+
+
+Engine = Embedded | VLLM
+
+
+def _positive(name: str, value: float) -> None:
+    if not value > 0:
+        raise ConfigError(f"engine.{name}={value}: must be > 0")

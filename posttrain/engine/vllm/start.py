@@ -1,0 +1,110 @@
+"""Starting vLLM: what it is told of a model, and what it changes in a process put back."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.engine.models import Policy
+from posttrain.engine.readout import read_out
+from posttrain.engine.vllm.contract import Limits
+
+EXTENSION = "posttrain.engine.vllm.worker.ServedWeights"
+"""What vLLM's workers are extended with; importing it registers `BACKEND`."""
+BACKEND = "posttrain"
+"""Name of the weight transfer backend in vLLM's registry."""
+
+
+def limits(policy: Policy) -> Limits:
+    """What vLLM in this process can do with a policy."""
+    return Limits(read_out(policy.module).weight.shape[0], policy.context, eos(policy), sequences=True)
+
+
+def eos(policy: Policy) -> int | None:
+    """The end token that vLLM takes from the tokenizer."""
+    own: Any = policy.tokenizer.eos_token_id
+    return own
+
+
+def describe(policy: Policy, folder: str) -> None:
+    """What vLLM reads of a model before its weights come: configuration and tokenizer."""
+    config = copy.deepcopy(policy.module.config)
+    config.architectures = [type(policy.module).__name__]
+    config.save_pretrained(folder)
+    policy.tokenizer.save_pretrained(folder)
+
+
+def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool) -> dict[str, Any]:
+    """vLLM's engine arguments: nothing is left to its defaults or to the model's generation config that would change a number."""
+    return {
+        "model": folder,
+        "runner": "generate",
+        "dtype": str(policy.dtype).removeprefix("torch."),
+        "load_format": "dummy",
+        "max_model_len": policy.context,
+        "max_num_seqs": slots,
+        "kv_cache_memory_bytes": cache_bytes,
+        "generation_config": "vllm",
+        "logprobs_mode": "processed_logprobs",
+        "max_logprobs": -1,
+        "enable_prefix_caching": True,
+        "enforce_eager": eager,
+        "trust_remote_code": policy.remote_code,
+        "worker_extension_cls": EXTENSION,
+        "weight_transfer_config": {"backend": BACKEND},
+        "disable_log_stats": True,
+        "seed": 0,
+    }
+
+
+def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
+    """The engine, with what vLLM changes in this process put back: random states, torch's thread setting, environment."""
+    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    try:
+        with _own_randomness(), tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
+            from vllm.config.weight_transfer import WeightTransferConfig
+            from vllm.engine.arg_utils import EngineArgs
+            from vllm.v1.engine.llm_engine import LLMEngine
+
+            describe(policy, folder)
+            chosen = arguments(policy, folder, slots, cache_bytes, eager)
+            chosen["weight_transfer_config"] = WeightTransferConfig(**chosen["weight_transfer_config"])
+            return LLMEngine.from_engine_args(EngineArgs(**chosen))
+    finally:
+        if before is None:
+            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
+        else:
+            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+
+
+@contextmanager
+def _own_randomness() -> Iterator[None]:
+    """vLLM seeds everything it finds and takes `torch.set_num_threads` away; here both stay as they were."""
+    states = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    threads = torch.set_num_threads
+    try:
+        yield
+    finally:
+        torch.set_rng_state(states[0])
+        np.random.set_state(states[1])
+        random.setstate(states[2])
+        torch.set_num_threads = threads
+
+
+@contextmanager
+def quiet_compiler(eager: bool) -> Iterator[None]:
+    """Eager means eager: vLLM also compiles small functions of its sampler, which would take minutes at the first request."""
+    if not eager:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
