@@ -70,7 +70,9 @@ class Endpoint:
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{role}: {url!r} is no address of a server; write it like http://127.0.0.1:8000/v1")
         if parts.username is not None or parts.password is not None or parts.query:
-            raise ConfigError(f"{role}: the address holds a password or query, which would be recorded; put keys into environment variables")
+            raise ConfigError(
+                f"{role}: the address holds a password or query, which would be recorded; put keys into environment variables"
+            )
         self.url, self.role, self.patience = url.rstrip("/"), role, patience or Patience()
         self.key_env = key_env
         self._key = os.environ.get(key_env, "").strip() if key_env else ""

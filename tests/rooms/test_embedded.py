@@ -224,7 +224,7 @@ def test_a_loop_that_ended_leaves_the_engine_usable() -> None:
 def test_an_error_in_a_step_reaches_everyone_and_the_engine_recovers(monkeypatch: pytest.MonkeyPatch) -> None:
     e = engine(slots=2)
     with monkeypatch.context() as patch:
-        patch.setattr(e, "_logits", lambda hidden: (_ for _ in ()).throw(RuntimeError("no logits")))
+        patch.setattr(e._served, "logits", lambda hidden: (_ for _ in ()).throw(RuntimeError("no logits")))
 
         async def main() -> list[object]:
             return await asyncio.gather(*[e.generate(p, sampling(), 0) for p in prompts(5)], return_exceptions=True)

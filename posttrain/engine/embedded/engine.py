@@ -1,36 +1,30 @@
 """The embedded engine: `core.ports.Sampler` over a Hugging Face module it owns, in the running event loop.
 
-A step is: admit, make room, plan, one forward pass over speaking slots and pieces of prompts, one draw per speaking slot,
-record. Between steps the loop runs, so finished episodes ask for their next turn before the next admission.
+It steps (`step.Stepper`) while there is work. Between steps the loop runs, so finished episodes ask for their next turn
+before the next admission.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Iterable
 from typing import Any, Literal
 
 import numpy as np
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauge, Gauges, Said
-from posttrain.engine.attention import PackedLayout
-from posttrain.engine.embedded.accept import accept
+from posttrain.core.types import Gauges, Said
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
-from posttrain.engine.embedded.cache import CachedLayout, Pool, ragged_arange
 from posttrain.engine.embedded.counters import Counters
 from posttrain.engine.embedded.door import Door
-from posttrain.engine.embedded.fused import FAMILIES, FusedDecoder, fusable
-from posttrain.engine.embedded.plan import Plan
-from posttrain.engine.embedded.rules import NothingLeft
-from posttrain.engine.embedded.sampler import Drawn, draw
 from posttrain.engine.embedded.scheduler import BUDGET, Scheduler
+from posttrain.engine.embedded.served import Served
 from posttrain.engine.embedded.slots import Heard, Request
+from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, PromptLookup, Proposer
+from posttrain.engine.embedded.step import Stepper
 from posttrain.engine.embedded.stopping import Text
 from posttrain.engine.embedded.timeline import Timeline
 from posttrain.engine.embedded.weights import replace_weights
@@ -41,8 +35,6 @@ CACHE_BYTES = 4 << 30
 """Most bytes of the key-value cache; it grows as needed up to here."""
 ROWS = 64
 """A deterministic forward pass has the number of slots rounded up to a multiple of this, whatever the work."""
-FINE = 0.01
-"""Most padding of dense prefill."""
 Update = Literal["drain", "inflight", "stale"]
 
 
@@ -62,6 +54,7 @@ class EmbeddedEngine:
         timeline: record when each request was queued, admitted and done (`EmbeddedEngine.timeline`).
         fused: run the decoder in fewer calls; None: wherever it can be.
         text: reads token ids, special tokens included; without it contracts with stop strings are refused.
+        speculate: draft several tokens a pass (see `speculate`); None: one token a pass.
 
     Raises:
         EngineError: the architecture remembers its past elsewhere than in keys and values; or sizes do not fit.
@@ -82,37 +75,46 @@ class EmbeddedEngine:
         update: Update = "drain",
         timeline: bool = False,
         text: Text | None = None,
+        speculate: Lookup | Draft | None = None,
     ) -> None:
         if slots < 1 or context < 2:
             raise EngineError(f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token")
-        self._module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
-        self._read_out, shapes = accept(module, context, deterministic)
-        self.fused = fusable(module) if fused is None else fused
-        if self.fused and not fusable(module):
-            raise EngineError(f"fused=True serves plain float32 models of {', '.join(FAMILIES)}, not this {type(module).__name__}")
-        decoder = FusedDecoder(module, self._read_out, context) if self.fused else self._read_out
-        self._hidden = decoder.hidden
-        self._pool = Pool(shapes, module.dtype, self._read_out.weight.device)
+        self._rows = -(-slots // ROWS) * ROWS if deterministic else None
+        self._served = Served(module, context, device=device, rows=self._rows, fused=fused)
+        self._module, self._pool = self._served.module, self._served.pool
         self._context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
         if self._most < 2:
             raise EngineError(f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._pool.row_bytes} bytes: raise it")
-        self._rows = -(-slots // ROWS) * ROWS if deterministic else None
         if budget < 1:
             raise EngineError(f"budget={budget}: a forward pass needs at least one position")
         self._budget, self._update = budget, update
         held = min(slots * blocks_for(context) // 2, self._most // 8)
         self._retain = held if retain is None else blocks_for(retain)
-        self._door = Door(context, self._read_out.weight.shape[0], self._most, text)
+        self._door = Door(context, self._served.vocabulary, self._most, text)
         self._version = 0
         self._counters = Counters(slots)
-        self.timeline = Timeline() if timeline else None
+        self._proposer = self._proposes(speculate, device)
+        self._stepper = Stepper(self._served, self._fresh(), self._counters, self._proposer, Timeline() if timeline else None)
         self._loading = 0
         self._paused = False
         self._drained: list[asyncio.Future[None]] = []
         self._task: asyncio.Task[None] | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._scheduler = self._fresh()
+
+    @property
+    def _scheduler(self) -> Scheduler:
+        return self._stepper.scheduler
+
+    @property
+    def timeline(self) -> Timeline | None:
+        """When each request was queued, admitted and done, where the engine was built to record it."""
+        return self._stepper.timeline
+
+    @property
+    def fused(self) -> bool:
+        """Whether the decoder runs in fewer calls."""
+        return self._served.fused
 
     @property
     def version(self) -> int:
@@ -147,11 +149,7 @@ class EmbeddedEngine:
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`."""
-        with torch.inference_mode():
-            whole = torch.from_numpy(np.asarray(ids, np.int64)).to(self._pool.device)
-            hidden = self._hidden(whole, torch.arange(len(whole), device=whole.device), PackedLayout([len(whole)]))
-            logp = self._read_out.logits(hidden[:-1]).log_softmax(-1)
-        return logp.gather(1, whole[1:, None])[:, 0].float().cpu().numpy()
+        return self._served.score(ids)
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version`; what is being said meanwhile ends first or goes on, as `update` says.
@@ -214,27 +212,16 @@ class EmbeddedEngine:
         self._scheduler.renew(version, stale=stale)
         self._version = version
         if stale:
-            self._counters.stale += self._stale_gap()
+            self._counters.stale += self._served.stale_gap(self._scheduler.slots, self._scheduler.make_room())
 
-    @torch.inference_mode()
-    def _stale_gap(self) -> Gauge:
-        """|log-prob of the tokens said last, over the blocks of the old weights, minus that over fresh ones|, all speaking slots."""
-        scheduler = self._scheduler
-        at = scheduler.make_room()
-        if not len(at):
-            return Gauge(0, 0)
-        s = scheduler.slots
-        rows = np.repeat(at * s.table.shape[1], s.cached[at] + 1) + ragged_arange(s.cached[at] + 1)
-        layout = CachedLayout(self._pool, s.table[at, s.cached[at]], s.table.ravel()[rows], s.cached[at] + 1, None)
-        ids, positions = (torch.from_numpy(x).to(self._pool.device) for x in (s.pending[at], s.cached[at]))
-        stale = self._read_out.logits(self._hidden(ids, positions, layout)).log_softmax(-1)
-        whole = [np.append(s.sequence(i), s.pending[i]).astype(np.int64) for i in at.tolist()]
-        lengths = np.array([len(w) for w in whole])
-        packed, places = (torch.from_numpy(x).to(self._pool.device) for x in (np.concatenate(whole), ragged_arange(lengths)))
-        ends = torch.from_numpy(np.cumsum(lengths) - 1).to(self._pool.device)
-        fresh = self._read_out.logits(self._hidden(packed, places, PackedLayout(lengths))[ends]).log_softmax(-1)
-        gap = (fresh.exp() * (fresh - stale).abs()).sum(-1)
-        return Gauge(float(gap.sum()), len(at))
+    def _proposes(self, speculate: Lookup | Draft | None, device: str) -> Proposer | None:
+        if speculate is None:
+            return None
+        if self._rows is not None:
+            raise EngineError("deterministic=true computes fixed shapes, and speculation computes as many drafts as there are. Choose one")
+        if isinstance(speculate, Lookup):
+            return PromptLookup(speculate)
+        return DraftModel(speculate, self._context, self._served.vocabulary, self._slots, device)
 
     def _mark(self, request: Request, phase: str | None) -> None:
         if self.timeline is not None:
@@ -247,7 +234,7 @@ class EmbeddedEngine:
             if self._loop is not None and not self._loop.is_closed() and (self._scheduler.busy or self._scheduler.queue):
                 raise EngineError("this engine is at work in another event loop: use one engine per loop, or one loop")
             if self._scheduler.busy or self._scheduler.queue:
-                self._scheduler = self._fresh()
+                self._stepper.scheduler = self._fresh()
             self._loop, self._task, self._drained = loop, None, []
         if self._task is None or self._task.done():
             self._task = loop.create_task(self._pump())
@@ -257,7 +244,7 @@ class EmbeddedEngine:
         await asyncio.sleep(0)
         while not self._paused and (self._scheduler.busy or (self._scheduler.queue and not self._loading)):
             try:
-                self._step()
+                self._stepper.step(self._version, admit=not self._loading)
             except Exception as error:
                 self._fail(error)
             except BaseException as error:
@@ -273,7 +260,7 @@ class EmbeddedEngine:
     def _fail(self, error: Exception) -> None:
         """Hand an error to everyone who waits, and start over with an empty cache."""
         waiting = [r for r in (*self._scheduler.slots.request, *self._scheduler.queue) if r is not None]
-        self._scheduler = self._fresh()
+        self._stepper.scheduler = self._fresh()
         for future in (*(r.future for r in waiting), *self._drained):
             if not future.done() and not future.get_loop().is_closed():
                 future.set_exception(error)
@@ -299,96 +286,5 @@ class EmbeddedEngine:
     def _grow(self, blocks: int) -> None:
         with torch.inference_mode():
             self._pool.grow(blocks)
-
-    def _step(self) -> None:
-        """One forward pass and one token in every slot that speaks."""
-        scheduler, begun = self._scheduler, time.perf_counter()
-        if not self._loading:
-            self._admit()
-        with torch.inference_mode():
-            self._copy()
-            plan = scheduler.plan(scheduler.make_room())
-            rows = [self._forward(plan)[: len(plan.speaking)]] if len(plan.ids) else []
-            beginning = scheduler.begin()
-            self._copy()
-            at = np.append(plan.speaking, np.array([s for s, _ in beginning], np.int64))
-            self._counters.step(scheduler, len(at))
-            if len(at):
-                if beginning:
-                    rows.append(torch.stack([h for _, h in beginning]))
-                hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
-                self._say(*self._draw(at, hidden))
-        self._counters.spent("engine/step", time.perf_counter() - begun)
-        if self.timeline is not None:
-            self.timeline.step(begun, len(plan.ids), len(at))
-            for s, _ in beginning:
-                if (request := scheduler.slots.request[s]) is not None:
-                    self._mark(request, "speak")
-
-    def _admit(self) -> None:
-        now = time.perf_counter()
-        for request in self._scheduler.admit():
-            self._counters.spent("engine/queue", now - request.since)
-            self._mark(request, "prefill")
-
-    def _copy(self) -> None:
-        """Rows of forked blocks."""
-        if copies := self._scheduler.copies:
-            self._pool.copy(*(np.concatenate(x) for x in zip(*copies, strict=True)))
-            self._scheduler.copies = []
-
-    def _say(self, at: np.ndarray, drawn: Drawn) -> None:
-        """Record one token in each of these slots; who has ended is answered."""
-        slots = self._scheduler.slots
-        ended, stopped = slots.say(at, drawn, self._version)
-        if slots.listening:
-            for i, s in enumerate(at.tolist()):
-                request = slots.request[s]
-                if request is not None and request.heard is not None:
-                    request.heard(drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
-        for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
-            self._deliver(s, by_id)
-
-    def _draw(self, at: np.ndarray, hidden: Tensor) -> tuple[np.ndarray, Drawn]:
-        """A token for each slot of `at`. A request whose contract leaves it nothing to say gets the error, and the others go on."""
-        slots = self._scheduler.slots
-        while True:
-            try:
-                return at, draw(self._logits(hidden), slots.contracts.at(at), slots.uniforms[at, slots.said[at]])
-            except NothingLeft as error:
-                for s in at[error.rows].tolist():
-                    request = slots.request[s]
-                    self._scheduler.free(s)
-                    if request is not None and not request.future.done():
-                        self._mark(request, None)
-                        request.future.set_exception(EngineError(str(error)))
-                others = np.delete(np.arange(len(at)), error.rows)
-                at, hidden = at[others], hidden[torch.from_numpy(others).to(hidden.device)]
-
-    def _forward(self, plan: Plan) -> Tensor:
-        """Hidden states [N, H] of a plan's positions, whose keys and values are cached on the way."""
-        dense = PackedLayout(plan.dense, waste=FINE) if plan.dense else None
-        layout = CachedLayout(self._pool, plan.rows, plan.visible, plan.lengths, dense, plan.chunks)
-        ids, positions = (torch.from_numpy(x).to(self._pool.device) for x in (plan.ids, plan.positions))
-        hidden = self._hidden(ids, positions, layout)
-        self._counters.forward(plan, dense)
-        self._scheduler.cached(plan, lambda i: hidden[i].clone())
-        return hidden
-
-    def _logits(self, hidden: Tensor) -> Tensor:
-        """[B, V]; computed on a fixed number of rows where the engine is deterministic."""
-        if self._rows is None:
-            return self._read_out.logits(hidden)
-        padded = hidden.new_zeros((self._rows, hidden.shape[1]))
-        padded[: len(hidden)] = hidden
-        return self._read_out.logits(padded)[: len(hidden)]
-
-    def _deliver(self, s: int, stopped: bool) -> None:
-        """The request in slot `s` has ended: free the slot and answer."""
-        request = self._scheduler.slots.request[s]
-        assert request is not None
-        said = self._scheduler.slots.turn(s, stopped)
-        self._scheduler.free(s)
-        self._mark(request, None)
-        if not request.future.done():
-            request.future.set_result(said)
+            if isinstance(self._proposer, DraftModel):
+                self._proposer.served.pool.grow(blocks)

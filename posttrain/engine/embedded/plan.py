@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+from torch import Tensor
 
 from posttrain.engine.embedded.cache import ragged_arange
 from posttrain.engine.embedded.slots import Prompt, Slots
@@ -12,10 +13,14 @@ from posttrain.engine.embedded.slots import Prompt, Slots
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
-    """Tokens proposed after the pending one of each speaking slot: the first `counts[i]` of row i of `ids` [n, k]."""
+    """Tokens proposed after the pending one of each speaking slot: the first `counts[i]` of row i of `ids` [n, k].
+
+    `q[j]` [n, V] holds the distributions that the j-th ones were drawn from; None where they were not drawn.
+    """
 
     ids: np.ndarray
     counts: np.ndarray
+    q: list[Tensor] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -120,6 +120,78 @@ class Drawn:
     top: Top | None = None
     """The most probable tokens of every row, as many as the row that wants most."""
 
+    def at(self, rows: np.ndarray) -> Drawn:
+        """Some of the rows."""
+        index = {r: i for i, r in enumerate(self.truncated_rows.tolist())}
+        truncated = [i for i, r in enumerate(rows.tolist()) if r in index]
+        top = None if self.top is None else Top(self.top.ids[rows], self.top.logp[rows])
+        return Drawn(
+            self.ids[rows], self.logp[rows], np.array(truncated, np.int64), [self.kept[index[int(rows[i])]] for i in truncated], top
+        )
+
+
+@dataclass(frozen=True, eq=False)
+class Spread:
+    """The distributions that B tokens are drawn from, under their contracts."""
+
+    logp: Tensor
+    """[B, V]: log-probs; -inf for what is not kept."""
+    contracts: Contracts
+    best: Tensor | None
+    """int64 [B]: the most probable token before anything is cut; None where no row is greedy."""
+    cut: np.ndarray
+    """Rows that are truncated and not greedy."""
+    mask: Tensor | None
+    """bool [len(cut), V]: what they keep."""
+
+    @staticmethod
+    def of(logits: Tensor, contracts: Contracts) -> Spread:
+        """logits float32 [B, V], consumed.
+
+        Raises:
+            NothingLeft: rows of which every token is banned.
+        """
+        c = contracts
+        if c.rules is not None:
+            c.rules.adjust(logits, np.arange(len(logits)) if c.slots is None else c.slots, c.ahead)
+        if np.any(c.beta != 1):
+            logits.mul_(_to(c.beta, logits)[:, None].to(logits.dtype))
+        best = lowest_argmax(logits) if c.greedy.any() else None
+        cut = np.flatnonzero(c.truncated & ~c.greedy)
+        mask: Tensor | None = None
+        if len(cut):
+            rows = _to(cut, logits)
+            z = logits.index_select(0, rows)
+            mask = kept_mask(z, c.at(cut)) & (z > INF)
+            logits.index_copy_(0, rows, z.masked_fill_(~mask, INF))
+        return Spread(torch.log_softmax(logits, -1), c, best, cut, mask)
+
+    def probabilities(self) -> Tensor:
+        """[B, V]; all of it on the most probable token of a greedy row."""
+        p = self.logp.exp()
+        if self.best is None:
+            return p
+        certain = torch.zeros_like(p).scatter_(1, self.best[:, None], 1)
+        return torch.where(_to(self.contracts.greedy, p)[:, None], certain, p)
+
+    def pick(self, uniform: np.ndarray) -> Tensor:
+        """int64 [B]: one token a row, by one uniform each."""
+        ids = pick(self.logp, uniform)
+        return ids if self.best is None else torch.where(_to(self.contracts.greedy, ids), self.best, ids)
+
+    def draw(self, uniform: np.ndarray) -> Drawn:
+        """One token a row, with all that is stored of it."""
+        return self.say(self.pick(uniform))
+
+    def say(self, ids: Tensor) -> Drawn:
+        """These tokens [B], with all that is stored of them."""
+        c = self.contracts
+        said = self.logp.gather(1, ids[:, None])[:, 0]
+        if self.best is not None:
+            said = said.masked_fill(_to(c.greedy, ids), 0.0)
+        out, out_logp = ids.cpu().numpy(), said.float().cpu().numpy()
+        return Drawn(out, out_logp, *_kept(c, self.cut, self.mask, out), _top(self.logp, int(c.top.max(initial=0))))
+
 
 def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray) -> Drawn:
     """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1).
@@ -127,27 +199,7 @@ def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray) -> Drawn:
     Raises:
         NothingLeft: rows of which every token is banned.
     """
-    c = contracts
-    if c.rules is not None:
-        c.rules.adjust(logits, np.arange(len(logits)) if c.slots is None else c.slots, c.ahead)
-    if np.any(c.beta != 1):
-        logits.mul_(_to(c.beta, logits)[:, None].to(logits.dtype))
-    best = lowest_argmax(logits) if c.greedy.any() else None
-    cut = np.flatnonzero(c.truncated & ~c.greedy)
-    mask: Tensor | None = None
-    if len(cut):
-        rows = _to(cut, logits)
-        z = logits.index_select(0, rows)
-        mask = kept_mask(z, c.at(cut)) & (z > INF)
-        logits.index_copy_(0, rows, z.masked_fill_(~mask, INF))
-    logp = torch.log_softmax(logits, -1)
-    ids = pick(logp, uniform)
-    said = logp.gather(1, ids[:, None])[:, 0]
-    if best is not None:
-        greedy = _to(c.greedy, logits)
-        ids, said = torch.where(greedy, best, ids), said.masked_fill_(greedy, 0.0)
-    out, out_logp = ids.cpu().numpy(), said.float().cpu().numpy()
-    return Drawn(out, out_logp, *_kept(c, cut, mask, out), _top(logp, int(c.top.max(initial=0))))
+    return Spread.of(logits, contracts).draw(uniform)
 
 
 def _top(logp: Tensor, k: int) -> Top | None:

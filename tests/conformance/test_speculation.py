@@ -1,0 +1,208 @@
+"""Speculative decoding says what the target would say: token for token with prompt lookup, in distribution with a draft model."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+
+import numpy as np
+import pytest
+import torch
+import transformers as tf
+from scipy import stats
+from torch import Tensor
+
+from posttrain.core import seeds
+from posttrain.core.errors import EngineError
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Said
+from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.embedded.plan import Drafts
+from posttrain.engine.embedded.sampler import Contracts, Spread
+from posttrain.engine.embedded.speculate import Draft, Lookup, verify
+
+SMALL = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 16,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+def model(vocabulary: int, seed: int, scale: float = 3.0) -> tf.PreTrainedModel:
+    torch.manual_seed(seed)
+    config = tf.Qwen3Config(vocab_size=vocabulary, bos_token_id=None, eos_token_id=None, pad_token_id=None, **SMALL)
+    built = tf.Qwen3ForCausalLM(config).eval()
+    with torch.no_grad():
+        for p in built.parameters():
+            if p.ndim > 1:
+                p.mul_(scale)
+    return built
+
+
+def engine(vocabulary: int = 5, scale: float = 3.0, **options: object) -> EmbeddedEngine:
+    return EmbeddedEngine(model(vocabulary, 0, scale), **({"slots": 16, "context": 96} | options))  # type: ignore[arg-type]
+
+
+async def ask(e: EmbeddedEngine, prompts: list[np.ndarray], contract: Sampling) -> list[Said]:
+    return list(await asyncio.gather(*[e.generate(p, contract, i) for i, p in enumerate(prompts)]))
+
+
+def contract(**changes: object) -> Sampling:
+    return Sampling(**({"stop_ids": (), "max_tokens": 30} | changes))  # type: ignore[arg-type]
+
+
+# --- the rule itself -------------------------------------------------------------------------------------------------
+
+N = 40_000
+
+
+def by_the_rule(p: list[float], q: list[float]) -> tuple[np.ndarray, np.ndarray]:
+    """(first tokens said, whether the draft was accepted) of N independent slots with one draft each."""
+    chance = [np.random.default_rng(i).random(N) for i in range(3)]
+    draft = np.searchsorted(np.cumsum(q), chance[0], side="right")
+    rows: Tensor = torch.log(torch.tensor(p)).repeat(2 * N, 1)
+    spread = Spread.of(rows, Contracts.plain(2 * N))
+    drafts = Drafts(draft[:, None], np.ones(N, np.int64), [torch.tensor(q).repeat(N, 1)])
+    drawn, accepted = verify(spread, drafts, np.repeat(chance[1], 2), np.repeat(chance[2], 2))
+    return drawn.ids[::2], accepted
+
+
+def test_the_published_example() -> None:
+    """papers.md D06: p = (.5, .5), q = (.8, .2): accepted with probability .7, the residual all on token 1, frequencies .5 / .5."""
+    said, accepted = by_the_rule([0.5, 0.5], [0.8, 0.2])
+    assert abs(accepted.mean() - 0.7) < 4 * np.sqrt(0.7 * 0.3 / N)
+    assert set(said[accepted == 0].tolist()) == {1}
+    assert abs(said.mean() - 0.5) < 4 * np.sqrt(0.25 / N)
+
+
+@pytest.mark.parametrize("q", [[0.25, 0.25, 0.25, 0.25], [0.05, 0.05, 0.1, 0.8], [0.4, 0.3, 0.2, 0.1]])
+def test_what_is_said_has_the_targets_distribution(q: list[float]) -> None:
+    p = [0.4, 0.3, 0.2, 0.1]
+    said, accepted = by_the_rule(p, q)
+    assert stats.chisquare(np.bincount(said, minlength=4), np.array(p) * N).pvalue > 1e-4
+    assert abs(accepted.mean() - np.minimum(p, q).sum()) < 0.02
+    moved = said.copy()
+    moved[np.flatnonzero(said == 0)[: N // 50]] = 3
+    assert stats.chisquare(np.bincount(moved, minlength=4), np.array(p) * N).pvalue < 1e-4
+
+
+# --- the engine with it ----------------------------------------------------------------------------------------------
+
+
+def looping(count: int, vocabulary: int) -> list[np.ndarray]:
+    """Prompts that repeat themselves, so that there is something to look up."""
+    rng = np.random.default_rng(0)
+    return [np.tile(rng.integers(0, vocabulary, rng.integers(2, 5)), 4)[: rng.integers(6, 14)].astype(np.int32) for _ in range(count)]
+
+
+CONTRACTS = {
+    "plain": contract(),
+    "cold": contract(temperature=0.3),
+    "truncated": contract(top_p=0.8, top_k=4, top=2),
+    "greedy": contract(greedy=True),
+    "penalty": contract(repetition_penalty=1.3, temperature=0.5),
+    "ruled": contract(min_tokens=9, stop_ids=(2,), bad_ids=((1, 1),), temperature=0.6),
+    "stops": contract(stop_ids=(0,)),
+}
+
+
+@pytest.mark.parametrize("name", CONTRACTS)
+def test_prompt_lookup_says_the_very_same(name: str) -> None:
+    prompts = looping(40, 8)
+    plain = asyncio.run(ask(engine(8), prompts, CONTRACTS[name]))
+    e = engine(8, speculate=Lookup(tokens=5))
+    for a, b in zip(asyncio.run(ask(e, prompts, CONTRACTS[name])), plain, strict=True):
+        assert np.array_equal(a.ids, b.ids)
+        assert np.abs(a.logp - b.logp).max() < 2e-5
+        assert a.stop is b.stop
+        assert (a.kept is None) == (b.kept is None) and (a.top is None) == (b.top is None)
+        if a.kept is not None and b.kept is not None:
+            assert np.array_equal(a.kept.ids, b.kept.ids)
+    gauges = e.gauges()
+    assert gauges["engine/accepted"].sum > 20
+    assert e.blocks_in_use == 0
+
+
+def test_accepted_drafts_save_passes_and_give_way_with_the_rest() -> None:
+    """Greedy text soon repeats itself. In a cache too small for all, who gives way says the same too."""
+    prompts, asked = looping(8, 8), contract(greedy=True, max_tokens=60)
+    slow, fast = engine(8, slots=8), engine(8, slots=8, speculate=Lookup(tokens=6))
+    plain = asyncio.run(ask(slow, prompts, asked))
+    for a, b in zip(asyncio.run(ask(fast, prompts, asked)), plain, strict=True):
+        assert np.array_equal(a.ids, b.ids)
+    assert fast.gauges()["engine/steps"].sum < 0.7 * slow.gauges()["engine/steps"].sum
+    row = 16 * 2 * 8 * 4
+    small = engine(8, slots=8, speculate=Lookup(tokens=6), cache_bytes=14 * row)
+    for a, b in zip(asyncio.run(ask(small, prompts, asked)), plain, strict=True):
+        assert np.array_equal(a.ids, b.ids)
+    assert small.gauges()["engine/preempted"].sum > 0
+
+
+def exact(target: tf.PreTrainedModel, prompt: np.ndarray, length: int, temperature: float) -> np.ndarray:
+    """Probability of every continuation of this length, [V ** length], by one forward each."""
+    vocabulary = target.config.vocab_size
+    out = []
+    for said in itertools.product(range(vocabulary), repeat=length):
+        whole = torch.tensor([*prompt.tolist(), *said])
+        with torch.no_grad():
+            z = target(input_ids=whole[None]).logits[0].double() / temperature
+        logp = z.log_softmax(-1)
+        out.append(sum(float(logp[len(prompt) - 1 + i, t]) for i, t in enumerate(said)))
+    return np.exp(out)
+
+
+def test_a_draft_model_leaves_the_targets_distribution() -> None:
+    """All 81 continuations of four tokens, 4,000 draws: they follow the target by enumeration and not the draft model."""
+    vocabulary, length, count, heat = 3, 4, 4000, 1.3
+    target, small = model(vocabulary, 0, 4.0), model(vocabulary, 1, 4.0)
+    prompt = np.array([1, 2, 0], np.int32)
+    e = EmbeddedEngine(model(vocabulary, 0, 4.0), slots=64, context=32, speculate=Draft(small, tokens=3))
+    said = asyncio.run(ask(e, [prompt] * count, contract(max_tokens=length, temperature=heat)))
+    counts = np.bincount([int(s.ids @ vocabulary ** np.arange(length)[::-1]) for s in said], minlength=vocabulary**length)
+    right, wrong = exact(target, prompt, length, heat), exact(model(vocabulary, 1, 4.0), prompt, length, heat)
+    assert stats.chisquare(counts, right * count).pvalue > 1e-4
+    assert stats.chisquare(counts, wrong / wrong.sum() * count).pvalue < 1e-9
+    accepted = e.gauges()["engine/accepted"]
+    assert 0.1 < accepted.mean < 0.9
+    for s in said[:50]:
+        at = int(s.ids @ vocabulary ** np.arange(length)[::-1])
+        assert abs(float(s.logp.sum()) - float(np.log(right[at]))) < 1e-4
+
+
+def test_the_target_as_its_own_draft_is_always_right() -> None:
+    e = engine(6, speculate=Draft(model(6, 0), tokens=4))
+    said = asyncio.run(ask(e, looping(20, 6), contract(max_tokens=25)))
+    assert e.gauges()["engine/accepted"].mean > 0.99
+    assert all(len(s.ids) == 25 for s in said)
+
+
+def test_a_draft_model_under_a_greedy_contract_changes_nothing() -> None:
+    prompts, asked = looping(12, 6), contract(greedy=True)
+    e = engine(6, speculate=Draft(model(6, 1), tokens=3))
+    for a, b in zip(asyncio.run(ask(e, prompts, asked)), asyncio.run(ask(engine(6), prompts, asked)), strict=True):
+        assert np.array_equal(a.ids, b.ids)
+
+
+def test_draws_belong_to_their_place() -> None:
+    """Neighbours, order and time of arrival do not matter (law 8)."""
+    prompts = looping(12, 6)
+    many = asyncio.run(ask(engine(6, speculate=Draft(model(6, 1), tokens=3)), prompts, contract()))
+    few = asyncio.run(ask(engine(6, slots=2, speculate=Draft(model(6, 1), tokens=3)), prompts, contract()))
+    for a, b in zip(many, few, strict=True):
+        assert np.array_equal(a.ids, b.ids)
+    assert seeds.key(3, "draft") != seeds.key(3, "accept")
+
+
+def test_what_cannot_be_speculated_is_refused() -> None:
+    with pytest.raises(EngineError, match="deterministic"):
+        engine(speculate=Lookup(), deterministic=True)
+    with pytest.raises(EngineError, match="vocabulary of 6"):
+        engine(5, speculate=Draft(model(6, 1)))
+    with pytest.raises(EngineError, match="at least 1"):
+        engine(speculate=Lookup(tokens=0))
+    with pytest.raises(EngineError, match="at least 1"):
+        engine(speculate=Draft(model(5, 1), tokens=0))
