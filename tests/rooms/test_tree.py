@@ -53,6 +53,12 @@ samplings = st.builds(
     top_k=st.integers(0, 50),
     max_tokens=st.integers(1, 4096),
     stop_ids=st.none() | st.lists(st.integers(0, 10)).map(tuple),
+    stop=st.lists(st.text(st.characters(exclude_characters="\ufffd"), min_size=1, max_size=4), max_size=2).map(tuple),
+    repetition_penalty=positive,
+    logit_bias=st.dictionaries(st.integers(0, 99), st.floats(-100, 100), max_size=3).map(lambda d: tuple(d.items())),
+    allowed_ids=st.none() | st.lists(st.integers(0, 99), min_size=1, max_size=4).map(tuple),
+    bad_ids=st.lists(st.lists(st.integers(100, 200), min_size=1, max_size=3).map(tuple), max_size=3).map(tuple),
+    bad_words=st.lists(st.text(min_size=1, max_size=4), max_size=2).map(tuple),
 )
 optimizers = st.builds(Optimizer, lr=positive, clip=positive | st.just(math.inf), warmup=st.integers(0, 100))
 scalars = text | st.integers() | st.floats(allow_nan=False) | st.booleans()
