@@ -309,3 +309,8 @@ def test_a_kept_set_holds_no_banned_token() -> None:
     ):
         got = draw(LOGITS.repeat(2, 1), Contracts.of([s, s]), np.array([0.0, 0.999]))
         assert [k.tolist() for k in got.kept] == [[1, 3], [1, 3]]
+    rng = np.random.default_rng(0)
+    z = torch.from_numpy(rng.normal(size=(500, 40)).astype(np.float32))
+    s = Sampling(top_k=20, allowed_ids=(3, 4, 8, 9, 20, 33, 34))
+    got = draw(z, Contracts.of([s]).at(np.zeros(500, np.int64)), rng.random(500))
+    assert {tuple(k.tolist()) for k in got.kept} == {s.allowed_ids}, "also where rounding leaves the sum of the others below 1"

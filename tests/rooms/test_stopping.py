@@ -7,7 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
-from embedded_parts import V, ask, engine, prompts, sampling
+from embedded_parts import V, ask, engine, one_thread, prompts, sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,6 +16,8 @@ from posttrain.core.types import Stop
 from posttrain.engine.embedded.stopping import completes
 from posttrain.engine.vocabulary import characters, raw_bytes, train_bpe, train_byte_level, train_unigram
 from posttrain.environment.render import Renderer
+
+__all__ = ["one_thread"]
 
 CORPUS = [
     "the end of the story</answer>",
@@ -60,12 +62,16 @@ def test_the_end_is_that_of_the_definition(family: str, data: st.DataObject) -> 
     """Written text of long runs of multi-byte characters, and tokens in no order at all, which cut them."""
     r = renderer(family)
     size = len(r.tokenizer)  # type: ignore[arg-type]
-    words = st.sampled_from(["the ", "stop", ";", " ", "\n\n", "終わり", "。", "é", "🙂", "</ans", "wer>", "end"])
+    words = st.sampled_from(["the ", "stop", ";", " ", "\n\n", "終わり", "。", "é", "🙂", "</ans", "wer>", "end", "🚀", "ж"])
     written = st.lists(words, max_size=14).map(lambda w: r.encode("".join(w)).tolist())
     random = st.lists(st.integers(0, size - 1), max_size=12)
     ids = np.array([*data.draw(random), *data.draw(written), *data.draw(random), *data.draw(written)], np.int32)
     stop = tuple(
-        data.draw(st.lists(st.sampled_from(["stop", ";", "\n\n", "。", "りり", "🙂", "</answer>", "p;", "e s"]), min_size=1, max_size=3))
+        data.draw(
+            st.lists(
+                st.sampled_from(["stop", ";", "\n\n", "。", "わり", "🙂", "ж", "🚀ж", "</answer>", "p;", "e s"]), min_size=1, max_size=3
+            )
+        )
     )
     least = data.draw(st.integers(0, 5))
     assert found_end(family, ids, stop, least) == first_end(family, ids, stop, least)
@@ -90,6 +96,9 @@ def test_a_string_across_tokens_inside_one_and_of_bytes() -> None:
     r = renderer("bytes")
     moon = r.encode("a 終")
     assert len(moon) == 5 and found_end("bytes", moon, ("終",)) == 5 and found_end("bytes", moon[:4], ("終",)) is None
+    for family in ("bytes", "byte_level", "bpe"):
+        cut = renderer(family).encode("🚀" * 9 + "ж")
+        assert found_end(family, cut, ("ж",)) == len(cut) >= 20, "behind a long run of bytes of which a part reads as nothing"
 
 
 def test_special_tokens_are_text_and_empty_tokens_do_not_hide_one() -> None:
@@ -148,6 +157,24 @@ def test_min_tokens_keeps_stop_ids_from_being_said() -> None:
     assert any(s.stop is Stop.SAID and len(s.ids) == 7 for s in got), "and lets them at once when it is over"
     (only,) = asyncio.run(ask(engine(), prompts(1), sampling(stop_ids=tuple(range(V - 1)), min_tokens=4, max_tokens=4)))
     assert only.ids.tolist() == [V - 1] * 4 and only.logp.tolist() == [0.0] * 4
+
+
+def test_a_request_that_loses_its_slot_goes_on_under_its_rules() -> None:
+    """A cache too small for all: whoever gives way reads its past again where it goes on, bit for bit under determinism."""
+    rules = (
+        sampling(max_tokens=40, repetition_penalty=1.5),
+        sampling(max_tokens=40, bad_ids=tuple((a, b) for a in range(V) for b in range(a % 3, V, 3)), top_k=9),
+        sampling(max_tokens=40, min_tokens=30, stop_ids=tuple(range(10))),
+        sampling(max_tokens=40, stop=(LETTERS[7] + LETTERS[8], LETTERS[3])),
+    )
+    contracts, asked = [rules[i % 4] for i in range(12)], prompts(12, seed=5)
+    block = 16 * 2 * 2 * 2 * 8 * 4
+    roomy = engine(text=read, slots=6, deterministic=True)
+    tight = engine(text=read, slots=6, deterministic=True, cache_bytes=9 * block)
+    free, squeezed = asyncio.run(ask(roomy, asked, contracts)), asyncio.run(ask(tight, asked, contracts))
+    assert tight.gauges()["engine/preempted"].sum > 3 and roomy.gauges()["engine/preempted"].sum == 0
+    for a, b in zip(free, squeezed, strict=True):
+        assert a.ids.tolist() == b.ids.tolist() and np.array_equal(a.logp, b.logp) and a.stop is b.stop
 
 
 def test_contracts_an_engine_cannot_keep() -> None:
