@@ -132,8 +132,9 @@ def contract(length: int) -> Sampling:
 
 
 def scored_group(
-    rewards_GK: np.ndarray, mu_GT: np.ndarray, reference_GT: np.ndarray | None = None, start_GT: np.ndarray | None = None
-) -> ScoredGroup:
+    rewards_GK: np.ndarray, mu_GT: np.ndarray, reference_GT: np.ndarray | None = None, start_GT: np.ndarray | None = None,
+    values_GT: np.ndarray | None = None,
+) -> ScoredGroup:  # fmt: skip
     """Siblings as the library holds them: K reward sources each, one segment of a prompt token and T said ones."""
     task, length = Task("toy", "?"), mu_GT.shape[1]
     mask = np.array([False] + [True] * length)
@@ -143,7 +144,8 @@ def scored_group(
         segment = Segment(np.zeros(length + 1, np.int32), mask, logp, np.where(mask, 0, -1).astype(np.int32), contract(length))
         verdicts = tuple(Judged(str(k), 1.0, Verdict.value(float(r))) for k, r in enumerate(rewards))
         episode = Episode(task, 0, i, (segment,), Stop.LENGTH, verdicts)
-        scored.append(Scored(episode, None if start_GT is None else (start_GT[i],), None if reference_GT is None else (reference_GT[i],)))
+        start, reference, values = (None if x is None else (x[i],) for x in (start_GT, reference_GT, values_GT))
+        scored.append(Scored(episode, start, reference, values))
     return ScoredGroup(Group(task, 0, tuple(s.episode for s in scored)), tuple(scored))
 
 
@@ -230,10 +232,14 @@ def batch_of(
     return batch if a.tokens is None else replace(batch, chosen_M=choose(a.tokens, batch, None, rng))
 
 
-def loss_of(a: Algorithm, batch: Batch, policy: Policy, answers: Answers) -> tuple[Tensor, Gauges]:
-    """The library's loss of this minibatch under the policy as it is."""
+def loss_of(a: Algorithm, batch: Batch, policy: Policy, answers: Answers, value_ET: Tensor | None = None) -> tuple[Tensor, Gauges]:
+    """The library's loss of this minibatch under the policy as it is, and under these values where `a` learns them."""
     logp_ET, entropy_ET = said_logp(policy, answers)
-    terms = objective(a, streams(batch, dtype=torch.float64), TokenScores(logp_ET.reshape(-1), entropy_ET.reshape(-1), None))
+    terms = objective(
+        a,
+        streams(batch, dtype=torch.float64),
+        TokenScores(logp_ET.reshape(-1), entropy_ET.reshape(-1), None if value_ET is None else value_ET.reshape(-1)),
+    )
     return terms.loss, terms.gauges
 
 

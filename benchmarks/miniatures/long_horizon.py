@@ -1,0 +1,111 @@
+"""Values over long answers: eight choices spread over 64 or 256 tokens, one reward at the end; four ways to set lambda."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
+from benchmarks.miniatures.world import Answers, Table, ask, batch_of, loss_of, scored_group
+from posttrain.algorithm.credit import credit_step, without_credit
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.ladder import PPO, VAPO
+from posttrain.core.pieces.baseline import Value
+from posttrain.core.types import Credit
+
+CHOICES, VOCAB, RIGHT, ANSWERS, STEPS, WARMUP = 8, 4, 0.8, 32, 45, 5
+PUSH, FIT = 0.5, 0.3
+LENGTHS = (64, 256)
+ARMS: dict[str, Algorithm] = {
+    "PPO, lambda .95": replace(PPO, baseline=Value(gae_lambda=0.95, warmup=WARMUP)),
+    "decoupled, credit .95": replace(PPO, baseline=Value(gae_lambda=1.0, credit_lambda=0.95, warmup=WARMUP)),
+    "PPO, lambda 1": replace(PPO, baseline=Value(gae_lambda=1.0, warmup=WARMUP)),
+    "VAPO as published": VAPO,
+}
+
+
+class Values(nn.Module):
+    """A value before each token [T, 2]: by position, and by whether every choice so far was right. 0 at first."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.zeros(length, 2, dtype=torch.float64))
+
+    def forward(self, on_ET: Tensor) -> Tensor:
+        return self.table[torch.arange(len(self.table)), on_ET.long()]
+
+
+def places(length: int) -> Tensor:
+    """Where the choices stand: every (length / 8)-th token."""
+    return torch.arange(0, length, length // CHOICES)
+
+
+def start(length: int) -> Table:
+    """At a choice token 0 is right, eight times in ten; elsewhere nothing matters."""
+    logits = torch.zeros(1, length, VOCAB, dtype=torch.float64)
+    logits[0, places(length), 0] = np.log(RIGHT * (VOCAB - 1) / (1 - RIGHT))
+    return Table(logits)
+
+
+def on_track(answers: Answers) -> tuple[Tensor, Tensor]:
+    """(bool [E, T]: whether all choices before each token were right, bool [E]: whether all were)."""
+    e, t = answers.tokens_ET.shape
+    wrong_ET = torch.zeros(e, t, dtype=torch.bool)
+    wrong_ET[:, places(t)] = answers.tokens_ET[:, places(t)] != 0
+    so_far_ET = torch.cumsum(wrong_ET, 1)
+    return (so_far_ET - wrong_ET.long()) == 0, so_far_ET[:, -1] == 0
+
+
+@torch.no_grad()
+def truth(policy: Table) -> Tensor:
+    """The exact value before each token while on track [T]; off track it is 0. The first is the success rate."""
+    t = policy.length
+    right_T = torch.ones(t, dtype=torch.float64)
+    right_T[places(t)] = torch.softmax(policy.table, -1)[0, places(t), 0]
+    return torch.flip(torch.cumprod(torch.flip(right_T, [0]), 0), [0])
+
+
+def credited(a: Algorithm, rewards_E: np.ndarray, answers: Answers, values_ET: Tensor) -> Credit:
+    """One `credit_step` of one group, with these values."""
+    group = scored_group(rewards_E[:, None], answers.mu_ET.numpy(), values_GT=values_ET.numpy())
+    return credit_step(a, [group], max_tokens=answers.tokens_ET.shape[1], ema=0.0)
+
+
+def train(a: Algorithm, length: int, seed: int) -> np.ndarray:
+    """(success, mean squared error of the values on track) before every step and after the last, exactly, [STEPS + 1, 2].
+
+    SGD: a whitened credit of 1 moves the logit of its token by PUSH / answers, a value moves by up to FIT of its error.
+    """
+    policy, values, made = start(length), Values(length), torch.Generator().manual_seed(seed)
+    assert (value := a.learns_values) is not None
+    optimizer = torch.optim.SGD(
+        [{"params": [policy.table], "lr": PUSH * length}, {"params": [values.table], "lr": FIT * length / value.coef}]
+    )
+    out: list[tuple[float, float]] = []
+    for step in range(STEPS + 1):
+        true_T = truth(policy)
+        out.append((float(true_T[0]), float((values.table.detach()[:, 1] - true_T).square().mean())))
+        if step == STEPS:
+            break
+        answers = ask(policy, torch.zeros(ANSWERS, dtype=torch.int64), made)
+        on_ET, solved_E = on_track(answers)
+        old_ET = values(on_ET).detach()
+        credit = credited(a, solved_E.double().numpy(), answers, old_ET)
+        if step < value.warmup:
+            credit = without_credit(credit)
+        episodes = credit.groups[0].episodes
+        batch = batch_of(a, answers, np.stack([e.advantage[0] for e in episodes]), ANSWERS)
+        returns_ET = np.stack([e.returns[0] for e in episodes if e.returns is not None])
+        imitate_ET = (solved_E[:, None] / (solved_E.sum() * length).clamp(min=1)).expand(-1, length).numpy()
+        batch = replace(
+            batch, value_M=old_ET.numpy().ravel(), return_M=returns_ET.ravel(), imitate_M=None if a.imitate is None else imitate_ET.ravel()
+        )
+        loss, _ = loss_of(a, batch, policy, answers, values(on_ET))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    return np.array(out)
