@@ -36,6 +36,7 @@ NAMES = (
     "hard_few",
     "hacking",
     "spurious",
+    "long_horizon",
 )
 
 
