@@ -86,7 +86,8 @@ def train(a: Algorithm, length: int, seed: int, fit: float = FIT) -> np.ndarray:
     SGD: a whitened credit of 1 moves the logit of its token by PUSH / answers, a value moves by up to `fit` of its error.
     """
     policy, values, made = start(length), Values(length), torch.Generator().manual_seed(seed)
-    assert (value := a.learns_values) is not None
+    value = a.learns_values
+    assert value is not None
     optimizer = torch.optim.SGD(
         [{"params": [policy.table], "lr": PUSH * length}, {"params": [values.table], "lr": fit * length / value.coef}]
     )
