@@ -16,9 +16,30 @@ class Embedded:
 
     cache_gib: float = 4.0
     """Most memory of the key-value cache; it grows as needed up to here."""
+    budget: int = 2048
+    """Positions of one forward pass: sequences that speak come first, pieces of prompts fill it up."""
+    retain: int | None = None
+    """Tokens of ended sequences kept in the cache, where later turns find them. None: half of what all slots could hold, and at
+    most an eighth of the cache. 0: none."""
+    lookup: int = 0
+    """Draft so many tokens a pass by looking up what followed the same words before (prompt lookup). Says the very same tokens;
+    pays where text repeats itself or is sampled cold. 0: off."""
+    draft: str | None = None
+    """Draft with this smaller model: a directory or hub id with the policy's tokenizer. Exact in distribution; it seldom pays at
+    temperature 1 (docs/engine.md). None: off."""
+    drafts: int = 4
+    """Tokens the draft model drafts a pass."""
+    timeline: bool = False
+    """Write timeline.json into the run folder: when each request was queued, admitted and done, as a Chrome trace."""
 
     def __post_init__(self) -> None:
         _positive("cache_gib", self.cache_gib)
+        _positive("budget", self.budget)
+        _positive("drafts", self.drafts)
+        if self.lookup < 0 or (self.retain or 0) < 0:
+            raise ConfigError(f"engine.lookup={self.lookup} and engine.retain={self.retain}: must be >= 0")
+        if self.lookup and self.draft is not None:
+            raise ConfigError(f"engine.lookup={self.lookup} and engine.draft={self.draft} both draft tokens: keep one of them")
 
 
 @dataclass(frozen=True, kw_only=True)

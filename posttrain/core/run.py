@@ -269,6 +269,10 @@ class Run:
             raise ConfigError(
                 "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what runs beside them. Set engine=embedded, or deterministic=false"
             )
+        if self.deterministic and isinstance(self.engine, Embedded) and (self.engine.lookup or self.engine.draft):
+            raise ConfigError(
+                "deterministic=true computes fixed shapes, and drafts differ in number: set engine.lookup=0 engine.draft=none"
+            )
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")

@@ -26,7 +26,7 @@ from posttrain.engine.optimizer import AdamW
 from posttrain.engine.readout import read_out
 from posttrain.environment.build import environment
 from posttrain.environment.render import Dialogue, Renderer
-from posttrain.recipe.engines import make_engine
+from posttrain.recipe.engines import keep_timeline, make_engine
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 
@@ -168,6 +168,11 @@ def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tr
     """What all stages of a run share, around one policy."""
     roles = make_roles(run, policy, env)
     learner = roles.learner
+
+    def close() -> None:
+        keep_timeline(roles.engine, book.folder)
+        roles.close()
+
     return Parts(
         run=run,
         environment=env,
@@ -184,5 +189,5 @@ def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tr
         teacher=lambda path: make_teacher(run, path, policy),
         optimize=lambda config: AdamW(learner.parameters(), config),
         trackers=trackers,
-        close=roles.close,
+        close=close,
     )

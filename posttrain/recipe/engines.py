@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
 
 from posttrain.core.engines import GIB, VLLM, Embedded
+from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
 from posttrain.core.run import Reinforce, Run
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.models import Policy
+from posttrain.engine.embedded.speculate import Draft, Lookup
+from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.start import limits
+
+TIMELINE = "timeline.json"
 
 
 @dataclass(frozen=True)
@@ -45,6 +50,12 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> 
     return serving
 
 
+def keep_timeline(sampler: Sampler, folder: Path) -> None:
+    """Write the engine's timeline into the run folder, where it was asked for one."""
+    if isinstance(sampler, EmbeddedEngine) and sampler.timeline is not None:
+        sampler.timeline.write(folder / TIMELINE)
+
+
 def _embedded(run: Run, how: Embedded, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:
     engine = EmbeddedEngine(
         policy.clone().module,
@@ -54,8 +65,25 @@ def _embedded(run: Run, how: Embedded, policy: Policy, text: Callable[[np.ndarra
         device=run.model.device,
         cache_bytes=int(how.cache_gib * GIB),
         text=text,
+        budget=how.budget,
+        retain=how.retain,
+        timeline=how.timeline,
+        speculate=_speculation(run, how, policy),
     )
     return Serving(engine, lambda: None)
+
+
+def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | None:
+    if how.lookup:
+        return Lookup(how.lookup)
+    if how.draft is None:
+        return None
+    small = load_policy(replace(run.model, path=how.draft), None, run.seed)
+    if small.tokenizer_digest != policy.tokenizer_digest:
+        raise ConfigError(
+            f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one trained with it"
+        )
+    return Draft(small.module, how.drafts)
 
 
 def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:

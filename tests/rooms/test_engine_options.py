@@ -1,0 +1,39 @@
+"""The embedded engine's settings through the real command line: drafts of two kinds, a timeline, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from run_parts import mine, model_at, play, refused, rl_steps
+
+
+def test_drafts_by_lookup_change_nothing(tmp_path: Path) -> None:
+    """Rewards and tokens of a run with prompt lookup are those of the run without it."""
+    words = mine(tmp_path / "task")
+    plain = rl_steps(play(tmp_path / "plain", *words))
+    drafted = rl_steps(play(tmp_path / "drafted", *words, "engine.lookup=3"))
+    for a, b in zip(plain, drafted, strict=True):
+        for name in ("rollout/reward", "rollout/tokens", "engine/tokens"):
+            assert a.gauges[name] == b.gauges[name]
+    assert any("engine/accepted" in s.gauges for s in drafted)
+
+
+def test_a_draft_model_and_a_timeline(tmp_path: Path) -> None:
+    model = model_at(tmp_path / "model")
+    words = ("run", *mine(tmp_path / "task"), f"model.path={model}", f"engine.draft={model}", "engine.drafts=2", "engine.timeline=true")
+    folder = play(tmp_path / "run", *words[1:])
+    assert all(0 < s.gauges["engine/accepted"].mean <= 1 for s in rl_steps(folder))
+    events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
+    assert {"queued", "prefill", "speak", "step"} <= {e["name"] for e in events}
+    assert {"engine/step", "rollout"} <= set(rl_steps(folder)[0].clock)
+
+
+def test_settings_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*mine(tmp_path / "task"), "--out", str(tmp_path / "run"))
+    assert "both draft" in refused(capsys, "run", *words, "engine.lookup=2", "engine.draft=somewhere", code=2)
+    assert "engine.lookup=-1" in refused(capsys, "run", *words, "engine.lookup=-1", code=2)
+    assert "deterministic" in refused(capsys, "run", *words, "engine.lookup=2", "deterministic=true", code=2)
+    other = model_at(tmp_path / "other", tokenizer="bpe")
+    assert "tokenizer differs" in refused(capsys, "run", *words, f"engine.draft={other}", code=2)
