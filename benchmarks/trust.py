@@ -86,7 +86,10 @@ def healthy(name: str, seed: int, model: Path, folder: Path) -> Healthy:
 
 
 def cost(folder: Path) -> dict[str, float]:
-    """Seconds of a run of the recipe `arithmetic`, and of those the seconds inside the guard: in all, and at steps without second opinions."""
+    """Seconds of a run of the recipe `arithmetic`, and of those the seconds inside the guard: in all, and at steps without second opinions.
+
+    A step's seconds are its phases'; clocks with a slash lie inside one, or add up what many requests waited at once.
+    """
     spent: Counter[int] = Counter()
     here = [0]
 
@@ -131,7 +134,8 @@ def cost(folder: Path) -> dict[str, float]:
         patch.object(Guard, "first_move", move),
     ):
         posttrain.run("arithmetic", *words, out=folder / "cost", quiet=True)
-    taken = {s.index: sum(s.clock.values()) for s in reader.steps(folder / "cost") if s.stage == "rl"}
+    phases = {s.index: [x for name, x in s.clock.items() if "/" not in name] for s in reader.steps(folder / "cost") if s.stage == "rl"}
+    taken = {index: sum(seconds) for index, seconds in phases.items()}
     plain_steps = [i for i in taken if i > 16 and not guard.due(i)]
     return {
         "steps": steps,
@@ -225,7 +229,7 @@ def page(data: dict[str, Any]) -> str:
         "**Before the first step** (`posttrain/recipe/proofs.py`, `posttrain/role/rehearsal.py`):",
         "",
         *table(
-            [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"] + [("`rehearse`", summary(rehearsal.rehearse))],
+            [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"] + [(f"`{n}`", t) for n, t in functions(rehearsal)],
             "check",
             "what holds",
         ),

@@ -27,7 +27,7 @@ def rehearse(a: Algorithm) -> None:
     that every bound of a trust region or a correction has tokens on both of its sides.
     """
     batch, logp_M, value_M = _made_up()
-    _points_uphill(a, batch, logp_M, value_M)
+    points_uphill(a, batch, logp_M, value_M)
     if demand(a, batch, logp_M.astype(np.float64)) is None:
         return
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
@@ -43,7 +43,7 @@ def rehearse(a: Algorithm) -> None:
         raise InvariantError(f"on made-up numbers far off policy, before the first step: {error}") from error
 
 
-def _points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.ndarray) -> None:
+def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.ndarray) -> None:
     """Whatever the trust region: the policy term alone makes no token with credit > 0 less likely and none with credit < 0 more.
 
     A push is never negative, so this holds for every algorithm, also where the audit does not know its pieces.
