@@ -51,12 +51,18 @@ def test_logp_is_that_of_a_full_forward(family: str) -> None:
         assert not np.isin(said.ids[:-1], contract.stop_ids).any()
 
 
-def test_bfloat16_is_near() -> None:
-    e, plain = EmbeddedEngine(module(dtype=torch.bfloat16), slots=4, context=96), module(dtype=torch.bfloat16).float()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_bfloat16_is_near_its_own_full_forward(family: str) -> None:
+    """Greedy text may differ where two tokens are as probable; log-probs differ by the rounding of one pass against many."""
+    e, plain = EmbeddedEngine(module(family, dtype=torch.bfloat16), slots=4, context=96), module(family, dtype=torch.bfloat16)
     asked = prompts(6)
-    for prompt, said in zip(asked, asyncio.run(ask(e, asked, sampling())), strict=True):
-        assert said.logp.dtype == np.float32
-        assert np.abs(reference_logp(plain, prompt, said, sampling()) - said.logp).mean() < 0.2
+    gaps = [
+        np.abs(reference_logp(plain, prompt, said, sampling()) - said.logp)
+        for prompt, said in zip(asked, asyncio.run(ask(e, asked, sampling())), strict=True)
+    ]
+    gap = np.concatenate(gaps)
+    print(f"bfloat16 {family}: worst {gap.max():.3f}, mean {gap.mean():.4f}")
+    assert gap.mean() < 0.01 and gap.max() < 0.05
 
 
 def test_context_ends_a_turn() -> None:
