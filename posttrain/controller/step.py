@@ -63,5 +63,6 @@ async def train_step(h: House, guard: Guard, index: int) -> Step:
     seen = merge(*learned)
     h.memory = remember(stage.algorithm, replace(h.memory, ema=credit.ema), seen, episodes=sum(len(g.episodes) for g in credit.groups))
     gauges = merge(rollout_gauges(asked.played, len(asked.refused), credit, version), guard.take(), seen)
-    clock = {**h.clock.take(), **h.sync.sampler.clock()}
+    verifiers = {name: g.mean for name, g in h.rollout.environment.gauges().items() if g.count}
+    clock = {**h.clock.take(), **h.sync.sampler.clock(), **verifiers}
     return Step(stage.name, index, h.trainer.version, gauges, clock, notes(asked, credit, stage.prompts))

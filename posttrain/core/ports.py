@@ -216,6 +216,14 @@ class Environment(Protocol):
         """One entry per source. An outage is `failed`, never a low score."""
         ...
 
+    def gauges(self) -> Gauges:
+        """Queue and latency of its verifiers since the last call: facts of the machine, which no digest covers."""
+        ...
+
+    def close(self) -> None:
+        """End what the verifiers keep running."""
+        ...
+
 
 class Teacher(Environment, Protocol):
     """An environment that can also write texts to imitate."""

@@ -1,4 +1,4 @@
-"""Rewards by name: `exact`, `last_integer`, `contains`. All compare a response with the task's answer, at once; `math` is a room of its own."""
+"""Rewards by name: `exact`, `last_integer`, `contains`. All compare a response with the task's answer, at once; `math` and `code` are rooms of their own."""
 
 from __future__ import annotations
 
@@ -43,5 +43,5 @@ def _answer(task: Task) -> str:
 
 
 BUILTIN: dict[str, Builtin] = {"exact": exact, "last_integer": integer, "contains": contains}
-NAMES = (*BUILTIN, "math")
+NAMES = (*BUILTIN, "math", "code", "code_fraction")
 """What `Reward.function` may be, beside `path.py:function`."""

@@ -15,9 +15,10 @@ from typing import Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
-from posttrain.core.types import Task
+from posttrain.core.types import Gauge, Gauges, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.code_tests import CallTest, InputTest, Test, WeakTest, tests_of
+from posttrain.environment.redact import redacted
 from posttrain.environment.sandbox.cell.program import encode
 from posttrain.environment.sandbox.choose import open_sandbox
 from posttrain.environment.sandbox.pool import Sandbox
@@ -45,6 +46,7 @@ class Code:
         sandbox: where programs run; None opens `auto`, which is refused here and now if this machine has none.
         weak: accept tests that run beside the program.
         seconds: for all tests of one program together; those that it leaves no time for count as timed out.
+        owned: end `sandbox` with this source; one that was opened here always is.
     """
 
     def __init__(
@@ -56,6 +58,7 @@ class Code:
         seconds: float = 60.0,
         name: str = "code",
         weight: float = 1.0,
+        owned: bool = False,
     ) -> None:
         if scoring not in ("all", "fraction"):
             raise ConfigError(f"reward code: scoring={scoring!r} is neither all nor fraction")
@@ -64,7 +67,8 @@ class Code:
         self.scoring: Scoring = scoring
         self.weak = weak
         self.seconds = seconds
-        self._owned = sandbox is None
+        self._owned = owned or sandbox is None
+        self._judged = self._spent = 0.0
         self.sandbox = sandbox or open_sandbox()
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -73,7 +77,16 @@ class Code:
             tests_of(task, weak=self.weak)
 
     async def __call__(self, attempt: Attempt) -> Judged:
-        return Judged(self.name, self.weight, await self.verdict(attempt.task, attempt.text))
+        begun = time.monotonic()
+        verdict = await self.verdict(attempt.task, attempt.text)
+        self._judged, self._spent = self._judged + 1, self._spent + time.monotonic() - begun
+        return Judged(self.name, self.weight, redacted(verdict))
+
+    def gauges(self) -> Gauges:
+        """Since the last call: seconds a response took to judge, and tests that wait for a sandbox now."""
+        taken = Gauge(self._spent, self._judged)
+        self._judged = self._spent = 0.0
+        return {f"verifier/{self.name}/seconds": taken, f"verifier/{self.name}/waiting": Gauge(self.sandbox.waiting, 1)}
 
     async def verdict(self, task: Task, text: str) -> Verdict:
         """What one response is worth. A sandbox that was lost is our failure and no score."""

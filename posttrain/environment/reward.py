@@ -131,6 +131,13 @@ def _source(reward: Reward) -> Checked:
         from posttrain.environment.math.source import math_source
 
         return math_source(reward.weight, reward.workers, reward.timeout)
+    if name in ("code", "code_fraction"):
+        from posttrain.environment.code import Code
+        from posttrain.environment.sandbox.choose import open_sandbox
+
+        box = open_sandbox(workers=reward.workers or None)
+        scoring = "all" if name == "code" else "fraction"
+        return Code(box, scoring=scoring, seconds=reward.timeout or 60.0, name=name, weight=reward.weight, owned=True)
     if name in BUILTIN:
         if reward.workers:
             raise ConfigError(f"reward {name!r} is a comparison and needs no workers: set workers=0")

@@ -147,6 +147,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
     finally:
         terminal.close({})
         parts.close()
+        parts.environment.close()
         book.close()
     if not quiet:
         show(terminal.console, run, results, book.folder)
@@ -211,6 +212,7 @@ def evaluate(
         report = wait(work())
     finally:
         roles.close()
+        environment.close()
     show_report(console, str(target), environment.name, report)
     return report
 

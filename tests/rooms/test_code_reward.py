@@ -1,0 +1,61 @@
+"""The `code` reward through the real command line: programs of a policy that knows nothing, judged in the sandbox."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+from run_parts import RL, SMALL, play, refused, rl_steps
+
+from posttrain.core import reader
+from posttrain.core.ports import Attempt
+from posttrain.core.run import Reward
+from posttrain.core.types import Stop, Task
+from posttrain.environment.reward import sources
+
+
+def asked(folder: Path, tests: object, reward: str = "code") -> tuple[str, ...]:
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"prompt": f"def f(x): # x + {a}", "tests": tests, "completion": f"def f(x): return x + {a}"} for a in range(8)]
+    (folder / "mine.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    return ("verifiable", "sft=none", *SMALL, *RL, f"env.prompts={folder / 'mine.jsonl'}", f"env.rewards={reward}", "env.heldout=2")
+
+
+def test_a_program_earns_what_its_tests_say() -> None:
+    """Both forms, from the configuration, on the sandbox this machine has."""
+    task = Task(
+        "t", "double it", info={"tests": [{"function": "f", "args": [2], "expected": 4}, {"function": "f", "args": [3], "expected": 6}]}
+    )
+    whole, part = sources((Reward(function="code"), Reward(function="code_fraction", weight=0.5)), [task])
+    async def judge(text: str) -> list[tuple[float | None, str]]:
+        attempt = Attempt(task, (text,), Stop.SAID)
+        return [(j.verdict.score, j.verdict.kind) for j in (await whole(attempt), await part(attempt))]
+
+    async def both() -> tuple[list[tuple[float | None, str]], list[tuple[float | None, str]]]:
+        return await judge("```python\ndef f(x):\n    return 2 * x\n```"), await judge("def f(x): return 4")
+
+    try:
+        right, half = asyncio.run(both())
+        assert right == [(1.0, ""), (1.0, "")]
+        assert half == [(0.0, "wrong"), (0.5, "wrong")]
+        assert whole.gauges()["verifier/code/seconds"].count == 2  # type: ignore[attr-defined]
+        assert "verifier/code_fraction/seconds" in part.gauges()  # type: ignore[attr-defined]
+    finally:
+        whole.close()  # type: ignore[attr-defined]
+        part.close()  # type: ignore[attr-defined]
+
+
+def test_a_run_judges_programs(tmp_path: Path) -> None:
+    folder = play(tmp_path / "run", *asked(tmp_path / "task", [{"function": "f", "args": [2], "expected": 4}]))
+    step, _ = rl_steps(folder)
+    assert step.gauges["rollout/unjudged"].mean == 0
+    assert step.clock["verifier/code/seconds"] > 0
+    recorded = reader.read_episodes(next((folder / "episodes").iterdir()))
+    assert {j.source for r in recorded for j in r.episode.verdicts} == {"code"}
+
+
+def test_tasks_without_tests_never_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = refused(capsys, "run", *asked(tmp_path / "task", []), "--out", str(tmp_path / "run"), code=4)
+    assert "tests" in said
