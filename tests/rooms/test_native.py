@@ -150,6 +150,31 @@ def test_the_decoder_is_torchs(family: str) -> None:
     torch.testing.assert_close(*seen, rtol=2e-5, atol=2e-5)
 
 
+@needs_kernels
+@torch.inference_mode()
+def test_decoder_bits_know_no_neighbour_and_no_thread() -> None:
+    """Widths on both sides of every way the product is cut: 1 to 130 positions, 1 and 3 threads."""
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=97, hidden_size=200, intermediate_size=712, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+    )
+    attention.register()
+    decoder = FusedDecoder(
+        model := AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval(), read_out(model), 64, True
+    )
+    ids, at = torch.randint(97, (130,)), torch.arange(130) % 64
+    threads = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        alone = torch.cat([decoder.hidden(ids[i : i + 1], at[i : i + 1], PackedLayout([1])) for i in range(130)])
+        torch.set_num_threads(3)
+        for count in (2, 17, 33, 49, 64, 65, 80, 130):
+            together = decoder.hidden(ids[:count], at[:count], PackedLayout([1] * count))
+            assert torch.equal(together, alone[:count])
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_what_it_says_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     native.find.cache_clear()

@@ -4,14 +4,16 @@ At the sizes a CPU serves, a decode step costs as many microseconds in calls as 
 values are one product, gate and up another, and norms, rotations and residuals work in place. The weights are not
 copied: the module's own parameters become views of the joined ones, so whoever loads or reads them does so as before.
 
-Where `kernels.c` compiles, everything between the products is one of its calls, and activations are feature-major: W @ x
-reads each weight once in the order it lies in memory, which for some 64 positions is a third faster than x @ W.T.
+Where `kernels.c` compiles, half a layer is one of its calls, and activations are feature-major: W @ x reads each weight once in
+the order it lies in memory, and a position's bits do not depend on how many stand beside it.
 
 Axis letters: N positions, E hidden width, H query heads, K key-value heads, D head width, F feed-forward width.
 """
 
 from __future__ import annotations
 
+import ctypes
+import itertools
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,7 +62,7 @@ class FusedDecoder:
         self._kernels = native.choose(compiled, read_out.weight.device, module.dtype)
         decoder: Any = read_out.decoder
         config = module.config
-        self._rooms: dict[int, Tensor] = {}
+        self._memory = torch.zeros(0)
         self._embed, self._norm = decoder.embed_tokens, decoder.norm
         self._heads, self._kv_heads = config.num_attention_heads, config.num_key_value_heads
         self._width: int = decoder.layers[0].self_attn.head_dim
@@ -69,6 +71,9 @@ class FusedDecoder:
             self._layers = [self._join(layer) for layer in decoder.layers]
             every = torch.arange(context, device=read_out.weight.device)
             cos, sin = decoder.rotary_emb(read_out.weight[:1, None], every[None])
+        self._sizes = native.Sizes(read_out.weight.shape[1], self._features, self._heads, self._kv_heads, self._width)
+        self._structures = [self._address(layer) for layer in self._layers]
+        self._addresses = [ctypes.addressof(x) for x in self._structures]
         half = self._width // 2
         self._cos = cos[0, :, None].contiguous()
         self._sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
@@ -98,44 +103,39 @@ class FusedDecoder:
         return _norm(x_NE, self._norm)
 
     def _compiled(self, kernels: native.Kernels, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """The same with `kernels.c`; activations are [features, N], in rows of a multiple of LANES."""
-        h, k, d, count = self._heads, self._kv_heads, self._width, len(input_ids)
-        e, f = self._embed.weight.shape[1], self._features
+        """The same with `kernels.c`; activations are [features, N], in rows of `native.stride(N)`."""
+        s, count = self._sizes, len(input_ids)
         wide = native.stride(count)
-        size = (count, wide)
-        x, normed, qkv, both = (self._room(i, n, wide) for i, n in enumerate((e, e, (h + 2 * k) * d, 2 * f)))
-        seen, inner = self._room(4, h * d, wide), self._room(5, f, wide)
+        h, k, d = s.H, s.K, s.D
         heads = torch.empty(count, h + 2 * k, d)
         query, key, value = (part.transpose(0, 1).unsqueeze(0) for part in heads.split([h, k, k], 1))
-        x_EN, normed_EN, qkv_FN, both_FN, seen_FN, inner_FN = (m[:, :count] for m in (x, normed, qkv, both, seen, inner))
-        tables = self._cos.data_ptr(), self._sin.data_ptr(), position_ids.data_ptr(), heads.data_ptr()
-        kernels.embed(self._embed.weight.data_ptr(), input_ids.data_ptr(), x.data_ptr(), *size, e)
-        for layer in self._layers:
-            kernels.rms(x.data_ptr(), *_weight(layer.before), normed.data_ptr(), *size, e, 0)
-            torch.mm(layer.qkv, normed_EN, out=qkv_FN)
-            eps = 0.0 if layer.q_norm is None else layer.q_norm.variance_epsilon
-            scales = (
-                None if p is None else p.data_ptr() for p in (layer.qkv_bias, *(n and n.weight for n in (layer.q_norm, layer.k_norm)))
-            )
-            kernels.heads(qkv.data_ptr(), *scales, eps, *tables, *size, h, k, d)
-            out = layout.attend(layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None)
-            kernels.transpose(out.contiguous().data_ptr(), seen.data_ptr(), *size, h * d)
-            _add_in_place(x_EN, seen_FN, layer.out)
-            kernels.rms(x.data_ptr(), *_weight(layer.after), normed.data_ptr(), *size, e, 0)
-            torch.mm(layer.gate_up, normed_EN, out=both_FN)
-            kernels.swiglu(both.data_ptr(), inner.data_ptr(), wide, f)
-            _add_in_place(x_EN, inner_FN, layer.down)
-        out = torch.empty(count, e)
-        kernels.rms(x.data_ptr(), *_weight(self._norm), out.data_ptr(), *size, e, 1)
+        rooms = self._room((s.E, s.E, (h + 2 * k) * d, h * d, 2 * s.F, s.F), wide)
+        tables = self._cos.data_ptr(), self._sin.data_ptr(), input_ids.data_ptr(), position_ids.data_ptr()
+        here = native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
+        sizes, now = ctypes.addressof(s), ctypes.addressof(here)
+        kernels.begin(sizes, now, self._embed.weight.data_ptr())
+        for layer, weights in zip(self._layers, self._addresses, strict=True):
+            kernels.before(sizes, weights, now)
+            seen = layout.attend(layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None)
+            kernels.after(sizes, weights, now, seen.contiguous().data_ptr())
+        out = torch.empty(count, s.E)
+        kernels.end(sizes, now, self._norm.weight.data_ptr(), self._norm.variance_epsilon, out.data_ptr())
         return out
 
-    def _room(self, which: int, features: int, wide: int) -> Tensor:
-        """Matrix [features, wide] number `which`, of memory kept from pass to pass: fresh memory costs more than small products."""
-        room = self._rooms.get(which)
-        if room is None or room.numel() < features * wide:
-            with torch.inference_mode(False):
-                room = self._rooms[which] = torch.zeros(features * wide)
-        return room[: features * wide].view(features, wide)
+    def _room(self, features: tuple[int, ...], wide: int) -> list[int]:
+        """Addresses of matrices [features, wide], in memory kept from pass to pass: fresh memory costs more than small products."""
+        if self._memory.numel() < sum(features) * wide:
+            self._memory = torch.zeros(sum(features) * wide + native.LANES)
+        start = -(-self._memory.data_ptr() // 64) * 64
+        return [start + 4 * wide * before for before in itertools.accumulate((0, *features[:-1]))]
+
+    def _address(self, layer: _Layer) -> native.Layer:
+        """Where the weights of a layer lie; the layer keeps them alive."""
+        q, k = layer.q_norm, layer.k_norm
+        weights = (layer.before.weight, layer.qkv, layer.qkv_bias, q and q.weight, k and k.weight, layer.out.weight, layer.out.bias)
+        every = (*weights, layer.after.weight, layer.gate_up, layer.down.weight)
+        eps = layer.before.variance_epsilon, q.variance_epsilon if q else 0.0, layer.after.variance_epsilon
+        return native.Layer(*(None if w is None else w.data_ptr() for w in every), *eps)
 
     def _join(self, layer: Any) -> _Layer:
         """Joined weights of a layer, of which its own parameters become views."""
@@ -205,15 +205,3 @@ def _add(x_NE: Tensor, inner: Tensor, linear: nn.Linear) -> Tensor:
     """x + linear(inner)"""
     out = torch.addmm(x_NE, inner, linear.weight.t())
     return out if linear.bias is None else out.add_(linear.bias)
-
-
-def _add_in_place(x_EN: Tensor, inner_FN: Tensor, linear: nn.Linear) -> None:
-    """x += linear(inner), all feature-major."""
-    x_EN.addmm_(linear.weight, inner_FN)
-    if linear.bias is not None:
-        x_EN.add_(linear.bias[:, None])
-
-
-def _weight(norm: Any) -> tuple[int, float]:
-    """Weight and epsilon of a norm, as `kernels.c` takes them."""
-    return norm.weight.data_ptr(), norm.variance_epsilon

@@ -1,13 +1,14 @@
-/* What a decode step does between its matrix products, on CPUs, in float32.
+/* What a decode step computes, on CPUs, in float32: all of a decoder layer of the Llama family but the choice of who sees whom.
 
    Compiled by `native.py` with the machine's own C compiler (gcc >= 12 or clang). Activations are feature-major [F][ld]:
    a row is one feature of all N positions, ld >= N floats apart, a multiple of LANES, so that a lane is a position and
    W @ x reads every weight once, in the order it lies in memory. Heads are position-major [N][heads][D].
 
-   Every sum runs along one position or one query in a fixed order, so no result depends on its neighbours or on the
-   number of threads. */
+   Every sum belongs to one position or one query and runs in a fixed order, whatever stands beside it: no result depends on
+   its neighbours, on their number or on the number of threads. */
 
 #include <math.h>
+#include <omp.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -61,7 +62,7 @@ static inline vec exp_vec(vec x) {
 }
 
 /* out[f][n] = table[ids[n]][f] */
-void embed(const float *table, const int64_t *ids, float *out, int64_t N, int64_t ld, int64_t E) {
+static void embed(const float *table, const int64_t *ids, float *out, int64_t N, int64_t ld, int64_t E) {
 #pragma omp parallel for if (N * E > SMALL)
   for (int64_t n0 = 0; n0 < N; n0 += TILE) {
     int64_t end = n0 + TILE < N ? n0 + TILE : N;
@@ -71,7 +72,7 @@ void embed(const float *table, const int64_t *ids, float *out, int64_t N, int64_
 }
 
 /* out[f][n] = in[n][f] */
-void transpose(const float *in, float *out, int64_t N, int64_t ld, int64_t E) {
+static void transpose(const float *in, float *out, int64_t N, int64_t ld, int64_t E) {
 #pragma omp parallel for if (N * E > SMALL)
   for (int64_t f0 = 0; f0 < E; f0 += TILE) {
     int64_t last = f0 + TILE < E ? f0 + TILE : E;
@@ -84,7 +85,7 @@ void transpose(const float *in, float *out, int64_t N, int64_t ld, int64_t E) {
 }
 
 /* out = x / rms(x) * weight; position-major [N][E] where `rows`, else feature-major. */
-void rms(const float *x, const float *weight, float eps, float *out, int64_t N, int64_t ld, int64_t E, int64_t rows) {
+static void rms(const float *x, const float *weight, float eps, float *out, int64_t N, int64_t ld, int64_t E, int64_t rows) {
 #pragma omp parallel for if (N * E > SMALL)
   for (int64_t n = 0; n < N; n += LANES) {
     vec squares = {0};
@@ -109,7 +110,7 @@ void rms(const float *x, const float *weight, float eps, float *out, int64_t N, 
 }
 
 /* inner = silu(gate) * up, the two one below the other. */
-void swiglu(const float *both, float *inner, int64_t ld, int64_t F) {
+static void swiglu(const float *both, float *inner, int64_t ld, int64_t F) {
   int64_t size = F * ld;
 #pragma omp parallel for if (size > SMALL)
   for (int64_t i = 0; i < size; i += LANES) {
@@ -118,9 +119,91 @@ void swiglu(const float *both, float *inner, int64_t ld, int64_t F) {
   }
 }
 
+/* Vectors of the columns, and rows, of a piece of a product whose sums stay in registers. */
+#ifdef __AVX512F__
+#define COLUMNS 4
+#define TALL 12
+#else
+#define COLUMNS 1
+#define TALL 6
+#endif
+#define ROWS 6
+/* Terms summed before a piece of the sums goes back to memory, for few and for many columns: all of a matrix row as it streams by, or
+   what of x fits the first cache. The order of the sum is the same. */
+#define LONG 512
+#define SHORT 128
+#define STRIP 96
+
+static inline __attribute__((always_inline)) void piece(const float *w, int64_t E, const float *x, int64_t ld, float *y, int64_t terms,
+                                                        const int rows, const int columns, int more, int ahead) {
+  vec sum[TALL][COLUMNS], v[COLUMNS];
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int i = 0; i < columns; i++) sum[r][i] = more ? load(y + r * ld + i * LANES) : (vec){0};
+  const float *w0 = w, *w3 = w + 3 * E, *w6 = w + 6 * E, *w9 = w + 9 * E;
+  for (int64_t k = 0; k < terms; k++) {
+    if (ahead && k % LANES == 0)
+#pragma GCC unroll 12
+      for (int r = 0; r < rows; r++) __builtin_prefetch(w + (rows + r) * E + k);
+#pragma GCC unroll 4
+    for (int i = 0; i < columns; i++) v[i] = load(x + k * ld + i * LANES);
+#define ROW(r, at)                                                    \
+  if (rows > r) {                                                     \
+    float weight = at;                                                \
+    _Pragma("GCC unroll 4") for (int i = 0; i < columns; i++) sum[r][i] += v[i] * weight; \
+  }
+    ROW(0, w0[k]) ROW(1, w0[k + E]) ROW(2, w0[k + 2 * E]) ROW(3, w3[k]) ROW(4, w3[k + E]) ROW(5, w3[k + 2 * E])
+    ROW(6, w6[k]) ROW(7, w6[k + E]) ROW(8, w6[k + 2 * E]) ROW(9, w9[k]) ROW(10, w9[k + E]) ROW(11, w9[k + 2 * E])
+#undef ROW
+  }
+#pragma GCC unroll 12
+  for (int r = 0; r < rows; r++)
+#pragma GCC unroll 4
+    for (int i = 0; i < columns; i++) store(y + r * ld + i * LANES, sum[r][i]);
+}
+
+static inline __attribute__((always_inline)) void strip(const float *w, int64_t E, const float *x, int64_t ld, float *y, int64_t terms,
+                                                        int64_t rows, const int tall, const int columns, int more, int ahead) {
+  int64_t r = 0;
+  for (; r + tall <= rows; r += tall) piece(w + r * E, E, x, ld, y + r * ld, terms, tall, columns, more, ahead);
+  for (; r + 2 <= rows; r += 2) piece(w + r * E, E, x, ld, y + r * ld, terms, 2, columns, more, 0);
+  for (; r < rows; r++) piece(w + r * E, E, x, ld, y + r * ld, terms, 1, columns, more, 0);
+}
+
+/* y [F][ld] = weight [F][E] @ x [E][ld], added to what y holds where `add`; N columns, rounded up to whole vectors. */
+static void product(const float *weight, const float *x, float *y, int64_t F, int64_t E, int64_t N, int64_t ld, int add) {
+  int64_t vectors = (N + LANES - 1) / LANES, span = vectors <= 2 * COLUMNS ? LONG : SHORT;
+  int64_t strips = (F + STRIP - 1) / STRIP, threads = omp_get_max_threads();
+  strips = (strips + threads - 1) / threads * threads;
+  int64_t height = ((F + strips - 1) / strips + ROWS - 1) / ROWS * ROWS;
+#pragma omp parallel for schedule(static) if (F * E * N > 8 * SMALL)
+  for (int64_t f = 0; f < F; f += height) {
+    int64_t rows = F - f < height ? F - f : height;
+    for (int64_t k = 0; k < E; k += span) {
+      int64_t terms = E - k < span ? E - k : span, left = vectors;
+      for (int64_t n = 0; left > 0;) {
+        int64_t rest = (left + COLUMNS - 1) / COLUMNS, columns = (left + rest - 1) / rest;
+        const float *w = weight + f * E + k, *from = x + k * ld + n;
+        float *to = y + f * ld + n;
+        int more = add || k, ahead = n == 0;
+        switch (columns) {
+          case 1: strip(w, E, from, ld, to, terms, rows, TALL, 1, more, ahead); break;
+#if COLUMNS > 1
+          case 2: strip(w, E, from, ld, to, terms, rows, TALL, 2, more, ahead); break;
+          case 3: strip(w, E, from, ld, to, terms, rows, ROWS, 3, more, ahead); break;
+          default: strip(w, E, from, ld, to, terms, rows, ROWS, 4, more, ahead);
+#endif
+        }
+        n += columns * LANES, left -= columns;
+      }
+    }
+  }
+}
+
 /* Feature-major qkv [(H + 2 K) * D][ld] to position-major heads [N][H + 2 K][D], on the way: bias, norm of queries and keys,
    rotation x * cos + roll(x, D / 2) * sin. `bias`, `q_norm`, `k_norm` may be null. */
-void heads(const float *qkv, const float *bias, const float *q_norm, const float *k_norm, float eps, const float *cosine, const float *sine,
+static void heads(const float *qkv, const float *bias, const float *q_norm, const float *k_norm, float eps, const float *cosine, const float *sine,
            const int64_t *positions, float *out, int64_t N, int64_t ld, int64_t H, int64_t K, int64_t D) {
   int64_t all = H + 2 * K, half = D / 2;
 #pragma omp parallel for collapse(2) if (N * all * D > SMALL)
@@ -182,19 +265,12 @@ static inline int64_t run(const int64_t *rows, int64_t t, int64_t count) {
 /* Where head k of a row lies in a pool [block][K][BLOCK][D]. */
 static inline int64_t place(int64_t row, int64_t k, int64_t K, int64_t D) { return ((row / BLOCK * K + k) * BLOCK + row % BLOCK) * D; }
 
-/* Ask for `count` rows of a head, one after the other, before they are read: blocks lie anywhere, which no prefetcher foresees. */
-static inline void fetch(const float *first, int64_t count, int64_t D) {
-  for (const char *p = (const char *)first, *end = p + count * D * sizeof(float); p < end; p += 64) __builtin_prefetch(p);
-}
-
 /* score[t] = scale * q . keys[rows[t]]; `score` has room for BLOCK more. */
-static inline __attribute__((always_inline)) void dots(const float *q, const float *keys, const float *values, int64_t k, int64_t K, const int64_t *rows,
+static inline __attribute__((always_inline)) void dots(const float *q, const float *keys, int64_t k, int64_t K, const int64_t *rows,
                                                        int64_t count, int64_t D, float scale, float *score) {
   for (int64_t t = 0; t < count;) {
     const float *key = keys + place(rows[t], k, K, D);
     int64_t n = run(rows, t, count);
-    if (t + n < count) fetch(keys + place(rows[t + n], k, K, D), n, D);
-    fetch(values + place(rows[t], k, K, D), n, D);
     if (rows[t] % BLOCK == 0 && D % LANES == 0) {
       vec a[BLOCK];
       for (int j = 0; j < BLOCK; j++) {
@@ -304,10 +380,10 @@ int64_t attend(float *keys, float *values, const float *key, int64_t key_n, int6
             continue;
           }
           switch (Dk) {
-            case 32: dots(q, keys, values, k, K, rows, count, 32, scale, score); break;
-            case 64: dots(q, keys, values, k, K, rows, count, 64, scale, score); break;
-            case 128: dots(q, keys, values, k, K, rows, count, 128, scale, score); break;
-            default: dots(q, keys, values, k, K, rows, count, Dk, scale, score);
+            case 32: dots(q, keys, k, K, rows, count, 32, scale, score); break;
+            case 64: dots(q, keys, k, K, rows, count, 64, scale, score); break;
+            case 128: dots(q, keys, k, K, rows, count, 128, scale, score); break;
+            default: dots(q, keys, k, K, rows, count, Dk, scale, score);
           }
           float factor = softmax(score, count, softcap);
           mix(score, values, k, K, rows, count, Dv, factor, o);
@@ -317,4 +393,51 @@ int64_t attend(float *keys, float *values, const float *key, int64_t key_n, int6
     free(score);
   }
   return failed;
+}
+
+/* Sizes of a decoder: hidden width, features between gate and up, query heads, key-value heads, head width. */
+struct sizes {
+  int64_t E, F, H, K, D;
+};
+
+/* Weights of a layer; a bias or a norm of heads that it has not is null. */
+struct layer {
+  const float *before, *qkv, *qkv_bias, *q_norm, *k_norm, *out, *out_bias, *after, *gate_up, *down;
+  float before_eps, head_eps, after_eps;
+};
+
+/* Memory of one forward pass over N positions: x is the residual stream, `heads` what attention takes, `seen` what it gives. */
+struct pass {
+  float *x, *normed, *qkv, *seen, *both, *inner, *heads;
+  const float *cosine, *sine;
+  const int64_t *ids, *positions;
+  int64_t N, ld;
+};
+
+void begin(const struct sizes *s, const struct pass *p, const float *table) { embed(table, p->ids, p->x, p->N, p->ld, s->E); }
+
+/* The first half of a layer, up to attention. */
+void before(const struct sizes *s, const struct layer *l, const struct pass *p) {
+  rms(p->x, l->before, l->before_eps, p->normed, p->N, p->ld, s->E, 0);
+  product(l->qkv, p->normed, p->qkv, (s->H + 2 * s->K) * s->D, s->E, p->N, p->ld, 0);
+  heads(p->qkv, l->qkv_bias, l->q_norm, l->k_norm, l->head_eps, p->cosine, p->sine, p->positions, p->heads, p->N, p->ld, s->H, s->K, s->D);
+}
+
+/* The second half, given what attention saw: position-major [N][H][D]. */
+void after(const struct sizes *s, const struct layer *l, const struct pass *p, const float *attended) {
+  int64_t width = s->H * s->D;
+  transpose(attended, p->seen, p->N, p->ld, width);
+  product(l->out, p->seen, p->x, s->E, width, p->N, p->ld, 1);
+  if (l->out_bias)
+    for (int64_t f = 0; f < s->E; f++)
+      for (int64_t n = 0; n < p->ld; n++) p->x[f * p->ld + n] += l->out_bias[f];
+  rms(p->x, l->after, l->after_eps, p->normed, p->N, p->ld, s->E, 0);
+  product(l->gate_up, p->normed, p->both, 2 * s->F, s->E, p->N, p->ld, 0);
+  swiglu(p->both, p->inner, p->ld, s->F);
+  product(l->down, p->inner, p->x, s->E, s->F, p->N, p->ld, 1);
+}
+
+/* out [N][E]: the last norm. */
+void end(const struct sizes *s, const struct pass *p, const float *norm, float eps, float *out) {
+  rms(p->x, norm, eps, out, p->N, p->ld, s->E, 1);
 }

@@ -27,12 +27,37 @@ LANES = 16
 SOURCE = Path(__file__).with_name("kernels.c")
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
+
+
+class Sizes(ctypes.Structure):
+    """Hidden width, features between gate and up, query heads, key-value heads, head width."""
+
+    _fields_ = [(name, INT) for name in ("E", "F", "H", "K", "D")]
+
+
+class Layer(ctypes.Structure):
+    """Addresses of a layer's weights; None where it has no such bias or norm."""
+
+    _fields_ = [
+        *((x, POINTER) for x in ("before", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "after", "gate_up", "down")),
+        *((name, FLOAT) for name in ("before_eps", "head_eps", "after_eps")),
+    ]
+
+
+class Pass(ctypes.Structure):
+    """Addresses of the memory of one forward pass, and its numbers of positions and of floats between rows."""
+
+    _fields_ = [
+        *((x, POINTER) for x in ("x", "normed", "qkv", "seen", "both", "inner", "heads", "cosine", "sine", "ids", "positions")),
+        *((x, INT) for x in ("N", "ld")),
+    ]
+
+
 SIGNATURES = {
-    "embed": [POINTER] * 3 + [INT] * 3,
-    "rms": [POINTER, POINTER, FLOAT, POINTER] + [INT] * 4,
-    "swiglu": [POINTER] * 2 + [INT] * 2,
-    "transpose": [POINTER] * 2 + [INT] * 3,
-    "heads": [POINTER] * 4 + [FLOAT] + [POINTER] * 4 + [INT] * 5,
+    "begin": [POINTER] * 3,
+    "before": [POINTER] * 3,
+    "after": [POINTER] * 4,
+    "end": [POINTER] * 3 + [FLOAT, POINTER],
     "attend": [POINTER] * 2 + [POINTER, INT, INT] * 2 + [POINTER, INT] + [POINTER, INT, INT] + [POINTER] * 4 + [INT] * 6 + [FLOAT] * 2,
 }
 
@@ -44,9 +69,8 @@ class Kernels:
         for name, arguments in SIGNATURES.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, INT if name == "attend" else None
-        self._library = library
-        self.embed, self.rms, self.swiglu = library.embed, library.rms, library.swiglu
-        self.transpose, self.heads = library.transpose, library.heads
+        self._attend = library.attend
+        self.begin, self.before, self.after, self.end = library.begin, library.before, library.after, library.end
 
     def attend(
         self,
@@ -67,7 +91,7 @@ class Kernels:
         key, value, query = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value, query))
         heads, count, width = query.shape
         out = torch.empty(count, heads, value.shape[-1])
-        failed = self._library.attend(
+        failed = self._attend(
             pools[0].data_ptr(),
             pools[1].data_ptr(),
             *(key.data_ptr(), key.stride(1), key.stride(0)),
