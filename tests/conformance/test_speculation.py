@@ -15,7 +15,7 @@ from torch import Tensor
 from posttrain.core import seeds
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Said
+from posttrain.core.types import Said, Stop
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.plan import Drafts
 from posttrain.engine.embedded.sampler import Contracts, Spread
@@ -206,3 +206,82 @@ def test_what_cannot_be_speculated_is_refused() -> None:
         engine(speculate=Lookup(tokens=0))
     with pytest.raises(EngineError, match="at least 1"):
         engine(speculate=Draft(model(5, 1), tokens=0))
+
+
+# --- rules, and contracts that lead nowhere ----------------------------------------------------------------------------
+
+RULED = contract(max_tokens=4, repetition_penalty=1.5, bad_ids=((1, 1), (2, 0, 2)), min_tokens=1, stop_ids=(3,), temperature=1.2)
+DEAD_END = contract(max_tokens=4, bad_ids=((3, 0, 0), (3, 0, 1), (3, 0, 2), (3, 0, 3), (2, 2)))
+"""After 3 0 nothing is left to say, so a request that says them before its end fails."""
+
+
+def under_rules(target: tf.PreTrainedModel, prompt: np.ndarray, s: Sampling) -> dict[tuple[int, ...], float]:
+    """Probability of every turn, by one forward a token; a turn that leads nowhere is the key ()."""
+    out: dict[tuple[int, ...], float] = {}
+
+    def walk(said: tuple[int, ...], p: float) -> None:
+        if len(said) == s.max_tokens or (said and said[-1] in (s.stop_ids or ())):
+            out[said] = p
+            return
+        with torch.no_grad():
+            z = target(input_ids=torch.tensor([[*prompt.tolist(), *said]])).logits[0, -1].double().numpy()
+        seen = [*set(prompt.tolist()) | set(said)]
+        z[seen] = np.where(z[seen] < 0, z[seen] * s.repetition_penalty, z[seen] / s.repetition_penalty)
+        z[[b[-1] for b in s.bad_ids if said[len(said) - len(b) + 1 :] == b[:-1] and len(said) >= len(b) - 1]] = -np.inf
+        if len(said) < s.min_tokens:
+            z[list(s.stop_ids or ())] = -np.inf
+        if np.isneginf(z).all():
+            out[()] = out.get((), 0.0) + p
+            return
+        q = np.exp(z / s.temperature - (z / s.temperature).max())
+        for token in np.flatnonzero(q).tolist():
+            walk((*said, token), p * float(q[token] / q.sum()))
+
+    walk((), 1.0)
+    return out
+
+
+async def ask_all(e: EmbeddedEngine, prompt: np.ndarray, s: Sampling, count: int) -> list[tuple[int, ...]]:
+    """What each request said; () where it failed because nothing was left."""
+    got = await asyncio.gather(*[e.generate(prompt, s, i) for i in range(count)], return_exceptions=True)
+    assert all(isinstance(x, Said) or (isinstance(x, EngineError) and "bans every token" in str(x)) for x in got)
+    return [tuple(x.ids.tolist()) if isinstance(x, Said) else () for x in got]
+
+
+@pytest.mark.parametrize("how", ["one at a time", "lookup", "draft"])
+@pytest.mark.parametrize("s", [RULED, DEAD_END], ids=["ruled", "dead_end"])
+def test_turns_under_rules_have_the_targets_distribution(how: str, s: Sampling) -> None:
+    """Every turn of at most four tokens by enumeration; those that lead nowhere fail as often as they must, and alone."""
+    prompt, count = np.array([1, 2, 1, 2], np.int32), 1200
+    speculate = {"one at a time": None, "lookup": Lookup(tokens=3), "draft": Draft(model(4, 1, 4.0), tokens=3)}[how]
+    few = 4  # a step in which a slot has nothing left to say drafts nothing
+    e = EmbeddedEngine(model(4, 0, 4.0), slots=few if s is DEAD_END else 64, context=32, speculate=speculate)
+    said = asyncio.run(ask_all(e, prompt, s, count))
+    p = under_rules(model(4, 0, 4.0), prompt, s)
+    assert set(said) <= set(p) and ((() in p) == (s is DEAD_END))
+    common = [t for t in p if p[t] * count > 5]
+    expected = np.array([*(p[t] for t in common), sum(x for t, x in p.items() if t not in common) + 1e-9])
+    counts = np.array([*(said.count(t) for t in common), sum(t not in common for t in said)])
+    assert stats.chisquare(counts, expected / expected.sum() * count).pvalue > 1e-4
+    moved = counts.copy()
+    moved[counts.argmax()] -= count // 40
+    moved[counts.argmin()] += count // 40
+    assert stats.chisquare(moved, expected / expected.sum() * count).pvalue < 1e-4
+    assert e.blocks_in_use == 0
+    if how == "draft":
+        assert 0.05 < e.gauges()["engine/accepted"].mean < 0.95
+
+
+def test_stop_strings_end_a_turn_among_accepted_drafts() -> None:
+    letters = "abcdefgh"
+
+    def read(ids: np.ndarray) -> str:
+        return "".join(letters[i] for i in ids)
+
+    s = contract(stop=("ab", "cc", "h"), min_tokens=3)
+    plain = asyncio.run(ask(engine(8, text=read), looping(40, 8), s))
+    e = engine(8, text=read, speculate=Lookup(tokens=5))
+    for a, b in zip(asyncio.run(ask(e, looping(40, 8), s)), plain, strict=True):
+        assert np.array_equal(a.ids, b.ids) and a.stop is b.stop
+    assert e.gauges()["engine/accepted"].sum > 5
+    assert {a.stop for a in plain} == {Stop.STRING, Stop.LENGTH} or all(a.stop is Stop.STRING for a in plain)

@@ -110,14 +110,16 @@ class Rules:
         for s in [s for s in self._fresh if s in at]:
             self._fresh[s] = np.append(self._fresh[s], ids[at == s])
 
-    def adjust(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None = None) -> None:
+    def adjust(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None = None) -> np.ndarray:
         """Apply steps 1 to 3, in place, to the logits [B, V] of slots `rows` [B].
 
         Args:
             ahead: int64 [B, D], -1 behind the last: tokens that row b takes as said after what its slot has said.
 
+        Returns the rows that have such tokens and after them nothing left to say: their logits are 0, and mean nothing.
+
         Raises:
-            NothingLeft: a row of which every token is banned.
+            NothingLeft: other rows of which every token is banned.
         """
         self._write(logits)
         flat, width = logits.view(-1), logits.shape[1]
@@ -139,7 +141,7 @@ class Rules:
             at = _to(static, logits)
             never = self._never.index_select(0, _to(rows[static], logits))
             logits.index_copy_(0, at, logits.index_select(0, at).masked_fill_(never, INF))
-        self._check(logits, rows, np.union1d(static, where // width))
+        return self._dead_ends(logits, rows, np.union1d(static, where // width), more)
 
     def _penalise(self, logits: Tensor, rows: np.ndarray, ahead: np.ndarray | None) -> None:
         which = np.flatnonzero(self.penalty[rows] != 1)
@@ -201,17 +203,22 @@ class Rules:
             known = self._known[id(sampling)] = _Known(sampling, banned_always(sampling, vocabulary))
         return known.never_V
 
-    def _check(self, logits: Tensor, rows: np.ndarray, touched: np.ndarray) -> None:
-        if not len(touched):
-            return
-        dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]
-        if len(dead):
-            s = int(rows[dead[0]])
+    def _dead_ends(self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, more: np.ndarray | None) -> np.ndarray:
+        dead = touched
+        if len(touched):
+            dead = touched[(logits.index_select(0, _to(touched, logits)).amax(1) == INF).cpu().numpy()]
+        if not len(dead):
+            return dead
+        now = dead if more is None else dead[more[dead] == 0]
+        if len(now):
+            s = int(rows[now[0]])
             raise NothingLeft(
-                dead,
+                now,
                 f"after {self.said[s]} tokens of a turn the contract bans every token of the vocabulary, so nothing can be sampled: allow more "
                 f"in allowed_ids, or ban less in bad_ids or min_tokens ({self._samplings[s]})",
             )
+        logits.index_fill_(0, _to(dead, logits), 0)
+        return dead
 
 
 def _row(table: np.ndarray, s: int, values: np.ndarray, fill: int) -> np.ndarray:

@@ -143,17 +143,19 @@ class Spread:
     """Rows that are truncated and not greedy."""
     mask: Tensor | None
     """bool [len(cut), V]: what they keep."""
+    dead: np.ndarray
+    """Rows some tokens ahead of their slot, where nothing is left to say: their distributions mean nothing."""
 
     @staticmethod
     def of(logits: Tensor, contracts: Contracts) -> Spread:
         """logits float32 [B, V], consumed.
 
         Raises:
-            NothingLeft: rows of which every token is banned.
+            NothingLeft: rows at what their slot has said of which every token is banned.
         """
-        c = contracts
+        c, dead = contracts, np.zeros(0, np.int64)
         if c.rules is not None:
-            c.rules.adjust(logits, np.arange(len(logits)) if c.slots is None else c.slots, c.ahead)
+            dead = c.rules.adjust(logits, np.arange(len(logits)) if c.slots is None else c.slots, c.ahead)
         if np.any(c.beta != 1):
             logits.mul_(_to(c.beta, logits)[:, None].to(logits.dtype))
         best = lowest_argmax(logits) if c.greedy.any() else None
@@ -164,7 +166,7 @@ class Spread:
             z = logits.index_select(0, rows)
             mask = kept_mask(z, c.at(cut)) & (z > INF)
             logits.index_copy_(0, rows, z.masked_fill_(~mask, INF))
-        return Spread(torch.log_softmax(logits, -1), c, best, cut, mask)
+        return Spread(torch.log_softmax(logits, -1), c, best, cut, mask, dead)
 
     def probabilities(self) -> Tensor:
         """[B, V]; all of it on the most probable token of a greedy row."""

@@ -84,7 +84,10 @@ class Stepper:
         if self.proposer is None or not len(at):
             return None
         most = positions_ahead(self.scheduler.slots, at, self.proposer.tokens)
-        return self.proposer.propose(self.scheduler.slots, at, most) if most.any() else None
+        try:
+            return self.proposer.propose(self.scheduler.slots, at, most) if most.any() else None
+        except NothingLeft:  # a slot has nothing left to say, which the draw will tell
+            return None
 
     def _forward(self, plan: Plan) -> Tensor:
         """Hidden states [N, H] of a plan's positions."""
@@ -120,15 +123,16 @@ class Stepper:
         ahead = np.where(np.arange(padded.shape[1]) < step[:, None], padded[each], -1)
         try:
             spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead))
-        except NothingLeft:  # perhaps only after a draft: without them it is known
+        except NothingLeft:  # a slot has nothing left to say, whatever was drafted
             self._say(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
             return
         accept = self.proposer.accepts(slots, at[each], step) if isinstance(self.proposer, DraftModel) else None
         drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
-        rest = np.arange(len(at))
+        rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
         for j in range(int(accepted.max()) + 1):
             if j:
                 rest = rest[(accepted[rest] >= j) & slots.speaking[at[rest]]]
+                rest = rest[known[starts[rest] + j]]
                 slots.cached[at[rest]] += 1
             self._say(at[rest], drawn.at(starts[rest] + j), version)
         self.counters.drafts(plan, int(accepted.sum()))
