@@ -26,6 +26,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.baseline import (
     TO_GO,
     Ema,
+    EnergyMean,
     Greedy,
     GroupMean,
     LengthMean,
@@ -77,6 +78,9 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
         raw, returns, silent_P = [p[0] for p in pairs], [p[1] for p in pairs], [False] * len(groups)
     elif isinstance(a.baseline, StepMean):
         raw, silent_P = _by_steps(a, samples_P)
+    elif isinstance(a.baseline, EnergyMean):
+        pairs_P = [_by_energy(a, samples) for samples in samples_P]
+        raw, silent_P = [x for credit, _ in pairs_P for x in credit], [silent for _, silent in pairs_P]
     else:
         raw, silent_P, ema = _by_samples(a, samples_P, groups, ema)
     flat = [s for samples in samples_P for s in samples]
@@ -205,7 +209,7 @@ def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: fl
         case Greedy():
             greedy = group.group.greedy
             return r - (0.0 if greedy is None or greedy.reward is None else greedy.reward), ema
-        case Value() | StepMean():
+        case Value() | StepMean() | EnergyMean():
             raise InvariantError("this baseline gives credit per token, not per sample")
 
 
@@ -300,6 +304,25 @@ def _by_steps(a: Algorithm, samples_P: Sequence[Sequence[_Sample]]) -> tuple[lis
                     ends_T[end - 1] += (v - mean) / scale
             raw.append(np.cumsum(ends_T[::-1])[::-1].copy())
     return raw, silent
+
+
+def _by_energy(a: Algorithm, samples: Sequence[_Sample]) -> tuple[list[Array], bool]:
+    """(credit [T] of each sibling, whether nobody differs): less the mean at t of those that still speak, weighted by W_t (OTB, A04).
+
+    Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and -1/4, -1/3.
+    """
+    rewards = np.array([s.shaped - math.fsum(s.penalty_T) for s in samples])
+    if not spread(rewards):
+        return [np.zeros(s.spoken) for s in samples], True
+    weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
+    for row_T, s in zip(weight_GT, samples, strict=True):
+        row_T[: s.spoken] = np.cumsum(_joined(s.scored.energy, "energy", a))
+    total_T = np.array([math.fsum(w) for w in weight_GT.T])
+    earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])
+    speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)
+    compared_T = (speaking_T > 1) & (total_T > 0)
+    mean_T = np.divide(earned_T, total_T, out=np.zeros_like(total_T), where=compared_T)
+    return [np.where(compared_T, r - mean_T, 0.0)[: s.spoken] for r, s in zip(rewards, samples, strict=True)], False
 
 
 def _steps(s: _Sample) -> list[tuple[int, float]]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.pieces.baseline import GROUP_RELATIVE, TO_GO, Baseline, GroupMean, Others, StepMean, Value, Zero
+from posttrain.core.pieces.baseline import GROUP_RELATIVE, TO_GO, Baseline, EnergyMean, GroupMean, Others, StepMean, Value, Zero
 from posttrain.core.pieces.correction import WEIGHING, BinaryKL, Correction, NegativeMask
 from posttrain.core.pieces.pull import KL, OF_RATIO, Pull
 from posttrain.core.pieces.shape import BestOf, DropTruncated, Shaping
@@ -105,7 +105,7 @@ class Algorithm:
 
     @property
     def reads(self) -> frozenset[str]:
-        """What the step must score before the loss: subset of {start, reference, values, entropy, teacher}."""
+        """What the step must score before the loss: subset of {start, reference, values, entropy, energy, teacher}."""
         need: set[str] = set()
         anchored = self.ratio != "one" or isinstance(self.pull, OF_RATIO)
         corrected = any(not isinstance(c, NegativeMask) for c in self.correction) and self.anchor != "proximal"
@@ -117,6 +117,8 @@ class Algorithm:
             need.add("values")
         if isinstance(self.tokens, TopEntropy):
             need.add("entropy")
+        if isinstance(self.baseline, EnergyMean):
+            need.add("energy")
         if self.distill is not None:
             need.add("teacher")
         return frozenset(need)
@@ -177,6 +179,8 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
     several = a.scale not in ("one", "group_std") or a.shape or _charges_answers(a)
     if a.rewards == "each" and (several or not isinstance(a.baseline, GroupMean | Others)):
         yield f"rewards=each compares every reward source with its own siblings. Use baseline=groupmean or others, {many}"
+    if isinstance(a.baseline, EnergyMean) and a.scale != "one":
+        yield f"scale={a.scale} is one number for an answer, and baseline=energymean compares token by token. Set scale=one, or whiten=token"
     if isinstance(a.baseline, StepMean) and several:
         yield f"baseline=stepmean compares steps, not answers. Set {many}"
     if a.rewards == "none" and a.kl_in_credit is None and a.distill is None:
@@ -195,7 +199,7 @@ def _charges_answers(a: Algorithm) -> bool:
 def _varies(a: Algorithm) -> bool:
     """Whether credit can differ between the tokens of one episode."""
     charged = isinstance(a.baseline, TO_GO) or (a.kl_in_credit is not None and a.kl_in_credit.placement == "token")
-    return isinstance(a.baseline, Value | StepMean) or (a.kl_in_credit is not None and charged)
+    return isinstance(a.baseline, Value | StepMean | EnergyMean) or (a.kl_in_credit is not None and charged)
 
 
 def _meaningless_push(a: Algorithm) -> Iterator[str]:

@@ -38,6 +38,7 @@ def reads(a: Algorithm) -> tuple[str, ...]:
         ("reference", "reference" in a.reads),
         ("values", "values" in a.reads),
         ("entropy", "entropy" in a.reads or a.entropy is not None),
+        ("energies", "energy" in a.reads),
         ("teacher", "teacher" in a.reads or a.rewards == "none"),
         ("greedy answer", isinstance(a.baseline, Greedy)),
         ("demonstrations", a.shown is not None),
@@ -62,6 +63,8 @@ def cost(a: Algorithm) -> Cost:
         passes.append("the values")
     if "entropy" in a.reads:
         passes.append("the policy's entropies")
+    if "energy" in a.reads:
+        passes.append("the policy's energies, |d log pi / d logits|^2")
     if "teacher" in a.reads:
         passes.append("the teacher's distributions")
     forwards = len(passes)

@@ -7,7 +7,19 @@ from __future__ import annotations
 
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.pieces.baseline import Ema, Greedy, GroupMean, LengthMean, Others, SecondBest, SoftMean, StepMean, ToGo, Value
+from posttrain.core.pieces.baseline import (
+    Ema,
+    EnergyMean,
+    Greedy,
+    GroupMean,
+    LengthMean,
+    Others,
+    SecondBest,
+    SoftMean,
+    StepMean,
+    ToGo,
+    Value,
+)
 from posttrain.core.pieces.correction import NegativeMask, Truncate
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import BestOf, Overlong, Signed
@@ -25,6 +37,8 @@ RLOO = patch(REINFORCE, "rloo", "2402.14740", baseline=Others(), pull=KL(coef=0.
 REMAX = patch(REINFORCE, "remax", "2310.10505", baseline=Greedy(),
     note="costs one greedy answer a prompt, which is judged and never learned from; no std. A KL in the reward is charged to the sample alone")
 OPO = patch(REINFORCE, "opo", "2505.23585", baseline=LengthMean())
+OTB = patch(REINFORCE, "otb", "Li et al. 2026", baseline=EnergyMean(),
+    note="a token that only one sibling is left to say has no credit, like a group of one; verl gives it its raw reward. Under a correction verl weighs each energy by its square; here it is the learner's own")
 GPG = patch(REINFORCE, "gpg", "2504.02546", baseline=GroupMean(), scale="mixed_share", aggregate="token_mean",
     note="alpha counts samples of groups with spread, as in the paper; verl counts non-zero rewards, so that rewards of +-1 switch it off")
 OPMD = patch(REINFORCE, "opmd", "2505.17826", baseline=SoftMean(tau=1.0),

@@ -89,6 +89,10 @@ class Examiner(Scorer, Protocol):
         """float32 [M]: entropy of the distribution each spoken token was drawn from."""
         ...
 
+    def energy(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: |d log pi / d logits|^2 of each spoken token, 1 - 2 pi + sum_v pi_v^2, in [0, 2)."""
+        ...
+
     def top(self, packed: Packed, k: int) -> Top:
         """The `k` most probable tokens at each spoken position (0: the whole vocabulary)."""
         ...

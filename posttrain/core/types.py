@@ -291,11 +291,13 @@ class Scored:
     """float32: entropy of the distribution each spoken token was drawn from, at the start of the step."""
     teacher: tuple[Top, ...] | None = None
     """The reference's most probable tokens at each spoken position."""
+    energy: tuple[np.ndarray, ...] | None = None
+    """float32: |d log pi / d logits|^2 of each spoken token, at the start of the step."""
 
     def __post_init__(self) -> None:
         if self.episode.reward is None:
             raise InvariantError("an episode that was not judged cannot be scored: it leaves baseline and batch")
-        for stream in (self.start, self.reference, self.values, self.entropy, self.teacher):
+        for stream in (self.start, self.reference, self.values, self.entropy, self.teacher, self.energy):
             for segment, x in zip(self.episode.segments, stream or (), strict=stream is not None):
                 if len(x) != segment.spoken:
                     raise InvariantError(f"a score stream of {len(x)} tokens for {segment.spoken} spoken ones")

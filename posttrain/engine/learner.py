@@ -19,7 +19,7 @@ from posttrain.core.ports import TokenScores
 from posttrain.core.types import Top
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.logprob import candidates, exact, logprobs, most_probable
+from posttrain.engine.logprob import candidates, energies, exact, logprobs, most_probable
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
 from posttrain.engine.rules import Rules
@@ -60,6 +60,10 @@ class HFLearner:
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M] entropies, without gradient."""
         return self._reader.entropy(packed)
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
+        return self._reader.energy(packed)
 
     def top(self, packed: Packed, k: int) -> Top:
         """The `k` most probable tokens at each spoken position; 0: all of them."""
@@ -116,6 +120,10 @@ class FrozenScorer:
         """float32 [M] entropies."""
         return self._reader.entropy(packed)
 
+    def energy(self, packed: Packed) -> np.ndarray:
+        """float32 [M]: |d log pi / d logits|^2 of each spoken token."""
+        return self._reader.energy(packed)
+
     def top(self, packed: Packed, k: int) -> Top:
         """The `k` most probable tokens at each spoken position; 0: all of them."""
         return self._reader.top(packed, k)
@@ -170,6 +178,15 @@ class _Reader:
         with _forward_only(self.module):
             found = (self.head(part, self.hidden(part), True)[1] for part in packed.split(SCORE_TOKENS))
             return _joined([x for x in found if x is not None])
+
+    def energy(self, packed: Packed) -> np.ndarray:
+        """float32 [M], forward only."""
+        out, parts = self.out, list[Tensor]()
+        with _forward_only(self.module):
+            for part in packed.split(SCORE_TOKENS):
+                hidden = self.hidden(part)
+                parts.append(energies(hidden, out.weight, out.bias, _to(part.target_M, hidden.device), **self._contract(part)))
+            return _joined(parts)
 
     def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
         """[M, K] log-probs of `ids_MK`, differentiable."""

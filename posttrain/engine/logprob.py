@@ -136,6 +136,31 @@ def most_probable(
     return torch.return_types.topk((torch.cat(values), torch.cat(indices)))
 
 
+@torch.no_grad()
+def energies(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    rules: Rules | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> Tensor:
+    """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract, z being what the softmax is taken of."""
+    dtype = exact(weight.dtype)
+    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device))
+    w, b, rows = weight.to(dtype), None if bias is None else bias.to(dtype), _rows(hidden, weight)
+    out = [hidden.new_zeros(0, dtype=dtype)]
+    for at in range(0, len(hidden), rows):
+        p = torch.softmax(transform.scores(hidden[at : at + rows].to(dtype), w, b, at), 1)
+        p.scatter_add_(1, targets[at : at + rows, None].long(), p.new_full((len(p), 1), -1.0))
+        out.append(torch.linalg.vecdot(p, p))
+    return torch.cat(out)
+
+
 def _rows(hidden: Tensor, weight: Tensor) -> int:
     """Tokens of one chunk."""
     return max(CHUNK_ROWS, CHUNK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "accelerator"] // weight.shape[0])

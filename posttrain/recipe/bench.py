@@ -186,5 +186,8 @@ class _Once:
     def entropy(self, packed: Packed) -> np.ndarray:
         return self._ask("entropy", packed)
 
+    def energy(self, packed: Packed) -> np.ndarray:
+        return self._ask("energy", packed)
+
     def top(self, packed: Packed, k: int) -> Top:
         return self.inner.top(packed, k)

@@ -35,9 +35,10 @@ def score(
     ref = _cut(_there(a, reference).score(packed), episodes) if "reference" in a.reads else None
     values = _cut(learner.value(packed), episodes) if "values" in a.reads else None
     entropy = _cut(learner.entropy(packed), episodes) if "entropy" in a.reads else None
+    energy = _cut(learner.energy(packed), episodes) if "energy" in a.reads else None
     teacher = _cut_top(_there(a, reference).top(packed, a.distill.top), episodes) if a.distill is not None else None
     scored = iter(
-        Scored(e, _at(start, i), _at(ref, i), _at(values, i), _at(entropy, i), None if teacher is None else teacher[i])
+        Scored(e, _at(start, i), _at(ref, i), _at(values, i), _at(entropy, i), None if teacher is None else teacher[i], _at(energy, i))
         for i, e in enumerate(episodes)
     )
     return tuple(ScoredGroup(g, tuple(next(scored) for _ in g.judged)) for g in groups if g.judged)

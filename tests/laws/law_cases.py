@@ -29,6 +29,7 @@ THE_LADDER: list[Case] = [
     (ladder.RLOO, t.rloo),
     (ladder.REMAX, t.remax),
     (ladder.OPO, t.opo),
+    (ladder.OTB, t.otb),
     (ladder.GPG, t.gpg),
     (ladder.OPMD, lambda eps: 2 * t.opmd(eps)),
     (ladder.PKPO, t.pkpo),

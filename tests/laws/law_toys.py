@@ -39,6 +39,7 @@ class Answer:
     reference: np.ndarray | None = None
     values: np.ndarray | None = None
     entropy: np.ndarray | None = None
+    energy: np.ndarray | None = None
     stop: Stop = Stop.SAID
     observation: int = 2
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -96,7 +97,8 @@ def _scored(episode: Episode, a: Answer) -> Scored:
     if a.teacher is not None:
         parts = (_cut(a.teacher.ids, episode) or (), _cut(a.teacher.logp, episode) or ())
         teacher = tuple(Top(i, p) for i, p in zip(*parts, strict=True))
-    return Scored(episode, _cut(a.start, episode), _cut(a.reference, episode), _cut(a.values, episode), _cut(a.entropy, episode), teacher)
+    streams = [_cut(x, episode) for x in (a.start, a.reference, a.values, a.entropy)]
+    return Scored(episode, *streams, teacher, _cut(a.energy, episode))
 
 
 def scored_group(name: str, answers: Sequence[Answer], greedy: float | None = None, info: Mapping[str, Any] | None = None) -> ScoredGroup:
@@ -112,7 +114,7 @@ def rewarded(*groups: Sequence[float], lengths: Sequence[Sequence[int]] | None =
     """Groups with these rewards, one token each unless `lengths` says more."""
     lengths = lengths or [[1] * len(g) for g in groups]
     return [
-        scored_group(str(i), [Answer(r, [[n]], np.full(n, -1.0), np.full(n, -1.0)) for r, n in zip(g, ns, strict=True)])
+        scored_group(str(i), [Answer(r, [[n]], np.full(n, -1.0), np.full(n, -1.0), energy=np.ones(n)) for r, n in zip(g, ns, strict=True)])
         for i, (g, ns) in enumerate(zip(groups, lengths, strict=True))
     ]
 

@@ -52,6 +52,7 @@ class Ep:
     ref: Tensor
     v_old: Tensor
     entropy_old: Tensor
+    energy: Tensor
     version: Tensor
     mu_near: Tensor
     """[n, V]: the sampler's whole distribution."""
@@ -95,6 +96,7 @@ class World:
         self.start, self.ref = (np.minimum(self.mu + rng.normal(size=m) * s, -0.01).astype(np.float32) for s in (0.2, 0.4))
         self.v_old, self.entropy_old = rng.normal(size=m).astype(np.float32), rng.random(m).astype(np.float32)
         self.version = rng.integers(0, START + 1, m).astype(np.int32)
+        self.energy = np.random.default_rng([seed, 1]).uniform(0.01, 1.9, m).astype(np.float32)
         said = rng.integers(0, VOCABULARY, m)
         now = np.minimum(self.start.astype(np.float64) + rng.normal(size=m) * 0.3, -0.005)
         self.logits = torch.tensor(_softmax_through(rng, said, now), requires_grad=True)
@@ -131,6 +133,7 @@ class World:
             reference=self.ref[here] if "reference" in reads else None,
             values=self.v_old[here] if "values" in reads else None,
             entropy=self.entropy_old[here] if "entropy" in reads else None,
+            energy=self.energy[here] if "energy" in reads else None,
             ids=ids[self.at, self.said][here],
             version=self.version[here],
             shown=shown,
@@ -159,6 +162,7 @@ class World:
             ref=put(self.ref),
             v_old=put(self.v_old),
             entropy_old=put(self.entropy_old),
+            energy=put(self.energy),
             version=put(self.version),
             mu_near=put(self.mu_near),
             teacher=put(self.teacher),

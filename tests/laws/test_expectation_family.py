@@ -20,7 +20,7 @@ from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.objective import objective
 from posttrain.algorithm.value import v_trace
 from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.ladder import GPG, MAXRL, MAXRL_SUCCESS, OPD, OPMD, OPO, PKPO, REINFORCE, REMAX, RLOO, TOPR
+from posttrain.core.ladder import GPG, MAXRL, MAXRL_SUCCESS, OPD, OPMD, OPO, OTB, PKPO, REINFORCE, REMAX, RLOO, TOPR
 from posttrain.core.pieces.baseline import GroupMean, Others, ToGo
 from posttrain.core.pieces.pull import KL
 from posttrain.core.pieces.shape import BestOf
@@ -153,7 +153,10 @@ def pairs(a: Algorithm, reward: list[float], siblings: int, *, sampler: Tabular 
     mu, ref = ([t.token_logp(y).detach().numpy() for y in ALL] for t in (sampler, reference))
     p = sampler.probabilities().detach().numpy()
     f = np.float32
-    answers = [Answer(r, [[n]], m.astype(f), m.astype(f), x.astype(f)) for r, n, m, x in zip(reward, LENGTH, mu, ref, strict=True)]
+    answers = [
+        Answer(r, [[len(y)]], m.astype(f), m.astype(f), x.astype(f), energy=energy_of(y).astype(f))
+        for r, y, m, x in zip(reward, ALL, mu, ref, strict=True)
+    ]
     groups = list(product(range(len(ALL)), repeat=siblings))
     credit = credit_step(a, [scored_group(str(i), [answers[j] for j in g]) for i, g in enumerate(groups)], max_tokens=4, ema=0.0)
     said = [j for g in groups for j in g]
@@ -167,6 +170,25 @@ def pairs(a: Algorithm, reward: list[float], siblings: int, *, sampler: Tabular 
     each = [POLICY.token_logp(y) for y in ALL]
     loss = objective(a, s, TokenScores(torch.cat([each[j] for j in said]), None, None)).loss
     return -torch.autograd.grad(loss, POLICY.logits)[0]
+
+
+def energy_of(y: tuple[int, ...]) -> np.ndarray:
+    """1 - 2 pi + sum_v pi_v^2 of every token of a response."""
+    p = torch.softmax(POLICY.logits, -1).detach()[[POLICY.states.index(y[:t]) for t in range(len(y))]]
+    return (1 - 2 * p[torch.arange(len(y)), list(y)] + p.square().sum(-1)).numpy()
+
+
+def own_baselines(reward: list[float]) -> Tensor:
+    """E over pairs of sum_t B_t * grad log pi_t: B_t holds the sample's own reward, and nothing else where its mate has ended."""
+    p, total = POLICY.probabilities().detach(), torch.zeros((), dtype=torch.float64)
+    weight = [np.cumsum(energy_of(y)) for y in ALL]
+    for i, y in enumerate(ALL):
+        for j, mate in enumerate(ALL):
+            both = range(min(len(y), len(mate)))
+            shared = [(weight[i][t] * reward[i] + weight[j][t] * reward[j]) / (weight[i][t] + weight[j][t]) for t in both]
+            b = torch.tensor(shared + [reward[i]] * (len(y) - len(shared)), dtype=torch.float64)
+            total = total + p[i] * p[j] * (b * POLICY.token_logp(y)).sum()
+    return slope(total)
 
 
 def whole_kl() -> Tensor:
@@ -192,6 +214,7 @@ STREAMS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
         lambda: single(patch(OPD, "sum", "-", aggregate="sequence_sum"), GRADED),
         lambda: -visited_kl(),
     ),
+    "OTB: its baselines have the sample in them": (lambda: pairs(OTB, GRADED, 2), lambda: mean_of(GRADED) - own_baselines(GRADED)),
     "RLOO: E[R] - .03 KL of whole answers": (lambda: pairs(RLOO, GRADED, 2), lambda: mean_of(GRADED) - 0.03 * whole_kl()),
     "KL to go: E[R] - KL of whole answers": (
         lambda: single(patch(REINFORCE, "g", "-", baseline=ToGo(), pull=PAID), GRADED),

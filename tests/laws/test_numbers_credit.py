@@ -34,6 +34,7 @@ from posttrain.core.ladder import (
     OPD,
     OPMD,
     OPO,
+    OTB,
     PASS_AT_K,
     REINFORCE,
     REMAX,
@@ -116,6 +117,35 @@ def test_remax() -> None:
 def test_opo() -> None:
     """A04: lengths 10, 20, 30, R 1, 0, 1: b = 2/3, A = 1/3, -2/3, 1/3."""
     assert credits(OPO, [1, 0, 1], lengths=[[10, 20, 30]])[0] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
+
+
+def answer(reward: float, *energy: float) -> Answer:
+    n = len(energy)
+    return Answer(reward, [[n]], np.full(n, -1.0), energy=np.array(energy, np.float32))
+
+
+def test_otb() -> None:
+    """A04: R 1, 0 with W = .5, 1, 1.5 and 1.5, 2: B = 1/4, 1/3, and a token that only one says is compared with nothing."""
+    found = of(OTB, scored_group("t", [answer(1, 0.5, 0.5, 0.5), answer(0, 1.5, 0.5)]))
+    assert found == [pytest.approx([3 / 4, 2 / 3, 0]), pytest.approx([-1 / 4, -1 / 3])]
+    certain = of(OTB, scored_group("t", [answer(1, 0.0, 0.5), answer(0, 0.0, 0.5)]))
+    assert certain == [pytest.approx([0, 1 / 2]), pytest.approx([0, -1 / 2])], "no energy, no gradient, no comparison"
+    alike = of(OTB, scored_group("t", [answer(r, *[0.7] * 3) for r in (1, 0, 0, 1)]))
+    assert np.allclose(alike, np.array([[0.5], [-0.5], [-0.5], [0.5]])), "equal energies: the mean of the group"
+
+
+def test_otb_is_the_least_of_squares() -> None:
+    """A04: at every token, sum over siblings of W_t (R - b)^2 is least at b = B_t: what the baseline is for."""
+    rng = np.random.default_rng(0)
+    rewards, energy = rng.random(5), rng.uniform(0.1, 1.9, (5, 7)).astype(np.float32)
+    found = np.array(of(OTB, scored_group("t", [answer(r, *e) for r, e in zip(rewards, energy, strict=True)])))
+    weight = np.cumsum(energy.astype(np.float64), 1)
+
+    def spent(shift: float) -> np.ndarray:
+        return (weight * (found + shift) ** 2).sum(0)
+
+    assert all((spent(shift) > spent(0.0)).all() for shift in (-0.01, 0.01))
+    assert not np.allclose(found, (rewards - rewards.mean())[:, None], atol=0.01)
 
 
 @pytest.mark.parametrize(("tau", "log_z"), [(0.1, 0.930690), (1.0, 0.620115)], ids=["A20 tau .1", "A20 tau 1"])

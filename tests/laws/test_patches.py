@@ -42,7 +42,20 @@ from posttrain.core.ladder import (
     VESPO,
     algorithm,
 )
-from posttrain.core.pieces.baseline import Ema, Greedy, GroupMean, LengthMean, Others, SecondBest, SoftMean, StepMean, ToGo, Value, Zero
+from posttrain.core.pieces.baseline import (
+    Ema,
+    EnergyMean,
+    Greedy,
+    GroupMean,
+    LengthMean,
+    Others,
+    SecondBest,
+    SoftMean,
+    StepMean,
+    ToGo,
+    Value,
+    Zero,
+)
 from posttrain.core.pieces.correction import BinaryKL, Mask, NegativeMask, Reject, Truncate, Veto
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import (
@@ -81,6 +94,8 @@ REFUSED = [
     (GDPO, {"shape": (Signed(),)}, "rewards=each compares"),
     (GDPO, {"baseline": LengthMean()}, "rewards=each compares"),
     (GDPO, {"baseline": StepMean()}, "rewards=each compares"),
+    (GRPO, {"baseline": EnergyMean()}, "compares token by token"),
+    (GSPO, {"baseline": EnergyMean(), "scale": "one"}, "varies inside the sequence"),
     (REINFORCE, {"rewards": "each"}, "rewards=each compares"),
     (GDPO, {"scale": "group_mean"}, "rewards=each compares"),
     (GDPO, {"scale": "mixed_share"}, "rewards=each compares"),
@@ -185,7 +200,7 @@ NUMBERS: list[tuple[type, dict[str, Any]]] = [
     (NoEasy, {"rate": 1.5}),
     *[(Priority, n) for n in ({"floor": 0.0}, {"floor": 2.0})],
 ]
-PLAIN = (Zero, ToGo, GroupMean, Others, LengthMean, SecondBest, Greedy, StepMean, Signed, DropTruncated, Cosine)
+PLAIN = (Zero, ToGo, GroupMean, Others, LengthMean, EnergyMean, SecondBest, Greedy, StepMean, Signed, DropTruncated, Cosine)
 """Pieces without a number that could mean nothing."""
 
 
@@ -221,6 +236,7 @@ def test_lineage_ends_with_the_last_patch() -> None:
 
 READS = {
     "": "reinforce reinforce_ema remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl dppo_kl dppo_top a3po",
+    "energy": "otb",
     "reference": "rloo opd",
     "teacher": "gkd",
     "start values": "ppo dual_clip vapo",

@@ -167,7 +167,8 @@ def test_silent_groups_are_counted() -> None:
     """`silent` is said of groups without spread, and of no others."""
     for a in RELATIVE:
         groups = [
-            scored_group(str(i), [Answer(r, [[1]], np.full(1, -1.0)) for r in g]) for i, g in enumerate(([1, 0, 0, 0, 0], [1, 1, 1], [0]))
+            scored_group(str(i), [Answer(r, [[1]], np.full(1, -1.0), energy=np.ones(1)) for r in g])
+            for i, g in enumerate(([1, 0, 0, 0, 0], [1, 1, 1], [0]))
         ]
         assert [g.silent for g in credit_step(a, groups, max_tokens=20, ema=0.0).groups] == [False, True, True], a.name
 

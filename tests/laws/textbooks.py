@@ -150,6 +150,19 @@ def opo(eps: Sequence[Ep]) -> Tensor:
     return -sums(scored(eps, adv))
 
 
+def otb(eps: Sequence[Ep]) -> Tensor:
+    """B_t = sum R W_t / sum W_t over the answers that have a token t, W_t their energy so far; an answer alone there is not compared."""
+    terms: list[Tensor] = []
+    for e in eps:
+        mates = [f for f in eps if f.group == e.group]
+        adv: list[float] = []
+        for t in range(len(e)):
+            there = [(float(f.energy[: t + 1].sum()), f.R) for f in mates if len(f) > t]
+            adv.append(e.R - sum(w * r for w, r in there) / sum(w for w, _ in there) if len(there) > 1 else 0.0)
+        terms.append(torch.tensor(adv, dtype=torch.float64) * e.lp)
+    return -sums(terms)
+
+
 def gpg(eps: Sequence[Ep]) -> Tensor:
     """alpha = samples of the step over samples of groups whose rewards differ."""
     valid = [e for e in eps if len({f.R for f in eps if f.group == e.group}) > 1]

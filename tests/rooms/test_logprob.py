@@ -14,7 +14,7 @@ from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
 from posttrain.engine import logprob
-from posttrain.engine.logprob import candidates, logprobs, most_probable
+from posttrain.engine.logprob import candidates, energies, logprobs, most_probable
 
 M, H, V = 7, 5, 11
 
@@ -217,3 +217,22 @@ def test_most_probable_tokens_come_first(k: int) -> None:
     assert found.values.shape == (M, k or V)
     assert torch.allclose(found.values, plain.sort(1, descending=True).values[:, : k or V], atol=1e-12)
     assert torch.allclose(found.values, plain.gather(1, found.indices), atol=1e-12)
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda c: c.name)
+def test_energy_is_the_squared_gradient(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    """|d log p_t / dz|^2 by autograd, z being what the softmax is taken of; 1 - 2 p + sum p^2; chunk by chunk."""
+    monkeypatch.setattr(logprob, "_rows", lambda hidden, weight: 3)
+    h, w, b = inputs(bias=case.bias)
+    how = case.arguments()
+    z = (logprob.logits(h, w, b, case.scale, case.softcap) / case.temperature).detach()
+    if how["kept"] is not None:
+        for row, ids in enumerate(how["kept"].sets()):
+            z[row, [v for v in range(V) if v not in ids]] = float("-inf")
+    z.requires_grad_()
+    p = torch.softmax(z, 1)
+    said = p.gather(1, targets()[:, None])[:, 0]
+    (gradient,) = torch.autograd.grad(said.log().sum(), z)
+    found = energies(h, w, b, targets(), **how)
+    assert torch.allclose(found, gradient.nan_to_num().square().sum(1), atol=1e-12)
+    assert torch.allclose(found, 1 - 2 * said + p.square().sum(1), atol=1e-12) and float(found.min()) >= 0 and float(found.max()) < 2

@@ -9,6 +9,7 @@ from posttrain.core.pieces.baseline import (
     TO_GO,
     Baseline,
     Ema,
+    EnergyMean,
     Greedy,
     GroupMean,
     LengthMean,
@@ -37,6 +38,8 @@ def baseline(b: Baseline) -> str:
             return "r - mean(r of the other siblings)"
         case LengthMean():
             return "r - sum(|y| r) / sum(|y|) over the group"
+        case EnergyMean():
+            return "r - sum(W_t r) / sum(W_t) over the siblings that still speak at t, W_t = sum_(j<=t) (1 - 2 pi_j + sum_v pi_v^2)"
         case SoftMean(tau=tau):
             return f"r - tau log mean(exp(r / tau)) over the group, tau = {tau:g}"
         case SecondBest():

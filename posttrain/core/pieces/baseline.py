@@ -48,6 +48,15 @@ class LengthMean:
 
 
 @dataclass(frozen=True, kw_only=True)
+class EnergyMean:
+    """Per token t: mean reward of the siblings that still speak, weighted by their energy up to t (OTB, A04).
+
+    The energy of a token is |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2 under the learner at the start of the step: what it
+    adds to the gradient's variance. Where no sibling but one still speaks there is nothing to compare with, and credit is 0.
+    """
+
+
+@dataclass(frozen=True, kw_only=True)
 class SoftMean:
     """tau * log of the siblings' mean of exp(reward / tau): tau * log Z of Kimi k1.5 and OPMD (A20, A21)."""
 
@@ -115,7 +124,7 @@ class Value:
             )
 
 
-Baseline = Zero | ToGo | Ema | GroupMean | Others | LengthMean | SoftMean | SecondBest | Greedy | StepMean | Value
-GROUP_RELATIVE = (GroupMean, Others, LengthMean, SoftMean, SecondBest, StepMean)
+Baseline = Zero | ToGo | Ema | GroupMean | Others | LengthMean | EnergyMean | SoftMean | SecondBest | Greedy | StepMean | Value
+GROUP_RELATIVE = (GroupMean, Others, LengthMean, EnergyMean, SoftMean, SecondBest, StepMean)
 TO_GO = (ToGo, Greedy, Value)
 """Baselines under which a KL in the reward is charged to the tokens at and before the one that paid it, not to the whole episode."""
