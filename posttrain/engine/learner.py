@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
 
 from posttrain.core.batch import Packed
@@ -40,6 +41,11 @@ class HFLearner:
         self.value_head = _zero_head(policy)
         self._reader = _Reader(policy)
         if gradient_checkpointing:
+            if not hasattr(policy.module, "activation_checkpointing_enable"):
+                raise ConfigError(
+                    f"model.gradient_checkpointing=true needs transformers >= 5.23, and {transformers.__version__} is installed. Set it to "
+                    "false, or install a newer one (vLLM 0.32 asks for an older one: sample with another engine, or with a vLLM server)"
+                )
             try:
                 policy.module.activation_checkpointing_enable()
             except ValueError as error:

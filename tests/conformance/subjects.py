@@ -104,7 +104,9 @@ def _policy() -> Policy:
 
 def _embedded() -> Subject:
     policy = _policy()
-    engine = EmbeddedEngine(policy.clone().module, slots=SLOTS, context=CONTEXT)
+    engine = EmbeddedEngine(
+        policy.clone().module, slots=SLOTS, context=CONTEXT, text=lambda ids: str(policy.tokenizer.decode(ids.tolist()))
+    )
 
     @contextmanager
     def stale() -> Iterator[None]:

@@ -24,6 +24,23 @@ OPTIONS = {
     "min_p": {"min_p": 0.1},
     "truncated": {"temperature": 0.8, "top_k": 9, "top_p": 0.9, "min_p": 0.02},
     "top": {"top": 5},
+    "penalty": {"repetition_penalty": 1.4},
+    "boost": {"repetition_penalty": 0.7, "temperature": 0.8},
+    "bias": {"logit_bias": ((40, 3.0), (41, -2.5), (257, 1.0))},
+    "allowed": {"allowed_ids": tuple(range(30, 90))},
+    "bad": {"bad_ids": ((40,), (41,), (254,))},
+    "bad_sequences": {"bad_ids": ((40,), *((a, b) for a in range(30, 90) for b in range(30, 90, 7)))},
+    "min_tokens": {"min_tokens": 6, "stop_ids": (256, *range(60))},
+    "strings": {"stop": ("a", "é", "zz"), "stop_ids": (256,)},
+    "everything": {
+        "temperature": 0.9,
+        "top_k": 20,
+        "repetition_penalty": 1.2,
+        "logit_bias": ((40, 3.0),),
+        "bad_ids": ((41,),),
+        "min_tokens": 3,
+        "stop_ids": (256, *range(20)),
+    },
 }
 """Everything an engine may be asked for in training."""
 TEXTS = ("3+4=", "The quick brown fox", "naïve café: 3 €", "日本語", "x")
@@ -45,6 +62,16 @@ async def test_stored_log_probs_are_the_learners(subject: Subject, option: str) 
     gap = subject.gap([segment(p, s, wanted) for p, s in zip(asked, said, strict=True)])
     assert gap.max() < BOUND["float32"] and gap.mean() < MEAN_BOUND["float32"]
     assert all(s.logp.dtype == np.float32 and s.ids.dtype == np.int32 for s in said)
+    for s in said:
+        kept_to(wanted, s)
+
+
+def kept_to(c: Sampling, s: Said) -> None:
+    """Nothing was said that the contract bans."""
+    ids = s.ids.tolist()
+    assert c.allowed_ids is None or set(ids) <= set(c.allowed_ids)
+    assert not any(tuple(ids[i : i + len(b)]) == b for b in c.bad_ids for i in range(len(ids)))
+    assert not set(ids[: c.min_tokens]) & set(c.stop_ids or ())
 
 
 async def test_a_log_prob_of_another_contract_would_be_seen(subject: Subject) -> None:
@@ -96,6 +123,22 @@ async def test_stop_reasons_are_true(subject: Subject) -> None:
         assert not np.isin(s.ids[:-1], stops).any()
         assert (s.stop is Stop.SAID) == (int(s.ids[-1]) in stops)
         assert s.stop is Stop.SAID or len(s.ids) == 12
+
+
+async def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(subject: Subject) -> None:
+    """Strings of one token, of one character in two tokens, and of two characters; none counts before min_tokens."""
+    read, strings = subject.policy.tokenizer.decode, ("a", "é", "zz")
+    wanted = contract(stop=strings, min_tokens=3, stop_ids=(256,), max_tokens=30, logit_bias=((64, 2.0), (127, 3.0), (102, 4.0), (89, 3.0)))
+    said = await subject.say(prompts(subject) * 3, wanted)
+    assert {Stop.STRING, Stop.LENGTH} <= {s.stop for s in said}
+    for s in said:
+        complete = [n for n in range(wanted.min_tokens + 1, len(s.ids) + 1) if _new(read(s.ids[:n]), read(s.ids[: n - 1]), strings)]
+        assert complete == ([len(s.ids)] if s.stop is Stop.STRING else [])
+
+
+def _new(whole: str, before: str, strings: tuple[str, ...]) -> bool:
+    """Whether the last token brought a string that was not there."""
+    return any(whole.count(x) > before.count(x) for x in strings)
 
 
 async def test_only_the_contracts_stop_ids_end_a_turn(subject: Subject) -> None:
