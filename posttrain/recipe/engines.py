@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -14,9 +15,12 @@ from posttrain.core.ports import Sampler
 from posttrain.core.run import Reinforce, Run
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.speculate import Draft, Lookup
+from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
+from posttrain.engine.vllm.server import ROLE, VLLMServer
+from posttrain.engine.vllm.spawn import Spawned
 from posttrain.engine.vllm.start import limits
 
 TIMELINE = "timeline.json"
@@ -87,8 +91,32 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
 
 
 def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
+    remote = how.server or how.url is not None
+    able = replace(limits(policy), sequences=not remote)
     for stage in run.stages:
         if isinstance(stage, Reinforce):
-            check(stage.sampling, limits(policy))
+            check(stage.sampling, able)
+    if remote:
+        return _server(run, how, policy)
     engine = VLLMEngine(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, timeout=how.timeout)
     return Serving(engine, engine.close)
+
+
+def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
+    """A server that runs already, or one of our own."""
+    patience = Patience(answer=how.timeout)
+    if how.url is not None:
+        share = Path(how.share) if how.share is not None else _memory()
+        endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
+        return Serving(VLLMServer(policy, endpoint, share=share, timeout=how.timeout), lambda: None)
+    own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager)
+    share = own.folder if how.share is None else Path(how.share)
+    return Serving(
+        VLLMServer(policy, Endpoint(own.url, ROLE, patience=patience), share=share, timeout=how.timeout, ended=own.ended), own.close
+    )
+
+
+def _memory() -> Path:
+    """A folder in memory where there is one."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() else Path(tempfile.gettempdir())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -25,6 +26,9 @@ def subject(request: pytest.FixtureRequest) -> Iterator[subjects.Subject]:
     asyncio.run(s.publish(1))
     s.sampler.gauges()
     yield s
+    until = time.monotonic() + 10
+    while not s.idle() and time.monotonic() < until:
+        time.sleep(0.05)
     assert s.idle(), f"{s.name}: the test has ended and the engine still holds requests"
     torch.set_num_threads(before)
 

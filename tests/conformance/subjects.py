@@ -8,8 +8,10 @@ built is an error, never a skip.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -26,9 +28,11 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Said, Segment
 from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.embedded import engine as embedded
 from posttrain.engine.embedded.tree import PrefixTree
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.vllm.requests import Expected
 from posttrain.recipe.build import canary
 from posttrain.role.sync import Sync
 
@@ -48,6 +52,8 @@ class Subject:
     learner: HFLearner
     stale: Callable[[], AbstractContextManager[None]]
     """Inside it, what the engine cached under old weights survives new ones: the fault that the suite must see."""
+    lossy: Callable[[], AbstractContextManager[None]]
+    """Inside it, one tensor of an update is lost behind the adapter's own checks."""
     idle: Callable[[], bool]
     """Whether nothing is left of any request."""
     close: Callable[[], None] = lambda: None
@@ -102,6 +108,9 @@ def _policy() -> Policy:
     return replace(built, module=built.module.eval())
 
 
+LOST = "model.layers.1.self_attn.o_proj.weight"
+
+
 def _embedded() -> Subject:
     policy = _policy()
     engine = EmbeddedEngine(
@@ -117,7 +126,44 @@ def _embedded() -> Subject:
         finally:
             PrefixTree.renew = renew  # type: ignore[method-assign]
 
-    return Subject("embedded", engine, policy, HFLearner(policy), stale, lambda: not engine._scheduler.busy and not engine._scheduler.queue)
+    @contextmanager
+    def lossy() -> Iterator[None]:
+        replace_all = embedded.replace_weights
+
+        def all_but_one(module: torch.nn.Module, tensors: Iterable[tuple[str, Any]]) -> None:
+            before = module.get_parameter(LOST).clone()
+            replace_all(module, tensors)
+            with torch.no_grad():
+                module.get_parameter(LOST).copy_(before)
+
+        embedded.replace_weights = all_but_one
+        try:
+            yield
+        finally:
+            embedded.replace_weights = replace_all
+
+    return Subject(
+        "embedded", engine, policy, HFLearner(policy), stale, lossy, lambda: not engine._scheduler.busy and not engine._scheduler.queue
+    )
+
+
+def _lossy(engine: Any) -> Callable[[], AbstractContextManager[None]]:
+    """For the vLLM adapters: what they send has passed their checks and then loses a tensor."""
+
+    class Lossy(Expected):
+        def take(self, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
+            return [x for x in super().take(tensors) if x[0] != LOST]
+
+    @contextmanager
+    def lossy() -> Iterator[None]:
+        expected = engine._expected
+        engine._expected = Lossy(expected.own)
+        try:
+            yield
+        finally:
+            engine._expected = expected
+
+    return lossy
 
 
 def _vllm() -> Subject:
@@ -141,10 +187,41 @@ def _vllm() -> Subject:
     def idle() -> bool:
         return not engine.busy and not engine._engine.has_unfinished_requests()
 
-    return Subject("vllm", engine, policy, HFLearner(policy), stale, idle, engine.close)
+    return Subject("vllm", engine, policy, HFLearner(policy), stale, _lossy(engine), idle, engine.close)
 
 
-BUILDERS: dict[str, Callable[[], Subject]] = {"embedded": _embedded, "vllm": _vllm}
+def _vllm_server() -> Subject:
+    from posttrain.engine.endpoint import Endpoint
+    from posttrain.engine.vllm.server import VLLMServer
+    from posttrain.engine.vllm.spawn import Spawned
+
+    policy = _policy()
+    own = Spawned(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True)
+    engine = VLLMServer(policy, Endpoint(own.url, "rollout"), share=own.folder, timeout=60, ended=own.ended)
+
+    @contextmanager
+    def stale() -> Iterator[None]:
+        """One salt for all versions, and a cache that is not emptied."""
+
+        async def nothing() -> None: ...
+
+        empty, salt = engine._empty_cache, engine._salt
+        engine._empty_cache, engine._salt = nothing, lambda: "one for all"  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            engine._empty_cache, engine._salt = empty, salt  # type: ignore[method-assign]
+
+    def idle() -> bool:
+        """The server can empty its prefix cache: no request of anybody holds a block."""
+        with urllib.request.urlopen(urllib.request.Request(f"{own.url}/reset_prefix_cache", method="POST"), timeout=60) as answer:
+            return not engine.busy and json.load(answer)["success"]
+
+    refuses = {"bad_sequences": "no sequences of several tokens"}
+    return Subject("vllm-server", engine, policy, HFLearner(policy), stale, _lossy(engine), idle, own.close, refuses)
+
+
+BUILDERS: dict[str, Callable[[], Subject]] = {"embedded": _embedded, "vllm": _vllm, "vllm-server": _vllm_server}
 
 
 @cache

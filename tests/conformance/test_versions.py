@@ -73,6 +73,14 @@ async def test_the_fingerprint_is_that_of_the_weights_served(subject: Subject) -
     assert subject.sampler.version == version + 2
 
 
+async def test_a_tensor_lost_on_the_way_would_be_seen(subject: Subject) -> None:
+    """The fingerprint is read from what is served: were it an echo of what was sent, this would pass the sync."""
+    with subject.lossy(), pytest.raises(InvariantError, match="weight sync of version"):
+        await subject.publish(5)
+    await subject.publish(1)
+    assert await _after_an_update(subject) < BOUND["float32"]
+
+
 async def test_weights_are_taken_whole_or_not_at_all(subject: Subject) -> None:
     tensors = {name: t + 1 for name, t in subject.learner.tensors()}
     first = next(iter(tensors))

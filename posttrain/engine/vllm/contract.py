@@ -98,13 +98,15 @@ def fields(s: Sampling, place: int, limit: int, limits: Limits) -> dict[str, Any
 
 
 def _asked(s: Sampling, vocabulary: int) -> int:
-    """Most probable tokens to send with every token, the said one not counted: enough to know the kept set and `top`."""
+    """Most probable tokens to send with every token: enough to know the kept set and `top`. One more than that, because a
+    server counts the said token among them even where it is not."""
     if s.top > vocabulary:
         raise EngineError(f"sampling.top={s.top} of a vocabulary of {vocabulary} tokens. Lower it to at most that")
     kept = 0
     if s.truncated and not s.greedy:
-        kept = min(vocabulary, s.top_k + TIES) if s.top_k else vocabulary
-    return max(kept, s.top)
+        kept = s.top_k + TIES if s.top_k else vocabulary
+    most = max(kept, s.top)
+    return min(vocabulary, most + 1) if most else 0
 
 
 @dataclass(frozen=True, eq=False)

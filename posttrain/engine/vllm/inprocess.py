@@ -28,11 +28,9 @@ from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import Answer, fields, said
 from posttrain.engine.vllm.requests import NOTHING, Counters, Expected, Order, newer, order
-from posttrain.engine.vllm.start import build, limits, quiet_compiler
+from posttrain.engine.vllm.start import START, build, limits, quiet_compiler
 
 ROLE = "the rollout engine (vLLM in this process)"
-START = 600.0
-"""Seconds vLLM may take to start."""
 Heard = Callable[[np.ndarray, np.ndarray], None]
 
 
@@ -178,9 +176,11 @@ class VLLMEngine:
         """Build the engine, then handle the queue and step until told to end."""
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager)
+            self._score([0, 0], proof := Future())
+            proof.result(0)
         except BaseException as error:
             self._dead = error
-            started.set_exception(EngineError(f"{ROLE} did not start: {type(error).__name__}: {error}"))
+            started.set_exception(EngineError(f"{ROLE} did not start with this model: {type(error).__name__}: {error}"))
             return
         started.set_result(None)
         try:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -94,6 +96,52 @@ class Expected:
 def newer(version: int, than: int) -> None:
     if version <= than:
         raise EngineError(f"weights of version {version} after version {than}: versions only increase")
+
+
+class Gate:
+    """Many turns at once, or one update: an update waits for the turns before it, later turns wait for the update."""
+
+    def __init__(self) -> None:
+        self.turns = 0
+        self._updates = 0
+        self._updating = False
+        self._waiters: list[asyncio.Future[None]] = []
+
+    @asynccontextmanager
+    async def turn(self) -> AsyncIterator[None]:
+        await self._until(lambda: not self._updates)
+        self.turns += 1
+        try:
+            yield
+        finally:
+            self.turns -= 1
+            self._wake()
+
+    @asynccontextmanager
+    async def update(self) -> AsyncIterator[None]:
+        self._updates += 1
+        try:
+            await self._until(lambda: not self.turns and not self._updating)
+            self._updating = True
+            try:
+                yield
+            finally:
+                self._updating = False
+        finally:
+            self._updates -= 1
+            self._wake()
+
+    async def _until(self, free: Callable[[], bool]) -> None:
+        while not free():
+            waiter = asyncio.get_running_loop().create_future()
+            self._waiters.append(waiter)
+            await waiter
+
+    def _wake(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done() and not waiter.get_loop().is_closed():
+                waiter.set_result(None)
 
 
 @dataclass

@@ -21,6 +21,8 @@ EXTENSION = "posttrain.engine.vllm.worker.ServedWeights"
 """What vLLM's workers are extended with; importing it registers `BACKEND`."""
 BACKEND = "posttrain"
 """Name of the weight transfer backend in vLLM's registry."""
+START = 600.0
+"""Seconds vLLM may take to start."""
 
 
 def limits(policy: Policy) -> Limits:
@@ -43,7 +45,7 @@ def describe(policy: Policy, folder: str) -> None:
 
 
 def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool) -> dict[str, Any]:
-    """vLLM's engine arguments: nothing is left to its defaults or to the model's generation config that would change a number."""
+    """vLLM's engine arguments for one policy; those of the contract are `contract` below and `launch.NEEDED`."""
     return {
         "model": folder,
         "runner": "generate",
@@ -52,14 +54,9 @@ def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: 
         "max_model_len": policy.context,
         "max_num_seqs": slots,
         "kv_cache_memory_bytes": cache_bytes,
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "max_logprobs": -1,
         "enable_prefix_caching": True,
         "enforce_eager": eager,
         "trust_remote_code": policy.remote_code,
-        "worker_extension_cls": EXTENSION,
-        "weight_transfer_config": {"backend": BACKEND},
         "disable_log_stats": True,
         "seed": 0,
     }
@@ -77,8 +74,14 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
 
             describe(policy, folder)
             chosen = arguments(policy, folder, slots, cache_bytes, eager)
-            chosen["weight_transfer_config"] = WeightTransferConfig(**chosen["weight_transfer_config"])
-            return LLMEngine.from_engine_args(EngineArgs(**chosen))
+            contract: dict[str, Any] = {
+                "generation_config": "vllm",
+                "logprobs_mode": "processed_logprobs",
+                "max_logprobs": -1,
+                "worker_extension_cls": EXTENSION,
+                "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+            }
+            return LLMEngine.from_engine_args(EngineArgs(**chosen, **contract))
     finally:
         if before is None:
             del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]

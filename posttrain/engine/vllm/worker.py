@@ -84,7 +84,21 @@ def _read(path: Path) -> list[tuple[str, Tensor]]:
 
 
 class ServedWeights:
-    """Mixed into vLLM's worker; `collective_rpc` finds the method by its name."""
+    """Mixed into vLLM's worker; `collective_rpc` finds the methods by their names."""
+
+    def posttrain_facts(self) -> dict[str, Any]:
+        """What a client must know before it trusts this server's numbers."""
+        config = self.vllm_config  # type: ignore[attr-defined]
+        model = config.model_config
+        return {
+            "logprobs_mode": model.logprobs_mode,
+            "generation_config": model.generation_config,
+            "max_logprobs": model.max_logprobs,
+            "max_model_len": model.max_model_len,
+            "dtype": str(model.dtype).removeprefix("torch."),
+            "vocabulary": model.get_vocab_size(),
+            "workers": config.parallel_config.world_size_across_dp,
+        }
 
     def posttrain_fingerprint(self, wanted: str) -> dict[str, str]:
         """The fingerprint of the weights being served, under the names, dtypes and shapes of the learner.

@@ -1,0 +1,75 @@
+"""A vLLM server that posttrain can train against: `python -m posttrain.engine.vllm.launch --model MODEL --port 8000`.
+
+Everything after the module's name goes to vLLM's own server; what the log-prob contract and the weight updates need is
+added, and set wherever it would be something else. It listens on this machine alone unless told otherwise: its control
+routes (weights, remote calls) ask for no key, so do not open it to a network that you do not trust.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import signal
+import sys
+from collections.abc import Sequence
+
+from posttrain.core.errors import ConfigError
+from posttrain.engine.vllm import installed
+from posttrain.engine.vllm.start import BACKEND, EXTENSION
+
+PARENT = "POSTTRAIN_PARENT"
+"""Environment variable: process id of the run this server ends with."""
+NEEDED: dict[str, str | None] = {
+    "--generation-config": "vllm",
+    "--logprobs-mode": "processed_logprobs",
+    "--max-logprobs": "-1",
+    "--worker-extension-cls": EXTENSION,
+    "--weight-transfer-config": json.dumps({"backend": BACKEND}),
+    "--enable-scale-out": None,
+    "--enable-prompt-tokens-details": None,
+}
+"""Arguments of vLLM's server without which posttrain refuses it."""
+_PR_SET_PDEATHSIG = 1
+
+
+def arguments(given: Sequence[str]) -> list[str]:
+    """The server's arguments with everything that is needed; ConfigError where one was given with another value."""
+    out = list(given)
+    names = {a.partition("=")[0].replace("_", "-") for a in given if a.startswith("--")}
+    for name, value in NEEDED.items():
+        if name in names:
+            raise ConfigError(f"{name} is what posttrain decides ({value or 'on'}): leave it out")
+        out += [name] if value is None else [name, value]
+    return out if "--host" in names else [*out, "--host", "127.0.0.1"]
+
+
+def end_with_parent() -> None:
+    """Have the kernel end this process when the run that started it is gone, however it went."""
+    parent = os.environ.pop(PARENT, None)
+    if parent is None or not sys.platform.startswith("linux"):
+        return
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != int(parent):
+        raise SystemExit("the run that started this server has ended")
+
+
+def main() -> None:
+    """Prepare the environment, then become vLLM's server."""
+    if {"-h", "--help"} & set(sys.argv[1:]):
+        print(f"{__doc__}\nAdded to vLLM's arguments: {' '.join(arguments([]))}\nvLLM's own arguments:\n")
+    else:
+        sys.argv[1:] = arguments(sys.argv[1:])
+    installed()
+    end_with_parent()
+    os.environ["VLLM_SERVER_DEV_MODE"] = "1"
+    os.environ.setdefault("VLLM_HTTP_TIMEOUT_KEEP_ALIVE", "3600")
+    if "--enforce-eager" in sys.argv:
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    from vllm.entrypoints.launchers.api_server.entry import main as serve
+
+    serve()
+
+
+if __name__ == "__main__":
+    main()

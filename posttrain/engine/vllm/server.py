@@ -1,0 +1,215 @@
+"""vLLM behind HTTP: `core.ports.Sampler` over a server that `launch` started, spawned for the run or given by its address.
+
+Tokens in and tokens out over vLLM's token route; weights as a safetensors file in a folder that both sides see, through
+vLLM's own update routes. A request that fails on the way is sent again, with the same seed and so the same answer; one
+that fails for good raises an `EndpointError` that names the role, and nothing is dropped.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.torch import save_file
+
+from posttrain.core.errors import ConfigError, EndpointError, EngineError
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Gauges, Said
+from posttrain.engine.endpoint import Endpoint
+from posttrain.engine.models import Policy
+from posttrain.engine.vllm.contract import Answer, fields, said
+from posttrain.engine.vllm.requests import NOTHING, Counters, Expected, Gate, newer, order
+from posttrain.engine.vllm.start import limits
+
+ROLE = "rollout"
+HOW = "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT` (docs/engines.md)"
+EMPTYING = 100
+"""Times the prefix cache is asked to empty itself, a tenth of a second apart: blocks are let go a step after their request."""
+Heard = Callable[[np.ndarray, np.ndarray], None]
+
+
+class VLLMServer:
+    """Samples from a copy of `policy` in a vLLM server. It says nothing before the first `load`.
+
+    Args:
+        endpoint: the server's base address.
+        share: folder for weights on their way, seen by this process and the server under the same path.
+        timeout: seconds one turn, or one part of an update, may take; a turn is tried again a few times.
+        ended: why a server of our own is gone; '' while it runs.
+    """
+
+    def __init__(
+        self, policy: Policy, endpoint: Endpoint, *, share: Path, timeout: float = 600.0, ended: Callable[[], str] = lambda: ""
+    ) -> None:
+        self._limits = replace(limits(policy), sequences=False)
+        self._expected = Expected.of(policy)
+        self._dtype = str(policy.dtype).removeprefix("torch.")
+        self._endpoint, self._share, self._ended = endpoint, share, ended
+        self._patience = replace(endpoint.patience, answer=timeout)
+        self._version = NOTHING
+        self._counters = Counters()
+        self._gate = Gate()
+        self._known = False
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def keeps_sets(self) -> bool:
+        return True
+
+    @property
+    def context(self) -> int:
+        return self._limits.context
+
+    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it closes the request's connection, on
+        which the server gives it up.
+
+        heard: called once, when the turn has ended: it comes in one piece.
+        """
+        o = order(ids, sampling, place, self._limits)
+        async with self._gate.turn():
+            if self._version == NOTHING:
+                raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
+            begun = time.perf_counter()
+            body = {"token_ids": o.ids, "cache_salt": self._salt(), "sampling_params": fields(o.sampling, o.place, o.limit, self._limits)}
+            told = await self._post("/inference/v1/generate", body, again=True)
+            self._counters.spent("engine/turns", begun)
+        try:
+            choice = told["choices"][0]
+            rows = [_row(entry) for entry in choice["logprobs"]["content"]]
+            spans = [(s["version"], s["start"], s["end"]) for s in choice["weight_versions"] or ()]
+            answer = Answer(choice["token_ids"], rows, choice["finish_reason"], choice["stop_reason"], spans)
+            cached = (told["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+        except (KeyError, TypeError, IndexError) as error:
+            raise self._broken(f"its answer lacks {error}: is it vLLM 0.32 or newer?") from error
+        result = said(answer, o.sampling, o.limit, o.end, self._limits)
+        self._counters.delivered(result, o.ids, cached)
+        if heard is not None:
+            heard(result.ids, result.logp)
+        return result
+
+    async def score(self, ids: np.ndarray) -> np.ndarray:
+        """float32 [T - 1]: see `core.ports.Sampler`."""
+        params = {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "prompt_logprobs": 0, "detokenize": False}
+        body = {"token_ids": [int(i) for i in ids], "cache_salt": self._salt(), "sampling_params": params}
+        async with self._gate.turn():
+            told = await self._post("/inference/v1/generate", body, again=True)
+        try:
+            rows = told["prompt_logprobs"][1:]
+            return np.array([row[str(i)]["logprob"] for i, row in zip(body["token_ids"][1:], rows, strict=True)], np.float32)
+        except (KeyError, TypeError, ValueError) as error:
+            raise self._broken(f"its log-probs of a prompt cannot be read ({error!r})") from error
+
+    async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
+        """Serve these weights as `version` once what this run is saying has ended; returns the fingerprint of the weights that
+        the server's layers multiply with afterwards. Names and shapes are checked before anything is sent."""
+        newer(version, self._version)
+        given = self._expected.take(tensors)
+        await self._meet()
+        async with self._gate.update():
+            newer(version, self._version)
+            begun = time.perf_counter()
+            try:
+                served = await self._update(version, given)
+            except BaseException:
+                self._version = NOTHING
+                raise
+            self._version = version
+            self._counters.spent("engine/load", begun)
+        return served
+
+    async def _update(self, version: int, given: list[tuple[str, Any]]) -> str:
+        self._share.mkdir(parents=True, exist_ok=True)
+        path = self._share / f"posttrain-{id(self):x}-{version}.safetensors"
+        try:
+            await asyncio.to_thread(save_file, {name: tensor.contiguous().cpu() for name, tensor in given}, path)
+            await self._post("/start_weight_update", None)
+            await self._post("/update_weights", {"update_info": {"path": str(path.resolve())}})
+            await self._post("/finish_weight_update", {"weight_version": str(version)})
+        finally:
+            path.unlink(missing_ok=True)
+        await self._empty_cache()
+        served = await self._call("posttrain_fingerprint", json.dumps(self._expected.wanted()))
+        if "error" in served:
+            raise self._broken(served["error"])
+        return str(served["fingerprint"])
+
+    async def _empty_cache(self) -> None:
+        for _ in range(EMPTYING):
+            if (await self._post("/reset_prefix_cache", None, again=True))["success"]:
+                return
+            await asyncio.sleep(0.1)
+        raise self._broken("its prefix cache could not be emptied after an update; does anybody else ask it?")
+
+    async def _meet(self) -> None:
+        """Once: the server is one that keeps the contract."""
+        if self._known:
+            return
+        facts = await self._call("posttrain_facts")
+        wanted = {
+            "logprobs_mode": "processed_logprobs",
+            "generation_config": "vllm",
+            "max_logprobs": -1,
+            "workers": 1,
+            "dtype": self._dtype,
+            "max_model_len": self._limits.context,
+            "vocabulary": self._limits.vocabulary,
+        }
+        if wrong := [f"{k}={facts.get(k)!r} instead of {v!r}" for k, v in wanted.items() if facts.get(k) != v]:
+            raise ConfigError(f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)}; {HOW}")
+        self._known = True
+
+    async def _call(self, method: str, *args: str) -> dict[str, Any]:
+        """A method of our worker extension, on the one worker."""
+        try:
+            told = await self._post("/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True)
+        except EndpointError as error:
+            if error.status in (403, 404, 405, 501):
+                raise ConfigError(f"engine.url={self._endpoint.url}: this server has no remote calls; {HOW}") from error
+            raise
+        results = (told or {}).get("results") or []
+        if len(results) != 1 or not isinstance(results[0], dict):
+            raise self._broken(f"{method} was answered by {len(results)} workers, not by one; {HOW}")
+        return results[0]
+
+    async def _post(self, path: str, body: Mapping[str, Any] | None, *, again: bool = False) -> Any:
+        patience = self._patience if again else replace(self._patience, tries=1)
+        try:
+            return await self._endpoint.post(path, body, again=again, patience=patience)
+        except EndpointError as error:
+            if why := self._ended():
+                raise EndpointError(f"{ROLE} ({self._endpoint.url}): the vLLM server of this run: {why}", ROLE, None) from error
+            raise
+
+    def _broken(self, why: str) -> EndpointError:
+        return EndpointError(f"{ROLE} ({self._endpoint.url}): {why}", ROLE, None)
+
+    def _salt(self) -> str:
+        """Part of the key of every cached block."""
+        return f"version {self._version}"
+
+    def gauges(self) -> Gauges:
+        return self._counters.take()
+
+    def clock(self) -> Mapping[str, float]:
+        return self._counters.clock()
+
+    @property
+    def busy(self) -> bool:
+        """Whether any turn of ours is on its way."""
+        return self._gate.turns > 0
+
+
+def _row(entry: Mapping[str, Any]) -> tuple[list[int], list[float]]:
+    """(ids, log-probs) of one token, the said one first."""
+    own = [entry, *(t for t in entry["top_logprobs"] if t["token_id"] != entry["token_id"])]
+    return [t["token_id"] for t in own], [t["logprob"] for t in own]

@@ -1,0 +1,113 @@
+"""A vLLM server of our own: started for a run, watched, and gone with it."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from pathlib import Path
+
+from posttrain.core.errors import EngineError
+from posttrain.engine.models import Policy
+from posttrain.engine.vllm import installed
+from posttrain.engine.vllm.launch import PARENT
+from posttrain.engine.vllm.start import START, arguments, describe
+
+ROLE = "the rollout engine (a vLLM server of this run)"
+LINES = 12
+"""Last lines of the server's log that a message quotes."""
+PATIENCE = 20.0
+"""Seconds it gets to end by itself."""
+
+
+class Spawned:
+    """The server process, on a free port of this machine. It has a process group of its own, so nothing of it is left behind.
+
+    Raises:
+        ConfigError: vllm is not installed. EngineError: the server ended or did not answer in time; quotes its log.
+    """
+
+    def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool) -> None:
+        installed()
+        self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
+        self.folder = Path(self._folder.name)
+        """For the model's description, the log, and weights on their way."""
+        describe(policy, str(self.folder / "model"))
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = [sys.executable, "-m", "posttrain.engine.vllm.launch", "--port", str(port), "--uvicorn-log-level", "warning"]
+        for name, value in arguments(policy, str(self.folder / "model"), slots, cache_bytes, eager).items():
+            flag = f"--{name.replace('_', '-')}"
+            command += [flag] if value is True else [] if value is False else [flag, str(value)]
+        with (self.folder / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=os.environ | {PARENT: str(os.getpid())},
+            )
+        atexit.register(self.close)
+        try:
+            self._wait()
+        except BaseException:
+            self.close()
+            raise
+
+    def ended(self) -> str:
+        """Why the server is gone, with the end of its log; '' while it runs."""
+        code = self._process.poll()
+        return "" if code is None else f"it has ended with exit code {code}. Its last words:\n{self._log()}"
+
+    def close(self) -> None:
+        """End the process group and remove the folder; nothing happens the second time."""
+        atexit.unregister(self.close)
+        for sign, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, PATIENCE)):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, sign)
+            if self._gone(seconds):
+                break
+        self._folder.cleanup()
+
+    def _gone(self, seconds: float) -> bool:
+        """Whether the whole group has ended within this time."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            self._process.poll()
+            try:
+                os.killpg(self._process.pid, 0)
+            except ProcessLookupError:
+                return True
+            time.sleep(0.05)
+        return False
+
+    def _wait(self) -> None:
+        until = time.monotonic() + START
+        while True:
+            if why := self.ended():
+                raise EngineError(f"{ROLE} did not start: {why}")
+            with contextlib.suppress(OSError), urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:
+                if answer.status == 200:
+                    return
+            if time.monotonic() > until:
+                raise EngineError(f"{ROLE} did not answer in {START:g} s. Its last words:\n{self._log()}")
+            time.sleep(0.2)
+
+    def _log(self) -> str:
+        with contextlib.suppress(OSError):
+            return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-LINES:])
+        return ""
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return int(s.getsockname()[1])

@@ -1,0 +1,149 @@
+"""The log-prob contract in vLLM's words and back, without vLLM: what is sent, what is refused, what an answer must hold."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from posttrain.core.engines import VLLM, Embedded
+from posttrain.core.errors import ConfigError, EngineError
+from posttrain.core.run import Reinforce, Run
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Stop
+from posttrain.engine.vllm.contract import BANNED, Answer, Limits, check, fields, said
+from posttrain.engine.vllm.launch import NEEDED, arguments
+from posttrain.engine.vllm.requests import Gate
+
+LIMITS = Limits(vocabulary=50, context=32, eos=49, sequences=True)
+OVER_HTTP = replace(LIMITS, sequences=False)
+
+
+def answer(**changes: object) -> Answer:
+    """Tokens 3 and 4 under top_k=2, whole."""
+    rows = [([3, 4], [-0.5, -0.9]), ([4, 3, *range(5, 14)], [-0.7, -0.7, *[-9999.0] * 9])]
+    return Answer(**({"ids": [3, 4], "rows": rows, "finish": "length", "why": None, "spans": [("7", 0, 2)]} | changes))  # type: ignore[arg-type]
+
+
+def test_every_field_that_moves_a_probability_is_sent() -> None:
+    sent = fields(Sampling(stop_ids=(1,)), 5, 9, LIMITS)
+    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
+        assert name in sent, name
+    assert (sent["max_tokens"], sent["stop_token_ids"], sent["ignore_eos"], sent["detokenize"]) == (9, [1], True, False)
+    assert (sent["logit_bias"], sent["allowed_token_ids"], sent["bad_words"], sent["stop"]) == (None, None, [], [])
+
+
+def test_places_become_seeds_that_fit() -> None:
+    a, b = (fields(Sampling(stop_ids=()), place, 9, LIMITS)["seed"] for place in (2**127 + 3, 2**127 + 4))
+    assert 0 <= a < 2**63 and a != b
+
+
+def test_log_probs_asked_for_cover_the_kept_set() -> None:
+    def asked(**changes: object) -> int:
+        return fields(Sampling(stop_ids=(), **changes), 0, 9, LIMITS)["logprobs"]  # type: ignore[arg-type]
+
+    assert [asked(), asked(top=3), asked(top_k=5), asked(top_p=0.9), asked(greedy=True, top_k=5)] == [0, 4, 14, 50, 0]
+
+
+def test_bans_over_http_are_biases() -> None:
+    wanted = Sampling(stop_ids=(), bad_ids=((5,), (6,)), logit_bias=((7, 1.0),))
+    assert fields(wanted, 0, 9, OVER_HTTP)["logit_bias"] == {7: 1.0, 5: BANNED, 6: BANNED}
+    assert fields(wanted, 0, 9, LIMITS)["logit_bias"] == {7: 1.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "limits", "message"),
+    [
+        ({"temperature": 2.5}, LIMITS, "takes 0.01 to 2.0"),
+        ({"temperature": 0.001}, LIMITS, "takes 0.01 to 2.0"),
+        ({"min_tokens": 2, "stop_ids": (1,)}, LIMITS, "Add it to stop_ids"),
+        ({"bad_ids": ((5, 6),)}, OVER_HTTP, "no sequences of several tokens"),
+    ],
+)
+def test_what_vllm_would_sample_otherwise_is_refused(changes: dict[str, object], limits: Limits, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        check(Sampling(**changes), limits)  # type: ignore[arg-type]
+    check(Sampling(min_tokens=2, stop_ids=(49,), bad_ids=((5,),)), limits)
+
+
+def test_an_answer_becomes_a_turn() -> None:
+    turn = said(answer(), Sampling(top_k=2, top=1, stop_ids=()), 2, Stop.CONTEXT, LIMITS)
+    assert (turn.ids.tolist(), turn.version.tolist(), turn.stop) == ([3, 4], [7, 7], Stop.CONTEXT)
+    assert turn.kept is not None and [k.tolist() for k in turn.kept.sets()] == [[3, 4], [3, 4]]
+    assert turn.top is not None and turn.top.ids.tolist() == [[3], [3]]
+    assert np.allclose(turn.logp, [-0.5, -0.7])
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"spans": [("default", 0, 2)]}, "posttrain did not send"),
+        ({"spans": [("7", 0, 1)]}, "every token needs its version"),
+        ({"spans": []}, "every token needs its version"),
+        ({"rows": [([3, 4], [-0.5, -0.9])]}, "with 1 log-probs"),
+        ({"rows": [([4], [-0.5]), ([4], [-0.7])]}, "no log-prob of token 3"),
+        ({"rows": [([3], [-9999.0]), ([4], [-0.7])]}, "probability zero"),
+        ({"rows": [(list(range(12)), [-2.0] * 12), ([4], [-0.7])]}, "border of top_k"),
+        ({"finish": "abort"}, "finish_reason='abort'"),
+        ({"finish": "stop", "why": 9}, "finish_reason='stop'"),
+        ({"ids": [3]}, "with 2 log-probs"),
+    ],
+)
+def test_an_answer_that_contradicts_the_contract_is_an_error(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(EngineError, match=message):
+        said(answer(**changes), Sampling(top_k=2, stop_ids=()), 2, Stop.LENGTH, LIMITS)
+
+
+def test_an_update_waits_for_turns_and_turns_wait_for_it() -> None:
+    seen: list[str] = []
+
+    async def turn(gate: Gate, name: str) -> None:
+        async with gate.turn():
+            seen.append(name)
+            await asyncio.sleep(0.01)
+            seen.append(name)
+
+    async def update(gate: Gate, name: str) -> None:
+        async with gate.update():
+            seen.append(name)
+            await asyncio.sleep(0)
+            seen.append(name)
+
+    async def main() -> None:
+        gate = Gate()
+        first = [asyncio.create_task(turn(gate, name)) for name in "ab"]
+        await asyncio.sleep(0)
+        later = [asyncio.create_task(x) for x in (update(gate, "U"), turn(gate, "c"), update(gate, "V"))]
+        lost = asyncio.create_task(update(gate, "W"))
+        await asyncio.sleep(0)
+        lost.cancel()
+        await asyncio.gather(*first, *later)
+        assert gate.turns == 0
+
+    asyncio.run(main())
+    assert "".join(seen) == "ababUUVVcc"
+
+
+def test_a_server_is_started_with_what_is_needed() -> None:
+    made = arguments(["--model", "m", "--port", "1"])
+    assert all(name in made and (value is None or made[made.index(name) + 1] == value) for name, value in NEEDED.items())
+    assert made[made.index("--host") + 1] == "127.0.0.1"
+    assert "127.0.0.1" not in arguments(["--host=0.0.0.0"])
+    with pytest.raises(ConfigError, match="leave it out"):
+        arguments(["--logprobs-mode=raw_logprobs"])
+
+
+def test_settings_that_mean_nothing_are_refused() -> None:
+    for settings, message in (
+        ({"server": True, "url": "http://x"}, "keep one of them"),
+        ({"key_env": "KEY"}, "only a server given by engine.url"),
+        ({"share": "/x"}, "without a folder"),
+        ({"cache_gib": 0.0}, "must be > 0"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            VLLM(**settings)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="engine=embedded"):
+        Run(recipe="x", stages=(Reinforce(name="rl"),), engine=VLLM(), deterministic=True)
+    assert Run(recipe="x", stages=(Reinforce(name="rl"),), deterministic=True).engine == Embedded()
