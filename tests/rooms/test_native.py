@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from posttrain.core.errors import EngineError
 from posttrain.engine import attention
 from posttrain.engine.attention import PackedLayout
-from posttrain.engine.embedded import native
+from posttrain.engine.embedded import native, sampler
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
 from posttrain.engine.embedded.cache import CachedLayout, LayerShape, Pool
 from posttrain.engine.embedded.fused import FusedDecoder
@@ -173,6 +173,25 @@ def test_decoder_bits_know_no_neighbour_and_no_thread() -> None:
             assert torch.equal(together, alone[:count])
     finally:
         torch.set_num_threads(threads)
+
+
+@needs_kernels
+@pytest.mark.parametrize("size", [1, 16, 33, 1024])
+def test_the_pick_is_torchs(size: int) -> None:
+    """Also at the ends of the interval, and where most tokens have probability zero."""
+    torch.manual_seed(0)
+    rng = np.random.default_rng(0)
+    logits = torch.randn(60, size) * 3
+    logits[20:, ::3] = -torch.inf
+    logits[:, size // 2] = 1
+    logp = torch.log_softmax(logits, -1)
+    for uniform in (rng.random(60), np.zeros(60), np.full(60, np.nextafter(1, 0))):
+        ids = sampler.pick(logp, uniform)
+        assert torch.equal(ids, sampler._pick(logp, uniform))
+        assert (logp.gather(1, ids[:, None]) > -torch.inf).all()
+    logp[3, 0] = torch.nan
+    with pytest.raises(EngineError, match="not finite"):
+        sampler.pick(logp, rng.random(60))
 
 
 def test_what_it_says_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:

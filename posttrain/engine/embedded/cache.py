@@ -186,9 +186,10 @@ class CachedLayout:
     ) -> Tensor:
         """Store key and value [K, N, D], then every query [H, B, D] over its own rows -> [1, B, H, D]."""
         pools = self.pool.keys[layer], self.pool.values[layer]
-        q, k, v = (x.to(self.pool.dtype) for x in (query, key, value))
         visible_T, starts_B, lengths_B = self._bags
-        seen = kernels.attend(pools, k, v, self._rows_N, q, visible_T, starts_B, lengths_B, scaling=scaling, window=window, softcap=softcap)
+        seen = kernels.attend(
+            pools, key, value, self._rows_N, query, visible_T, starts_B, lengths_B, scaling=scaling, window=window, softcap=softcap
+        )
         return seen.to(query.dtype).unsqueeze(0)
 
     def _ragged(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:

@@ -22,6 +22,7 @@
 
 typedef float vec __attribute__((vector_size(4 * LANES)));
 typedef float vec8 __attribute__((vector_size(32)));
+typedef double wide8 __attribute__((vector_size(64)));
 typedef float vec4 __attribute__((vector_size(16)));
 typedef int32_t ivec __attribute__((vector_size(4 * LANES)));
 
@@ -41,6 +42,18 @@ static inline float sum(vec v) {
   vec8 a = __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
   vec4 b = __builtin_shufflevector(a, a, 0, 1, 2, 3) + __builtin_shufflevector(a, a, 4, 5, 6, 7);
   return (b[0] + b[2]) + (b[1] + b[3]);
+}
+
+static inline float highest(vec v) {
+  for (int half = LANES / 2; half; half /= 2)
+    for (int j = 0; j < half; j++) v[j] = v[j + half] > v[j] ? v[j + half] : v[j];
+  return v[0];
+}
+
+static inline double wide_sum(vec v) {
+  wide8 a = __builtin_convertvector(__builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7), wide8) +
+            __builtin_convertvector(__builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15), wide8);
+  return ((a[0] + a[4]) + (a[2] + a[6])) + ((a[1] + a[5]) + (a[3] + a[7]));
 }
 
 /* exp to 2 units in the last place; 0 below -87, saturated above 88; NaN stays NaN. */
@@ -327,8 +340,7 @@ static inline float softmax(float *score, int64_t count, float softcap) {
     vec s = load(score + t);
     most = blend(s > most, s, most);
   }
-  float top = most[0];
-  for (int j = 1; j < LANES; j++) top = most[j] > top ? most[j] : top;
+  float top = highest(most);
   for (int64_t t = 0; t < count; t += LANES) {
     vec e = exp_vec(load(score + t) - top);
     store(score + t, e);
@@ -391,6 +403,43 @@ int64_t attend(float *keys, float *values, const float *key, int64_t key_n, int6
       }
     }
     free(score);
+  }
+  return failed;
+}
+
+/* exp of LANES log-probs from n on, 0 behind the last. */
+static inline vec probabilities(const float *row, int64_t n, int64_t V) {
+  float tail[LANES];
+  if (n + LANES <= V) return exp_vec(load(row + n));
+  for (int64_t j = 0; j < LANES; j++) tail[j] = n + j < V ? row[n + j] : -INFINITY;
+  return exp_vec(load(tail));
+}
+
+/* ids[b]: the first token of row b, log-probs [B][V], whose cumulative probability exceeds uniform[b] times the total; never one of
+   probability zero. Sums are double, LANES at a time in order of ids. Returns how many rows have no finite positive total. */
+int64_t pick(const float *logp, const double *uniform, int64_t *ids, int64_t B, int64_t V) {
+  int64_t failed = 0;
+#pragma omp parallel for reduction(+ : failed) if (B * V > SMALL)
+  for (int64_t b = 0; b < B; b++) {
+    const float *row = logp + b * V;
+    double total = 0, sum = 0;
+    for (int64_t n = 0; n < V; n += LANES) total += wide_sum(probabilities(row, n, V));
+    double target = uniform[b] * total, most = nextafter(total, 0);
+    target = target < most ? target : most;
+    ids[b] = 0;
+    failed += !(total > 0 && total < INFINITY);
+    for (int64_t n = 0; n < V; n += LANES) {
+      vec p = probabilities(row, n, V);
+      double next = sum + wide_sum(p);
+      if (next > target) {
+        for (int64_t j = 0; j < LANES && sum <= target; j++) {
+          sum += (double)p[j];
+          if (p[j] > 0) ids[b] = n + j;
+        }
+        break;
+      }
+      sum = next;
+    }
   }
   return failed;
 }

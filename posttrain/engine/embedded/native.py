@@ -17,6 +17,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -57,6 +58,7 @@ SIGNATURES = {
     "begin": [POINTER] * 3,
     "before": [POINTER] * 3,
     "after": [POINTER] * 4,
+    "pick": [POINTER] * 3 + [INT] * 2,
     "end": [POINTER] * 3 + [FLOAT, POINTER],
     "attend": [POINTER] * 2 + [POINTER, INT, INT] * 2 + [POINTER, INT] + [POINTER, INT, INT] + [POINTER] * 4 + [INT] * 6 + [FLOAT] * 2,
 }
@@ -68,8 +70,8 @@ class Kernels:
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in SIGNATURES.items():
             function = getattr(library, name)
-            function.argtypes, function.restype = arguments, INT if name == "attend" else None
-        self._attend = library.attend
+            function.argtypes, function.restype = arguments, INT if name in ("attend", "pick") else None
+        self._attend, self._pick = library.attend, library.pick
         self.begin, self.before, self.after, self.end = library.begin, library.before, library.after, library.end
 
     def attend(
@@ -88,7 +90,7 @@ class Kernels:
         softcap: float | None,
     ) -> Tensor:
         """Store key and value [K, N, D] at rows `to_N`, then attend query [H, B, D] over its rows -> [B, H, D]; see `kernels.c`."""
-        key, value, query = (x if x.stride(-1) == 1 else x.contiguous() for x in (key, value, query))
+        key, value, query = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (key, value, query))
         heads, count, width = query.shape
         out = torch.empty(count, heads, value.shape[-1])
         failed = self._attend(
@@ -105,6 +107,13 @@ class Kernels:
         if failed:
             raise MemoryError("attention ran out of memory: use fewer slots or a shorter context")
         return out
+
+    def pick(self, logp: Tensor, uniform: np.ndarray) -> Tensor | None:
+        """int64 [B]: a token for each row of log-probs [B, V] by one float64 uniform each; None where a row's sum is not finite."""
+        logp, uniform = logp.contiguous(), np.ascontiguousarray(uniform, np.float64)
+        ids = torch.empty(len(logp), dtype=torch.int64)
+        failed = self._pick(logp.data_ptr(), uniform.ctypes.data, ids.data_ptr(), *logp.shape)
+        return None if failed else ids
 
 
 def stride(count: int) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
+from posttrain.engine.embedded import native
 from posttrain.engine.embedded.rules import Rules
 
 HEAD = 1024
@@ -219,10 +220,19 @@ def pick(logp: Tensor, uniform: np.ndarray) -> Tensor:
 
     Only a token of positive probability can be the first to exceed anything, and the target stays below the total.
     """
+    kernels = native.choose(None, logp.device, logp.dtype)
+    ids = _pick(logp, uniform) if kernels is None else kernels.pick(logp, uniform)
+    if ids is None:
+        raise EngineError("the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded wrongly")
+    return ids
+
+
+def _pick(logp: Tensor, uniform: np.ndarray) -> Tensor | None:
+    """The same by torch's operations; None where a row's sum is not finite."""
     cdf = logp.exp().cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
     if not bool(total.isfinite().all()):
-        raise EngineError("the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded wrongly")
+        return None
     target = torch.minimum(_to(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
 
