@@ -25,7 +25,7 @@ from posttrain.core.pieces.shape import (
     Signed,
     TargetLength,
 )
-from posttrain.core.types import Episode, Stop
+from posttrain.core.types import Episode
 from posttrain.core.verdict import SOLVED
 
 Array = NDArray[np.float64]
@@ -43,7 +43,7 @@ def shaped(pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode
 
 
 def cut_off(episode: Episode) -> bool:
-    return episode.stop in (Stop.LENGTH, Stop.CONTEXT)
+    return episode.stop.cut
 
 
 def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:

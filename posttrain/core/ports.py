@@ -165,19 +165,35 @@ class Attempt:
 class Talk(Protocol):
     """An environment's two verbs over one transcript; the rollout implements it."""
 
-    def see(self, content: str | Sequence[Message]) -> None:
-        """The world writes: the prompt first, observations later. Text is encoded once, on its own."""
+    @property
+    def format(self) -> str | None:
+        """The format in which the policy's chat template writes tool calls; None where there is no template, or none we read."""
         ...
 
-    async def say(self) -> Utterance:
-        """The policy takes a turn."""
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """The world writes: the prompt first, observations later. Text is encoded once, on its own. `tools` are JSON schemas of
+        functions for the chat template, and belong to the prompt."""
+        ...
+
+    async def say(self, most: int | None = None) -> Utterance:
+        """The policy takes a turn, of at most `most` tokens where the contract allows more."""
         ...
 
 
 class Dialogue(Protocol):
     """One conversation's encoder: text or messages to the ids to append, once; what was said, as text."""
 
-    def see(self, content: str | Sequence[Message]) -> np.ndarray:
+    @property
+    def format(self) -> str | None:
+        """See `Talk.format`."""
+        ...
+
+    @property
+    def restarted(self) -> bool:
+        """Whether what `see` returned last begins a new sequence, because the chat template wrote history anew."""
+        ...
+
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         """int32 ids of the prompt (first call, special tokens included exactly once) or of an observation."""
         ...
 

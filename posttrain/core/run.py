@@ -37,6 +37,9 @@ class Model:
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations; the head, its softmax and every loss are float32 regardless."""
     gradient_checkpointing: bool = False
+    history: Literal["append", "rewrite"] = "append"
+    """Conversations of several turns whose earlier ones the chat template writes anew (drops their reasoning, say): refused, or each
+    turn becomes a sequence of its own behind the conversation as it was then written."""
 
 
 @dataclass(frozen=True, kw_only=True)

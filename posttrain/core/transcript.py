@@ -34,6 +34,11 @@ class Transcript:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def spoke(self) -> bool:
+        """Whether the policy said anything in it."""
+        return any(m.any() for m in self._mask)
+
     def see(self, ids: Sequence[int] | np.ndarray) -> None:
         """The world wrote these tokens: prompt, observation, tool output. They carry no log-prob."""
         n = len(ids)

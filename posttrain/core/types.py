@@ -9,21 +9,26 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from enum import StrEnum
-from typing import Any, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
+from posttrain.core.stop import Stop as Stop
 from posttrain.core.verdict import Judged, outcome
 
 
 class Message(TypedDict):
-    """One entry of a chat prompt, as chat templates take it."""
+    """One entry of a chat prompt, as chat templates take it. The optional fields belong to turns that call tools and their answers."""
 
     role: str
     content: str
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+    reasoning_content: NotRequired[str]
+    thinking: NotRequired[str]
 
 
 @dataclass(frozen=True)
@@ -43,25 +48,6 @@ SHOWN = -2
 
 OUTSIDE = -3
 """Version of a token that a server's weights said, under a contract that is only believed: never learned from. Its log-prob may be unknown, then 0."""
-
-
-class Stop(StrEnum):
-    """Why an episode ended."""
-
-    SAID = "stop"
-    """The policy said a stop token."""
-    STRING = "string"
-    """What the policy said contains a stop string, which its last token completed."""
-    LENGTH = "length"
-    TURNS = "turns"
-    TOOLS = "tools"
-    CONTEXT = "context"
-    ERROR = "error"
-
-    @property
-    def finished(self) -> bool:
-        """Whether the policy ended its turn itself, by a stop token or a stop string."""
-        return self in (Stop.SAID, Stop.STRING)
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.core.types import Credit, Gauge, Gauges, Group, Stop
+from posttrain.core.types import Credit, Gauge, Gauges, Group
 from posttrain.core.verdict import SOLVED, State
 
 
@@ -27,7 +27,7 @@ REGISTRY: dict[str, Definition] = {
     "rollout/mixed": Definition("share of played groups whose raw outcomes differ", "share", "> 0.3"),
     "rollout/unjudged": Definition("share of episodes without a verdict (outage, abstention)", "share", "0"),
     "rollout/tokens": Definition("spoken tokens an episode", "tokens", "steady"),
-    "rollout/truncated": Definition("share of episodes cut off at max_tokens or at the context", "share", "< 0.1"),
+    "rollout/truncated": Definition("share of episodes cut off by a limit on tokens or time, or by the context", "share", "< 0.1"),
     "rollout/aborted": Definition(
         "siblings given up because enough others had ended, per sibling started", "share", "oversample / (siblings + oversample)"
     ),
@@ -146,7 +146,7 @@ def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, versio
         "rollout/mixed": Gauge.of([g.mixed for g in played]),
         "rollout/unjudged": Gauge.of([e.reward is None for e in episodes]),
         "rollout/tokens": Gauge.of([e.spoken for e in episodes]),
-        "rollout/truncated": Gauge.of([e.stop in (Stop.LENGTH, Stop.CONTEXT) for e in episodes]),
+        "rollout/truncated": Gauge.of([e.stop.cut for e in episodes]),
         "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
         "rollout/groups": Gauge(len(credit.groups), 1),
         "rollout/refused": Gauge(refused, len(played)),

@@ -5,18 +5,18 @@ A prompt is encoded when it is first seen, an observation on its own when it arr
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.types import Message
+from posttrain.environment.chat import After, Chat, Tools
 
 Content = str | Sequence[Message]
-
-_PROBE = "ok"
-"""Stands for the assistant's turn when asking a template what it writes after one."""
+History = Literal["append", "rewrite"]
+"""What becomes of a conversation whose template writes earlier turns anew: refused, or a new sequence for each turn."""
 
 
 class Tokenizer(Protocol):
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
 
-    def apply_chat_template(self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool) -> str: ...
+    def apply_chat_template(self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool, **more: Any) -> str: ...
 
 
 class Renderer:
@@ -40,12 +40,13 @@ class Renderer:
         stop_ids: the resolved ids that end a turn; the first one ends imitated completions unless the chat template
             itself writes another of them. Empty: nothing ends a turn.
         context: most tokens a sequence may have; a prompt must leave room for at least one. None: not checked.
+        history: what becomes of conversations whose earlier turns the chat template writes anew (`Dialogue`).
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], context: int | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], context: int | None = None, history: History = "append") -> None:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(int(i) for i in stop_ids)
-        self.context = context
+        self.context, self.history = context, history
         self._leading = _leading(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         """The Rust tokenizer inside a fast one: the same ids at a tenth of the cost of going through its wrapper."""
@@ -53,20 +54,26 @@ class Renderer:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._chat_stop: int | None = None
+        self.template = Chat(tokenizer, [self.decode([i]) for i in self.stop_ids])
+        self._proofs: dict[tuple[str, bool], str] = {}
 
     @property
     def leading(self) -> tuple[int, ...]:
         """Special ids the tokenizer puts before plain text (BOS, mostly); what it puts behind is left out of prompts."""
         return self._leading
 
-    def prompt(self, prompt: Content, task: str = "") -> np.ndarray:
+    def prompt(self, prompt: Content, task: str = "", tools: Tools = ()) -> np.ndarray:
         """int32 [T] of a first prompt. Plain text gets the tokenizer's leading special tokens exactly once; messages go
         through its chat template with the generation prompt.
 
         Raises:
             DataError: naming the task: empty, longer than the context, or messages without a template.
         """
-        ids = self._text(prompt) if isinstance(prompt, str) else self.encode(self.chat(prompt, generate=True))
+        ids = self._text(prompt) if isinstance(prompt, str) else self.encode(self.chat(prompt, generate=True, tools=tools))
+        return self.fits(ids, task)
+
+    def fits(self, ids: np.ndarray, task: str = "") -> np.ndarray:
+        """The ids, where they are a prompt; DataError naming the task where they are none, or leave no room."""
         if not len(ids):
             raise DataError(f"{_named(task)}: the prompt has no tokens; the policy cannot speak after nothing")
         if self.context is not None and len(ids) >= self.context:
@@ -148,36 +155,26 @@ class Renderer:
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
 
-    def chat(self, messages: Sequence[Message], *, generate: bool) -> str:
+    def chat(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
         """Messages through the chat template; DataError where the tokenizer has none or the template refuses."""
-        if not self.tokenizer.chat_template:
-            raise DataError(
-                "the prompt is a list of messages, but this tokenizer has no chat template: give text prompts, or a model whose tokenizer has one"
-            )
-        try:
-            return self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate)
-        except Exception as error:
-            raise DataError(
-                f"the chat template refused messages with roles {[m['role'] for m in messages]}: {type(error).__name__}: {error}"
-            ) from error
+        return self.template.render(messages, generate=generate, tools=tools)
+
+    def rewrites(self, new: Sequence[Message], tools: Tools) -> str:
+        """Why conversations in which such messages answer the policy are not one growing sequence; '' where they are. Asked of
+        the template once for each kind."""
+        key = ("tool" if any(m["role"] == "tool" for m in new) else "user", bool(tools))
+        if key not in self._proofs:
+            self._proofs[key] = self.template.proof(key[0], tools=tools)
+        return self._proofs[key]
 
     @property
     def chat_stop(self) -> int:
         """The stop id the chat template writes after an assistant's turn, else the first stop id."""
         stop = self._chat_stop
         if stop is None:
-            tail = self.encode(self._after([Message(role="user", content="hi")], [])).tolist()
+            tail = self.encode(self.template.end()).tolist()
             stop = self._chat_stop = tail[0] if tail and tail[0] in self.stop_ids else self.stop_ids[0]
         return stop
-
-    def _after(self, history: Sequence[Message], new: Sequence[Message]) -> str:
-        """What the template writes after an assistant's turn that follows `history`: its end, then `new`, then the next
-        generation prompt. DataError where it does not write `history` the same way once more follows."""
-        before = self.chat(history, generate=True)
-        whole = self.chat([*history, Message(role="assistant", content=_PROBE), *new], generate=bool(new))
-        if not whole.startswith(before + _PROBE):
-            raise DataError(_REWRITES)
-        return whole[len(before) + len(_PROBE) :]
 
     def _text(self, text: str) -> np.ndarray:
         ids = self.encode(text)
@@ -190,8 +187,9 @@ class Dialogue:
     """One conversation's encoder: each `see` returns the ids to append, given what was said in between.
 
     The policy's own tokens stay as they were said. For messages, an observation is whatever the chat template adds
-    after the assistant's turn, which needs a template that only ever appends; one that drops or changes earlier turns
-    (such as their reasoning) is refused, because the policy would be trained on a history it never saw.
+    after the assistant's turn, which needs a template that only ever appends. One that drops or changes earlier turns
+    (such as their reasoning) is refused, because the policy would be trained on a history it never saw; unless the renderer's
+    history is `rewrite`: then the conversation as it is written now begins a new sequence (`restarted`).
     """
 
     def __init__(self, renderer: Renderer, task: str = "") -> None:
@@ -199,15 +197,24 @@ class Dialogue:
         self._task = task
         self._history: list[Message] | None = None
         self._chat = False
+        self._tools: Tools = ()
         self._said: list[int] | None = None
+        self.restarted = False
+        """Whether what `see` returned last is a new prompt instead of a continuation."""
 
-    def see(self, content: Content) -> np.ndarray:
-        """int32 ids of the prompt (first call) or of an observation."""
+    @property
+    def format(self) -> str | None:
+        """The format in which this conversation's template writes tool calls; None where there is none."""
+        return self._renderer.template.format if self._renderer.tokenizer.chat_template else None
+
+    def see(self, content: Content, tools: Tools = ()) -> np.ndarray:
+        """int32 ids of the prompt (first call, with what tools there are) or of an observation."""
         messages = None if isinstance(content, str) else list(content)
+        self.restarted = False
         if self._history is None:
-            self._chat = messages is not None
+            self._chat, self._tools = messages is not None, tools
             self._history = messages or []
-            return self._renderer.prompt(content, self._task)
+            return self._renderer.prompt(content, self._task, tools)
         if (messages is not None) != self._chat:
             raise InvariantError(f"{_named(self._task)}: a dialogue shows messages throughout or text throughout, not both")
         if messages is None:
@@ -226,25 +233,35 @@ class Dialogue:
         return self._renderer.text(self._said)
 
     def _observe(self, new: list[Message], said: list[int]) -> np.ndarray:
-        assert self._history is not None
-        render, history = self._renderer, self._history
-        turn = Message(role="assistant", content=render.text(said))
-        suffix = render._after(history, new)
-        before, whole = render.chat(history, generate=True), render.chat([*history, turn, *new], generate=True)
-        if not whole[len(before) :].lstrip().startswith(turn["content"].strip()):
-            raise DataError(f"{_named(self._task)}: {_REWRITES}")
-        self._history = [*history, turn, *new]
-        self._said = None
-        ids = render.encode(suffix)
-        ended = bool(said) and said[-1] in render.stop_ids
-        return ids[1:] if ended and len(ids) and int(ids[0]) == said[-1] else ids
+        render, history, tools = self._renderer, self._history or [], self._tools
+        why = render.rewrites(new, tools)
+        if not why:
+            found = self._named_error(render.template.between, history, new, tools)
+        elif render.history == "append":
+            raise DataError(f"{_named(self._task)}: {why}")
+        else:
+            found = self._rewritten(history, render.text(said), new)
+        self._history, self._said = [*history, found.turn, *new], None
+        if not self.restarted and said and said[-1] in render.stop_ids and found.text.lstrip().startswith(render.decode(said[-1:])):
+            return render.encode(found.text.lstrip())[1:]
+        return render.encode(found.text)
+
+    def _rewritten(self, history: list[Message], text: str, new: list[Message]) -> After:
+        """The continuation where this turn can be continued, else the whole conversation as it is written now."""
+        try:
+            return self._renderer.template.after(history, text, new, self._tools)
+        except DataError:
+            self.restarted = True
+            return self._named_error(self._renderer.template.rewritten, history, text, new, self._tools)
+
+    def _named_error(self, ask: Callable[..., After], *args: Any) -> After:
+        try:
+            return ask(*args)
+        except DataError as error:
+            raise DataError(f"{_named(self._task)}: {error}") from error
 
 
 _EXACT: Mapping[str, bool] = {"skip_special_tokens": False, "clean_up_tokenization_spaces": False}
-_REWRITES = (
-    "this chat template rewrites history: with a further message it no longer writes the earlier turns as the policy saw them, "
-    "so several turns cannot be one token sequence; use a template that only appends (keeps reasoning, adds nothing to closed turns)"
-)
 
 
 def _leading(tokenizer: Tokenizer) -> tuple[int, ...]:

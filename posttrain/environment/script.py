@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from posttrain.core.ports import Attempt, Environment, Utterance
 from posttrain.core.types import Message, Stop, Task
@@ -15,21 +16,27 @@ class Script:
     `seen` holds what the environment showed. Asking for a turn beyond the script is an error of the script.
     """
 
+    format: str | None = "hermes"
+
     def __init__(self, turns: Sequence[str], stop: Stop | Sequence[Stop] = Stop.SAID) -> None:
         self._turns = tuple(turns)
         self._stops = (stop,) * len(self._turns) if isinstance(stop, Stop) else tuple(stop)
         self.seen: list[str | tuple[Message, ...]] = []
         self.said: list[str] = []
+        self.tools: tuple[Mapping[str, Any], ...] = ()
 
-    def see(self, content: str | Sequence[Message]) -> None:
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.tools = tuple(tools) or self.tools
         self.seen.append(content if isinstance(content, str) else tuple(content))
 
-    async def say(self) -> Utterance:
+    async def say(self, most: int | None = None) -> Utterance:
+        """A turn of more than `most` characters is cut there, as a token a character."""
         turn = len(self.said)
         if turn == len(self._turns):
             raise IndexError(f"the environment asked for turn {turn + 1}, but the script has {turn}")
-        self.said.append(self._turns[turn])
-        return Utterance(self._turns[turn], self._stops[turn], len(self._turns[turn]))
+        text = self._turns[turn][:most]
+        self.said.append(text)
+        return Utterance(text, self._stops[turn] if len(text) == len(self._turns[turn]) else Stop.LENGTH, len(text))
 
 
 async def attempt(env: Environment, task: Task, turns: Sequence[str], stop: Stop | Sequence[Stop] = Stop.SAID) -> Attempt:

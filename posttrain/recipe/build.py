@@ -151,7 +151,7 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> Roles:
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
     tokenizer: Any = policy.tokenizer
-    renderer = Renderer(tokenizer, policy.stop_ids, policy.context)
+    renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     serving = make_engine(run, policy, renderer.decode)
     engine = serving.sampler
     rollout = Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed, renderer)

@@ -178,7 +178,7 @@ def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, str]:
         elif kind(piece) == "Overlong":
             over = e.spoken - max_tokens * (1 - piece.cache)
             r -= min(max(over / (piece.cache * max_tokens), 0.0), 1.0)
-        elif kind(piece) == "DropTruncated" and e.stop in (Stop.LENGTH, Stop.CONTEXT):
+        elif kind(piece) == "DropTruncated" and e.stop in (Stop.LENGTH, Stop.TOKENS, Stop.CONTEXT, Stop.TIME):
             why = "truncated"
     return r, why
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_left
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -21,7 +21,7 @@ from posttrain.core.pieces.token import Shown
 from posttrain.core.ports import Attempt, Dialogue, Environment, PairRenderer, Sampler, Teacher, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Message, Stop, Task
+from posttrain.core.types import Episode, Group, Message, Segment, Stop, Task
 from posttrain.core.verdict import Judged, State, Verdict
 
 JUDGE_RETRIES = 2
@@ -29,25 +29,40 @@ T = TypeVar("T")
 
 
 class _Talk:
-    """One episode's two verbs (`core.ports.Talk`) over one transcript."""
+    """One episode's two verbs (`core.ports.Talk`) over one transcript; over several where its history was rewritten."""
 
     def __init__(self, rollout: Rollout, task: Task, sampling: Sampling, place: Callable[[int], int]) -> None:
         self._sampler, self._sampling, self._place = rollout.sampler, sampling, place
         self.transcript = Transcript(sampling)
+        self._closed: list[Transcript] = []
         self._dialogue = rollout.dialogue(task.id)
         self.turns: list[str] = []
         self._before, self._last = 0, np.zeros(0, np.int32)
         self.stop: Stop = Stop.ERROR
 
-    def see(self, content: str | Sequence[Message]) -> None:
-        self.transcript.see(self._dialogue.see(content))
+    @property
+    def format(self) -> str | None:
+        return self._dialogue.format
 
-    async def say(self) -> Utterance:
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        ids = self._dialogue.see(content, tools)
+        if self._dialogue.restarted:
+            self._closed.append(self.transcript)
+            self.transcript = Transcript(self._sampling)
+        self.transcript.see(ids)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """What was said, as sequences: the last one is left out where it was only shown and others hold the turns."""
+        open_ = [self.transcript] if self.transcript.spoke or not self._closed else []
+        return tuple(t.segment() for t in (*self._closed, *open_))
+
+    async def say(self, most: int | None = None) -> Utterance:
         room = self._sampler.context - len(self.transcript)
         if room < 1:
             self.stop = Stop.CONTEXT
             return Utterance("", Stop.CONTEXT, 0)
-        said = await self._sampler.generate(self.transcript.ids, self._sampling, self._place(len(self.turns)))
+        contract = self._sampling if most is None or most >= self._sampling.max_tokens else _shorter(self._sampling, most)
+        said = await self._sampler.generate(self.transcript.ids, contract, self._place(len(self.turns)))
         self.transcript.say(said)
         text = self._dialogue.said(said.ids)
         self._before += len(self._last)
@@ -64,6 +79,11 @@ class _Talk:
     def spoken_upto(self, characters: int) -> int:
         """Spoken tokens up to this character of the last turn's text, all earlier turns included."""
         return self._before + tokens_upto(self._dialogue, self._last, characters)
+
+
+def _shorter(sampling: Sampling, most: int) -> Sampling:
+    """The same distribution at every token, and an earlier end."""
+    return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
 
 @dataclass(frozen=True)
@@ -117,7 +137,7 @@ class Rollout:
 
     def _episode(self, task: Task, visit: int, sibling: int, talk: _Talk, stop: Stop, verdicts: tuple[Judged, ...], error: str) -> Episode:
         text = "\n".join(talk.turns)
-        return Episode(task, visit, sibling, (talk.transcript.segment(),), stop, verdicts, text, error)
+        return Episode(task, visit, sibling, talk.segments(), stop, verdicts, text, error)
 
     async def _judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         """Judge, asking again where a source failed on our side."""

@@ -6,7 +6,7 @@ text or message that was shown, and for a turn as many as the endpoint counted t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -52,11 +52,16 @@ class Pieces:
 class TextDialogue:
     """`core.ports.Dialogue` over made-up ids."""
 
+    format: str | None = None
+    restarted = False
+
     def __init__(self, pieces: Pieces) -> None:
         self._pieces = pieces
         self._chat: bool | None = None
 
-    def see(self, content: str | Sequence[Message]) -> np.ndarray:
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
+        if tools:
+            raise ConfigError("tools reach an endpoint through the model's own chat template: give its tokenizer (--tokenizer)")
         chat = not isinstance(content, str)
         if self._chat is not None and chat != self._chat:
             raise InvariantError("a dialogue shows messages throughout or text throughout, not both")
