@@ -31,6 +31,8 @@ from posttrain.engine.vllm.requests import NOTHING, Counters, Expected, Order, n
 from posttrain.engine.vllm.start import START, build, limits, quiet_compiler
 
 ROLE = "the rollout engine (vLLM in this process)"
+LOOK = 5.0
+"""Seconds between looks at whether the engine's thread still lives."""
 Heard = Callable[[np.ndarray, np.ndarray], None]
 
 
@@ -67,6 +69,7 @@ class VLLMEngine:
         self._version = NOTHING
         self._counters = Counters()
         self._asked: dict[str, _Asked] = {}
+        self._scored: dict[str, Future[np.ndarray]] = {}
         self._names = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: list[_Asked] = []
@@ -128,12 +131,13 @@ class VLLMEngine:
         return self._counters.take()
 
     def clock(self) -> Mapping[str, float]:
+        """`engine/step`: in vLLM's steps; `engine/load`: in updates."""
         return self._counters.clock()
 
     @property
     def busy(self) -> bool:
         """Whether any request is in vLLM or on its way there."""
-        return bool(self._asked or self._waiting or not self._inbox.empty())
+        return bool(self._asked or self._scored or self._waiting or not self._inbox.empty())
 
     def close(self) -> None:
         """End the thread and free vLLM's memory. What is still being asked fails."""
@@ -150,12 +154,14 @@ class VLLMEngine:
     async def _answer(self, future: Future[Any], what: str) -> Any:
         """The future's result, unless the engine's thread shows no life for too long."""
         own = asyncio.wrap_future(future)
+        asked = time.monotonic()
         while True:
-            asked = time.monotonic()
-            done, _ = await asyncio.wait([own], timeout=self._timeout)
+            done, _ = await asyncio.wait([own], timeout=min(self._timeout, LOOK))
             if done:
                 return own.result()
-            if time.monotonic() - max(self._beat, asked) > self._timeout / 2:
+            if self._dead is not None:
+                raise EngineError(f"{ROLE}: {what}: it has failed: {self._dead}") from self._dead
+            if time.monotonic() - max(self._beat, asked) > self._timeout:
                 raise EngineError(
                     f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is that slow"
                 )
@@ -177,10 +183,12 @@ class VLLMEngine:
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager)
             self._score([0, 0], proof := Future())
-            proof.result(0)
+            while not proof.done():
+                self._step()
+            proof.result()
         except BaseException as error:
             self._dead = error
-            started.set_exception(EngineError(f"{ROLE} did not start with this model: {type(error).__name__}: {error}"))
+            started.set_exception(EngineError(f"{ROLE} did not start with this model: {error}"))
             return
         started.set_result(None)
         try:
@@ -196,21 +204,21 @@ class VLLMEngine:
 
     def _turn(self) -> bool:
         """Handle what has come and take one step; False: it is time to end."""
-        idle = not self._asked
+        idle = not (self._asked or self._scored)
         while (idle and not self._updates) or not self._inbox.empty():
             command = self._inbox.get()
             self._beat = time.monotonic()
             if command is None:
                 return False
             command()
-            idle = not self._asked
+            idle = not (self._asked or self._scored)
         if self._updates and idle:
             self._updates.pop(0)()
         if not self._updates and self._waiting:
             waiting, self._waiting = self._waiting, []
             for asked in waiting:
                 self._add(asked)
-        if self._asked:
+        if self._asked or self._scored:
             self._step()
         self._beat = time.monotonic()
         return True
@@ -221,8 +229,9 @@ class VLLMEngine:
             outputs = self._engine.step()
         self._counters.spent("engine/step", begun)
         for output in outputs:
-            asked = self._asked.get(output.request_id)
-            if asked is None:
+            if output.finished and (scored := self._scored.pop(output.request_id, None)) is not None:
+                self._tell_score(scored, output)
+            if (asked := self._asked.get(output.request_id)) is None:
                 continue
             try:
                 self._hear(asked, output)
@@ -286,24 +295,18 @@ class VLLMEngine:
             self._engine.abort_request([name])
 
     def _score(self, ids: list[int], future: Future[np.ndarray]) -> None:
-        """Between steps, alone in the batch of its own steps as far as others allow."""
         from vllm.sampling_params import SamplingParams
 
         name = f"score-{next(self._names)}"
         try:
             self._submit(name, ids, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False))
-            while True:
-                with quiet_compiler(self._eager):
-                    outputs = self._engine.step()
-                for output in outputs:
-                    if output.request_id != name and (asked := self._asked.get(output.request_id)) is not None:
-                        self._hear(asked, output)
-                    if output.request_id == name and output.finished:
-                        rows = zip(ids[1:], output.prompt_logprobs[1:], strict=True)
-                        future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
-                        return
+            self._scored[name] = future
         except Exception as error:
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
+
+    def _tell_score(self, future: Future[np.ndarray], output: Any) -> None:
+        rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
+        future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
 
     def _update(self, version: int, given: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
         """New weights, with nothing being said. An engine that broke half way through serves nothing any more."""
@@ -335,10 +338,11 @@ class VLLMEngine:
     def _give_up(self) -> None:
         """Everyone who waits is told."""
         error = EngineError(f"{ROLE} has failed: {type(self._dead).__name__}: {self._dead}")
-        for asked in (*self._asked.values(), *self._waiting):
-            if not asked.future.done():
-                asked.future.set_exception(error)
+        for future in (*(a.future for a in (*self._asked.values(), *self._waiting)), *self._scored.values()):
+            if not future.done():
+                future.set_exception(error)
         self._asked.clear()
+        self._scored.clear()
         self._waiting.clear()
 
 

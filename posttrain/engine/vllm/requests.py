@@ -146,32 +146,34 @@ class Gate:
 
 @dataclass
 class Counters:
-    """Sums since the last `take`.
-
-    `engine/tokens` tokens of delivered turns, per turn; `engine/shared` prompt tokens found in vLLM's prefix cache, per
-    prompt token of delivered turns.
-    """
+    """Sums since the last `take`: of the gauges in `diagnose.gauges`, those that vLLM lets a client know."""
 
     tokens: int = 0
     turns: int = 0
+    longest: int = 0
     found: int = 0
     prompts: int = 0
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     def delivered(self, said: Said, prompt: Sequence[int], cached: int | None) -> None:
+        """A turn has ended, with so many of its prompt's tokens found in vLLM's prefix cache."""
         self.tokens += len(said.ids)
         self.turns += 1
-        if cached is not None:
-            self.found += cached
-            self.prompts += len(prompt)
+        self.longest = max(self.longest, len(said.ids))
+        self.found += cached or 0
+        self.prompts += len(prompt)
 
     def spent(self, what: str, begun: float) -> None:
         """Seconds since `begun` (`time.perf_counter`) went into `what`."""
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begun
 
     def take(self) -> Gauges:
-        out = {"engine/tokens": Gauge(self.tokens, self.turns), "engine/shared": Gauge(self.found, self.prompts)}
-        self.tokens = self.turns = self.found = self.prompts = 0
+        out = {
+            "engine/tokens": Gauge(self.tokens, self.turns),
+            "engine/prefix_hits": Gauge(self.found, self.prompts),
+            "engine/straggler": Gauge(self.longest * self.turns, self.tokens),
+        }
+        self.tokens = self.turns = self.longest = self.found = self.prompts = 0
         return out
 
     def clock(self) -> dict[str, float]:

@@ -82,7 +82,7 @@ class VLLMServer:
             begun = time.perf_counter()
             body = {"token_ids": o.ids, "cache_salt": self._salt(), "sampling_params": fields(o.sampling, o.place, o.limit, self._limits)}
             told = await self._post("/inference/v1/generate", body, again=True)
-            self._counters.spent("engine/turns", begun)
+            self._counters.spent("engine/turn", begun)
         try:
             choice = told["choices"][0]
             rows = [_row(entry) for entry in choice["logprobs"]["content"]]
@@ -201,6 +201,7 @@ class VLLMServer:
         return self._counters.take()
 
     def clock(self) -> Mapping[str, float]:
+        """`engine/turn`: of all turns, each on its own; `engine/load`: of updates."""
         return self._counters.clock()
 
     @property

@@ -64,36 +64,48 @@ def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: 
 
 def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
     """The engine, with what vLLM changes in this process put back: random states, torch's thread setting, environment."""
-    before = os.environ.get("VLLM_ENABLE_V1_MULTIPROCESSING")
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    try:
-        with _own_randomness(), tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder:
-            from vllm.config.weight_transfer import WeightTransferConfig
-            from vllm.engine.arg_utils import EngineArgs
-            from vllm.v1.engine.llm_engine import LLMEngine
+    level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
+    with (
+        _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level),
+        _own_randomness(),
+        tempfile.TemporaryDirectory(prefix="posttrain-vllm-") as folder,
+    ):
+        from vllm.config.weight_transfer import WeightTransferConfig
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.v1.engine.llm_engine import LLMEngine
 
-            describe(policy, folder)
-            chosen = arguments(policy, folder, slots, cache_bytes, eager)
-            contract: dict[str, Any] = {
-                "generation_config": "vllm",
-                "logprobs_mode": "processed_logprobs",
-                "max_logprobs": -1,
-                "worker_extension_cls": EXTENSION,
-                "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
-            }
-            return LLMEngine.from_engine_args(EngineArgs(**chosen, **contract))
+        describe(policy, folder)
+        chosen = arguments(policy, folder, slots, cache_bytes, eager)
+        contract: dict[str, Any] = {
+            "generation_config": "vllm",
+            "logprobs_mode": "processed_logprobs",
+            "max_logprobs": -1,
+            "worker_extension_cls": EXTENSION,
+            "weight_transfer_config": WeightTransferConfig(backend=BACKEND),
+        }
+        return LLMEngine.from_engine_args(EngineArgs(**chosen, **contract))
+
+
+@contextmanager
+def _environment(**values: str) -> Iterator[None]:
+    """Environment variables set inside, and as they were outside."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
     finally:
-        if before is None:
-            del os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"]
-        else:
-            os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = before
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 @contextmanager
 def _own_randomness() -> Iterator[None]:
-    """vLLM seeds everything it finds and takes `torch.set_num_threads` away; here both stay as they were."""
+    """vLLM seeds everything it finds, lowers torch's threads and takes `torch.set_num_threads` away; here all stay as they were."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    threads = torch.set_num_threads
+    threads, count = torch.set_num_threads, torch.get_num_threads()
     try:
         yield
     finally:
@@ -101,6 +113,7 @@ def _own_randomness() -> Iterator[None]:
         np.random.set_state(states[1])
         random.setstate(states[2])
         torch.set_num_threads = threads
+        torch.set_num_threads(count)
 
 
 @contextmanager
