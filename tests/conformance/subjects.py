@@ -72,11 +72,7 @@ class Subject:
 
     async def publish(self, seed: int) -> None:
         """New weights, the same for the same seed: into the learner, and through the sync into the engine."""
-        with torch.no_grad():
-            generator = torch.Generator().manual_seed(seed)
-            for p in self.policy.module.parameters():
-                if p.ndim > 1:
-                    p.copy_(torch.randn(p.shape, generator=generator) * (1.5 / p.shape[-1] ** 0.5))
+        randomize(self.policy, seed)
         await Sync(self.learner, self.sampler, canary(self.policy)).push(self.sampler.version + 1)
 
     async def say(self, prompts: Sequence[np.ndarray], contract: Sampling, places: Sequence[int] | None = None) -> list[Said]:
@@ -86,8 +82,21 @@ class Subject:
 
     def gap(self, segments: Sequence[Segment]) -> np.ndarray:
         """float64 [M]: |log-prob of the learner - that of the engine| of every spoken token."""
-        mu = np.concatenate([s.logp[s.mask] for s in segments])
-        return np.abs(self.learner.score(Packed.of(list(segments))).astype(np.float64) - mu)
+        return gap(self.learner, segments)
+
+
+def gap(learner: HFLearner, segments: Sequence[Segment]) -> np.ndarray:
+    mu = np.concatenate([s.logp[s.mask] for s in segments])
+    return np.abs(learner.score(Packed.of(list(segments))).astype(np.float64) - mu)
+
+
+def randomize(policy: Policy, seed: int) -> None:
+    """Weights whose distributions are far from uniform, the same for the same seed."""
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(seed)
+        for p in policy.module.parameters():
+            if p.ndim > 1:
+                p.copy_(torch.randn(p.shape, generator=generator) * (1.5 / p.shape[-1] ** 0.5))
 
 
 def segment(prompt: np.ndarray, said: Said, contract: Sampling) -> Segment:

@@ -1,0 +1,44 @@
+"""vLLM serves each architecture that posttrain builds, and every tensor of it is found again: several engines in one process."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import load_policy
+from posttrain.engine.vllm.inprocess import VLLMEngine
+from posttrain.recipe.build import canary
+from posttrain.role.canaries import BOUND, MEAN_BOUND
+from posttrain.role.sync import Sync
+from tests.conformance import subjects
+from tests.conformance.subjects import contract, randomize, segment
+
+pytestmark = pytest.mark.skipif("vllm" not in subjects.ENGINES, reason="needs vLLM: make test-vllm")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("arch", ["qwen3", "llama", "gpt2", "gemma"])
+def test_weights_arrive_are_found_again_and_score_alike(arch: str, dtype: str) -> None:
+    """Two updates: the second one repacks what the first one packed."""
+    heads = 2 if arch == "gpt2" else 1
+    policy = load_policy(replace(subjects.MODEL, arch=arch, kv_heads=heads, dtype=dtype), None, 0)  # type: ignore[arg-type]
+    engine, learner = VLLMEngine(policy, slots=8, cache_bytes=32 << 20, eager=True), HFLearner(policy)
+
+    async def main() -> None:
+        sync = Sync(learner, engine, canary(policy), dtype)
+        for version in (0, 1):
+            randomize(policy, version)
+            await sync.push(version)
+        prompt, wanted = np.array(policy.tokenizer.encode("3+4=", add_special_tokens=False), np.int32), contract()
+        said = await asyncio.gather(*[engine.generate(prompt, wanted, i) for i in range(20)])
+        gap = subjects.gap(learner, [segment(prompt, s, wanted) for s in said])
+        assert gap.max() < BOUND[dtype] and gap.mean() < MEAN_BOUND[dtype]
+
+    try:
+        asyncio.run(main())
+    finally:
+        engine.close()
