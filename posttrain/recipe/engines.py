@@ -17,6 +17,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.server import ROLE, VLLMServer
@@ -32,6 +33,12 @@ class Serving:
 
     sampler: Sampler
     close: Callable[[], None]
+
+
+def check_engine(run: Run) -> None:
+    """ConfigError where the run's engine is not installed: it never starts then, and leaves no folder."""
+    if isinstance(run.engine, VLLM) and run.engine.url is None:
+        installed()
 
 
 def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:

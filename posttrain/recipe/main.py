@@ -25,6 +25,7 @@ from posttrain.engine.learner import HFLearner
 from posttrain.recipe import faults
 from posttrain.recipe import overrides as dotted
 from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads, words_in_tokens
+from posttrain.recipe.engines import check_engine
 from posttrain.recipe.progress import Terminal
 from posttrain.recipe.proofs import prove_start
 from posttrain.recipe.remote import Remote, evaluate_remote, is_url, refuse, remote_run
@@ -115,6 +116,7 @@ def run(
 
 async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkpoint | None, quiet: bool) -> Result:
     check_trackers(run)
+    check_engine(run)
     threads = use_threads(run.threads)
     environment = make_environment(run)
     policy = make_policy(run, environment)
