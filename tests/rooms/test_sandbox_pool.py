@@ -75,6 +75,7 @@ def test_a_sandbox_killed_in_the_middle_is_replaced_and_the_program_run_again(po
     """H-28: the loss is ours, so the program gets another try and the others notice nothing."""
 
     async def main() -> None:
+        await asyncio.gather(*[pool.run("print(0)") for _ in range(4)])
         before = pool.counts.lost
         slow = asyncio.create_task(pool.run("import time; time.sleep(1.0); print('slow')"))
         await asyncio.sleep(0.3)
