@@ -246,7 +246,9 @@ async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]
     try:
         while len(ended) < count:
             running = [t for i, t in enumerate(tasks) if i not in ended]
-            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            for t in done:
+                t.result()
             ended += [i for i, t in enumerate(tasks) if t.done() and i not in ended]
         return [tasks[i].result() for i in sorted(ended[:count])]
     finally:

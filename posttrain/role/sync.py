@@ -51,7 +51,7 @@ class Sync:
         if not np.all(gap <= BOUND[self.dtype]):
             at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
             raise InvariantError(
-                f"after the push of version {version} the sampler scores a canary otherwise than the learner: token {at + 1} of {n} differs by "
+                f"after the push of version {version} the sampler scores a canary otherwise than the learner: token {at + 2} of {n} differs by "
                 f"{gap[at]:.3g} nats (bound {BOUND[self.dtype]:g} in {self.dtype}). It holds the learner's weights and computes something else: "
                 "look for a stale prefix cache, an adapter that was not applied, another dtype or rope setting"
             )

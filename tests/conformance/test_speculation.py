@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -285,3 +286,29 @@ def test_stop_strings_end_a_turn_among_accepted_drafts() -> None:
         assert np.array_equal(a.ids, b.ids) and a.stop is b.stop
     assert e.gauges()["engine/accepted"].sum > 5
     assert {a.stop for a in plain} == {Stop.STRING, Stop.LENGTH} or all(a.stop is Stop.STRING for a in plain)
+
+
+@pytest.mark.parametrize("speculate", [lambda: Lookup(tokens=3), lambda: Draft(model(6, 1), tokens=3)])
+def test_an_engine_that_failed_remembers_nobody(speculate: Callable[[], Lookup | Draft], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After an error requests are counted from 0 again, and draw from their own places all the same."""
+    e, fresh = (engine(6, slots=4, speculate=speculate()) for _ in range(2))
+    with monkeypatch.context() as patch:
+        calls = iter(range(10**6))
+
+        def breaks(logits: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+            def after_a_while(hidden: Tensor) -> Tensor:
+                if next(calls) > 6:
+                    raise RuntimeError("no logits")
+                return logits(hidden)
+
+            return after_a_while
+
+        patch.setattr(e._served, "logits", breaks(e._served.logits))
+        with pytest.raises(RuntimeError, match="no logits"):
+            asyncio.run(ask(e, looping(4, 6), contract()))
+
+    async def elsewhere(which: EmbeddedEngine) -> list[Said]:
+        return list(await asyncio.gather(*[which.generate(p, contract(), 100 + i) for i, p in enumerate(looping(8, 6)[4:])]))
+
+    for a, b in zip(asyncio.run(elsewhere(e)), asyncio.run(elsewhere(fresh)), strict=True):
+        assert np.array_equal(a.ids, b.ids)

@@ -95,6 +95,21 @@ def test_engine_that_ignores_a_push(tmp_path: Path) -> None:
     assert "weight sync" in stops(tmp_path, plant)
 
 
+def test_engine_that_holds_the_weights_and_computes_something_else(tmp_path: Path) -> None:
+    """Fingerprints agree, and a canary scored after the push does not: a stale prefix cache, an adapter that was not applied."""
+
+    def plant(parts: Parts) -> None:
+        score = parts.sampler.score
+
+        async def other(ids: np.ndarray) -> np.ndarray:
+            return await score(ids) + np.where(np.arange(len(ids) - 1) == 5, 0.01, 0).astype(np.float32)
+
+        parts.sampler.score = other  # type: ignore[method-assign]
+
+    message = stops(tmp_path, plant)
+    assert "scores a canary otherwise" in message and "token 7 of 16" in message and "prefix cache" in message
+
+
 def test_reference_that_trains(tmp_path: Path) -> None:
     """The reference shares its tensors with the learner."""
 

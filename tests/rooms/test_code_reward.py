@@ -29,6 +29,7 @@ def test_a_program_earns_what_its_tests_say() -> None:
         "t", "double it", info={"tests": [{"function": "f", "args": [2], "expected": 4}, {"function": "f", "args": [3], "expected": 6}]}
     )
     whole, part = sources((Reward(function="code"), Reward(function="code_fraction", weight=0.5)), [task])
+
     async def judge(text: str) -> list[tuple[float | None, str]]:
         attempt = Attempt(task, (text,), Stop.SAID)
         return [(j.verdict.score, j.verdict.kind) for j in (await whole(attempt), await part(attempt))]

@@ -33,6 +33,8 @@ def test_a_failure_is_raised_as_itself() -> None:
 
     with pytest.raises(ConfigError, match="no"):
         asyncio.run(settled([after(50, 0), fails(), after(50, 1)], 1))
+    with pytest.raises(ConfigError, match="no"):  # also where enough others end at the same moment
+        asyncio.run(settled([after(0, 0), after(0, 1), fails()], 1))
 
 
 def test_a_run_keeps_as_many_siblings_as_it_asked_for(tmp_path: Path) -> None:

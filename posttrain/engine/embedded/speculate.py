@@ -29,7 +29,7 @@ from posttrain.engine.embedded.cache import ragged_arange
 from posttrain.engine.embedded.plan import Drafts
 from posttrain.engine.embedded.sampler import Drawn, Spread, pick
 from posttrain.engine.embedded.served import Served
-from posttrain.engine.embedded.slots import Slots
+from posttrain.engine.embedded.slots import Request, Slots
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ class PromptLookup:
         if options.tokens < 1 or options.longest < 1:
             raise EngineError(f"{options}: tokens and longest must be at least 1")
         self.tokens, self._longest = options.tokens, options.longest
-        self._known: dict[int, tuple[int, list[int], dict[tuple[int, ...], int]]] = {}
-        """Slot -> (number of its request, its tokens, position after the last occurrence of each short sequence)."""
+        self._known: dict[int, tuple[Request | None, list[int], dict[tuple[int, ...], int]]] = {}
+        """Slot -> (its request, its tokens, position after the last occurrence of each short sequence)."""
 
     def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
         ids = np.zeros((len(at), self.tokens), np.int64)
@@ -87,8 +87,8 @@ class PromptLookup:
         """What followed the longest known end of the sequence."""
         request = slots.request[s]
         assert request is not None
-        number, tokens, known = self._known.get(s, (-1, [], {}))
-        if number != request.number:
+        whose, tokens, known = self._known.get(s, (None, [], {}))
+        if whose is not request:
             tokens, known = request.ids.tolist(), {}
             self._learn(tokens, known, 0)
         begun = len(tokens)
@@ -98,7 +98,7 @@ class PromptLookup:
             None,
         )
         self._learn(tokens, known, begun)
-        self._known[s] = (request.number, tokens, known)
+        self._known[s] = (request, tokens, known)
         return [] if found is None else tokens[found:]
 
     def _learn(self, tokens: list[int], known: dict[tuple[int, ...], int], begun: int) -> None:
@@ -126,8 +126,8 @@ class DraftModel:
             )
         self._chance = np.zeros((slots, 2, context))
         """[s, (draft, accept), position]: uniforms of the slot's place."""
-        self._of = np.full(slots, -1, np.int64)
-        """Number of the request they belong to."""
+        self._of: list[Request | None] = [None] * slots
+        """The request they belong to."""
 
     def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
         """Draft one token after the other, each in one pass over the slots that still may."""
@@ -151,12 +151,13 @@ class DraftModel:
         return self._chance[at, 1, slots.said[at] + ahead]
 
     def _seed(self, slots: Slots, at: np.ndarray) -> None:
-        for s in at[self._of[at] != slots.number[at]].tolist():
+        for s in at.tolist():
             request = slots.request[s]
             assert request is not None
-            for row, stream in enumerate(("draft", "accept")):
-                self._chance[s, row, : request.limit] = seeds.uniforms(seeds.key(request.place, stream), request.limit)
-            self._of[s] = request.number
+            if self._of[s] is not request:
+                for row, stream in enumerate(("draft", "accept")):
+                    self._chance[s, row, : request.limit] = seeds.uniforms(seeds.key(request.place, stream), request.limit)
+                self._of[s] = request
 
 
 def verify(spread: Spread, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray | None) -> tuple[Drawn, np.ndarray]:
