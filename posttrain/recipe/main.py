@@ -21,6 +21,7 @@ from posttrain.core.ports import Tracker
 from posttrain.core.reader import run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.recipe import faults
 from posttrain.recipe import overrides as dotted
@@ -132,6 +133,8 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
         for line in (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), f"run folder: {book.folder}"):
             terminal.say(line)
     parts = make_parts(run, policy, environment, book, trackers)
+    if not quiet and isinstance(parts.sampler, EmbeddedEngine):
+        terminal.say(parts.sampler.describe())
     progress = Progress()
     if checkpoint is not None:
         progress = Progress(**checkpoint.state)

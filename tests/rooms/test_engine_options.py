@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from run_parts import mine, model_at, play, refused, rl_steps
 
+from posttrain.engine.embedded import native
+
 
 def test_drafts_by_lookup_change_nothing(tmp_path: Path) -> None:
     """Rewards and tokens of a run with prompt lookup are those of the run without it."""
@@ -37,3 +39,13 @@ def test_settings_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "deterministic" in refused(capsys, "run", *words, "engine.lookup=2", "deterministic=true", code=2)
     other = model_at(tmp_path / "other", tokenizer="bpe")
     assert "tokenizer differs" in refused(capsys, "run", *words, f"engine.draft={other}", code=2)
+
+
+def test_a_run_says_by_which_code_it_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a compiler by compiled kernels; without one by torch's operations, and it says so."""
+    play(tmp_path / "compiled", *mine(tmp_path / "task"))
+    said = capsys.readouterr().out
+    assert ("compiled kernels" in said) == isinstance(native.find(), native.Kernels)
+    monkeypatch.setattr(native, "find", lambda: "no C compiler 'cc': install gcc or clang, or set CC")
+    play(tmp_path / "torch", *mine(tmp_path / "task"))
+    assert "engine: embedded, torch's operations (no C compiler" in capsys.readouterr().out

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauges, Said
+from posttrain.engine.embedded import native
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.counters import Counters
 from posttrain.engine.embedded.door import Door
@@ -115,6 +116,15 @@ class EmbeddedEngine:
     def fused(self) -> bool:
         """Whether the decoder runs in fewer calls."""
         return self._served.fused
+
+    def describe(self) -> str:
+        """What a run says of its engine at its start: by which code it computes, and why not by the faster one."""
+        if self._pool.kernels is not None:
+            return "engine: embedded, compiled kernels"
+        found = native.find()
+        device, dtype = self._pool.device, self._module.dtype
+        why = found if isinstance(found, str) else f"compiled ones serve float32 on a CPU, not {dtype} on {device}"
+        return f"engine: embedded, torch's operations ({why})"
 
     @property
     def version(self) -> int:
