@@ -219,9 +219,9 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
     A sample whose source abstained takes no part in that source's comparison.
     """
     total = np.zeros(len(scored))
-    sources = list(dict.fromkeys(j.source for s in scored for j in s.episode.verdicts if j.end is None))
+    sources = list(dict.fromkeys(j.source for s in scored for j in s.episode.verdicts if j.counts))
     for source in sources:
-        found = [(i, j) for i, s in enumerate(scored) for j in s.episode.verdicts if j.source == source and j.end is None]
+        found = [(i, j) for i, s in enumerate(scored) for j in s.episode.verdicts if j.source == source and j.counts]
         valued = [(i, j.weight, j.verdict.score) for i, j in found if j.verdict.score is not None]
         r = np.array([score for _, _, score in valued], np.float64)
         if not spread(r):

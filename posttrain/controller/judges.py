@@ -49,7 +49,7 @@ class Judges:
             said, before = self._gold[self._turn % len(self._gold)]
             out += await self.verdicts_repeat(env, said, before, "the right answer")
         for e in _sample([e for g in played for e in g.episodes], self._turn):
-            again = Attempt(e.task, _turns(e), e.stop, int)  # verdicts about steps are not compared, so any border will do
+            again = Attempt(e.task, _turns(e), e.stop, int, e.state)  # verdicts about steps are not compared, so any border will do
             out += await self.verdicts_repeat(env, again, e.verdicts, "an answer of this step")
         self._turn += 1
         return tuple(out)
@@ -99,7 +99,7 @@ def _turns(e: Episode) -> tuple[str, ...]:
 
 def _same(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
     """Whether all sources that could judge both times gave the same."""
-    scores = [{j.source: j.verdict.score for j in x if j.end is None and j.verdict.state is not State.FAILED} for x in (one, two)]
+    scores = [{j.source: j.verdict.score for j in x if j.counts and j.verdict.state is not State.FAILED} for x in (one, two)]
     both = scores[0].keys() & scores[1].keys()
     return all(_equal(scores[0][s], scores[1][s]) for s in both)
 

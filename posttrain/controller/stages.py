@@ -138,8 +138,14 @@ class Stages:
         lessons = Lessons(fresh=not p.step)
         while p.step < stage.steps:
             with self._clock.of("learn"):
-                batch = demonstrations(
-                    parts.environment, parts.renderer, stage, seed=parts.run.seed, step=p.step, context=parts.sampler.context
+                batch = await demonstrations(
+                    parts.environment,
+                    parts.renderer,
+                    parts.rollout.dialogue,
+                    stage,
+                    seed=parts.run.seed,
+                    step=p.step,
+                    context=parts.sampler.context,
                 )
                 with lessons.watch(parts, trainer, stage, batch, p.step + 1):
                     gauges = trainer.imitate(batch)

@@ -156,6 +156,8 @@ class Attempt:
     stop: Stop
     spoken_upto: Callable[[int], int] = _no_tokens
     """Spoken tokens up to a character of `text`: the `end` of a verdict about a step."""
+    state: Any = None
+    """The world as the episode left it (`Talk.leave`): plain data."""
 
     @property
     def text(self) -> str:
@@ -176,7 +178,17 @@ class Talk(Protocol):
         ...
 
     async def say(self, most: int | None = None) -> Utterance:
-        """The policy takes a turn, of at most `most` tokens where the contract allows more."""
+        """The policy takes a turn, of at most `most` tokens where the contract allows more. Where a limit leaves it none, nothing is
+        said, and the utterance names the limit as its stop reason."""
+        ...
+
+    def pay(self, source: str, score: float) -> None:
+        """A reward for the turn just said: a part of the outcome, which credit that knows turns places at that turn."""
+        ...
+
+    def leave(self, state: Any) -> None:
+        """What the world is like now, as plain data: the last word before the episode ends is what verifiers see
+        (`Attempt.state`) and the record keeps."""
         ...
 
 
@@ -211,6 +223,10 @@ class PairRenderer(Protocol):
 
     def pair(self, prompt: str | Sequence[Message], completion: str, task: str = "") -> tuple[np.ndarray, np.ndarray]:
         """(prompt ids, completion ids ending in exactly one stop token), int32. The task is named in errors."""
+        ...
+
+    def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
+        """int32 ids of one demonstrated turn, ending in exactly one stop token: that of a `chat`, or of plain text."""
         ...
 
 
@@ -253,8 +269,13 @@ class Teacher(Environment, Protocol):
         """Kinds of demonstration it can write, such as answer or cot; `document` has no prompt."""
         ...
 
-    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str | tuple[Message, ...], str]:
-        """(prompt, completion without stop token). With probability `wrong` the completion is plausible and false."""
+    def demonstrate(
+        self, task: Task, style: str, rng: np.random.Generator, wrong: float
+    ) -> tuple[str | tuple[Message, ...], str | tuple[str, ...]]:
+        """(prompt, completion without stop token). With probability `wrong` the completion is plausible and false.
+
+        Several completions are the turns of an episode: what the world answers between them comes from playing it.
+        """
         ...
 
 

@@ -109,7 +109,16 @@ def _task(task: Task) -> dict[str, Any]:
 
 def _verdict(j: Judged) -> dict[str, Any]:
     v = j.verdict
-    return {"source": j.source, "weight": j.weight, "state": v.state, "score": v.score, "kind": v.kind, "why": v.why, "end": j.end}
+    return {
+        "source": j.source,
+        "weight": j.weight,
+        "state": v.state,
+        "score": v.score,
+        "kind": v.kind,
+        "why": v.why,
+        "end": j.end,
+        "paid": j.paid,
+    }
 
 
 def to_columns(records: Sequence[Recorded]) -> Columns:
@@ -144,6 +153,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "dropped": r.dropped,
                 "text": e.text,
                 "error": e.error,
+                "state": e.state,
             }
         )
     meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}
@@ -180,10 +190,13 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         which: list[int] = m["samplings"]
         drawn = [cut.segment(samplings[i]) for i in which]
         verdicts = tuple(
-            Judged(v["source"], v["weight"], Verdict(State(v["state"]), v["score"], v["kind"], v["why"]), v["end"]) for v in m["verdicts"]
+            Judged(v["source"], v["weight"], Verdict(State(v["state"]), v["score"], v["kind"], v["why"]), v["end"], v.get("paid", False))
+            for v in m["verdicts"]
         )
         segments = tuple(s for s, _ in drawn)
-        episode = Episode(tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, m["text"], m["error"])
+        episode = Episode(
+            tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, m["text"], m["error"], m.get("state")
+        )
         out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
     return tuple(out)
 

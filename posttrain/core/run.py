@@ -15,6 +15,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
 from posttrain.core.pieces.shape import BestOf
 from posttrain.core.sampling import Sampling
+from posttrain.core.stop import Limits
 
 Scalar = str | int | float | bool
 
@@ -73,6 +74,7 @@ class Env:
     """With name=prompts: at least one. Elsewhere they are added to the environment's own."""
     heldout: int = 200
     """Held-out tasks. 0: train without measuring."""
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         if self.heldout < 0:

@@ -1,8 +1,11 @@
-"""Why an episode, or a turn of one, ended."""
+"""Why an episode, or a turn of one, ended, and the limits that end one."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
+
+from posttrain.core.errors import ConfigError
 
 
 class Stop(StrEnum):
@@ -19,7 +22,7 @@ class Stop(StrEnum):
     CONTEXT = "context"
     """The model's context is full."""
     TURNS = "turns"
-    """The policy used up its turns."""
+    """The policy used up its turns: those of the task, or of `Limits.turns`."""
     TOOLS = "tools"
     """Too many tool calls ran out of time."""
     TIME = "time"
@@ -36,3 +39,29 @@ class Stop(StrEnum):
     def cut(self) -> bool:
         """Whether a limit on tokens or time cut the policy off in what it was saying or about to say."""
         return self in (Stop.LENGTH, Stop.TOKENS, Stop.CONTEXT, Stop.TIME)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """What an episode may take at most, beside `sampling.max_tokens` of a turn. None: no limit but the task's own and the context."""
+
+    turns: int | None = None
+    """Turns of the policy (stop reason `turns`)."""
+    tokens: int | None = None
+    """Tokens that the policy says, over all turns (`tokens`)."""
+    seconds: float | None = None
+    """Wall time from the prompt to the end, tools and waiting for the engine included (`time`). What a turn had said by then is lost."""
+    tool_seconds: float = 10.0
+    """Of one call. A call that takes longer is stopped, and the policy is told so."""
+    tool_timeouts: int = 3
+    """Calls that may run out of time; at this many the episode ends (`tools`)."""
+    observation: int = 2000
+    """Characters of one tool's result that are shown; the middle of a longer one is left out."""
+
+    def __post_init__(self) -> None:
+        for name in ("turns", "tokens", "seconds"):
+            if (value := getattr(self, name)) is not None and not value > 0:
+                raise ConfigError(f"env.limits.{name}={value}: must be > 0, or none for no limit")
+        for name, least in (("tool_seconds", 0.001), ("tool_timeouts", 1), ("observation", 20)):
+            if not getattr(self, name) >= least:
+                raise ConfigError(f"env.limits.{name}={getattr(self, name)}: must be >= {least}")

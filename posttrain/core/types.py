@@ -205,6 +205,8 @@ class Episode:
     text: str = ""
     """What the policy said, decoded, for people; nothing computes on it after judging."""
     error: str = ""
+    state: Any = None
+    """The world as the episode left it (`Talk.leave`), as verifiers saw it."""
 
     @property
     def reward(self) -> float | None:

@@ -55,14 +55,25 @@ class Verdict:
 class Judged:
     """One source's verdict with its weight in the outcome.
 
-    With `end` it is about a step: the episode up to its spoken token number `end`. Steps never enter the outcome; only a
-    baseline that compares steps reads them.
+    With `end` it is about a part: the episode up to its spoken token number `end`. A judge's opinion of a step never enters the
+    outcome; only a baseline that compares steps reads it. With `paid` it is a reward that the world gave for the turn that ends
+    there: a part of the outcome, and credit that knows turns gives it to what was said up to there.
     """
 
     source: str
     weight: float
     verdict: Verdict
     end: int | None = None
+    paid: bool = False
+
+    def __post_init__(self) -> None:
+        if self.paid and self.end is None:
+            raise InvariantError(f"reward source {self.source!r}: a paid turn needs the spoken token at which it ended")
+
+    @property
+    def counts(self) -> bool:
+        """Whether it is a part of the outcome."""
+        return self.end is None or self.paid
 
 
 def outcome(verdicts: Sequence[Judged]) -> float | None:
@@ -70,7 +81,7 @@ def outcome(verdicts: Sequence[Judged]) -> float | None:
 
     None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
     """
-    verdicts = [j for j in verdicts if j.end is None]
+    verdicts = [j for j in verdicts if j.counts]
     if any(j.verdict.state is State.FAILED for j in verdicts):
         return None
     scores = [j.weight * j.verdict.score for j in verdicts if j.verdict.score is not None]

@@ -30,7 +30,7 @@ def environment(config: Env, seed: int) -> SingleTurn:
         return read_tasks(config, args, seed)
     if config.prompts is not None:
         raise ConfigError(f"env.prompts={config.prompts!r} is read only with env.name='prompts', but env.name={config.name!r}")
-    common = {"seed": seed, "heldout_count": config.heldout, "rewards": _rewards(config)}
+    common = {"seed": seed, "heldout_count": config.heldout, "rewards": _rewards(config), "limits": config.limits}
     if config.name.startswith("gym:"):
         from posttrain.environment.adapters.reasoning_gym import Gym
 

@@ -135,7 +135,7 @@ def read_tasks(config: Env, args: Mapping[str, Any], seed: int) -> PromptsEnv:
     shape = PromptsEnv(**args)
     rows = read(config.prompts, shape)
     rewards = sources(config.rewards, [r.task for r in rows])
-    return PromptsEnv(**args, seed=seed, heldout_count=config.heldout, rewards=rewards, rows=rows)
+    return PromptsEnv(**args, seed=seed, heldout_count=config.heldout, rewards=rewards, limits=config.limits, rows=rows)
 
 
 def read(path: str, columns: PromptsEnv | None = None) -> tuple[Row, ...]:

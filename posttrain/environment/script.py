@@ -7,7 +7,7 @@ from typing import Any
 
 from posttrain.core.ports import Attempt, Environment, Utterance
 from posttrain.core.types import Message, Stop, Task
-from posttrain.core.verdict import Judged
+from posttrain.core.verdict import Judged, Verdict
 
 
 class Script:
@@ -24,6 +24,8 @@ class Script:
         self.seen: list[str | tuple[Message, ...]] = []
         self.said: list[str] = []
         self.tools: tuple[Mapping[str, Any], ...] = ()
+        self.paid: list[Judged] = []
+        self.state: Any = None
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = tuple(tools) or self.tools
@@ -38,14 +40,25 @@ class Script:
         self.said.append(text)
         return Utterance(text, self._stops[turn] if len(text) == len(self._turns[turn]) else Stop.LENGTH, len(text))
 
+    def pay(self, source: str, score: float) -> None:
+        self.paid.append(Judged(source, 1.0, Verdict.value(score), end=sum(map(len, self.said)), paid=True))
+
+    def leave(self, state: Any) -> None:
+        self.state = state
+
 
 async def attempt(env: Environment, task: Task, turns: Sequence[str], stop: Stop | Sequence[Stop] = Stop.SAID) -> Attempt:
     """Play one scripted episode; turns the environment did not ask for are left unsaid."""
-    talk = Script(turns, stop)
-    end = await env.play(task, talk)
-    return Attempt(task=task, turns=tuple(talk.said), stop=end, spoken_upto=int)  # a script says a token a character
+    return (await _played(env, task, turns, stop))[0]
 
 
 async def judged(env: Environment, task: Task, turns: Sequence[str]) -> tuple[Judged, ...]:
-    """Play and judge one scripted episode."""
-    return await env.judge(await attempt(env, task, turns))
+    """Play and judge one scripted episode, what it was paid on the way included."""
+    said, talk = await _played(env, task, turns, Stop.SAID)
+    return (*await env.judge(said), *talk.paid)
+
+
+async def _played(env: Environment, task: Task, turns: Sequence[str], stop: Stop | Sequence[Stop]) -> tuple[Attempt, Script]:
+    talk = Script(turns, stop)
+    end = await env.play(task, talk)
+    return Attempt(task, tuple(talk.said), end, int, talk.state), talk  # a script says a token a character

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
+from posttrain.core.stop import Limits
 from posttrain.core.types import Gauges, Stop, Task, merge
 from posttrain.core.verdict import Judged, Verdict
 
@@ -78,6 +79,8 @@ class SingleTurn(ABC):
     heldout_count: int = 200
     rewards: tuple[Source, ...] = ()
     """Sources judged beside the environment's own verifier."""
+    limits: Limits = Limits()
+    """Of its episodes; those on turns, tokens and time hold whatever the environment does."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:

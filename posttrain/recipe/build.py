@@ -154,7 +154,7 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> Roles:
     renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     serving = make_engine(run, policy, renderer.decode)
     engine = serving.sampler
-    rollout = Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed, renderer)
+    rollout = Rollout(engine, env, lambda task: Dialogue(renderer, task), run.seed, renderer, run.env.limits)
     return Roles(learner, engine, renderer, rollout, Sync(learner, engine, canary(policy), run.model.dtype), serving.close)
 
 

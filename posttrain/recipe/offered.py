@@ -37,8 +37,8 @@ class Offered:
             shown=any(e.shown for e in episodes),
             top=recorded.top,
             teacher=recorded.stage.reference is not None,
-            sources=len({j.source for j in verdicts if j.end is None}),
-            steps=any(j.end is not None for j in verdicts),
+            sources=len({j.source for j in verdicts if j.counts}),
+            steps=any(not j.counts for j in verdicts),
             remembered=remembered,
         )
 

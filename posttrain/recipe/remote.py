@@ -91,7 +91,7 @@ async def evaluate_remote(
     async with remote_rollout(url, how, environment, contract, connections=run.slots, seed=run.seed) as (rollout, told, found):
         by = f"token ids of {how.tokenizer}" if how.tokenizer else f"text ({how.api}); its own chat template and end of turn"
         say(f"endpoint: {url}, model {found.model}, dialect {found.dialect}; by {by}")
-        return await evaluate(rollout, environment.heldout, told, measure)
+        return await evaluate(replace(rollout, limits=run.env.limits), environment.heldout, told, measure)
 
 
 def refuse(how: Remote) -> None:

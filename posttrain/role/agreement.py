@@ -217,15 +217,18 @@ def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> 
 
 
 def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
-    """Every demonstration is imitated up to exactly one stop token, its last."""
+    """Every demonstrated turn is imitated up to exactly one stop token, its last, and a demonstration ends with a turn."""
     if not stop_ids:
         return
     ends = np.cumsum(packed.lengths_S) - 1
     stops_N = np.isin(packed.ids_N, list(stop_ids))
     said_N = np.zeros(len(packed.ids_N), bool)
     said_N[packed.source_M + 1] = True
+    turn_ends_N = said_N & ~np.append(said_N[1:], False)
     counts = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
-    wrong = np.flatnonzero(~(stops_N[ends] & said_N[ends]) | (counts != 1))
+    turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
+    misplaced = np.bincount(packed.segment_M, weights=(stops_N != turn_ends_N)[packed.source_M + 1], minlength=len(ends))
+    wrong = np.flatnonzero(~(stops_N[ends] & said_N[ends]) | (misplaced > 0))
     if len(wrong):
         s = int(wrong[0])
         shown = text(packed.ids_N[ends[s] + 1 - packed.lengths_S[s] : ends[s] + 1])
@@ -234,11 +237,11 @@ def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable
             if not stops_N[ends[s]]
             else "ends in a stop token that is masked"
             if not said_N[ends[s]]
-            else f"has {int(counts[s])} stop tokens"
+            else f"has {int(counts[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
         )
         raise InvariantError(
-            f"demonstration {shown!r} {how}, so the policy is taught {'to go on after its end' if counts[s] > 1 else 'never to stop'}. A demonstration "
-            "is imitated up to and including exactly one stop token; look for a template that adds its own, or padding that is masked by its value"
+            f"demonstration {shown!r} {how}, so the policy is taught {'to go on after its end' if counts[s] > turns[s] else 'never to stop'}. A demonstrated "
+            "turn is imitated up to and including exactly one stop token; look for a template that adds its own, or padding that is masked by its value"
         )
 
 

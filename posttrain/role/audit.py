@@ -170,7 +170,7 @@ def opinions(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, em
 
 def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, str]:
     """Reward after shaping, from the verdicts; and why the episode has no gradient."""
-    r = math.fsum(j.weight * j.verdict.score for j in e.verdicts if j.end is None and j.verdict.score is not None)
+    r = math.fsum(j.weight * j.verdict.score for j in e.verdicts if j.counts and j.verdict.score is not None)
     why = "" if e.spoken else "said nothing"
     for piece in pieces(a.shape):
         if kind(piece) == "Signed":

@@ -143,7 +143,7 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
     """A verdict that failed on our side makes no reward of its episode."""
     for g in groups:
         for e in g.episodes:
-            failed = [j for j in e.verdicts if j.end is None and j.verdict.state is State.FAILED]
+            failed = [j for j in e.verdicts if j.counts and j.verdict.state is State.FAILED]
             if failed and e.reward is not None:
                 raise InvariantError(
                     f"task {g.task.id!r}: source {failed[0].source!r} failed ({failed[0].verdict.why}) and the episode still has reward {e.reward:g}. "

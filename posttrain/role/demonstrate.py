@@ -2,24 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from posttrain.core import seeds
 from posttrain.core.batch import Demonstrations
 from posttrain.core.errors import DataError
-from posttrain.core.ports import PairRenderer, Teacher
+from posttrain.core.ports import Dialogue, Environment, PairRenderer, Teacher
 from posttrain.core.run import Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.core.transcript import Transcript
 from posttrain.core.types import Message, Segment, Task
 from posttrain.role.prompts import Prompts
+from posttrain.role.talk import Recital
 
 _LIKELIHOOD = Sampling(stop_ids=())
 """Demonstrations are scored in the plain distribution."""
 
 
-def demonstrations(teacher: Teacher, renderer: PairRenderer, stage: Supervised, *, seed: int, step: int, context: int) -> Demonstrations:
+async def demonstrations(
+    teacher: Teacher,
+    renderer: PairRenderer,
+    dialogue: Callable[[str], Dialogue],
+    stage: Supervised,
+    *,
+    seed: int,
+    step: int,
+    context: int,
+) -> Demonstrations:
     """The minibatch of one supervised step: a function of (seed, stage, step), so it needs no state.
 
     Every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
@@ -30,7 +41,11 @@ def demonstrations(teacher: Teacher, renderer: PairRenderer, stage: Supervised, 
     for _ in range(stage.batch):
         task, _visit = next(walk)
         prompt, completion = teacher.demonstrate(task, stage.style, rng, stage.wrong)
-        segments.append(demonstration(renderer, task, prompt, completion, context))
+        if isinstance(completion, str):
+            segments.append(demonstration(renderer, task, prompt, completion, context))
+        else:
+            said = await recited(teacher, renderer, dialogue(task.id), task, prompt, completion, _LIKELIHOOD)
+            segments.append(_fits(said.transcript.segment(), task, context))
     spoken = sum(s.spoken for s in segments)
     return Demonstrations.of(segments, weight_M=np.full(spoken, 1.0 / spoken))
 
@@ -43,10 +58,37 @@ def demonstration(renderer: PairRenderer, task: Task, prompt: str | Sequence[Mes
     seen, said = renderer.pair(prompt, completion, task.id)
     if not len(said):
         raise DataError(f"the demonstration of task {task.id!r} has no token to imitate: its completion is empty")
-    ids = np.concatenate([seen, said])
-    if len(ids) > context:
+    transcript = Transcript(_LIKELIHOOD)
+    transcript.see(seen)
+    transcript.show(said)
+    return _fits(transcript.segment(), task, context)
+
+
+def _fits(segment: Segment, task: Task, context: int) -> Segment:
+    if len(segment.ids) > context:
         raise DataError(
-            f"the demonstration of task {task.id!r} has {len(ids)} tokens and the model's context is {context}: shorten it, or use a longer context"
+            f"the demonstration of task {task.id!r} has {len(segment.ids)} tokens and the model's context is {context}: shorten it, or use a longer context"
         )
-    mask = np.arange(len(ids)) >= len(seen)
-    return Segment(ids, mask, np.where(mask, 0.0, np.nan).astype(np.float32), np.where(mask, 0, -1).astype(np.int32), _LIKELIHOOD)
+    return segment
+
+
+async def recited(
+    world: Environment,
+    renderer: PairRenderer,
+    dialogue: Dialogue,
+    task: Task,
+    prompt: str | Sequence[Message],
+    turns: Sequence[str],
+    sampling: Sampling,
+) -> Recital:
+    """A demonstration of several turns, played: what stands between them is what the world answered.
+
+    Raises DataError where the episode ends before the last turn, or wants more of them.
+    """
+    talk = Recital(renderer, dialogue, turns, sampling, chat=not isinstance(prompt, str), task=task.id)
+    await world.play(task, talk)
+    if len(talk.turns) != len(turns):
+        raise DataError(
+            f"the demonstration of task {task.id!r} has {len(turns)} turns and its episode ended after {len(talk.turns)}: correct the environment's demonstrate()"
+        )
+    return talk

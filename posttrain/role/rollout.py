@@ -7,83 +7,25 @@ A failed rollout is data: what the environment or a verifier of ours broke becom
 from __future__ import annotations
 
 import asyncio
-from bisect import bisect_left
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, TypeVar, cast
 
-import numpy as np
-
 from posttrain.core import seeds
 from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.pieces.token import Shown
-from posttrain.core.ports import Attempt, Dialogue, Environment, PairRenderer, Sampler, Teacher, Utterance
+from posttrain.core.ports import Attempt, Dialogue, Environment, PairRenderer, Sampler, Teacher
 from posttrain.core.sampling import Sampling
+from posttrain.core.stop import Limits
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Message, Segment, Stop, Task
+from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.role.demonstrate import recited
+from posttrain.role.talk import Conversation, tokens_upto
 
 JUDGE_RETRIES = 2
 T = TypeVar("T")
-
-
-class _Talk:
-    """One episode's two verbs (`core.ports.Talk`) over one transcript; over several where its history was rewritten."""
-
-    def __init__(self, rollout: Rollout, task: Task, sampling: Sampling, place: Callable[[int], int]) -> None:
-        self._sampler, self._sampling, self._place = rollout.sampler, sampling, place
-        self.transcript = Transcript(sampling)
-        self._closed: list[Transcript] = []
-        self._dialogue = rollout.dialogue(task.id)
-        self.turns: list[str] = []
-        self._before, self._last = 0, np.zeros(0, np.int32)
-        self.stop: Stop = Stop.ERROR
-
-    @property
-    def format(self) -> str | None:
-        return self._dialogue.format
-
-    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        ids = self._dialogue.see(content, tools)
-        if self._dialogue.restarted:
-            self._closed.append(self.transcript)
-            self.transcript = Transcript(self._sampling)
-        self.transcript.see(ids)
-
-    def segments(self) -> tuple[Segment, ...]:
-        """What was said, as sequences: the last one is left out where it was only shown and others hold the turns."""
-        open_ = [self.transcript] if self.transcript.spoke or not self._closed else []
-        return tuple(t.segment() for t in (*self._closed, *open_))
-
-    async def say(self, most: int | None = None) -> Utterance:
-        room = self._sampler.context - len(self.transcript)
-        if room < 1:
-            self.stop = Stop.CONTEXT
-            return Utterance("", Stop.CONTEXT, 0)
-        contract = self._sampling if most is None or most >= self._sampling.max_tokens else _shorter(self._sampling, most)
-        said = await self._sampler.generate(self.transcript.ids, contract, self._place(len(self.turns)))
-        self.transcript.say(said)
-        text = self._dialogue.said(said.ids)
-        self._before += len(self._last)
-        self._last = said.ids
-        self.turns.append(text)
-        self.stop = said.stop
-        return Utterance(text, said.stop, len(said.ids))
-
-    @property
-    def spoken(self) -> int:
-        """Tokens of the turns that have ended."""
-        return self._before + len(self._last)
-
-    def spoken_upto(self, characters: int) -> int:
-        """Spoken tokens up to this character of the last turn's text, all earlier turns included."""
-        return self._before + tokens_upto(self._dialogue, self._last, characters)
-
-
-def _shorter(sampling: Sampling, most: int) -> Sampling:
-    """The same distribution at every token, and an earlier end."""
-    return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
 
 @dataclass(frozen=True)
@@ -109,9 +51,11 @@ class Rollout:
     seed: int
     renderer: PairRenderer | None = None
     """Writes demonstrations as tokens, where groups are shown some."""
+    limits: Limits = Limits()
+    """Of every episode."""
 
     async def episode(
-        self, task: Task, visit: int, sibling: int, sampling: Sampling, stream: str, talks: dict[int, _Talk] | None = None
+        self, task: Task, visit: int, sibling: int, sampling: Sampling, stream: str, talks: dict[int, Conversation] | None = None
     ) -> Episode:
         """Play and judge one episode. Broken invariants and config errors propagate; other failures become data.
 
@@ -121,23 +65,35 @@ class Rollout:
         def place(turn: int) -> int:
             return seeds.key(self.seed, stream, task.id, visit, sibling, turn)
 
-        talk = _Talk(self, task, sampling, place)
+        talk = Conversation(self.sampler, self.dialogue(task.id), sampling, self.limits, place)
         if talks is not None:
             talks[sibling] = talk
         try:
-            stop = await self.environment.play(task, talk)
+            stop = await self._play(task, talk)
         except PosttrainError:
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {error}"
             verdicts: tuple[Judged, ...] = (Judged("environment", 1.0, Verdict.failed("environment", why)),)
             return self._episode(task, visit, sibling, talk, Stop.ERROR, verdicts, why)
-        verdicts = await self._judge(Attempt(task, tuple(talk.turns), stop, talk.spoken_upto))
-        return self._episode(task, visit, sibling, talk, stop, verdicts, "")
+        verdicts = await self._judge(Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state))
+        return self._episode(task, visit, sibling, talk, stop, (*verdicts, *talk.paid), "")
 
-    def _episode(self, task: Task, visit: int, sibling: int, talk: _Talk, stop: Stop, verdicts: tuple[Judged, ...], error: str) -> Episode:
+    async def _play(self, task: Task, talk: Conversation) -> Stop:
+        """The environment's own end, or the clock's; it cleans up either way."""
+        try:
+            async with asyncio.timeout(self.limits.seconds) as clock:
+                return await self.environment.play(task, talk)
+        except TimeoutError:
+            if not clock.expired():
+                raise
+            return Stop.TIME
+
+    def _episode(
+        self, task: Task, visit: int, sibling: int, talk: Conversation, stop: Stop, verdicts: tuple[Judged, ...], error: str
+    ) -> Episode:
         text = "\n".join(talk.turns)
-        return Episode(task, visit, sibling, talk.segments(), stop, verdicts, text, error)
+        return Episode(task, visit, sibling, talk.segments(), stop, verdicts, text, error, talk.state)
 
     async def _judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         """Judge, asking again where a source failed on our side."""
@@ -159,11 +115,16 @@ class Rollout:
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
         teacher = cast("Teacher", self.environment)  # a run that shows demonstrations starts only where there are some
         prompt, completion = teacher.demonstrate(task, style or teacher.styles[-1], rng, 0.0)
-        seen, said = self.renderer.pair(prompt, completion, task.id)
+        if not isinstance(completion, str):
+            said = await recited(teacher, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling)
+            verdicts = (*await self._judge(Attempt(task, tuple(said.turns), Stop.SAID, int, said.state)), *said.paid)
+            segments, text = (said.transcript.segment(),), "\n".join(said.turns)
+            return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=said.state)
+        seen, ids = self.renderer.pair(prompt, completion, task.id)
         transcript = Transcript(sampling)
         transcript.see(seen)
-        transcript.show(said)
-        verdicts = await self._judge(Attempt(task, (completion,), Stop.SAID, partial(tokens_upto, self.dialogue(task.id), said)))
+        transcript.show(ids)
+        verdicts = await self._judge(Attempt(task, (completion,), Stop.SAID, partial(tokens_upto, self.dialogue(task.id), ids)))
         return Episode(task, visit, sibling, (transcript.segment(),), Stop.SAID, verdicts, completion)
 
     async def group(
@@ -184,7 +145,7 @@ class Rollout:
         preferred, which `Group.aborted` lets anyone measure.
         """
         own = siblings - (shown.siblings if shown else 0)
-        started, talks = own + extra, dict[int, _Talk]()
+        started, talks = own + extra, dict[int, Conversation]()
         said = settled([self.episode(task, visit, i, sampling, stream, talks) for i in range(started)], own)
         beside = [self.show(task, visit, i, sampling, shown.style) for i in range(started, started + shown.siblings)] if shown else []
         if greedy:
@@ -220,11 +181,6 @@ class Rollout:
             for group in groups:
                 (kept if keep is None or keep(group) else refused).append(group)
         return Asked(tuple(kept), tuple(refused))
-
-
-def tokens_upto(dialogue: Dialogue, ids: np.ndarray, characters: int) -> int:
-    """How many of `ids` it takes to say this many characters: text grows with every token, so the border is bisected."""
-    return bisect_left(range(len(ids)), characters, key=lambda n: len(dialogue.text(ids[:n])))
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
