@@ -126,10 +126,19 @@ def page(rows: list[Row], steps: int) -> str:
             f"| {name} | {mean['before']:.3f} | {mean['after']:.3f} | {mean['gain']:+.3f} | {min(r.low for r in mine):+.3f} "
             f"| {', '.join(str(r.moved) for r in mine)} | {mean['seconds']:.0f} |"
         )
-    lines += ["", "- Algorithms that differ only in their trust region coincide: with one optimizer step a step it is silent (law 3). Where they part: miniatures.md."]
+    lines += [
+        "",
+        "- Algorithms that differ only in their trust region coincide: with one optimizer step a step it is silent (law 3). Where they part: miniatures.md.",
+    ]
     lines += [*(f"- `{name}` {why}." for name, (_, why) in REGIME.items() if name in names)]
-    lines += ["- `opd` and `gkd` learn from a teacher, not from rewards: the same start after as many steps of dr_grpo."] if "opd" in names else []
-    lines += ["- `grpo_process` is also given a verdict on every running sum (env.args.judge_steps=true)."] if "grpo_process" in names else []
+    lines += (
+        ["- `opd` and `gkd` learn from a teacher, not from rewards: the same start after as many steps of dr_grpo."]
+        if "opd" in names
+        else []
+    )
+    lines += (
+        ["- `grpo_process` is also given a verdict on every running sum (env.args.judge_steps=true)."] if "grpo_process" in names else []
+    )
     return "\n".join(lines) + "\n"
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.environment.sandbox.backends import ALLOW, Backend, Landlock, Namespaces, Unconfined
-from posttrain.environment.sandbox.pool import Sandbox
+from posttrain.environment.sandbox.pool import SESSIONS, Sandbox
 from posttrain.environment.sandbox.port import Limits, SandboxUnavailableError
 from posttrain.environment.sandbox.selftest import selftest
 
@@ -31,6 +31,7 @@ def open_sandbox(
     limits: Limits | None = None,
     packages: tuple[str, ...] = ("numpy",),
     interpreter: str | None = None,
+    sessions: int = SESSIONS,
 ) -> Sandbox:
     """A pool of sandboxes that programs cannot leave.
 
@@ -39,11 +40,12 @@ def open_sandbox(
         workers: sandboxes at once; None: one a core.
         packages: installed packages that programs may import, at no cost for each job.
         interpreter: the Python that programs run on; None: the one that runs us.
+        sessions: sessions (`Sandbox.session`) at once; more wait. Each takes some 15 MiB of its own, with numpy 30.
 
     Raises:
         SandboxUnavailableError: with the reason of each that was tried, and what to change.
     """
-    return Sandbox(choose(name, packages, interpreter), workers=workers, limits=limits)
+    return Sandbox(choose(name, packages, interpreter), workers=workers, limits=limits, sessions=sessions)
 
 
 def choose(name: str = "auto", packages: tuple[str, ...] = ("numpy",), interpreter: str | None = None) -> Backend:

@@ -22,10 +22,15 @@ from typing import Any, Self
 from posttrain.environment.sandbox.backends import Backend
 from posttrain.environment.sandbox.cell.program import encode
 from posttrain.environment.sandbox.port import Call, Limits, Ran, SandboxBroken, SandboxUnavailableError
+from posttrain.environment.sandbox.session import Session, Sessions
 from posttrain.environment.sandbox.worker import Job, Worker
 
 RECYCLE = 1000
 """Jobs of one zygote before a fresh one takes its place."""
+SESSIONS = 16
+"""Sessions at once, where nothing else is asked for: each is a process that has Python and its packages loaded."""
+IDLE = 900.0
+"""Seconds that a session is kept while nothing is asked of it: longer than a policy takes for its longest turn."""
 TRIES = 3
 """Sandboxes that a job is given before its loss is reported: it may have been theirs, not its own."""
 
@@ -52,12 +57,14 @@ class _Asked:
 class Sandbox:
     """A pool of sandboxes of one backend. Use as a context manager, or call `close`.
 
-    `run` is for coroutines and `run_sync` for the rest. Cancelling a `run` ends its program.
+    `run` is for coroutines and `run_sync` for the rest. Cancelling a `run` ends its program. `session` is for programs that
+    come in pieces.
     """
 
-    def __init__(self, backend: Backend, *, workers: int | None = None, limits: Limits | None = None) -> None:
+    def __init__(self, backend: Backend, *, workers: int | None = None, limits: Limits | None = None, sessions: int = SESSIONS) -> None:
         self.backend = backend
         self.limits = limits or Limits()
+        self.sessions = Sessions(backend, sessions)
         self.counts = Counts()
         self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
@@ -106,6 +113,22 @@ class Sandbox:
                 asked.worker.stop()
             raise
 
+    def session(self, *, limits: Limits | None = None, idle: float = IDLE) -> Session:
+        """An interpreter for pieces of a program that see what those before them defined: the Python tool of an episode.
+
+            async with sandbox.session(limits=Limits(wall=10)) as session:
+                await session.run("x = 6")
+                ran = await session.run("x * 7")      # ran.why == "ok", ran.said == "42\\n"
+
+        Confined exactly as a program is. It may write 32 MiB of files under /tmp where the backend is `namespaces`, which
+        go with it, and none elsewhere. It costs nothing until its first piece, which waits while `sessions` others live.
+
+        Args:
+            limits: of each piece; `memory` is for all of the session. None: those of this sandbox.
+            idle: seconds it is kept while nothing is asked of it; afterwards `run` raises SandboxBroken.
+        """
+        return self.sessions.session(limits or self.limits, idle)
+
     def _ask(self, program: str | bytes, stdin: str | bytes, call: Call | None, limits: Limits | None) -> _Asked:
         job = Job(as_bytes(program), as_bytes(stdin), b"" if call is None else as_json(call), limits or self.limits)
         asked = _Asked(job, Future(), time.monotonic())
@@ -119,6 +142,7 @@ class Sandbox:
         """Refuse what waits, let what runs come to its end or its limits, and end every sandbox: nothing is left of them."""
         with self._lock:
             self._closed = True
+        self.sessions.close()
         self._finalizer()
 
     def __enter__(self) -> Self:

@@ -86,6 +86,8 @@ class Ran:
     """Bytes resident at most, those of the interpreter included."""
     sandbox: str
     """Name of the backend that contained it."""
+    lost: bool = False
+    """In a session: its process ended with this piece, so nothing that was defined in it is there any more."""
 
     @property
     def said(self) -> str:

@@ -53,11 +53,11 @@ class Worker:
         """Of the process we started and, where there is one, of the namespace's first process."""
         self._init = -1
         """A descriptor of the namespace's first process, through which everything inside is ended at once."""
-        self._lock = threading.Lock()
-        self._busy = False
-        self._clean = True
+        self.lock = threading.Lock()
+        self.busy = False
+        self.clean = True
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._control = ours
+        self.control = ours
         complaints = os.memfd_create("complaints")
         with theirs:
             try:
@@ -110,9 +110,9 @@ class Worker:
         return process
 
     def _greet(self, complaints: int) -> None:
-        self._control.settimeout(START_SECONDS)
+        self.control.settimeout(START_SECONDS)
         try:
-            said = self._control.recv(65536)
+            said = self.control.recv(65536)
         except TimeoutError:
             raise SandboxUnavailableError(f"{self.backend.name}: did not start within {START_SECONDS:g} s") from None
         if not said:
@@ -122,11 +122,11 @@ class Worker:
         self.notes = json.loads(said)
         if "error" in self.notes:
             raise SandboxUnavailableError(self.notes["error"])
-        self._control.settimeout(None)
+        self.control.settimeout(None)
 
     def run(self, job: Job) -> Ran:
         """One program, to its end or its limits."""
-        self._settle()
+        self.settle()
         self.jobs += 1
         with contextlib.ExitStack() as held:
             given = [sealed(job.program, held), sealed(job.stdin, held)]
@@ -138,15 +138,9 @@ class Worker:
                 held.callback(os.close, reader)
                 ends.append(writer)
                 ears[reader] = Ear(name, kept)
-            request = json.dumps({"limits": job.limits.plain()}).encode()
+            request = json.dumps({"limits": job.limits.plain(), "session": False}).encode()
             try:
-                with self._lock:
-                    self._busy = True
-                self._clean = False
-                socket.send_fds(self._control, [request], [*given, *ends, sealed(job.call, held)])
-            except OSError as error:
-                self.destroy()
-                raise SandboxBroken(f"{self.backend.name}: the sandbox is gone ({error})") from error
+                self.begin(request, [*given, *ends, sealed(job.call, held)])
             finally:
                 for writer in ends:
                     os.close(writer)
@@ -156,66 +150,77 @@ class Worker:
                 self.destroy()
                 raise
             finally:
-                with self._lock:
-                    self._busy = False
+                with self.lock:
+                    self.busy = False
             if job.limits.processes:
                 self.destroy()  # what the program started dies with the namespace, before its last words are read
             for fd, ear in ears.items():
                 ear.hear(fd)
         return self._ran(job.limits, reply, stopped, {ear.name: ear for ear in ears.values()})
 
-    def _settle(self) -> None:
-        """Wait until what the job before left has been removed."""
-        if self._clean:
-            return
-        self._control.settimeout(START_SECONDS)
+    def begin(self, request: bytes, fds: list[int]) -> None:
+        """Send a job to the zygote; from here on `stop` ends it."""
         try:
-            said = self._control.recv(64)
+            with self.lock:
+                self.busy = True
+            self.clean = False
+            socket.send_fds(self.control, [request], fds)
+        except OSError as error:
+            self.destroy()
+            raise SandboxBroken(f"{self.backend.name}: the sandbox is gone ({error})") from error
+
+    def settle(self) -> None:
+        """Wait until what the job before left has been removed."""
+        if self.clean:
+            return
+        self.control.settimeout(START_SECONDS)
+        try:
+            said = self.control.recv(64)
         except OSError as error:
             said = str(error).encode()
         if said != CLEAN:
             self.destroy()
             raise SandboxBroken(f"{self.backend.name}: could not be cleaned after a job: {said.decode()}")
-        self._control.settimeout(None)
-        self._clean = True
+        self.control.settimeout(None)
+        self.clean = True
 
     def stop(self) -> None:
         """End the running job from another thread, as if its time were over; nothing where none runs."""
-        with self._lock:
-            if self._busy:
+        with self.lock:
+            if self.busy:
                 with contextlib.suppress(OSError):
-                    self._control.send(KILL)
+                    self.control.send(KILL)
 
     def _listen(self, ears: dict[int, Ear], limits: Limits) -> tuple[dict[str, Any], Why | None]:
         """Hear the streams until the zygote says that the job has ended; never wait for their ends."""
         start = time.monotonic()
         stopped: Why | None = None
         with selectors.DefaultSelector() as selector:
-            selector.register(self._control, selectors.EVENT_READ)
+            selector.register(self.control, selectors.EVENT_READ)
             for fd in ears:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
                 late = limits.wall + (GRACE if stopped else 0.0)
                 ready = selector.select(max(0.0, start + late - time.monotonic()))
                 for key, _ in ready:
-                    if key.fileobj is self._control:
-                        return self._reply(), stopped
+                    if key.fileobj is self.control:
+                        return self.reply(), stopped
                     ear = ears[key.fd]
                     if not ear.hear(key.fd):
                         selector.unregister(key.fd)
                     if ear.total > SPILL * ear.kept and stopped is None:
                         stopped = "output"
-                        self._control.send(KILL)
+                        self.control.send(KILL)
                 if time.monotonic() - start > late:
                     if stopped and time.monotonic() - start > limits.wall + GRACE:
                         raise SandboxBroken(f"{self.backend.name}: no answer {GRACE:g} s after the job's time was over")
                     if not stopped:
                         stopped = "timeout"
-                        self._control.send(KILL)
+                        self.control.send(KILL)
 
-    def _reply(self) -> dict[str, Any]:
+    def reply(self) -> dict[str, Any]:
         try:
-            said = self._control.recv(65536)
+            said = self.control.recv(65536)
         except OSError as error:
             raise SandboxBroken(f"{self.backend.name}: the sandbox is gone ({error})") from error
         if not said:
@@ -228,7 +233,7 @@ class Worker:
             why = bytes(ears["stderr"].head).decode(errors="replace").strip()
             raise SandboxBroken(f"{self.backend.name}: the job could not be confined, so it did not run: {why or status}")
         return Ran(
-            why=_why(status, stopped, reply["cpu"] >= limits.cpu),
+            why=how_it_ended(status, stopped, reply["cpu"] >= limits.cpu),
             exit=status,
             stdout=bytes(ears["stdout"].head),
             stderr=bytes(ears["stderr"].head),
@@ -244,14 +249,14 @@ class Worker:
         """End an idle sandbox. Where the namespace's first process is known it is ended first: bubblewrap buries it then, but
         leaves it to process 1 when the zygote goes by itself."""
         if self._init < 0:
-            self._control.close()
+            self.control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE)
         self.destroy()
 
     def destroy(self) -> None:
         """End everything inside at once, and wait for it."""
-        self._control.close()
+        self.control.close()
         if self._init >= 0:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
@@ -301,7 +306,8 @@ def sealed(data: bytes, held: contextlib.ExitStack) -> int:
     return fd
 
 
-def _why(status: int, stopped: Why | None, spent: bool) -> Why:
+def how_it_ended(status: int, stopped: Why | None, spent: bool) -> Why:
+    """In one word; `stopped`: why we ended it, `spent`: whether its processor time was over."""
     if stopped:
         return stopped
     if -status == signal.SIGXCPU or (-status == signal.SIGKILL and spent):

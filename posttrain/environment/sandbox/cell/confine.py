@@ -91,12 +91,15 @@ def bound_files(path: str, size: int, files: int) -> bool:
     return libc.mount(b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(MS_REMOUNT | MS_NOSUID | MS_NODEV), options) == 0
 
 
-def limit(limits: dict[str, Any], *, tasks: int | None) -> None:
-    """The rlimits of one job. `tasks` bounds threads and processes where the uid is the sandbox's own."""
-    cpu = max(1, int(limits["cpu"] + 0.999))
+def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> None:
+    """The rlimits of one job. `tasks` bounds threads and processes where the uid is the sandbox's own.
+
+    `cpu=False` leaves processor time to whoever watches the job's clock: this limit is one for its whole life.
+    """
+    seconds = max(1, int(limits["cpu"] + 0.999))
     for what, soft, hard in (
         (resource.RLIMIT_AS, limits["memory"], limits["memory"]),
-        (resource.RLIMIT_CPU, cpu, cpu + 1),
+        *([(resource.RLIMIT_CPU, seconds, seconds + 1)] if cpu else []),
         (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
         (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
         (resource.RLIMIT_STACK, limits["stack"], limits["stack"]),

@@ -71,12 +71,7 @@ def decode(said: Any) -> Any:
 def run(source: bytes, call: bytes, result: int) -> int:
     """Run the program as `__main__`; with a `call`, import it and write the value of that call to `result`. The exit status."""
     module = ModuleType("solution" if call else "__main__")
-    module.__dict__["__builtins__"] = builtins
-    sys.modules[module.__name__] = sys.modules["__main__"] = module
-    sys.argv = ["program"]
-    random.seed(0)
-    if "numpy.random" in sys.modules:
-        sys.modules["numpy.random"].seed(0)  # type: ignore[attr-defined]
+    begin(module)
     try:
         status = _guarded(source, call, result, module)
         threading._shutdown()  # type: ignore[attr-defined]
@@ -87,7 +82,17 @@ def run(source: bytes, call: bytes, result: int) -> int:
         status = MEMORY_ERROR
     except BaseException:
         status = 1
-    return _flushed(status)
+    return flushed(status)
+
+
+def begin(module: ModuleType) -> None:
+    """Make `module` the main one, and every program start from the same random state."""
+    module.__dict__["__builtins__"] = builtins
+    sys.modules[module.__name__] = sys.modules["__main__"] = module
+    sys.argv = ["program"]
+    random.seed(0)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(0)  # type: ignore[attr-defined]
 
 
 def _guarded(source: bytes, call: bytes, result: int, module: ModuleType) -> int:
@@ -98,10 +103,10 @@ def _guarded(source: bytes, call: bytes, result: int, module: ModuleType) -> int
     except SystemExit as leave:
         return _status(leave)
     except MemoryError:
-        _say("MemoryError\n")
+        say("MemoryError\n")
         return MEMORY_ERROR
     except BaseException as error:
-        _say(_trace(error))
+        say(trace(error))
         return 1
     return 0
 
@@ -127,26 +132,27 @@ def _status(leave: SystemExit) -> int:
         return 0
     if type(code) is int:
         return code & 0xFF
-    _say(f"{code}\n")
+    say(f"{code}\n")
     return 1
 
 
-def _trace(error: BaseException) -> str:
-    """The traceback from the program's own first line on: the frames of this file are nobody's business."""
+def trace(error: BaseException, name: str = NAME) -> str:
+    """The traceback from the program's own first line on (in a file named `name...`): our frames are nobody's business."""
     at = error.__traceback__
-    while at is not None and at.tb_frame.f_code.co_filename != NAME:
+    while at is not None and not at.tb_frame.f_code.co_filename.startswith(name):
         at = at.tb_next
     return "".join(traceback.format_exception(type(error), error.with_traceback(at), at, limit=20, chain=False))
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
     try:
         sys.stderr.write(text)
     except BaseException:
         return  # the program closed or replaced its stderr
 
 
-def _flushed(status: int) -> int:
+def flushed(status: int) -> int:
+    """Push out what both streams hold; 1 instead of 0 where that fails."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

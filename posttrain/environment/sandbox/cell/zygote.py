@@ -21,9 +21,13 @@ import sys
 import time
 from typing import Any
 
-from . import confine, program, syscalls
+from . import cells, confine, program, syscalls
 
 KILL = b"kill"
+GO, REST = b"go", b"rest"
+"""To a session: run (after it, the seconds of processor time that this piece may use), and stand still until the next."""
+STEP = 0.01
+"""Seconds between looks at a session's processor time, at least."""
 CLEAN = b"clean"
 """Said after a job's reply, when what it left is gone: a job that leaves much makes nobody's answer late."""
 DONE = b"1"
@@ -78,16 +82,17 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -
         data, fds, _, _ = socket.recv_fds(control, 65536, 8)
         if not data:
             return
-        if data == KILL:
+        if data == REST or data.startswith((KILL, GO)):
             continue  # the job it meant had already ended
+        request = json.loads(data)
         confined, locked = os.pipe()
         start = time.monotonic()
         pid = os.fork()
         if pid == 0:
-            job(control, settings, rules, json.loads(data), [*fds, locked])
+            job(control, settings, rules, request, [*fds, locked])
         for fd in (*fds, locked):
             os.close(fd)
-        status, usage = wait(pid, control)
+        status, usage, spent = attend(pid, control) if request["session"] else (*wait(pid, control), False)
         if settings["mode"] == "none":
             with contextlib.suppress(OSError):
                 os.killpg(pid, signal.SIGKILL)
@@ -95,7 +100,7 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -
         ran = os.read(confined, 1) == DONE
         os.close(confined)
         cpu = usage.ru_utime + usage.ru_stime
-        reply = {"ran": ran, "status": status, "seconds": seconds, "cpu": cpu, "peak": usage.ru_maxrss * 1024}
+        reply = {"ran": ran, "status": status, "seconds": seconds, "cpu": cpu, "peak": usage.ru_maxrss * 1024, "spent": spent}
         control.send(json.dumps(reply).encode())
         if settings["scratch"]:
             clean(settings["scratch"])
@@ -123,6 +128,50 @@ def wait(pid: int, control: socket.socket) -> tuple[int, Any]:
         os.close(watch)
 
 
+def attend(pid: int, control: socket.socket) -> tuple[int, Any, bool]:
+    """Keep a session: it runs between `GO` and `REST` only, and no longer than its processor time. As `wait`, and whether that was spent.
+
+    The clock is the kernel's and read here, so a program can neither move it nor ignore its alarm.
+    """
+    watch, clock = os.pidfd_open(pid), ~pid << 3 | 2
+    poll = select.poll()
+    poll.register(watch, select.POLLIN)
+    poll.register(control, select.POLLIN)
+    cores, begun, end, spent = os.cpu_count() or 1, 0.0, None, False
+    try:
+        while True:
+            pause = None if end is None else max(STEP, (end - seconds(clock)) / cores) * 1000
+            ready = {fd for fd, _ in poll.poll(pause)}
+            if watch in ready:
+                _, status, usage = os.wait4(pid, 0)
+                return status, usage, spent
+            said = control.recv(64) if ready else b""
+            if said.startswith(GO):
+                begun = seconds(clock)
+                end = begun + float(said[len(GO) :])
+                os.kill(pid, signal.SIGCONT)
+            elif said == REST:
+                os.kill(pid, signal.SIGSTOP)
+                control.send(json.dumps({"cpu": seconds(clock) - begun}).encode())
+                end = None
+            elif ready or (end is not None and seconds(clock) >= end):
+                spent, end = not ready, None
+                os.kill(pid, signal.SIGKILL)
+                if ready and not said:
+                    os.waitpid(pid, 0)
+                    os._exit(0)
+    finally:
+        os.close(watch)
+
+
+def seconds(clock: int) -> float:
+    """Of processor time that a process has used; 0 where it has just ended."""
+    try:
+        return time.clock_gettime(clock)
+    except OSError:
+        return 0.0
+
+
 def job(control: socket.socket, settings: dict[str, Any], rules: int | None, request: dict[str, Any], fds: list[int]) -> None:
     """The child: take the descriptors, lock the doors, run. Never returns."""
     status = 1
@@ -138,14 +187,15 @@ def job(control: socket.socket, settings: dict[str, Any], rules: int | None, req
             os.dup2(fd, number)
         os.closerange(len(high), 65536)
         os.chdir(settings["scratch"] or "/")
-        confine.limit(request["limits"], tasks=settings["tasks"])
+        session = request["session"]
+        confine.limit(request["limits"], tasks=settings["tasks"], cpu=not session)
         if settings["mode"] != "none":
             held = None if rules is None else 5
             confine.lock(held, host_files=settings["mode"] == "landlock", processes=settings["processes"] > 0)
         os.write(4, DONE)
         os.close(4)
         del request, settings, control, fds
-        status = program.run(code, asked, 3)
+        status = cells.converse(3) if session else program.run(code, asked, 3)
     except BaseException as error:
         with contextlib.suppress(BaseException):
             os.write(2, f"{type(error).__name__}: {error}\n".encode())
