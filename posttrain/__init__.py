@@ -12,9 +12,10 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from posttrain.recipe.ablate import ablate
+    from posttrain.recipe.check import check
     from posttrain.recipe.main import evaluate, export, run
 
-__all__ = ["__version__", "ablate", "evaluate", "export", "run"]
+__all__ = ["__version__", "ablate", "check", "evaluate", "export", "run"]
 
 
 def __getattr__(name: str) -> Any:
@@ -27,4 +28,8 @@ def __getattr__(name: str) -> Any:
         from posttrain.recipe.ablate import ablate
 
         return ablate
+    if name == "check":
+        from posttrain.recipe.check import check
+
+        return check
     raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

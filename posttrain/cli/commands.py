@@ -55,6 +55,12 @@ def serve(o: Namespace) -> int:
     return server.serve(o.target, *o.overrides, where=where, name=o.name, checkpoint=o.checkpoint)
 
 
+def check(o: Namespace) -> int:
+    from posttrain.recipe import check as checker
+
+    return checker.show(o.target, *o.overrides, tasks=o.tasks, rate=o.rate, as_json=o.json)
+
+
 def show(o: Namespace) -> int:
     from posttrain.cli import show as view
 

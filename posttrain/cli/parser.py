@@ -12,6 +12,7 @@ from posttrain.cli import commands
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _VALUED = {
     *("--out", "--resume", "--samples", "--checkpoint", "--max-tokens", "--temperature", "--stage", "--step", "--episode", "--limit"),
+    *("--tasks", "--rate"),
     *("--host", "--port", "--token", "--token-env", "--name", "--model", "--key-env", "--tokenizer", "--api", "--dialect"),
 }
 
@@ -21,8 +22,8 @@ cannot be read, 5 the run folder, 6 the engine, 7 the reward function, 130 Ctrl-
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """`key=value` words may stand anywhere among the options of `run`, `eval` and `serve`; everything else stays in order."""
-    if not words or words[0] not in ("run", "eval", "serve"):
+    """`key=value` words may stand anywhere among the options of `run`, `eval`, `serve` and `check`; everything else stays in order."""
+    if not words or words[0] not in ("run", "eval", "serve", "check"):
         return words, []
     rest, overrides = [words[0]], list[str]()
     for before, word in pairwise(words):
@@ -43,6 +44,7 @@ def parser() -> ArgumentParser:
     _ladder(sub)
     _eval(sub)
     _serve(sub)
+    _check(sub)
     _show(sub)
     _export(sub)
     _faults(sub)
@@ -149,6 +151,22 @@ def _serve(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("--no-token", action="store_true", help="serve everybody on this machine; refused on any other address")
     p.add_argument("--name", help="what callers call the model (default: the last part of TARGET)")
     p.add_argument("--checkpoint", default="last", metavar="NAME", help="of a run folder: last (default), best, or a checkpoint's name")
+
+
+def _check(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
+    p = _command(
+        sub,
+        "check",
+        commands.check,
+        "try an environment and its verifiers: right answers, near misses, noise and tricks; ends with 1 where a probe failed",
+        "posttrain check arithmetic env.args.max_operand=99\n  posttrain check gym:chain_sum --tasks 64\n"
+        "  posttrain check mine.py:MyTask --json\n  posttrain check prompts env.prompts=mine.jsonl env.rewards=math",
+    )
+    p.usage = "posttrain check ENV [key=value ...] [options]"
+    p.add_argument("target", metavar="ENV", help="what env.name may be: a gallery name, gym:TASK, prompts, path.py:Class; or a run folder")
+    p.add_argument("--tasks", type=int, default=32, metavar="N", help="held-out tasks that are tried (default 32)")
+    p.add_argument("--rate", type=float, default=64.0, metavar="N", help="answers that must be judged a second (default 64)")
+    p.add_argument("--json", action="store_true", help="print JSON")
 
 
 def _show(sub: argparse._SubParsersAction[ArgumentParser]) -> None:

@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.run import Env, Scalar
 from posttrain.environment.gallery import GALLERY, gallery_class
+from posttrain.environment.own import load
 from posttrain.environment.single import SingleTurn
 
 
 def names() -> tuple[str, ...]:
     """What `Env.name` may be."""
-    return (*GALLERY, "prompts", "gym:TASK")
+    return (*GALLERY, "prompts", "gym:TASK", "path.py:Class")
 
 
 def environment(config: Env, seed: int) -> SingleTurn:
@@ -35,10 +37,32 @@ def environment(config: Env, seed: int) -> SingleTurn:
         from posttrain.environment.adapters.reasoning_gym import Gym
 
         return Gym.of(config.name.removeprefix("gym:"), config.args, **common)
-    if config.name not in GALLERY:
+    if config.name in GALLERY:
+        cls = gallery_class(config.name)
+    elif ":" in config.name:
+        cls = _own(config.name)
+    else:
         raise ConfigError(f"env.name={config.name!r} is no environment: {nearest(config.name, names())}")
-    cls = gallery_class(config.name)
     return cls(**checked(config.name, cls, config.args), **common)
+
+
+def _own(name: str) -> type[SingleTurn]:
+    """The environment class of a user's file, `path.py:Class`; ConfigError where it is none, or is not finished."""
+    path, _, attribute = name.rpartition(":")
+    cls: Any = load(Path(path), attribute, "env.name", "class")
+    if not issubclass(cls, SingleTurn):
+        raise ConfigError(
+            f"env.name={name}: {attribute} is no environment: derive it from posttrain.environment.single.SingleTurn (posttrain new env writes an example)"
+        )
+    if vars(cls).get("__annotations__") and "__dataclass_params__" not in vars(cls):
+        raise ConfigError(
+            f"env.name={name}: write @dataclass(frozen=True, kw_only=True) above class {attribute}; its fields are its settings"
+        )
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(
+            f"env.name={name}: {attribute} does not say {', '.join(missing)} yet (posttrain new env writes an example of each)"
+        )
+    return cls
 
 
 def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dict[str, Any]:

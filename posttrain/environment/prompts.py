@@ -97,7 +97,15 @@ class PromptsEnv(SingleTurn):
         return digest(task.prompt)
 
     def gold(self, task: Task) -> tuple[str, ...]:
-        return ("" if task.answer is None else str(task.answer),)
+        """The row's answer, else its completion. What that earns is for the user's rewards to say."""
+        return ((self.completion(task) or "") if task.answer is None else str(task.answer),)
+
+    def knows_gold(self, task: Task) -> bool:
+        return task.answer is not None or self.completion(task) is not None
+
+    def completion(self, task: Task) -> str | None:
+        """The row's text to imitate, where it has one."""
+        return self._completions.get(task.id)
 
     def distractor(self, task: Task) -> tuple[str, ...]:
         return (f"{self.gold(task)[0]}?",)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from posttrain.core.ports import Environment
 from posttrain.core.seeds import generator
 from posttrain.core.types import Task
 from posttrain.core.verdict import outcome
+from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.script import judged
 from posttrain.environment.single import SingleTurn
 
@@ -21,41 +22,60 @@ class Check:
     name: str
     passed: bool
     detail: str
+    advice: str = ""
+    """What to do where it did not hold."""
 
 
 async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     """Check a task's own verifier and split, on all held-out tasks and `samples` training tasks.
 
-    Gold answers earn 1; distractors and silence earn 0; no constant answer earns more than the most common answer's
-    share plus 0.02; held-out tasks are distinct and no training task equals one; tasks are a function of the seed; the
-    alphabet covers what is written; demonstrations are right, or wrong, as asked.
+    Gold answers earn 1; distractors and silence earn 0 (less than 1 where the verifier pays parts); no constant answer earns
+    more than the most common answer's share plus 0.02; and all `claims`. Rewards added by the user are left out.
     """
     env = replace(env, rewards=())
-    held = list(env.heldout)
-    count = env.train.count
-    train = [env.train.task(i) for i in range(samples if count is None else min(samples, count))]
+    held, train = [t for t in env.heldout if env.knows_gold(t)], [t for t in _train(env, 200) if env.knows_gold(t)]
+    most = 1.0 if env.pays_parts else 0.0
     return (
-        await _scores("gold scores 1", env, held, [env.gold(t) for t in held], 1.0),
-        await _scores("gold scores 1 in training", env, train[:200], [env.gold(t) for t in train[:200]], 1.0),
-        await _scores("distractor scores 0", env, held, [env.distractor(t) for t in held], 0.0),
-        await _scores("silence scores 0", env, held, [("",) * len(env.gold(t)) for t in held], 0.0),
+        await _scores("gold scores 1", env, held, [env.gold(t) for t in held], lambda r: r == 1.0),
+        await _scores("gold scores 1 in training", env, train, [env.gold(t) for t in train], lambda r: r == 1.0),
+        await _scores("distractor scores 0", env, held, [env.distractor(t) for t in held], lambda r: r == 0.0 or r < most),
+        await _scores("silence scores 0", env, held, [("",) * len(env.gold(t)) for t in held], lambda r: r == 0.0 or r < most),
         await _constant(env, held),
+        *await claims(env, samples),
+    )
+
+
+async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
+    """What an environment says of its tasks, whatever its verifier: held-out tasks are distinct and no training task equals one;
+    tasks are a function of the seed; the alphabet covers what is written; demonstrations are right, or wrong, as asked."""
+    held, train = list(env.heldout), _train(env, samples)
+    styles = [] if isinstance(env, PromptsEnv) else getattr(env, "styles", ())
+    bare = replace(env, rewards=())
+    return (
         _distinct(env, held),
         _disjoint(env, held, train),
         _determined(env, held, train),
         _alphabet(env, [*held, *train[:200]]),
-        *[await c for style in getattr(env, "styles", ()) for c in (_demonstrations(env, style, train[:200], w) for w in (0.0, 1.0))],
+        *[await c for style in styles for c in (_demonstrations(bare, style, train[:200], w) for w in (0.0, 1.0))],
     )
+
+
+def _train(env: SingleTurn, most: int) -> list[Task]:
+    count = env.train.count
+    return [env.train.task(i) for i in range(most if count is None else min(most, count))]
 
 
 async def reward(env: Environment, task: Task, turns: Sequence[str]) -> float | None:
     return outcome(await judged(env, task, turns))
 
 
-async def _scores(name: str, env: Environment, tasks: Sequence[Task], turns: Sequence[Sequence[str]], wanted: float) -> Check:
+async def _scores(
+    name: str, env: Environment, tasks: Sequence[Task], turns: Sequence[Sequence[str]], fits: Callable[[float], bool]
+) -> Check:
     for task, said in zip(tasks, turns, strict=True):
-        if (got := await reward(env, task, said)) != wanted:
-            return Check(name, False, f"task {task.id!r} ({task.prompt!r}): {list(said)} scored {got}, wanted {wanted}")
+        got = await reward(env, task, said)
+        if got is None or not fits(got):
+            return Check(name, False, f"task {task.id!r} ({task.prompt!r}): {list(said)} scored {got}")
     return Check(name, bool(tasks), f"{len(tasks)} tasks")
 
 
@@ -78,7 +98,12 @@ async def _constant(env: SingleTurn, held: Sequence[Task]) -> Check:
 
 def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
     keys, ids = {env.key(t) for t in held}, {t.id for t in held}
-    return Check("held-out tasks are distinct", len(keys) == len(ids) == len(held), f"{len(held)} tasks, {len(keys)} keys, {len(ids)} ids")
+    return Check(
+        "held-out tasks are distinct",
+        len(ids) == len(held) and (len(keys) == len(held) or isinstance(env, PromptsEnv)),
+        f"{len(held)} tasks, {len(keys)} keys, {len(ids)} ids",
+        "tasks that count twice make held-out accuracy less sure than it looks: draw until they differ by key()",
+    )
 
 
 def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
@@ -88,6 +113,7 @@ def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> C
         "held-out is disjoint from train",
         not both,
         f"{len(train)} training tasks, {len(both)} of them held out" + (f", such as {both[0].prompt!r}" if both else ""),
+        "held-out accuracy would measure memory: draw training tasks again where key() is that of a held-out one",
     )
 
 
@@ -95,13 +121,25 @@ def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) ->
     again, other = replace(env), replace(env, seed=env.seed + 1)
     same = list(again.heldout) == list(held) == list(other.heldout) and [again.train.task(i) for i in range(len(train))] == list(train)
     moved = env.train.count is not None or [other.train.task(i) for i in range(len(train))] != list(train)
-    return Check("tasks are a function of the seed", same and moved, f"repeated: {same}; training differs under another seed: {moved}")
+    return Check(
+        "tasks are a function of the seed",
+        same and moved,
+        f"repeated: {same}; training differs under another seed: {moved}",
+        "make task i from posttrain.core.seeds.generator(self.seed, name, i) alone, and held-out tasks from HELDOUT_SEED",
+    )
 
 
 def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
-    written = {c for t in tasks for text in (t.prompt, *env.gold(t), *env.distractor(t)) if isinstance(text, str) for c in text}
+    written = {
+        c for t in tasks if env.knows_gold(t) for text in (t.prompt, *env.gold(t), *_false(env, t)) if isinstance(text, str) for c in text
+    }
     outside = "".join(sorted(written - set(env.alphabet)))
-    return Check("the alphabet covers prompts and answers", not outside, f"outside: {outside!r}")
+    return Check("the alphabet covers prompts and answers", not outside, f"outside: {outside!r}", "add these characters to alphabet()")
+
+
+def _false(env: SingleTurn, task: Task) -> tuple[str, ...]:
+    """What a wrong answer may be written with; a user's prompts have none of their own."""
+    return () if isinstance(env, PromptsEnv) else env.distractor(task)
 
 
 async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:

@@ -11,16 +11,11 @@ the batch, and is never counted as a wrong answer.
 
 from __future__ import annotations
 
-import hashlib
-import importlib.util
 import inspect
 import math
-import sys
-import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, Literal, Protocol
 
 from posttrain.core.errors import ConfigError, nearest
@@ -29,7 +24,8 @@ from posttrain.core.run import Reward
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.builtin import BUILTIN, NAMES
-from posttrain.environment.calls import Raised, TimedOut, call
+from posttrain.environment.calls import TimedOut, call
+from posttrain.environment.own import load, where
 from posttrain.environment.redact import redacted
 from posttrain.environment.single import Source
 
@@ -244,58 +240,3 @@ def _only(returned: Any) -> Verdict:
     if len(values) != 1:
         return Verdict.failed("count", f"returned {len(values)} rewards for 1 completion")
     return as_verdict(values[0])
-
-
-def where(error: BaseException, function: Any = None) -> str:
-    """Type, message and line of an exception: of the deepest frame in the function's own file, else of the deepest.
-
-    Example: `ZeroDivisionError: division by zero (rewards.py:12)`.
-    """
-    if isinstance(error, Raised) and error.__cause__ is not None:
-        error = error.__cause__
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    frames = traceback.extract_tb(error.__traceback__)
-    own = getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None) if function is not None else None
-    frames = [f for f in frames if f.filename == own] or frames
-    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text
-
-
-def load(path: Path, attribute: str) -> RewardFunction:
-    """The function of a Python file; ConfigError says what exists where the file or the function does not."""
-    if not path.is_file():
-        beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
-        found = (
-            f"{path.parent} has {', '.join(beside) or 'no Python file'}" if path.parent.is_dir() else f"there is no folder {path.parent}"
-        )
-        raise ConfigError(f"reward {path}:{attribute}: no such file; {found}")
-    module = _module(path.resolve())
-    function = getattr(module, attribute, None)
-    if function is None:
-        functions = [n for n, v in vars(module).items() if callable(v) and getattr(v, "__module__", None) == module.__name__]
-        raise ConfigError(f"reward {path}:{attribute}: no such function; {nearest(attribute, functions)}")
-    if not callable(function):
-        raise ConfigError(f"reward {path}:{attribute} is a {type(function).__name__}, not a function")
-    return function
-
-
-def _module(path: Path) -> ModuleType:
-    """Import a file under a name of its own; its folder becomes importable, as when it is run as a script."""
-    name = "posttrain_user_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"reward file {path} is not Python source; its name must end in .py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
-    try:
-        spec.loader.exec_module(module)
-    except BaseException as error:
-        del sys.modules[name]
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        at = f"{path.name}:{error.lineno}" if isinstance(error, SyntaxError) else ""
-        raise ConfigError(
-            f"reward file {path} cannot be imported: {at or where(error)}" + (f": {error.msg}" if isinstance(error, SyntaxError) else "")
-        ) from error
-    return module

@@ -117,6 +117,10 @@ class SingleTurn(ABC):
     def gold(self, task: Task) -> tuple[str, ...]:
         """Turns that earn full reward."""
 
+    def paraphrases(self, task: Task) -> tuple[tuple[str, ...], ...]:
+        """Other turns that must earn as much as `gold`; `posttrain check` tries them."""
+        return ()
+
     def knows_gold(self, task: Task) -> bool:
         """Whether `gold` has an answer to this task."""
         return True

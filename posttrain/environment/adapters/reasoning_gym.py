@@ -19,7 +19,8 @@ from posttrain.core.seeds import key as seed_key
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.calls import Raised, TimedOut, call
-from posttrain.environment.reward import as_verdict, where
+from posttrain.environment.own import where
+from posttrain.environment.reward import as_verdict
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn
 
 REFUSED = {

@@ -12,8 +12,9 @@ from typing import Any
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Gauges, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.own import load, where
 from posttrain.environment.redact import redacted
-from posttrain.environment.reward import FunctionSource, load, source, where
+from posttrain.environment.reward import FunctionSource, source
 from posttrain.environment.workers.pool import Pool, told
 from posttrain.environment.workers.process import Spec
 

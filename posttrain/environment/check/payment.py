@@ -1,0 +1,234 @@
+"""Probes of what is paid: all right answers, however they are written, and nothing else."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+
+from posttrain.core.types import Task
+from posttrain.environment.check.answers import PARAPHRASES, PHRASES, SHAPES, SILENCE, WORDS, lists, noise, spellings
+from posttrain.environment.check.probe import Answer, Mark, Probe
+from posttrain.environment.check.subject import WRITTEN, Attack, Subject
+from posttrain.environment.prompts import PromptsEnv
+
+FEW = 12
+"""Tasks that each of many texts is tried on."""
+NOTHING_KNOWN: Answer = (Mark.SKIP, "no right answer is known here: give the tasks an answer, or the rows a column completion")
+NOTHING_PAID: Answer = (Mark.SKIP, "no right answer is paid, so nothing can be compared with it")
+
+
+async def gold(s: Subject) -> Answer:
+    if not s.gold:
+        return NOTHING_KNOWN
+    broken = [t for t in s.gold.values() if t.failed]
+    if broken:
+        j = broken[0].failed
+        assert j is not None
+        return Mark.FAIL, f"{len(broken)} of {len(s.gold)} right answers could not be judged: {j.source} {j.verdict.kind}: {j.verdict.why}"
+    if not s.sources:
+        told = next(iter(s.gold.values()))
+        return (
+            Mark.FAIL,
+            f"no source pays a right answer more than a wrong one; {told.said} to {told.task.prompt!r:.60} earned {dict(told.scores)}",
+        )
+    if not isinstance(s.env, PromptsEnv) and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
+        told = less[0]
+        return (
+            Mark.FAIL,
+            f"{told.said} is right for {told.task.prompt!r:.60}, and the environment pays {told.scores.get(s.env.name)}, not 1",
+        )
+    lost = [(t, source) for t in s.gold.values() for source in s.sources if source in t.scores and source not in s.deciding(t.task)]
+    if lost:
+        told, source = lost[0]
+        return Mark.FAIL, (
+            f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as {told.said} to {told.task.prompt!r:.60} "
+            f"({told.scores[source]:g})"
+        )
+    form = "" if s.shape == "bare" else ", as the completions are written" if s.shape == WRITTEN else f", written {s.shaped('X')!r}"
+    aside = f"; do not look at the answer: {', '.join(s.shaping)}" if s.shaping else ""
+    return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{aside}"
+
+
+async def distractor(s: Subject) -> Answer:
+    if not s.gold:
+        return NOTHING_KNOWN
+    if not s.known:
+        return NOTHING_PAID
+    best = {source: max(t.scores.get(source, 0.0) for t in s.gold.values()) for source in s.sources}
+    for told in s.wrong.values():
+        for source in s.sources:
+            score = told.scores.get(source, 0.0)
+            if source not in s.deciding(told.task) or (score >= best[source] and best[source] > 0):
+                return Mark.FAIL, f"{told.said} to {told.task.prompt!r:.60} is wrong and earns {score:g} with {source}"
+    return Mark.OK, f"{len(s.wrong)} wrong answers that look right earn less"
+
+
+async def order(s: Subject) -> Answer:
+    """The sum of all sources, weights included: what the policy is trained on."""
+    if not s.known:
+        return NOTHING_PAID
+    for task in s.known:
+        right, wrong = s.gold[task.id].outcome, s.wrong[task.id].outcome
+        silent = (await s.judge(task, ("",), repeat=True)).outcome
+        for name, other in (("a wrong one", wrong), ("silence", silent)):
+            if right is not None and other is not None and other >= right:
+                return Mark.FAIL, f"to {task.prompt!r:.60} the right answer earns {right:g} in all, and {name} {other:g}"
+    return Mark.OK, f"over {len(s.known)} tasks, all sources added up"
+
+
+async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tuple[Mapping[str, tuple[int, int]], str]:
+    """By kind (lost, tried), and an example of a loss."""
+    asked = [(t, kind, text) for t in s.known[:FEW] for kind, text in say(t).items()]
+    told = await s.tell([(t, s.last(t, text)) for t, _, text in asked])
+    lost, tried, example = Counter[str](), Counter[str](), ""
+    for (task, kind, _), answer in zip(asked, told, strict=True):
+        tried[kind] += 1
+        if set(s.paid(answer)) != set(s.deciding(task)):
+            lost[kind] += 1
+            example = example or f"{answer.said}, where {s.gold[task.id].said} is right"
+    return {k: (lost[k], n) for k, n in tried.items()}, example
+
+
+def _losses(found: Mapping[str, tuple[int, int]], example: str) -> Answer:
+    lost = [f"{kind} ({n} of {tried})" for kind, (n, tried) in found.items() if n]
+    if lost:
+        return Mark.WARN, f"not paid: {', '.join(lost)}; such as {example}"
+    return Mark.OK, f"paid all the same: {', '.join(found)}"
+
+
+async def paraphrase(s: Subject) -> Answer:
+    if not s.known:
+        return NOTHING_PAID
+    return _losses(*await _variants(s, lambda t: {k: f.replace("{}", s.right(t)[-1]) for k, f in PARAPHRASES.items()}))
+
+
+async def spelling(s: Subject) -> Answer:
+    """Of the answer itself; a form such as a box stays around it."""
+    if not s.known:
+        return NOTHING_PAID
+
+    def say(task: Task) -> dict[str, str]:
+        right, core = s.right(task)[-1], s.core(task)
+        return {kind: right.replace(core, text) if core else text for kind, text in spellings(core).items() if core in right}
+
+    return _losses(*await _variants(s, say))
+
+
+async def declared(s: Subject) -> Answer:
+    """`SingleTurn.paraphrases`: what the environment itself says is as right."""
+    if not s.known:
+        return NOTHING_PAID
+    asked = [(t, turns) for t in s.known for turns in s.env.paraphrases(t)]
+    if not asked:
+        return Mark.SKIP, "the environment names no other ways to be right (paraphrases)"
+    for (task, _), told in zip(asked, await s.tell(asked), strict=True):
+        if set(s.paid(told)) != set(s.deciding(task)):
+            return Mark.FAIL, f"{told.said} to {task.prompt!r:.60} is right by the environment's own word and earns {dict(told.scores)}"
+    return Mark.OK, f"{len(asked)} answers"
+
+
+def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
+    """Fails where a text that knows nothing is paid more often than chance allows."""
+    over = [a for a in attacks if a.hits and a.share > s.chance(a.tried)]
+    if over:
+        return Mark.FAIL, over[0].shown + (f"; so do {', '.join(a.kind for a in over[1:4])}" if over[1:] else "")
+    best = attacks[0]
+    return Mark.OK, f"{what}: the best is paid on {best.share:.0%} of tasks, of which chance allows {s.chance(best.tried):.0%}"
+
+
+async def silence(s: Subject) -> Answer:
+    if not s.known:
+        return NOTHING_PAID
+    return _found(s, await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known), f"{len(SILENCE)} ways to say nothing")
+
+
+async def constant(s: Subject) -> Answer:
+    if not s.known:
+        return NOTHING_PAID
+    texts = list(dict.fromkeys([*s.answers()[:5], *WORDS]))
+    found = await s.attack(lambda _: {repr(x): s.shaped(x) for x in texts}, s.known)
+    return _found(s, found, f"{len(texts)} answers, each to every task")
+
+
+async def random_strings(s: Subject) -> Answer:
+    if not s.known:
+        return NOTHING_PAID
+    rng = s.random("noise")
+
+    def say(_: Task) -> dict[str, str]:
+        out = {f"a random string of {len(x)} characters ({i // 4})": x for i, x in enumerate(noise(rng, s.env.alphabet))}
+        return {**out, **{f"{kind}, as an answer": s.shaped(x) for kind, x in out.items() if s.shape != "bare"}}
+
+    return _found(s, await s.attack(say, s.known[:FEW]), "random strings")
+
+
+async def templates(s: Subject) -> Answer:
+    if not s.known:
+        return NOTHING_PAID
+
+    def say(task: Task) -> dict[str, str]:
+        prompt = task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
+        empty = {f"an empty {name}": form.format("") for name, form in SHAPES.items() if name != "bare"}
+        echo = {"the prompt": prompt, "the prompt as the answer": s.shaped(prompt)}
+        return {**{repr(x): x for x in PHRASES}, **{f"{x!r} as the answer": s.shaped(x) for x in PHRASES}, **empty, **echo}
+
+    return _found(s, await s.attack(say, s.known[:FEW]), "templates, empty forms and the prompt itself")
+
+
+async def several(s: Subject) -> Answer:
+    """Lists of everything; and a right answer beside a wrong one, which must not be paid in both orders."""
+    if not s.known:
+        return NOTHING_PAID
+    rng, answers = s.random("lists"), s.answers()[:200]
+    found = await s.attack(lambda t: lists(answers, s.core(t), rng), s.known)
+    if (answer := _found(s, found, "lists of all answers"))[0] is not Mark.OK:
+        return answer
+    tasks = [t for t in s.known if s.near(t)[-1] not in s.right(t)[-1] and s.right(t)[-1] not in s.near(t)[-1]]
+    hedged = {
+        order: await s.tell([(t, s.last(t, "\n".join([x[-1] for x in (s.right(t), s.near(t))][::step]))) for t in tasks])
+        for order, step in (("first", 1), ("last", -1))
+    }
+    both = [a for a, b in zip(hedged["first"], hedged["last"], strict=True) if set(s.paid(a)) & set(s.paid(b))]
+    if both:
+        return (
+            Mark.FAIL,
+            f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such as {both[0].said}",
+        )
+    return answer
+
+
+UNPAID = "the policy could never be right. Mend the verifier or the answers; posttrain show RUN --wrong shows what a model says"
+HOLE = "the policy will find this sooner than you: make the verifier read one answer from one place, and refuse everything else"
+PAYMENT = (
+    Probe("gold", "right answers are paid more than wrong ones, on every task", UNPAID, gold),
+    Probe("distractor", "an answer that looks right and is not earns less than a right one", HOLE, distractor),
+    Probe(
+        "order",
+        "with all sources added up a right answer earns most",
+        "lower the weights of sources that do not look at the answer (env.rewards.N.weight)",
+        order,
+    ),
+    Probe(
+        "paraphrase",
+        "a right answer in other words is still paid",
+        "say in the prompt in which form you want the answer, or read it more generously; a policy learns the form from reward alone otherwise",
+        paraphrase,
+    ),
+    Probe(
+        "gold variants",
+        "a right answer spelled otherwise is still paid (false negatives)",
+        "normalise before comparing (strip white space, read numbers as numbers), or say in the prompt which spelling counts",
+        spelling,
+    ),
+    Probe("declared variants", "what the environment itself calls right is paid", UNPAID, declared),
+    Probe("silence", "saying nothing earns nothing", HOLE, silence),
+    Probe(
+        "constant",
+        "one answer to everything earns its share at most",
+        "balance the answers of your tasks, or judge more than the answer",
+        constant,
+    ),
+    Probe("random strings", "noise earns nothing", HOLE, random_strings),
+    Probe("templates", "forms without content, pleas and the prompt itself earn nothing", HOLE, templates),
+    Probe("several answers", "whoever names every answer earns nothing", HOLE, several),
+)

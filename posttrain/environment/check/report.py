@@ -1,0 +1,75 @@
+"""All probes of one environment, and what they found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from posttrain.environment.check.payment import PAYMENT
+from posttrain.environment.check.probe import Finding, Mark, Probe
+from posttrain.environment.check.subject import Subject
+from posttrain.environment.check.workings import WORKINGS
+from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.prove import Check, claims
+from posttrain.environment.single import SingleTurn
+
+TASKS, RATE = 32, 64.0
+"""Tasks tried, and answers that must be judged a second, where nothing else is asked for."""
+PROBES: tuple[Probe, ...] = (*PAYMENT, *WORKINGS)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found, in order."""
+
+    env: str
+    tasks: int
+    sources: tuple[str, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def passed(self) -> bool:
+        return not any(f.mark is Mark.FAIL for f in self.findings)
+
+    def marked(self, mark: Mark) -> tuple[str, ...]:
+        """Names of the probes that ended so."""
+        return tuple(f.probe for f in self.findings if f.mark is mark)
+
+    def plain(self) -> Mapping[str, Any]:
+        """As JSON takes it."""
+        return {
+            "env": self.env,
+            "passed": self.passed,
+            "tasks": self.tasks,
+            "sources": list(self.sources),
+            "findings": [asdict(f) for f in self.findings],
+        }
+
+
+async def check(env: SingleTurn, *, tasks: int = TASKS, rate: float = RATE, progress: Callable[[str], None] = lambda _: None) -> Report:
+    """Try an environment and its verifiers.
+
+    Args:
+        tasks: tasks that are tried: held-out ones, and training tasks where those are fewer.
+        rate: answers that must be judged a second.
+        progress: told the name of each probe as it begins.
+    """
+    progress("claims")
+    found = [_claim(c) for c in await claims(env)]
+    progress("gold")
+    count, some = env.train.count, list(env.heldout[:tasks])
+    some += [env.train.task(i) for i in range(tasks - len(some) if count is None else min(tasks - len(some), count))]
+    subject = await Subject.of(env, some, rate)
+    for probe in PROBES:
+        progress(probe.name)
+        found.append(await probe(subject))
+    own = () if isinstance(env, PromptsEnv) else (env.name,)
+    sources = dict.fromkeys([*own, *subject.sources, *subject.shaping])
+    return Report(env.name, len(some), tuple(sources), tuple(found))
+
+
+def _claim(c: Check) -> Finding:
+    return Finding(
+        c.name, Mark.OK if c.passed else Mark.FAIL, c.detail, "what the environment says of itself holds", "" if c.passed else c.advice
+    )

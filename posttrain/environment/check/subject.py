@@ -1,0 +1,241 @@
+"""The environment that is tried: its tasks, what its sources say of an answer, and what right and wrong earn with each."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from posttrain.core.ports import Attempt
+from posttrain.core.types import Stop, Task
+from posttrain.core.verdict import Judged, State, outcome
+from posttrain.environment.check.answers import SHAPES
+from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.script import Script
+from posttrain.environment.single import SingleTurn
+
+TURNS = 64
+"""Times an answer without a plan is repeated, in environments of several turns."""
+AT_ONCE = 64
+"""Answers judged at the same time."""
+WRITTEN = "completion"
+"""The form of right answers that only the completions of the data have."""
+SHAPED = 8
+"""Tasks on which the form of right answers is looked for."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """What an environment said of one answer."""
+
+    task: Task
+    turns: tuple[str, ...]
+    judged: tuple[Judged, ...]
+
+    @property
+    def scores(self) -> Mapping[str, float]:
+        """By source, where it gave a number: what enters the outcome, without weights."""
+        out: dict[str, float] = {}
+        for j in self.judged:
+            if j.counts and j.verdict.score is not None:
+                out[j.source] = out.get(j.source, 0.0) + j.verdict.score
+        return out
+
+    @property
+    def outcome(self) -> float | None:
+        return outcome(self.judged)
+
+    @property
+    def failed(self) -> Judged | None:
+        """The first source that failed on our side."""
+        return next((j for j in self.judged if j.verdict.state is State.FAILED), None)
+
+    @property
+    def said(self) -> str:
+        """The last turn, for messages."""
+        text = self.turns[-1] if self.turns else ""
+        return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}")
+
+
+@dataclass
+class Subject:
+    """An environment with what the probes share: made by `Subject.of`.
+
+    `gold` and `wrong` are what a right answer and a wrong one earned, task by task; `sources` those that tell one from
+    the other somewhere. `answers` are the right answers as they stand in the tasks, `shape` the form they are paid in.
+    """
+
+    env: SingleTurn
+    tasks: tuple[Task, ...]
+    rate: float
+    shape: str = "bare"
+    gold: dict[str, Told] = field(default_factory=dict[str, Told])
+    wrong: dict[str, Told] = field(default_factory=dict[str, Told])
+    _limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+
+    @staticmethod
+    async def of(env: SingleTurn, tasks: Sequence[Task], rate: float) -> Subject:
+        """Looks for the form of right answers, and judges a right and a wrong answer to every task."""
+        subject = Subject(env, tuple(tasks), rate)
+        known = [t for t in tasks if subject.knows(t)]
+        if isinstance(env, PromptsEnv):
+            subject.shape = await subject._find_shape(known[:SHAPED])
+        for task, told in zip(known, await subject.tell([(t, subject.right(t)) for t in known]), strict=True):
+            subject.gold[task.id] = told
+        for task, told in zip(known, await subject.tell([(t, subject.near(t)) for t in known]), strict=True):
+            subject.wrong[task.id] = told
+        return subject
+
+    async def _find_shape(self, tasks: Sequence[Task]) -> str:
+        """The form in which right answers earn most, as the user's rewards read them; the plainest of the best."""
+        earned: dict[str, float] = {}
+        written = isinstance(self.env, PromptsEnv) and all(self.env.completion(t) is not None for t in tasks)
+        for name in (*SHAPES, *([WRITTEN] if written else [])):
+            self.shape = name
+            told = await self.tell([(t, self.right(t)) for t in tasks])
+            earned[name] = math.fsum(t.outcome or 0.0 for t in told)
+        return max(earned, key=lambda n: earned[n])
+
+    # --- answers -----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def known(self) -> tuple[Task, ...]:
+        """Tasks with a right answer that earns more than a wrong one with some source."""
+        return tuple(t for t in self.tasks if t.id in self.gold and self.deciding(t))
+
+    def knows(self, task: Task) -> bool:
+        return self.env.knows_gold(task)
+
+    def core(self, task: Task) -> str:
+        """The right answer as the task has it: the last turn, without the form that it is paid in."""
+        return self.env.gold(task)[-1] if task.answer is None else str(task.answer)
+
+    def right(self, task: Task) -> tuple[str, ...]:
+        """Turns that earn full reward."""
+        if not isinstance(self.env, PromptsEnv):
+            return self.env.gold(task)
+        if self.shape == WRITTEN:
+            return (self.env.completion(task) or "",)
+        return (self.shaped(self.core(task)),)
+
+    def shaped(self, text: str) -> str:
+        """An answer in the form that right answers are paid in."""
+        return SHAPES.get(self.shape, "{}").format(text)
+
+    def near(self, task: Task) -> tuple[str, ...]:
+        """Turns that look right and are not: the environment's own, or the answer to another question."""
+        if not isinstance(self.env, PromptsEnv):
+            return self.env.distractor(task)
+        own = self.core(task)
+        others = [t for t in self.tasks if self.knows(t) and self.core(t) != own]
+        alike = min(others, key=lambda t: abs(len(self.core(t)) - len(own)), default=None)
+        return self.env.distractor(task) if alike is None else self.right(alike)
+
+    def last(self, task: Task, text: str) -> tuple[str, ...]:
+        """The right turns with another last one."""
+        return (*self.right(task)[:-1], text)
+
+    def answers(self) -> list[str]:
+        """The distinct right answers of all tasks, most common first."""
+        return [a for a, _ in Counter(self.core(t) for t in self.known).most_common()]
+
+    def random(self, name: str) -> random.Random:
+        return random.Random(f"posttrain check {name}")
+
+    # --- verdicts ----------------------------------------------------------------------------------------------------
+
+    async def judge(self, task: Task, turns: Sequence[str], repeat: bool = False) -> Told:
+        """Play and judge one scripted episode; with `repeat` the last turn is said as often as it is asked for."""
+        talk = Script([*turns, *tuple(turns[-1:]) * (TURNS if repeat else 0)])
+        try:
+            stop = await self.env.play(task, talk)
+        except IndexError:  # it would go on asking
+            stop = Stop.TURNS
+        attempt = Attempt(task, tuple(talk.said), stop, int, talk.state)
+        return Told(task, attempt.turns, (*await self.env.judge(attempt), *talk.paid))
+
+    async def tell(self, asked: Iterable[tuple[Task, Sequence[str]]], repeat: bool = False) -> list[Told]:
+        """Many episodes, side by side, in order."""
+
+        async def one(task: Task, turns: Sequence[str]) -> Told:
+            async with self._limit:
+                return await self.judge(task, turns, repeat)
+
+        return await asyncio.gather(*(one(t, turns) for t, turns in asked))
+
+    @cached_property
+    def sources(self) -> tuple[str, ...]:
+        """Sources that tell right from wrong: they give a right answer more on a tenth of the tasks, and the wrong one more on
+        fewer than half as many."""
+        every = dict.fromkeys(s for told in self.gold.values() for s in told.scores)
+        return tuple(s for s in every if (wins := self._wins(s, 1)) >= 0.1 * len(self.gold) and wins > 2 * self._wins(s, -1))
+
+    def _wins(self, source: str, sign: int) -> int:
+        """Tasks on which a source gives the right answer more (sign 1), or the wrong one (-1)."""
+        both = [(self.gold[i].scores.get(source), self.wrong[i].scores.get(source)) for i in self.gold]
+        return sum(right is not None and wrong is not None and sign * (right - wrong) > 0 for right, wrong in both)
+
+    @property
+    def shaping(self) -> tuple[str, ...]:
+        """Sources that do not look at the answer."""
+        every = dict.fromkeys(s for told in self.gold.values() for s in told.scores)
+        return tuple(s for s in every if s not in self.sources)
+
+    def deciding(self, task: Task) -> tuple[str, ...]:
+        """Sources that give the right answer to this task more than the wrong one."""
+        right, wrong = self.gold[task.id].scores, self.wrong[task.id].scores
+        return tuple(s for s in self.sources if s in right and (s not in wrong or right[s] > wrong[s]))
+
+    def paid(self, told: Told) -> tuple[str, ...]:
+        """Sources that gave this answer as much as the right one."""
+        right = self.gold[told.task.id].scores
+        return tuple(s for s in self.deciding(told.task) if s in told.scores and told.scores[s] >= right[s] - 1e-9)
+
+    def chance(self, count: int) -> float:
+        """Most of `count` tasks that an answer which knows nothing may get right: the share of the most common answer, three
+        standard deviations and 0.02."""
+        core = Counter(self.core(t) for t in self.known)
+        share = core.most_common(1)[0][1] / core.total() if core else 0.0
+        return share + 3 * math.sqrt(share * (1 - share) / max(1, count)) + 0.02
+
+    async def attack(self, say: Callable[[Task], Mapping[str, str]], tasks: Sequence[Task]) -> list[Attack]:
+        """Say to every task what `say` makes of it, by kind; how often each kind is paid like a right answer."""
+        asked = [(task, kind, text) for task in tasks for kind, text in say(task).items()]
+        told = await self.tell([(task, (text,)) for task, _, text in asked], repeat=True)
+        out: dict[str, Attack] = {}
+        for (_, kind, _), t in zip(asked, told, strict=True):
+            out.setdefault(kind, Attack(kind)).add(t, self.paid(t))
+        return sorted(out.values(), key=lambda a: -a.share)
+
+
+@dataclass
+class Attack:
+    """One kind of answer that knows nothing, and how it fared."""
+
+    kind: str
+    tried: int = 0
+    hits: list[tuple[Told, tuple[str, ...]]] = field(default_factory=list[tuple[Told, tuple[str, ...]]])
+    failed: list[Told] = field(default_factory=list[Told])
+
+    def add(self, told: Told, paid: tuple[str, ...]) -> None:
+        self.tried += 1
+        if paid:
+            self.hits.append((told, paid))
+        if told.failed:
+            self.failed.append(told)
+
+    @property
+    def share(self) -> float:
+        return len(self.hits) / self.tried
+
+    @property
+    def shown(self) -> str:
+        told, sources = self.hits[0]
+        return (
+            f"{self.kind} earns what a right answer earns on {len(self.hits)} of {self.tried} tasks with {' and '.join(sources)}, "
+            f"such as {told.said} to {told.task.prompt!r:.60}"
+        )

@@ -1,0 +1,160 @@
+"""Probes of how judging works: alike every time, alike beside others, whatever the text, fast enough, and behind walls."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from posttrain.core.types import Task
+from posttrain.core.verdict import State
+from posttrain.environment.check.answers import ODD
+from posttrain.environment.check.probe import Answer, Mark, Probe
+from posttrain.environment.check.subject import Subject, Told
+from posttrain.environment.sandbox.choose import HELP
+from posttrain.environment.sandbox.pool import Sandbox
+from posttrain.environment.sandbox.selftest import selftest
+
+REPEATS = 3
+CROWD = 192
+"""Answers judged at once by the probe of the pool."""
+SECONDS = 0.5
+"""How long throughput is measured."""
+
+
+def _given(told: Told) -> Mapping[str, object]:
+    """What can be compared: a number, an abstention or an outage of each source."""
+    return {j.source: j.verdict.score if j.verdict.state is State.VALUE else j.verdict.state.value for j in told.judged if j.counts}
+
+
+def _mixed(s: Subject) -> list[tuple[Task, Sequence[str]]]:
+    """Right, wrong and empty answers in turn."""
+    if not s.gold:
+        return [(t, ("",)) for t in s.tasks]
+    return [x for t in s.tasks if t.id in s.gold for x in ((t, s.right(t)), (t, s.near(t)), (t, ("",) * len(s.right(t))))]
+
+
+def _differ(one: Sequence[Told], two: Sequence[Told]) -> str:
+    """How two rounds about the same answers differ; '' where they do not."""
+    other = [(a, b) for a, b in zip(one, two, strict=True) if _given(a) != _given(b)]
+    if not other:
+        return ""
+    a, b = other[0]
+    return f"{len(other)} of {len(one)} answers, such as {a.said} to {a.task.prompt!r:.60}: {dict(_given(a))} and then {dict(_given(b))}"
+
+
+async def repeats(s: Subject) -> Answer:
+    """One after another, so that nothing else can be the reason."""
+    asked = _mixed(s)[:24]
+    first = [await s.judge(*x) for x in asked]
+    for _ in range(REPEATS - 1):
+        if why := _differ(first, [await s.judge(*x) for x in asked]):
+            return Mark.FAIL, why
+    return Mark.OK, f"{len(asked)} answers judged {REPEATS} times"
+
+
+async def pool(s: Subject) -> Answer:
+    """A crowd in another order, threads changing as often as they can."""
+    asked = _mixed(s)
+    alone = [await s.judge(*x) for x in asked[:24]]
+    asked = asked[:24]
+    if _differ(alone, [await s.judge(*x) for x in asked]):
+        return Mark.SKIP, "the verdicts differ even one at a time"
+    crowd = [i % len(asked) for i in range(CROWD)]
+    s.random("crowd").shuffle(crowd)
+    with _restless():
+        told = await s.tell([asked[i] for i in crowd])
+    why = _differ([alone[i] for i in crowd], told)
+    return (Mark.FAIL, why) if why else (Mark.OK, f"{CROWD} judged at once say what they said one at a time")
+
+
+@contextmanager
+def _restless() -> Iterator[None]:
+    """Threads take turns every 10 microseconds instead of every 5 milliseconds, so that races show."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+async def odd(s: Subject) -> Answer:
+    told = [(kind, await s.judge(s.tasks[0], (text,), repeat=True)) for kind, text in ODD.items()]
+    if broken := [(kind, t.failed) for kind, t in told if t.failed]:
+        kind, j = broken[0]
+        assert j is not None
+        return Mark.FAIL, f"{kind} breaks {j.source} ({j.verdict.kind}: {j.verdict.why}), one of {len(broken)} of {len(told)} texts that do"
+    return Mark.OK, f"{len(told)} texts, each a verdict"
+
+
+async def throughput(s: Subject) -> Answer:
+    asked, done, singles = _mixed(s), 0, list[float]()
+    for x in asked[:8]:
+        begun = time.perf_counter()
+        await s.judge(*x)
+        singles.append(time.perf_counter() - begun)
+    begun = time.perf_counter()
+    while (took := time.perf_counter() - begun) < SECONDS or not done:
+        wave = [asked[(done + i) % len(asked)] for i in range(64)]
+        await s.tell(wave)
+        done += len(wave)
+    rate, single = done / took, sorted(singles)[len(singles) // 2]
+    detail = f"{rate:.3g} answers/s with 64 at once, {single * 1000:.3g} ms one alone; expected {s.rate:g}/s"
+    return (Mark.OK if rate >= s.rate else Mark.FAIL), detail
+
+
+async def sandbox(s: Subject) -> Answer:
+    """The attacks of the self-test, tried now on the sandbox that judges with."""
+    boxes = sandboxes(s)
+    if not boxes:
+        return Mark.SKIP, "nothing here runs programs that a model wrote"
+    lines: list[str] = []
+    for box in boxes:
+        wrong = await asyncio.to_thread(selftest, box.backend)
+        if wrong:
+            return Mark.FAIL, f"{box.name}: {'; '.join(wrong)}"
+        lines.append(f"{box.name} withstood every attack")
+    return Mark.OK, ", ".join(lines)
+
+
+def sandboxes(s: Subject) -> list[Sandbox]:
+    """Sandboxes of the environment and of its sources."""
+    holders = (s.env, *s.env.rewards)
+    found = [x for holder in holders for x in _held(holder) if isinstance(x, Sandbox)]
+    return list({id(x): x for x in found}.values())
+
+
+def _held(holder: object) -> list[object]:
+    return list(getattr(holder, "__dict__", {}).values())
+
+
+WORKINGS = (
+    Probe(
+        "the same twice",
+        "a verdict depends on task and text alone",
+        "take chance, time and memory of earlier answers out of the verifier; a judge model needs temperature 0",
+        repeats,
+    ),
+    Probe(
+        "the same in a crowd",
+        "verdicts do not change when many are judged at once",
+        "give the function processes of its own (env.rewards.N.workers=4), or keep no global state in it",
+        pool,
+    ),
+    Probe(
+        "odd texts",
+        "any text gets a verdict",
+        "a policy that breaks the verifier when it is wrong is never told so: catch what parsing raises and return 0",
+        odd,
+    ),
+    Probe(
+        "throughput",
+        "answers are judged as fast as they are expected (--rate)",
+        "make it cheaper, or judge side by side (env.rewards.N.workers=4); generation waits for the last verdict of a step",
+        throughput,
+    ),
+    Probe("sandbox", "model-written programs cannot get out", HELP, sandbox),
+)

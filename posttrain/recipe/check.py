@@ -1,0 +1,128 @@
+"""`posttrain check`: an environment tried from the command line or from Python, and the table that says what was found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.reader import run_file
+from posttrain.core.run import Env
+from posttrain.environment import check as probes
+from posttrain.environment.build import environment
+from posttrain.environment.check import Mark, Report
+from posttrain.environment.single import SingleTurn
+from posttrain.recipe import overrides as dotted
+from posttrain.recipe.shipped import recipe as shipped
+
+COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
+
+
+def check(
+    env: str | Path | Env | SingleTurn,
+    *overrides: str,
+    tasks: int = probes.TASKS,
+    rate: float = probes.RATE,
+    progress: Callable[[str], None] = lambda _: None,
+) -> Report:
+    """Try an environment and its verifiers: `posttrain.check("arithmetic", "env.args.max_operand=99").passed`.
+
+    Args:
+        env: what `env.name` may be, a run folder, an `Env`, or an environment of your own.
+        overrides: dotted changes, those of `env` and `seed`.
+        tasks: held-out tasks that are tried.
+        rate: answers that must be judged a second.
+        progress: told the name of each probe as it begins.
+
+    Raises:
+        ConfigError: no such environment, or a setting it does not have.
+        DataError: the user's prompts cannot be read.
+    """
+    for name, value in (("tasks", tasks), ("rate", rate)):
+        if not value > 0:
+            raise ConfigError(f"--{name} {value}: must be more than 0")
+    if isinstance(env, SingleTurn):
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: an environment that is already built takes no overrides")
+        return _wait(env, tasks, rate, progress)
+    built = build(env, *overrides)
+    try:
+        return _wait(built, tasks, rate, progress)
+    finally:
+        built.close()
+
+
+def build(env: str | Path | Env, *overrides: str) -> SingleTurn:
+    """The environment by its name, by a run that used it, or by its configuration."""
+    run = shipped("arithmetic")
+    if isinstance(env, Env):
+        run = replace(run, env=env)
+    elif (Path(env) / "run.json").is_file():
+        run = run_file(Path(env)).run
+    else:
+        run = dotted.apply(run, [f"env={env}"])
+    if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
+        raise ConfigError(
+            f"{strange[0]}: a check reads the environment alone: env.args.NAME, env.rewards, env.prompts, env.heldout and seed"
+        )
+    run = dotted.apply(run, list(overrides))
+    return environment(run.env, run.seed)
+
+
+def _wait(env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], None]) -> Report:
+    """Run the probes to their end, in a thread of their own where an event loop is running already (notebooks)."""
+    box: list[Report | BaseException] = []
+
+    def body() -> None:
+        try:
+            box.append(asyncio.run(probes.check(env, tasks=tasks, rate=rate, progress=progress)))
+        except BaseException as error:
+            box.append(error)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(probes.check(env, tasks=tasks, rate=rate, progress=progress))
+    thread = threading.Thread(target=body, name="posttrain check")
+    thread.start()
+    thread.join()
+    if isinstance(box[0], BaseException):
+        raise box[0]
+    return box[0]
+
+
+def show(target: str, *overrides: str, tasks: int, rate: float, as_json: bool) -> int:
+    """Print the report; 0 where nothing failed, else 1."""
+    console = Console(highlight=False)
+    if as_json:
+        report = check(target, *overrides, tasks=tasks, rate=rate)
+        print(json.dumps(report.plain(), indent=2))
+        return 0 if report.passed else 1
+    with console.status("building") as status:
+        report = check(target, *overrides, tasks=tasks, rate=rate, progress=lambda name: status.update(escape(name)))
+    console.print(table(report))
+    for finding in report.findings:
+        if finding.advice:
+            console.print(f"[{COLOURS[finding.mark]}]{escape(finding.probe)}[/]: {escape(finding.means)}. To do: {escape(finding.advice)}")
+    failed, warned = report.marked(Mark.FAIL), report.marked(Mark.WARN)
+    verdict = f"{len(failed)} of {len(report.findings)} probes failed: {', '.join(failed)}" if failed else "nothing failed"
+    console.print(f"[{'bold red' if failed else 'green'}]{escape(verdict)}[/]" + (f"; {len(warned)} to look at" if warned else ""))
+    return 1 if failed else 0
+
+
+def table(report: Report) -> Table:
+    """A row a probe."""
+    out = Table(title=escape(f"{report.env}: {report.tasks} tasks, judged by {', '.join(report.sources)}"))
+    for name in ("", "probe", "what was seen"):
+        out.add_column(name, overflow="fold")
+    for f in report.findings:
+        out.add_row(f"[{COLOURS[f.mark]}]{f.mark.value}[/]", escape(f.probe), escape(f.detail))
+    return out

@@ -1,0 +1,297 @@
+"""`posttrain check`: every planted hole is found by the probe that is for it, and a sound verifier passes them all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sandbox_parts import backend, made, patched
+
+import posttrain
+from posttrain.cli import main
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Attempt
+from posttrain.core.types import Task
+from posttrain.core.verdict import Verdict
+from posttrain.environment.check import PROBES, Finding, Mark, Report, Subject, check
+from posttrain.environment.check.workings import WORKINGS
+from posttrain.environment.code import Code
+from posttrain.environment.gallery.arithmetic import Arithmetic
+from posttrain.environment.gallery.calculator import Calculator
+from posttrain.environment.prompts import PromptsEnv, Row, digest
+from posttrain.environment.reward import source
+from posttrain.environment.sandbox.pool import Sandbox
+
+Judge = Callable[[Task, str], Any]
+
+
+def rows(count: int = 24) -> tuple[Row, ...]:
+    """Products of different numbers, so that no answer is common."""
+    tasks = [Task(id=f"t{i}", prompt=f"{i} times seventeen", answer=str(17 * i)) for i in range(3, 3 + count)]
+    return tuple(Row(t, None, digest(t.prompt)) for t in tasks)
+
+
+async def tried(*judges: Judge, weights: tuple[float, ...] = (1.0, 1.0), rate: float = 1.0, tasks: int = 12) -> Report:
+    rewards = tuple(source(j, name=f"judge{i}", weight=w) for i, (j, w) in enumerate(zip(judges, weights, strict=False)))
+    return await check(PromptsEnv(rows=rows(), rewards=rewards), tasks=tasks, rate=rate)
+
+
+async def asked(probe: str, judge: Judge, rate: float = 1.0) -> Finding:
+    """What one probe finds."""
+    env = PromptsEnv(rows=rows(), rewards=(source(judge, name="judge"),))
+    subject = await Subject.of(env, [r.task for r in rows()][:16], rate)
+    return await next(p for p in PROBES if p.name == probe)(subject)
+
+
+def exact(task: Task, text: str) -> float:
+    return float(text.strip() == task.answer)
+
+
+async def test_a_sound_verifier_passes_everything() -> None:
+    report = await tried(exact)
+    assert report.passed and report.sources == ("judge0",)
+    assert {"gold", "silence", "constant", "random strings", "templates", "several answers", "odd texts", "throughput"} <= set(
+        report.marked(Mark.OK)
+    )
+    assert set(report.marked(Mark.WARN)) == {"paraphrase", "gold variants"}, "it reads the bare answer alone, and the report says so"
+
+
+def boxed(task: Task, text: str) -> float:
+    return float(f"\\boxed{{{task.answer}}}" == text[text.rfind("\\boxed") :].strip())
+
+
+async def test_the_form_of_right_answers_is_found() -> None:
+    report = await tried(boxed)
+    found = next(f for f in report.findings if f.probe == "gold")
+    assert report.passed and "\\\\boxed{X}" in found.detail
+
+
+# --- holes -----------------------------------------------------------------------------------------------------------------
+
+
+def contains(task: Task, text: str) -> float:
+    return float(str(task.answer) in text.replace(",", " ").split())
+
+
+def prefix(task: Task, text: str) -> float:
+    """Half-written answers count, the empty one too."""
+    return float(str(task.answer).startswith(text.strip()))
+
+
+def either_end(task: Task, text: str) -> float:
+    words = text.split() or [""]
+    return float(task.answer in (words[0], words[-1]) and len(words) < 4)
+
+
+def near_enough(task: Task, text: str) -> float:
+    """A comparison that is false for NaN both ways."""
+    try:
+        return float(not abs(float(text) - int(task.answer)) > 0.01)
+    except ValueError:
+        return 0.0
+
+
+def long_is_good(task: Task, text: str) -> float:
+    return float(text.strip() == task.answer or (len(text) >= 200 and len(set(text)) > 5))
+
+
+def believes(task: Task, text: str) -> float:
+    return float(text.strip() == task.answer or "correct" in text)
+
+
+def zero_is_fine(task: Task, text: str) -> float:
+    return float(text.strip() in (task.answer, "0"))
+
+
+def raises(task: Task, text: str) -> float:
+    return float(int(text.strip() or 0) == int(task.answer))
+
+
+def one_more(task: Task, text: str) -> float:
+    return float(text.strip() in (str(task.answer), str(int(task.answer) + 17)))
+
+
+def forgets(task: Task, text: str) -> float:
+    return float(text.strip() == task.answer and int(task.answer) % 2)
+
+
+def pays_all(task: Task, text: str) -> float:
+    return 1.0
+
+
+def wavers(task: Task, text: str) -> float:
+    return float(random.random() < 0.5)
+
+
+CALLS = itertools.count()
+
+
+def first_ten(task: Task, text: str) -> float:
+    """Remembers: from some call on it says no."""
+    return float(text.strip() == task.answer and next(CALLS) % 40 < 30)
+
+
+class Shared:
+    """One place for everybody's answer, as in a parser that keeps what it reads in a global."""
+
+    task: Task | None = None
+    pause = threading.Event()
+
+    def __call__(self, task: Task, text: str) -> float:
+        self.task = task
+        self.pause.wait(0.002)
+        return float(text.strip() == self.task.answer)
+
+
+def slow(task: Task, text: str) -> float:
+    time.sleep(0.02)
+    return exact(task, text)
+
+
+@pytest.mark.parametrize(
+    ("judge", "probe"),
+    [
+        (contains, "several answers"),
+        (either_end, "several answers"),
+        (prefix, "silence"),
+        (near_enough, "templates"),
+        (believes, "templates"),
+        (long_is_good, "random strings"),
+        (zero_is_fine, "constant"),
+        (raises, "odd texts"),
+        (one_more, "distractor"),
+        (forgets, "gold"),
+        (pays_all, "gold"),
+        (wavers, "the same twice"),
+        (first_ten, "the same twice"),
+    ],
+)
+async def test_a_hole_is_found_by_its_probe(judge: Judge, probe: str) -> None:
+    found = await asked(probe, judge)
+    assert found.mark is Mark.FAIL and found.detail and found.advice
+    assert (await asked(probe, exact)).mark is Mark.OK
+
+
+async def test_a_verifier_that_shares_a_place_is_right_alone_and_wrong_in_a_crowd() -> None:
+    assert (await asked("the same twice", Shared())).mark is Mark.OK
+    assert (await asked("the same in a crowd", Shared())).mark is Mark.FAIL
+
+
+async def test_one_that_is_slower_than_expected_is_found() -> None:
+    assert (await asked("throughput", slow, rate=10_000)).mark is Mark.FAIL
+    assert (await asked("throughput", slow, rate=0.5)).mark is Mark.OK
+
+
+def brief(task: Task, text: str) -> float:
+    return 1.0 / (1 + len(text))
+
+
+async def test_a_shaping_reward_is_told_apart_and_must_not_outweigh_the_answer() -> None:
+    well = await tried(exact, brief, weights=(1.0, 0.1))
+    assert well.passed and "do not look at the answer: judge1" in next(f.detail for f in well.findings if f.probe == "gold")
+    badly = await tried(exact, brief, weights=(0.1, 1.0))
+    assert badly.marked(Mark.FAIL) == ("order",)
+
+
+# --- environments with a verifier of their own -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("env", [Arithmetic(heldout_count=60, max_operand=99), Calculator(heldout_count=40)], ids=lambda e: e.name)
+async def test_the_gallery_passes(env: Any) -> None:
+    report = await check(env, tasks=16, rate=1.0)
+    assert report.passed, [f for f in report.findings if f.mark is Mark.FAIL]
+    assert "held-out is disjoint from train" in report.marked(Mark.OK)
+
+
+class Halves(Arithmetic):
+    def verify(self, attempt: Attempt) -> Verdict:
+        full = super().verify(attempt)
+        return Verdict.value(0.5 * (full.score or 0.0))
+
+
+class Unsplit(Arithmetic):
+    _held = frozenset()  # type: ignore[assignment]
+
+
+class Words(Arithmetic):
+    def paraphrases(self, task: Task) -> tuple[tuple[str, ...], ...]:
+        return ((f"{task.answer}.",), ("it is " + "twelve",))
+
+
+@pytest.mark.parametrize(("cls", "probe"), [(Halves, "gold"), (Unsplit, "held-out is disjoint from train"), (Words, "declared variants")])
+async def test_a_broken_environment_is_found_by_its_probe(cls: type[Arithmetic], probe: str) -> None:
+    assert probe in (await check(cls(heldout_count=60), tasks=16, rate=1.0)).marked(Mark.FAIL)
+
+
+async def test_a_sandbox_with_a_hole_fails_the_check(tmp_path: Path) -> None:
+    backend("landlock")
+    hole = patched(tmp_path, "syscalls.py", "plain = PLAIN + (() if host_files else FILES)", "plain = PLAIN + FILES")
+    env = PromptsEnv(rows=rows(), rewards=(Code(Sandbox(made("landlock", hole), workers=1), owned=True),))
+    found = await WORKINGS[-1](Subject(env, (), 1.0))
+    env.close()
+    held = Sandbox(made("landlock"), workers=1)
+    kept = await WORKINGS[-1](Subject(PromptsEnv(rows=rows(), rewards=(Code(held, owned=True),)), (), 1.0))
+    held.close()
+    assert kept.mark is Mark.OK and "landlock withstood every attack" in kept.detail
+    assert found.mark is Mark.FAIL and "change a file of the host" in found.detail
+
+
+@pytest.mark.prove
+def test_the_sandbox_is_tried_where_one_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    program = "```python\ndef f(x):\n    return x + {}\n```"
+    data = [
+        {"prompt": f"add {k}", "completion": program.format(k), "tests": [{"function": "f", "args": [2], "expected": 2 + k}]}
+        for k in range(5)
+    ]
+    file = tmp_path / "code.jsonl"
+    file.write_text("".join(json.dumps(r) + "\n" for r in data))
+    code = main(["check", "prompts", f"env.prompts={file}", "env.rewards=code", "env.heldout=2", "--tasks", "2", "--rate", "0.1", "--json"])
+    said = json.loads(capsys.readouterr().out)
+    found = {f["probe"]: f for f in said["findings"]}
+    assert found["sandbox"]["mark"] == "ok" and "withstood every attack" in found["sandbox"]["detail"]
+    assert (code, said["passed"]) == (0, True), [f for f in said["findings"] if f["mark"] == "fail"]
+
+
+# --- the command -------------------------------------------------------------------------------------------------------------
+
+
+def test_the_command_prints_a_table_and_fails_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "mine.jsonl"
+    file.write_text("".join(json.dumps({"prompt": r.task.prompt, "answer": r.task.answer}) + "\n" for r in rows()))
+    code = main(["check", "prompts", f"env.prompts={file}", "env.rewards=contains", "--tasks", "8", "--rate", "1"])
+    text = capsys.readouterr().out
+    assert code == 1 and "several answers" in text and "1 of " in text and "To do:" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["arithmetic", "rl.steps=3"], "reads the environment alone"),
+        (["arithmtic"], "did you mean 'arithmetic'"),
+        (["arithmetic", "env.args.max_operands=3"], "did you mean 'max_operand'"),
+        (["arithmetic", "--tasks", "0"], "must be more than 0"),
+        (["prompts"], "needs env.prompts"),
+        (["nowhere/mine.py:Task"], "no such file; there is no folder nowhere"),
+    ],
+)
+def test_what_cannot_be_checked_is_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_from_python_with_an_environment_of_ones_own() -> None:
+    assert posttrain.check(Arithmetic(heldout_count=20), tasks=4, rate=1.0).passed
+    with pytest.raises(ConfigError, match="takes no overrides"):
+        posttrain.check(Arithmetic(heldout_count=20), "seed=1")
+
+
+def test_the_page_has_a_row_for_every_probe() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
+    assert [p.name for p in PROBES if f"\n| {p.name} | {p.means} |" not in page] == []
