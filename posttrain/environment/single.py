@@ -70,7 +70,7 @@ class SingleTurn(ABC):
     """One question, one answer, one verifier: the base of every environment here.
 
     A subclass is a frozen dataclass. Fields it adds are its settings (`Env.args`); the fields below are set by
-    whoever builds it. It gives `name`, `train`, `heldout`, `verify`, and for its proof `key`, `gold` and `distractor`.
+    whoever builds it. It gives `name`, `train`, `heldout`, `verify` (or `verdict`), and for its proof `key`, `gold` and `distractor`.
     A task of several turns overrides `play`.
     """
 
@@ -105,9 +105,13 @@ class SingleTurn(ABC):
     def alphabet(self) -> str:
         """Every character that prompts, gold answers and demonstrations use, for a character tokenizer."""
 
-    @abstractmethod
     def verify(self, attempt: Attempt) -> Verdict:
-        """The environment's own verdict; what the policy says may make it 0 but never makes it raise."""
+        """The environment's own verdict, at once; what the policy says may make it 0 but never makes it raise."""
+        raise NotImplementedError(f"environment {self.name!r} has neither verify() nor, where judging has to wait, verdict()")
+
+    async def verdict(self, attempt: Attempt) -> Verdict:
+        """`verify`; given instead of it where judging waits for a sandbox or a server."""
+        return self.verify(attempt)
 
     @abstractmethod
     def key(self, task: Task) -> Hashable:
@@ -139,7 +143,7 @@ class SingleTurn(ABC):
         return (await talk.say()).stop
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        own = Judged(self.name, 1.0, self.verify(attempt))
+        own = Judged(self.name, 1.0, await self.verdict(attempt))
         return (own, *self.steps(attempt), *await self.added(attempt))
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:

@@ -67,7 +67,7 @@ def prompts_begin_once(parts: Parts, tokenizer: Any, tasks: Sequence[Task]) -> N
 async def gold_is_paid(env: SingleTurn, tasks: Sequence[Task]) -> None:
     """The environment's own verifier gives a right answer full reward."""
     for task in tasks:
-        own = env.verify(await _play(env, task, env.gold(task)))
+        own = await env.verdict(await _play(env, task, env.gold(task)))
         if own.score != 1.0:
             raise InvariantError(
                 f"verifier {env.name!r} scores the right answer {env.gold(task)} to task {task.id!r} ({task.prompt!r:.80}) {own.score} "
@@ -80,7 +80,7 @@ async def near_misses_are_not(env: SingleTurn, tasks: Sequence[Task]) -> None:
     for task in tasks:
         gold = env.gold(task)
         for turns in (env.distractor(task), ("",) * len(gold)):
-            own = env.verify(await _play(env, task, turns))
+            own = await env.verdict(await _play(env, task, turns))
             if own.score != 0.0 and not (env.pays_parts and own.score is not None and own.score < 1):
                 raise InvariantError(
                     f"verifier {env.name!r} pays {own.score} for {list(turns)}, which is no answer to task {task.id!r} ({task.prompt!r:.80}; right: {gold}). "

@@ -16,7 +16,7 @@ from tests.rooms.sandbox_parts import NAMES, backend, living
 
 pytestmark = pytest.mark.prove
 
-JOBS = 3_000
+JOBS = 10_000
 ROOT = Path(__file__).parents[2]
 
 

@@ -14,6 +14,7 @@ GALLERY: dict[str, str] = {
     "arithmetic": "posttrain.environment.gallery.arithmetic:Arithmetic",
     "countdown": "posttrain.environment.gallery.countdown:Countdown",
     "calculator": "posttrain.environment.gallery.calculator:Calculator",
+    "programs": "posttrain.environment.gallery.programs:Programs",
 }
 """Name -> module:class. The class is a frozen dataclass; its own fields are the environment's settings."""
 

@@ -177,7 +177,7 @@ def job(control: socket.socket, settings: dict[str, Any], rules: int | None, req
     status = 1
     try:
         confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
-        os.setsid()
+        os.setpgid(0, 0)
         source, stdin, stdout, stderr, result, call, locked = fds
         code, asked = read(source), read(call)
         control.detach()

@@ -1,0 +1,191 @@
+"""Programs: `<+3*2-1>` asks for Python that adds 3, doubles and takes 1 away: `(x+3)*2-1`. Judged by running it in the sandbox."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.ports import Attempt, TaskSource
+from posttrain.core.seeds import generator
+from posttrain.core.types import Gauges, Task, merge
+from posttrain.core.verdict import Verdict
+from posttrain.environment.code import Code
+from posttrain.environment.redact import redacted
+from posttrain.environment.sandbox.choose import choose, open_sandbox
+from posttrain.environment.sandbox.port import Limits
+from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, require
+
+Steps = tuple[tuple[str, int], ...]
+"""What is done to x, in order: an operator of `+ - *` and a digit each."""
+Line = tuple[int, int]
+"""(a, b) of the function a * x + b that the steps make: what makes two tasks the same."""
+INPUTS = (-3, 0, 2, 7)
+"""What the hidden test calls the program with."""
+LIMITS = Limits(wall=2.0, cpu=1.0, memory=256 * 1024**2)
+"""A policy that plays with `9**9**9` costs its own reward and no time."""
+TRIES = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Programs(SingleTurn):
+    """Write an expression in x that does some steps in order; the reward is 1 where it passes every hidden test, else 0.
+
+    The answer becomes the body of a function that runs in the sandbox (`auto`); its values are compared outside, so no
+    program can see what is wanted. Two tasks are the same where they ask for the same function of x, however it is put.
+    """
+
+    min_steps: int = 2
+    max_steps: int = 3
+    max_operand: int = 9
+    """Of a step; the smallest is 1, of `*` 2."""
+    workers: int = 1
+    """Sandboxes at once."""
+
+    def __post_init__(self) -> None:
+        require(
+            1 <= self.min_steps <= self.max_steps <= 8,
+            self.name,
+            f"min_steps={self.min_steps}, max_steps={self.max_steps}: need 1 <= min <= max <= 8",
+        )
+        require(2 <= self.max_operand <= 9, self.name, f"max_operand={self.max_operand}: must lie in 2..9")
+        require(self.workers >= 1, self.name, f"workers={self.workers}: must be 1 or more")
+        choose("auto", ())  # refuses now where no sandbox works, not after the first stage
+
+    @property
+    def name(self) -> str:
+        return "programs"
+
+    @property
+    def alphabet(self) -> str:
+        return "0123456789+-*()x<>"
+
+    @cached_property
+    def code(self) -> Code:
+        """The judge, with its sandboxes, from the first answer on."""
+        return Code(open_sandbox("auto", workers=self.workers, limits=LIMITS, packages=()), name=self.name, owned=True)
+
+    @property
+    def train(self) -> TaskSource:
+        return Generated(self._train)
+
+    def _train(self, index: int) -> Task:
+        rng = generator(self.seed, "programs/train", index)
+        return self._new(rng, f"programs-{index}", self._held)
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        rng = generator(HELDOUT_SEED, "programs/heldout")
+        seen: set[Line] = set()
+        tasks: list[Task] = []
+        for i in range(self.heldout_count):
+            tasks.append(self._new(rng, f"programs-heldout-{i}", seen))
+            seen.add(self.key(tasks[-1]))
+        return tuple(tasks)
+
+    @cached_property
+    def _held(self) -> frozenset[Line]:
+        return frozenset(self.key(t) for t in self.heldout)
+
+    def _new(self, rng: np.random.Generator, name: str, taken: set[Line] | frozenset[Line]) -> Task:
+        for _ in range(TRIES):
+            steps = self._draw(rng)
+            if line(steps) not in taken:
+                prompt = "<" + "".join(f"{op}{n}" for op, n in steps) + ">"
+                a, b = line(steps)
+                test = {"function": "f", "args": [list(INPUTS)], "expected": [a * x + b for x in INPUTS]}
+                return Task(id=name, prompt=prompt, answer=written(steps), info={"steps": [list(s) for s in steps], "tests": [test]})
+        raise ConfigError(f"env programs: no new task found in {TRIES} draws; lower heldout, or raise max_steps or max_operand")
+
+    def _draw(self, rng: np.random.Generator) -> Steps:
+        count = int(rng.integers(self.min_steps, self.max_steps + 1))
+        ops = ["+-*"[i] for i in rng.integers(3, size=count)]
+        return tuple((op, int(rng.integers(2 if op == "*" else 1, self.max_operand + 1))) for op in ops)
+
+    async def verdict(self, attempt: Attempt) -> Verdict:
+        return redacted(await self.code.verdict(attempt.task, program(attempt.text)))
+
+    def gauges(self) -> Gauges:
+        return merge(super().gauges(), self.code.gauges()) if "code" in self.__dict__ else super().gauges()
+
+    def close(self) -> None:
+        super().close()
+        if "code" in self.__dict__:
+            self.code.close()
+
+    def key(self, task: Task) -> Line:
+        return line(_steps(task))
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return (str(task.answer),)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        """The steps as they stand, without the parentheses they need; where they need none, with a last one too many."""
+        flat = "x" + str(task.prompt)[1:-1]
+        return (flat if flat != task.answer else f"{flat}+1",)
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`document`: expressions alone; `answer`: the program."""
+        return ("document", "answer")
+
+    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
+        """(prompt, completion). A false one forgets parentheses, or mistakes an operator, a digit or the order of two steps."""
+        if style not in self.styles:
+            raise ConfigError(f"programs cannot write style {style!r}: {nearest(style, self.styles)}")
+        steps, false = _steps(task), rng.random() < wrong
+        if style == "document":
+            return "", written(self._draw(rng))
+        return str(task.prompt), self._mistaken(rng, steps) if false else written(steps)
+
+    def _mistaken(self, rng: np.random.Generator, steps: Steps) -> str:
+        """Half of the time without parentheses, where that is a mistake."""
+        flat = "x" + "".join(f"{op}{n}" for op, n in steps)
+        if flat != written(steps) and rng.random() < 0.5:
+            return flat
+        while True:
+            i, other = int(rng.integers(len(steps))), list(steps)
+            kind = int(rng.integers(3))
+            if kind == 0:
+                other[i] = ("+-*"[int(rng.integers(3))], steps[i][1])
+            elif kind == 1:
+                other[i] = (steps[i][0], int(rng.integers(1, 10)))
+            else:
+                other[i], other[i - 1] = other[i - 1], other[i]
+            if line(tuple(other)) != line(steps):
+                return written(tuple(other))
+
+
+def program(text: str) -> str:
+    """The answer as a program that has the function which the test calls."""
+    return f"def f(inputs):\n    return [g(x) for x in inputs]\n\ng = lambda x: {text.strip()}\n"
+
+
+def line(steps: Steps) -> Line:
+    """
+    >>> line((("+", 3), ("*", 2), ("-", 1)))
+    (2, 5)
+    """
+    a, b = 1, 0
+    for op, n in steps:
+        a, b = (a * n, b * n) if op == "*" else (a, b + n if op == "+" else b - n)
+    return a, b
+
+
+def written(steps: Steps) -> str:
+    """The steps as Python, with the parentheses they need.
+
+    >>> written((("+", 3), ("*", 2), ("-", 1)))
+    '(x+3)*2-1'
+    """
+    out, sum_last = "x", False
+    for op, n in steps:
+        out = f"({out})" if op == "*" and sum_last else out
+        out, sum_last = f"{out}{op}{n}", op != "*"
+    return out
+
+
+def _steps(task: Task) -> Steps:
+    return tuple((op, n) for op, n in task.info["steps"])
