@@ -16,15 +16,19 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from posttrain.algorithm import kl
 from posttrain.algorithm.shape import best_spread, shaped
+from posttrain.algorithm.spread import Array, spread
+from posttrain.algorithm.spread import mean as _mean
+from posttrain.algorithm.spread import std as _std
+from posttrain.algorithm.turns import by_state, by_turn, earned
 from posttrain.algorithm.value import gae, v_trace
 from posttrain.core.algorithm import Algorithm, Whiten
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.baseline import (
     TO_GO,
+    AnchorMean,
     Ema,
     EnergyMean,
     Greedy,
@@ -35,13 +39,12 @@ from posttrain.core.pieces.baseline import (
     SoftMean,
     StepMean,
     ToGo,
+    TurnMean,
     Value,
     Zero,
 )
 from posttrain.core.pieces.shape import BestOf
 from posttrain.core.types import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +81,10 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
         raw, returns, silent_P = [p[0] for p in pairs], [p[1] for p in pairs], [False] * len(groups)
     elif isinstance(a.baseline, StepMean):
         raw, silent_P = _by_steps(a, samples_P)
+    elif isinstance(a.baseline, TurnMean | AnchorMean):
+        raw = [x for samples in samples_P for x in _by_turns(a, samples)]
+        counts = np.cumsum([len(samples) for samples in samples_P])[:-1].tolist()
+        silent_P = [not any(np.any(x) for x in raw[i:j]) for i, j in zip([0, *counts], [*counts, len(raw)], strict=True)]
     elif isinstance(a.baseline, EnergyMean):
         pairs_P = [_by_energy(a, samples) for samples in samples_P]
         raw, silent_P = [x for credit, _ in pairs_P for x in credit], [silent for _, silent in pairs_P]
@@ -172,12 +179,10 @@ def _by_samples(
     for centred, samples in zip(centred_P, samples_P, strict=True):
         for x, s in zip(centred, samples, strict=True):
             raw.append(x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken)))
+            if isinstance(a.baseline, ToGo) and a.rewards != "none":
+                paid_T = earned(s.scored.episode)
+                raw[-1] -= np.cumsum(paid_T) - paid_T
     return raw, silent_P, ema
-
-
-def spread(rewards: Array) -> bool:
-    """Whether siblings can be compared: at least two, and max != min."""
-    return len(rewards) > 1 and bool(rewards.max() != rewards.min())
 
 
 def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
@@ -209,7 +214,7 @@ def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: fl
         case Greedy():
             greedy = group.group.greedy
             return r - (0.0 if greedy is None or greedy.reward is None else greedy.reward), ema
-        case Value() | StepMean() | EnergyMean():
+        case Value() | StepMean() | EnergyMean() | TurnMean() | AnchorMean():
             raise InvariantError("this baseline gives credit per token, not per sample")
 
 
@@ -221,8 +226,7 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
     total = np.zeros(len(scored))
     sources = list(dict.fromkeys(j.source for s in scored for j in s.episode.verdicts if j.counts))
     for source in sources:
-        found = [(i, j) for i, s in enumerate(scored) for j in s.episode.verdicts if j.source == source and j.counts]
-        valued = [(i, j.weight, j.verdict.score) for i, j in found if j.verdict.score is not None]
+        valued = _of_source(scored, source)
         r = np.array([score for _, _, score in valued], np.float64)
         if not spread(r):
             continue
@@ -231,6 +235,14 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
         for (i, weight, _), x in zip(valued, centred, strict=True):
             total[i] += weight * x / scale
     return total
+
+
+def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, float]]:
+    """(sibling, weight, score) of those whom a source gave a value; of a source that pays turns, everyone's sum."""
+    given = [[j for j in s.episode.verdicts if j.source == source and j.counts] for s in scored]
+    if any(j.paid for js in given for j in js):
+        return [(i, 1.0, math.fsum(j.weight * (j.verdict.score or 0.0) for j in js)) for i, js in enumerate(given)]
+    return [(i, j.weight, j.verdict.score) for i, js in enumerate(given) for j in js if j.verdict.score is not None]
 
 
 def _scales(a: Algorithm, rewards_P: Sequence[Array], samples_P: Sequence[Sequence[_Sample]]) -> list[float]:
@@ -258,13 +270,15 @@ def _scales(a: Algorithm, rewards_P: Sequence[Array], samples_P: Sequence[Sequen
 
 
 def _with_values(value: Value, s: _Sample) -> tuple[Array, Array]:
-    """(advantage [T], return [T]): the shaped reward at the last spoken token, the KL where it was paid (A05)."""
+    """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken token, the KL
+    where it was paid (A05)."""
     if s.scored.values is None:
         raise InvariantError("credit with a value baseline reads the stream 'values', which was not scored")
     values_T = np.concatenate([np.zeros(0), *s.scored.values]).astype(np.float64)
-    rewards_T = -s.penalty_T
+    paid_T = earned(s.scored.episode)
+    rewards_T = paid_T - s.penalty_T
     if len(rewards_T):
-        rewards_T[-1] += s.shaped
+        rewards_T[-1] += s.shaped - math.fsum(paid_T)
     if value.trace is not None:
         if s.scored.start is None:
             raise InvariantError("V-trace reads the stream 'start', which was not scored")
@@ -325,22 +339,22 @@ def _by_energy(a: Algorithm, samples: Sequence[_Sample]) -> tuple[list[Array], b
     return [np.where(compared_T, r - mean_T, 0.0)[: s.spoken] for r, s in zip(rewards, samples, strict=True)], False
 
 
+def _by_turns(a: Algorithm, samples: Sequence[_Sample]) -> list[Array]:
+    episodes, rewards = [s.scored.episode for s in samples], np.array([s.shaped for s in samples], np.float64)
+    scaled = a.scale == "group_std"
+    if isinstance(a.baseline, TurnMean):
+        return by_turn(a.baseline, episodes, rewards, scaled=scaled)
+    assert isinstance(a.baseline, AnchorMean)
+    return by_state(a.baseline, episodes, rewards, scaled=scaled)
+
+
 def _steps(s: _Sample) -> list[tuple[int, float]]:
     """(spoken tokens up to the step's end, value) of every judged step of an episode."""
     found = s.scored.episode.verdicts
-    return [(j.end, j.weight * j.verdict.score) for j in found if j.end is not None and j.verdict.score is not None]
+    return [(j.end, j.weight * j.verdict.score) for j in found if j.end is not None and not j.paid and j.verdict.score is not None]
 
 
 # --- numbers -------------------------------------------------------------------------------------------------------
-
-
-def _mean(x: Array) -> float:
-    return math.fsum(x) / len(x)
-
-
-def _std(x: Array) -> float:
-    """Standard deviation, ddof 1; exactly 0 without spread."""
-    return math.sqrt(math.fsum((x - _mean(x)) ** 2) / (len(x) - 1)) if spread(x) else 0.0
 
 
 def whitened(whiten: Whiten, credit: Sequence[Array], sources: Sequence[str]) -> list[Array]:

@@ -16,7 +16,19 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, Literal
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.pieces.baseline import GROUP_RELATIVE, TO_GO, Baseline, EnergyMean, GroupMean, Others, StepMean, Value, Zero
+from posttrain.core.pieces.baseline import (
+    GROUP_RELATIVE,
+    TO_GO,
+    AnchorMean,
+    Baseline,
+    EnergyMean,
+    GroupMean,
+    Others,
+    StepMean,
+    TurnMean,
+    Value,
+    Zero,
+)
 from posttrain.core.pieces.correction import WEIGHING, BinaryKL, Correction, NegativeMask
 from posttrain.core.pieces.pull import KL, OF_RATIO, Pull
 from posttrain.core.pieces.shape import BestOf, DropTruncated, Shaping
@@ -183,6 +195,8 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         yield f"scale={a.scale} is one number for an answer, and baseline=energymean compares token by token. Set scale=one, or whiten=token"
     if isinstance(a.baseline, StepMean) and several:
         yield f"baseline=stepmean compares steps, not answers. Set {many}"
+    if isinstance(a.baseline, TurnMean | AnchorMean) and (a.scale not in ("one", "group_std") or _charges_answers(a)):
+        yield f"baseline={type(a.baseline).__name__.lower()} compares turns, not answers. Set scale=one or group_std, and pull=none or one in the loss"
     if a.rewards == "none" and a.kl_in_credit is None and a.distill is None:
         yield "rewards=none learns from the teacher alone, and there is none. Set pull=kl(estimator=k1, placement=token), or distill"
     if a.rewards == "none" and any(not isinstance(s, DropTruncated) for s in a.shape):
@@ -199,7 +213,7 @@ def _charges_answers(a: Algorithm) -> bool:
 def _varies(a: Algorithm) -> bool:
     """Whether credit can differ between the tokens of one episode."""
     charged = isinstance(a.baseline, TO_GO) or (a.kl_in_credit is not None and a.kl_in_credit.placement == "token")
-    return isinstance(a.baseline, Value | StepMean | EnergyMean) or (a.kl_in_credit is not None and charged)
+    return isinstance(a.baseline, Value | StepMean | EnergyMean | TurnMean | AnchorMean) or (a.kl_in_credit is not None and charged)
 
 
 def _meaningless_push(a: Algorithm) -> Iterator[str]:

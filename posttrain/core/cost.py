@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.pieces.baseline import Greedy, StepMean
+from posttrain.core.pieces.baseline import AnchorMean, Greedy, StepMean, TurnMean
 from posttrain.core.pieces.pull import KL, OF_RATIO
 
 ANCHOR = {"behaviour": "sampler", "start": "start", "proximal": "proximal"}
@@ -44,6 +44,7 @@ def reads(a: Algorithm) -> tuple[str, ...]:
         ("demonstrations", a.shown is not None),
         (f"top {a.stores_top} tokens", bool(a.stores_top)),
         ("verdicts about steps", isinstance(a.baseline, StepMean)),
+        ("turns", isinstance(a.baseline, TurnMean | AnchorMean)),
         ("each reward source", a.rewards == "each"),
         ("versions of the weights", a.anchor == "proximal"),
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.pieces.baseline import (
+    AnchorMean,
     Ema,
     EnergyMean,
     Greedy,
@@ -18,6 +19,7 @@ from posttrain.core.pieces.baseline import (
     SoftMean,
     StepMean,
     ToGo,
+    TurnMean,
     Value,
 )
 from posttrain.core.pieces.correction import NegativeMask, Truncate
@@ -75,6 +77,10 @@ GRPO = patch(PPO, "grpo", "2402.03300", baseline=GroupMean(), scale="group_std",
     note="std is ddof 1 with no epsilon (TRL adds 1e-4, verl 1e-6, OpenRLHF 1e-9; NeMo leaves the sample out of mean and std). The paper leaves the clip range unstated (0.2 is convention). TRL's default has no KL; verl gives a group of one its raw reward, here it is 0")
 GRPO_PROCESS = patch(GRPO, "grpo_process", "2402.03300", baseline=StepMean(),
     note="steps are judged by the environment; without step verdicts it is grpo")
+MT_GRPO = patch(GRPO, "mt_grpo", "2505.11821", baseline=TurnMean(), pull=None,
+    note="Eq. 7 as in Atropos: every turn has its own credit and the outcome's; the paper's first two-turn form gives the last turn the outcome's alone, which is the same where that turn is paid nothing. Without paid turns it is grpo without KL")
+GIGPO = patch(GRPO, "gigpo", "2505.10978", baseline=AnchorMean(), pull=None,
+    note="a state is what the world showed last, as in the paper; baseline.by=history where that does not tell the state. Of one turn it is grpo twice over")
 TWO_SIDED = patch(GRPO, "two_sided", "2505.07291", clip=Clip(low=0.2, high=0.2, cap=4.0),
     pull=KL(coef=0.001, estimator="k3", placement="loss"))
 DEEPSEEK_V32 = patch(GRPO, "deepseek_v32", "2512.02556", pull=KL(coef=0.04, estimator="rk3", placement="loss"),

@@ -147,8 +147,9 @@ async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wr
     name = f"style {style}, wrong={wrong:g}"
     for i, task in enumerate(tasks):
         prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)  # type: ignore[attr-defined]
-        if set(text) - set(env.alphabet):
+        turns = [text] if isinstance(text, str) else list(text)
+        if set("".join(turns)) - set(env.alphabet):
             return Check(name, False, f"{text!r} leaves the alphabet")
-        if prompt and (got := await reward(env, task, [text])) != 1.0 - wrong:
+        if prompt and (got := await reward(env, task, turns)) != 1.0 - wrong:
             return Check(name, False, f"{prompt!r} -> {text!r} scored {got}")
     return Check(name, True, f"{len(tasks)} texts")

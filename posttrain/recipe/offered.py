@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import numpy as np
+
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.pieces.baseline import Ema, Greedy, StepMean
+from posttrain.core.pieces.baseline import AnchorMean, Ema, Greedy, StepMean, TurnMean
 from posttrain.core.pieces.pull import KL
 from posttrain.recipe.recorded import RecordedStep
 
@@ -23,6 +25,8 @@ class Offered:
     teacher: bool
     sources: int
     steps: bool
+    paid: bool
+    turns: bool
     remembered: bool
     """Whether what the own algorithm remembers is known as it was before this step."""
 
@@ -39,6 +43,8 @@ class Offered:
             teacher=recorded.stage.reference is not None,
             sources=len({j.source for j in verdicts if j.counts}),
             steps=any(not j.counts for j in verdicts),
+            paid=any(j.paid for j in verdicts),
+            turns=any(np.count_nonzero(np.diff(s.mask.astype(np.int8))) > 2 for e in episodes for s in e.segments),
             remembered=remembered,
         )
 
@@ -73,6 +79,10 @@ class Offered:
             yield "one reward source"
         if isinstance(a.baseline, StepMean) and not self.steps:
             yield "no step was judged"
+        if isinstance(a.baseline, TurnMean) and not self.paid:
+            yield "no turn was paid"
+        if isinstance(a.baseline, TurnMean | AnchorMean) and not self.turns:
+            yield "episodes of one turn"
         if a.entropy is not None and a.entropy.target is not None:
             yield f"entropy coefficient as configured ({a.entropy.coef:g})"
         if a.learns_values is not None and a.learns_values != self.own.learns_values:

@@ -82,7 +82,61 @@ def verifiable() -> Run:
     )
 
 
-RECIPES: dict[str, Callable[[], Run]] = {"ladder": ladder, "arithmetic": arithmetic, "verifiable": verifiable}
+def calculator() -> Run:
+    """A tool in two turns: ask the calculator, read what it shows, answer. What it shows is masked."""
+    return Run(
+        recipe="calculator",
+        threads=1,
+        model=_TINY,
+        env=Env(name="calculator", heldout=200),
+        stages=(
+            Supervised(name="sft", style="tool", wrong=0.75, steps=150, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)),
+            Reinforce(
+                name="rl",
+                algorithm=DR_GRPO,
+                sampling=Sampling(max_tokens=12),
+                optimizer=Optimizer(lr=5e-4, warmup=5),
+                prompts=32,
+                siblings=8,
+                steps=60,
+                eval_every=20,
+            ),
+        ),
+        evaluation=Evaluation(samples=4),
+    )
+
+
+def shop() -> Run:
+    """Four tools, three turns, several calls in each: the reward is what the cart and the calendar are like in the end."""
+    return Run(
+        recipe="shop",
+        threads=1,
+        model=replace(_TINY, context=256),
+        env=Env(name="shop", heldout=200),
+        stages=(
+            Supervised(name="sft", style="tools", wrong=0.75, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)),
+            Reinforce(
+                name="rl",
+                algorithm=DR_GRPO,
+                sampling=Sampling(max_tokens=64),
+                optimizer=Optimizer(lr=5e-4, warmup=5),
+                prompts=32,
+                siblings=8,
+                steps=60,
+                eval_every=20,
+            ),
+        ),
+        evaluation=Evaluation(samples=4),
+    )
+
+
+RECIPES: dict[str, Callable[[], Run]] = {
+    "ladder": ladder,
+    "arithmetic": arithmetic,
+    "verifiable": verifiable,
+    "calculator": calculator,
+    "shop": shop,
+}
 
 
 def recipe(name: str) -> Run:

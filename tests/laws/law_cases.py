@@ -43,6 +43,8 @@ THE_LADDER: list[Case] = [
     (ladder.REINFORCE_PP_BASELINE, t.reinforce_pp_baseline),
     (ladder.GRPO, t.grpo),
     (ladder.GRPO_PROCESS, f.grpo_process),
+    (ladder.MT_GRPO, f.mt_grpo),
+    (ladder.GIGPO, f.gigpo),
     (ladder.TWO_SIDED, f.two_sided),
     (ladder.DEEPSEEK_V32, f.deepseek_v32(0.5)),
     (ladder.GDPO, f.gdpo),

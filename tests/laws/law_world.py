@@ -19,6 +19,7 @@ from posttrain.algorithm.objective import Terms, objective
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
+from posttrain.core.pieces.baseline import AnchorMean, TurnMean
 from posttrain.core.ports import TokenScores
 from posttrain.core.types import Credit, Top
 from posttrain.core.verdict import Judged, Verdict
@@ -45,6 +46,8 @@ class Ep:
     """Every reward source that gave a value: (weight, score)."""
     steps: list[tuple[int, float]]
     """Judged steps: (tokens up to its end, score)."""
+    turns: list[tuple[int, int, str, float]]
+    """Every turn: its first token, the one behind its last, what was seen before it, and what it was paid."""
     greedy: float
     shown: bool
     mu: Tensor
@@ -118,7 +121,7 @@ class World:
             for j, turns in enumerate(shape):
                 here = slice(end, end + lengths[i][j])
                 end = here.stop
-                self._add(i, j, turns, here, _verdicts(rng, i, j, lengths[i][j]))
+                self._add(i, j, turns, here, (*_verdicts(rng, i, j, lengths[i][j]), *self._paid(i, j, turns)))
         self.groups = [scored_group(str(i), g, greedy=self.greedy[i]) for i, g in enumerate(self.answers)]
 
     def _add(self, group: int, sibling: int, turns: list[list[int]], here: slice, verdicts: tuple[Judged, ...]) -> None:
@@ -137,6 +140,7 @@ class World:
             ids=ids[self.at, self.said][here],
             version=self.version[here],
             shown=shown,
+            observation=2 + sibling % 2,
             verdicts=verdicts,
             top=_most_probable(ids[here], self.mu_near[here], a.stores_top) if a.stores_top else None,
             teacher=_most_probable(ids[here], self.teacher[here], a.distill.top) if a.distill is not None else None,
@@ -145,16 +149,18 @@ class World:
         if (group, sibling) == UNJUDGED:
             return
         valued = {j.source: (j.weight, j.verdict.score) for j in verdicts if j.end is None and j.verdict.score is not None}
-        steps = [(j.end, j.verdict.score) for j in verdicts if j.end is not None and j.verdict.score is not None]
+        steps = [(j.end, j.verdict.score) for j in verdicts if j.end is not None and not j.paid and j.verdict.score is not None]
+        paid = sum(j.verdict.score or 0.0 for j in verdicts if j.paid)
 
         def put(x: np.ndarray) -> Tensor:
             return torch.as_tensor(np.asarray(x[here], np.float64))
 
         episode = Ep(
             group,
-            sum(w * s for w, s in valued.values()),
+            sum(w * s for w, s in valued.values()) + paid,
             valued,
             steps,
+            _turns(turns, sibling, verdicts),
             self.greedy[group],
             shown,
             mu=put(0 * self.mu if shown else self.mu),
@@ -173,6 +179,14 @@ class World:
             said=torch.as_tensor(self.said[here]),
         )
         self.eps.append(episode)
+
+    def _paid(self, group: int, sibling: int, turns: list[list[int]]) -> tuple[Judged, ...]:
+        """A reward for every other turn, where the algorithm knows turns."""
+        if not isinstance(self.a.baseline, TurnMean | AnchorMean):
+            return ()
+        rng = np.random.default_rng([group, sibling])
+        ends = np.cumsum([n for segment in turns for n in segment])[::2]
+        return tuple(Judged("turn", 1.0, Verdict.value(rng.random()), end=int(end), paid=True) for end in ends)
 
     # --- the library's side ---
 
@@ -225,6 +239,16 @@ def _verdicts(rng: np.random.Generator, group: int, sibling: int, length: int) -
     ends = np.unique(rng.integers(1, length + 1, 3)) if group < 2 else []
     steps = [Judged("steps", 1.0, Verdict.value(rng.random()), end=int(end)) for end in ends]
     return (Judged("right", 1.0, outcome), Judged("form", 0.5, form), *steps)
+
+
+def _turns(turns: list[list[int]], sibling: int, verdicts: tuple[Judged, ...]) -> list[tuple[int, int, str, float]]:
+    paid = {j.end: j.verdict.score or 0.0 for j in verdicts if j.paid}
+    out: list[tuple[int, int, str, float]] = []
+    for segment in turns:
+        for i, n in enumerate(segment):
+            begin = out[-1][1] if out else 0
+            out.append((begin, begin + n, f"saw {2 + sibling % 2}" if i else "saw 2", paid.get(begin + n, 0.0)))
+    return out
 
 
 def _most_probable(ids: np.ndarray, logp: np.ndarray, k: int) -> Top:

@@ -23,7 +23,7 @@ from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.batch import Batch
 from posttrain.core.ladder import LADDER, PPO
-from posttrain.core.pieces.baseline import Value
+from posttrain.core.pieces.baseline import AnchorMean, TurnMean, Value
 from posttrain.core.types import Gauges, merge
 
 SEED = 3
@@ -87,7 +87,10 @@ def test_order_of_episodes_does_not_matter(a: Algorithm) -> None:
     assert close(summed(here, [mixed])[0], whole(a)[0])
 
 
-@every
+TURNLESS = [a for a in ALL if not isinstance(a.baseline, TurnMean | AnchorMean)]
+
+
+@pytest.mark.parametrize("a", TURNLESS, ids=[a.name for a in TURNLESS])
 def test_segments_of_an_episode_are_one_sequence(a: Algorithm) -> None:
     """Laws 2, 6: an episode cut into segments, interrupted by observations, or in one piece is the same episode."""
     here = world(a, SEED)

@@ -46,6 +46,7 @@ SURVEY: dict[str, tuple[str, ...]] = {
         *("Kimi right,right,wrong", "Kimi wrong,right,right", "O1-Pruner", "L1 exact .94", "L1 max .44", "ALP p .5 correct"),
         *("ALP p 0 wrong", "cosine L=50", "cosine L=0", "repetition 5,5,5,5,5", "repetition 1,2,3,4"),
     ),
+    "E05": ("+-.8660", ".6212, -1.1536, .5324", "1.4872", "-.5, .5", "-1, 1"),
 }
 """Item of the survey -> words of its **Test** line, each found in the id or the docstring of a case that names the item.
 
@@ -76,6 +77,6 @@ def test_every_number_of_the_survey_is_a_case(item: str) -> None:
 
 
 def test_the_list_is_whole() -> None:
-    """Items A01 to A35 that print numbers, and C04."""
+    """Items A01 to A35 that print numbers, C04 and E05."""
     silent = {"A23", "A27"}
-    assert list(SURVEY) == [x for x in (f"A{i:02}" for i in range(1, 36)) if x not in silent] + ["C04"]
+    assert list(SURVEY) == [x for x in (f"A{i:02}" for i in range(1, 36)) if x not in silent] + ["C04", "E05"]

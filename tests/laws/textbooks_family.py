@@ -48,6 +48,44 @@ def grpo_process(eps: Sequence[Ep]) -> Tensor:
     return -means([x - 0.04 * k3(e) for e, x in zip(eps, clipped(eps, adv), strict=True)])
 
 
+def _among(values: Sequence[float], x: float) -> float:
+    """Standardised among `values`; 0 where they agree."""
+    return (x - mean(values)) / stdev(values) if len(values) > 1 and max(values) != min(values) else 0.0
+
+
+def mt_grpo(eps: Sequence[Ep]) -> Tensor:
+    """Eq. 7 of 2505.11821, lambda 1: a turn's own reward among all k-th turns, plus the terminal reward among all answers."""
+    adv: list[Tensor] = []
+    for e in eps:
+        mates = [f for f in eps if f.group == e.group]
+        terminal = [f.R - sum(t[3] for t in f.turns) for f in mates]
+        whole = _among(terminal, e.R - sum(t[3] for t in e.turns))
+        x = torch.zeros(len(e), dtype=torch.float64)
+        for k, (begin, end, _, paid) in enumerate(e.turns):
+            x[begin:end] = whole + _among([f.turns[k][3] for f in mates if len(f.turns) > k], paid)
+        adv.append(x)
+    return -means(clipped(eps, adv))
+
+
+def gigpo(eps: Sequence[Ep]) -> Tensor:
+    """2505.10978: episode advantage plus the advantage among all turns of the group after the same observation, gamma .95, omega 1."""
+
+    def returns(f: Ep) -> list[float]:
+        r = [t[3] for t in f.turns]
+        r[-1] += f.R - sum(r)
+        return [sum(0.95 ** (j - k) * r[j] for j in range(k, len(r))) for k in range(len(r))]
+
+    adv: list[Tensor] = []
+    for e in eps:
+        mates = [f for f in eps if f.group == e.group]
+        x = torch.full((len(e),), _among([f.R for f in mates], e.R), dtype=torch.float64)
+        for k, (begin, end, state, _) in enumerate(e.turns):
+            there = [g for f in mates for g, t in zip(returns(f), f.turns, strict=True) if t[2] == state]
+            x[begin:end] += _among(there, returns(e)[k])
+        adv.append(x)
+    return -means(clipped(eps, adv))
+
+
 def gdpo(eps: Sequence[Ep]) -> Tensor:
     """Every source standardised among the siblings it judged, summed with its weights, standardised over the step."""
     total = [0.0] * len(eps)

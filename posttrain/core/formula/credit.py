@@ -7,6 +7,7 @@ from posttrain.core.formula.shape import shaping
 from posttrain.core.formula.words import times
 from posttrain.core.pieces.baseline import (
     TO_GO,
+    AnchorMean,
     Baseline,
     Ema,
     EnergyMean,
@@ -18,6 +19,7 @@ from posttrain.core.pieces.baseline import (
     SoftMean,
     StepMean,
     ToGo,
+    TurnMean,
     Value,
     Zero,
 )
@@ -48,6 +50,13 @@ def baseline(b: Baseline) -> str:
             return "r - r of the greedy answer"
         case StepMean():
             return "sum over the steps that end at or after t of v - mean(v of the group's steps)"
+        case TurnMean(outcome=weight):
+            return (
+                f"paid_k - mean(paid_k of the siblings' turn k) + {times(weight)}(R - mean(R of the group)), R without what turns were paid"
+            )
+        case AnchorMean(gamma=gamma, omega=omega, by=by):
+            state = "after the same observation" if by == "observation" else "after the same history"
+            return f"r - mean(r of the group) + {times(omega)}(g_k - mean(g of the group's turns {state})), g_k = r_k + {gamma:g} g_(k+1)"
         case Value():
             return _gae(b)
 
@@ -98,6 +107,8 @@ def credit(a: Algorithm) -> str:
     """A, whitening and a KL charged to its token included."""
     b = baseline(a.baseline)
     by = SCALE[a.scale].replace("r of the group", "v of the group's steps") if isinstance(a.baseline, StepMean) else SCALE[a.scale]
+    if isinstance(a.baseline, TurnMean | AnchorMean) and a.scale == "group_std":
+        return f"{b}; each difference / std of what it compares" + (f"; then A <- {WHITEN[a.whiten]}" if a.whiten is not None else "")
     whole = b if a.scale == "one" else f"({b}) / {by}" if " " in b else f"{b} / {by}"
     if a.rewards == "each":
         whole = f"sum over sources of w ({whole})"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.pieces.checks import not_negative, positive, share
@@ -89,6 +90,38 @@ class StepMean:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TurnMean:
+    """Per turn k: what was paid for it less the mean of what the siblings' turn k was paid, plus the outcome's own comparison in
+    every turn (MT-GRPO, E05). Without paid turns it is `GroupMean`."""
+
+    outcome: float = 1.0
+    """Weight of the outcome's credit beside the turn's (lambda in Eq. 7 of 2505.11821)."""
+
+    def __post_init__(self) -> None:
+        not_negative("baseline.outcome", self.outcome)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorMean:
+    """Episode credit as in `GroupMean`, plus, per turn, its discounted return less the mean over all turns of the group that began
+    in the same state (GiGPO, E05). A state that occurred once gives nothing."""
+
+    gamma: float = 0.95
+    """Discount of a turn's return, once a turn."""
+    omega: float = 1.0
+    """Weight of the state's credit beside the episode's."""
+    by: Literal["observation", "history"] = "observation"
+    """What a state is: the tokens seen since the last turn, as in the paper, where the observation tells it whole; or everything
+    the policy saw and said before."""
+
+    def __post_init__(self) -> None:
+        share("baseline.gamma", self.gamma)
+        positive("baseline.omega", self.omega, "baseline=groupmean")
+        if self.by not in ("observation", "history"):
+            raise ConfigError(f"baseline.by={self.by!r}: must be observation or history")
+
+
+@dataclass(frozen=True, kw_only=True)
 class Value:
     """A learned value per token, GAE over spoken tokens only (A05; Schulman et al. 1506.02438)."""
 
@@ -124,7 +157,22 @@ class Value:
             )
 
 
-Baseline = Zero | ToGo | Ema | GroupMean | Others | LengthMean | EnergyMean | SoftMean | SecondBest | Greedy | StepMean | Value
-GROUP_RELATIVE = (GroupMean, Others, LengthMean, EnergyMean, SoftMean, SecondBest, StepMean)
+Baseline = (
+    Zero
+    | ToGo
+    | Ema
+    | GroupMean
+    | Others
+    | LengthMean
+    | EnergyMean
+    | SoftMean
+    | SecondBest
+    | Greedy
+    | StepMean
+    | TurnMean
+    | AnchorMean
+    | Value
+)
+GROUP_RELATIVE = (GroupMean, Others, LengthMean, EnergyMean, SoftMean, SecondBest, StepMean, TurnMean, AnchorMean)
 TO_GO = (ToGo, Greedy, Value)
 """Baselines under which a KL in the reward is charged to the tokens at and before the one that paid it, not to the whole episode."""

@@ -7,6 +7,7 @@ from functools import cached_property
 
 import numpy as np
 
+from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.seeds import generator
 from posttrain.core.types import Stop, Task
@@ -107,9 +108,38 @@ class Calculator(SingleTurn):
     def gold(self, task: Task) -> tuple[str, ...]:
         return (REQUEST + str(task.prompt).strip("<>"), str(task.answer))
 
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`tool`: asked, read and answered."""
+        return ("tool",)
+
+    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, tuple[str, ...]]:
+        """(prompt, turns). A wrong one asks about another number and believes the answer, or misreads a digit of the right one."""
+        if style not in self.styles:
+            raise ConfigError(f"calculator cannot write style {style!r}: {nearest(style, self.styles)}")
+        op, a, b = task.info["op"], task.info["left"], task.info["right"]
+        if rng.random() >= wrong:
+            return str(task.prompt), self.gold(task)
+        if rng.random() < 0.5:
+            return str(task.prompt), (self.gold(task)[0], str(_misread(rng, int(task.answer))))
+        right, value = b, int(task.answer)
+        while value == int(task.answer):
+            right = int(rng.integers(0, self.max_operand + 1))
+            a = a if a or op != "*" else 1 + int(rng.integers(self.max_operand))
+            value = {"+": a + right, "-": a - right, "*": a * right}[op]
+        return str(task.prompt), (f"{REQUEST}{a}{op}{right}", str(value))
+
     def distractor(self, task: Task) -> tuple[str, ...]:
         """The right request and the wrong answer."""
         return (self.gold(task)[0], str(int(task.answer) + 1))
+
+
+def _misread(rng: np.random.Generator, value: int) -> int:
+    """The number with one digit changed."""
+    digits = list(str(abs(value)))
+    at = int(rng.integers(len(digits)))
+    digits[at] = str((int(digits[at]) + 1 + int(rng.integers(9))) % 10)
+    return int("".join(digits)) * (-1 if value < 0 else 1)
 
 
 def is_request(text: str) -> bool:

@@ -1,0 +1,217 @@
+"""A small shop and a calendar behind four tools: for `<2 tea,vet tue>` the policy looks both up, buys, books, and says `done`.
+
+    [find(item="tea"),free(day="tue")]                      is shown [17][9 14]
+    [buy(id=17,n=2),book(day="tue",at=9,what="vet")]        is shown [ok][ok]
+    done
+
+What an item is called in the shop, and which hours are free, differs from task to task and is known only to the tools. The
+reward is 1 where the cart and the calendar are in the end exactly what was asked for, whatever was said on the way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Annotated, Any
+
+import numpy as np
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.ports import Attempt, TaskSource
+from posttrain.core.seeds import generator
+from posttrain.core.types import Task
+from posttrain.core.verdict import Verdict
+from posttrain.environment.single import HELDOUT_SEED, Generated, graded, require
+from posttrain.environment.tools.tool import Observed, Toolbox, ToolError, tool
+from posttrain.environment.tools.world import ToolWorld
+
+ITEMS = ("tea", "rye", "oil", "jam", "nut", "fig", "egg", "ham")
+ERRANDS = ("vet", "gym", "tax", "bus", "cut", "fix")
+DAYS = ("mon", "tue", "wed", "thu", "fri")
+MOST, HOURS = 9, tuple(range(8, 18))
+KINDS = ("buy", "book", "both")
+Key = tuple[str | int, ...]
+
+
+class ShopAndCalendar(Toolbox):
+    """The tools of one episode. `catalogue`: item -> number in the shop; `free_hours`: day -> hours."""
+
+    def __init__(self, catalogue: dict[str, int], free_hours: dict[str, list[int]]) -> None:
+        self._catalogue, self._free = catalogue, {day: list(hours) for day, hours in free_hours.items()}
+        self._cart: dict[str, int] = {}
+        self._calendar: dict[str, str] = {}
+
+    @tool
+    def find(self, item: Annotated[str, "name of an item"]) -> str:
+        """Looks up the number under which the shop sells an item."""
+        if item not in self._catalogue:
+            raise ToolError("no such item")
+        return str(self._catalogue[item])
+
+    @tool
+    def buy(self, id: Annotated[int, "number of the item"], n: Annotated[int, "how many"]) -> str:
+        """Puts so many of an item into the cart."""
+        if id not in self._catalogue.values() or not 1 <= n <= 99:
+            raise ToolError("no such item, or not that many")
+        self._cart[str(id)] = self._cart.get(str(id), 0) + n
+        return "ok"
+
+    @tool
+    def free(self, day: Annotated[str, "mon to fri"]) -> str:
+        """Lists the free hours of a day."""
+        if day not in self._free:
+            raise ToolError("no such day")
+        return " ".join(map(str, self._free[day]))
+
+    @tool
+    def book(self, day: Annotated[str, "mon to fri"], at: Annotated[int, "hour"], what: Annotated[str, "name of the errand"]) -> str:
+        """Writes an errand into the calendar at a free hour."""
+        if at not in self._free.get(day, ()):
+            raise ToolError("that hour is not free")
+        self._free[day].remove(at)
+        self._calendar[f"{day} {at}"] = what
+        return "ok"
+
+    def state(self) -> dict[str, Any]:
+        return {"cart": dict(self._cart), "calendar": dict(self._calendar)}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shop(ToolWorld):
+    """Buy `n` of an item, book an errand at the earliest free hour of a day, or both."""
+
+    kinds: str = "buy,book,both"
+    """Which of them, with commas between."""
+    turns: int = 4
+
+    def __post_init__(self) -> None:
+        wrong = [k for k in self.kinds.split(",") if k not in KINDS]
+        require(not wrong, self.name, f"kinds={self.kinds!r}: {nearest(wrong[0], KINDS) if wrong else ''}")
+        require(2 <= self.turns <= 16, self.name, f"turns={self.turns}: must lie in 2..16")
+        room = sum(
+            {"buy": len(ITEMS) * MOST, "book": len(ERRANDS) * len(DAYS), "both": len(ITEMS) * MOST * len(ERRANDS) * len(DAYS)}[k]
+            for k in self._kinds
+        )
+        require(
+            self.heldout_count <= room // 3, self.name, f"heldout={self.heldout_count}, but kinds={self.kinds!r} has room for {room // 3}"
+        )
+
+    @property
+    def _kinds(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys(self.kinds.split(",")))
+
+    @property
+    def name(self) -> str:
+        return "shop"
+
+    @property
+    def alphabet(self) -> str:
+        return 'abcdefghijklmnopqrstuvwxyz0123456789<>[](),="? '
+
+    @property
+    def train(self) -> TaskSource:
+        return Generated(lambda index: self._new(generator(self.seed, "shop/train", index), f"shop-{index}", self._held))
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        rng, seen, tasks = generator(HELDOUT_SEED, "shop/heldout", self.kinds), set[Key](), list[Task]()
+        for i in range(self.heldout_count):
+            tasks.append(self._new(rng, f"shop-heldout-{i + 1}", seen))
+            seen.add(self.key(tasks[-1]))
+        return tuple(tasks)
+
+    @cached_property
+    def _held(self) -> frozenset[Key]:
+        return frozenset(self.key(t) for t in self.heldout)
+
+    def _new(self, rng: np.random.Generator, name: str, taken: set[Key] | frozenset[Key]) -> Task:
+        """A task that is not taken. Which numbers and hours the tools know of does not make it another."""
+        while True:
+            task = self._draw(rng, name)
+            if self.key(task) not in taken:
+                return task
+
+    def _draw(self, rng: np.random.Generator, name: str) -> Task:
+        kind = self._kinds[int(rng.integers(len(self._kinds)))]
+        numbers = rng.choice(np.arange(10, 100), size=len(ITEMS), replace=False)
+        catalogue = {item: int(n) for item, n in zip(ITEMS, numbers, strict=True)}
+        free = {day: sorted(int(h) for h in rng.choice(HOURS, size=int(rng.integers(1, 4)), replace=False)) for day in DAYS}
+        info: dict[str, Any] = {"catalogue": catalogue, "free": free}
+        parts, cart, calendar = [], {}, {}
+        if kind != "book":
+            info |= {"item": ITEMS[int(rng.integers(len(ITEMS)))], "n": int(rng.integers(1, MOST + 1))}
+            parts.append(f"{info['n']} {info['item']}")
+            cart[str(catalogue[info["item"]])] = info["n"]
+        if kind != "buy":
+            info |= {"errand": ERRANDS[int(rng.integers(len(ERRANDS)))], "day": DAYS[int(rng.integers(len(DAYS)))]}
+            parts.append(f"{info['errand']} {info['day']}")
+            calendar[f"{info['day']} {free[info['day']][0]}"] = info["errand"]
+        return Task(id=name, prompt=f"<{','.join(parts)}>", answer={"cart": cart, "calendar": calendar}, info=info)
+
+    def box(self, task: Task) -> Toolbox:
+        return ShopAndCalendar(task.info["catalogue"], task.info["free"])
+
+    def show(self, results: Sequence[Observed]) -> str:
+        """Results as they are; whatever was no good as `[?]`, in the few letters of this world."""
+        return "".join(f"[{r.text}]" if r.kind == "ok" else "[?]" for r in results)
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        return graded(attempt.state == attempt.task.answer, attempt.state, attempt.task.answer)
+
+    def key(self, task: Task) -> Key:
+        return tuple(task.info.get(part, "") for part in ("n", "item", "errand", "day"))
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return self._turns(task.info, task.info)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        """Everything as asked, and one item more, or an errand of another name."""
+        i = task.info
+        return self._turns(i, {**i, "n": i["n"] + 1} if "n" in i else {**i, "errand": _other(ERRANDS, i["errand"])})
+
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """`tools`: looked up, done, and reported."""
+        return ("tools",)
+
+    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, tuple[str, ...]]:
+        """(prompt, turns). A wrong one buys or books something else than it was asked for."""
+        if style not in self.styles:
+            raise ConfigError(f"shop cannot write style {style!r}: {nearest(style, self.styles)}")
+        looked, done = task.info, task.info
+        if rng.random() < wrong:
+            slips = list(self._slips(task.info, rng))
+            looked, done = slips[int(rng.integers(len(slips)))]
+        return str(task.prompt), self._turns(looked, done)
+
+    def _slips(self, i: Mapping[str, Any], rng: np.random.Generator) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+        """(what is looked up, what is done) that are no more what was asked."""
+        if "n" in i:
+            yield i, {**i, "n": _another(rng, range(1, MOST + 1), i["n"])}
+            other = {**i, "item": _another(rng, ITEMS, i["item"])}
+            yield other, other
+        if "errand" in i:
+            yield i, {**i, "errand": _another(rng, ERRANDS, i["errand"])}
+            other = {**i, "day": _another(rng, DAYS, i["day"])}
+            yield other, other
+
+    def _turns(self, looked: Any, done: Any) -> tuple[str, ...]:
+        first, second = [], []
+        if "n" in looked:
+            first.append(f'find(item="{looked["item"]}")')
+            second.append(f"buy(id={looked['catalogue'][looked['item']]},n={done['n']})")
+        if "errand" in looked:
+            first.append(f'free(day="{looked["day"]}")')
+            second.append(f'book(day="{done["day"]}",at={looked["free"][looked["day"]][0]},what="{done["errand"]}")')
+        return f"[{','.join(first)}]", f"[{','.join(second)}]", "done"
+
+
+def _other(values: Sequence[str], value: str) -> str:
+    return values[(values.index(value) + 1) % len(values)]
+
+
+def _another(rng: np.random.Generator, values: Sequence[Any] | range, value: Any) -> Any:
+    """Any of the values but this one."""
+    left = [v for v in values if v != value]
+    return left[int(rng.integers(len(left)))]

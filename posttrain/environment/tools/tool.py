@@ -1,0 +1,223 @@
+"""A tool is a method: its signature is the schema the policy is told and the check of what the policy sends.
+
+    class Clock(Toolbox):
+        @tool
+        def wait(self, minutes: Annotated[int, "how long"] = 1) -> str:
+            "Waits, and says what time it is then."
+
+A tool that refuses raises `ToolError`, whose text the policy is shown; any other exception is a fault of the environment.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.stop import Limits
+from posttrain.environment.calling import Malformed, ToolCall
+from posttrain.environment.redact import scrubbed
+
+Kind = Literal["ok", "refused", "timeout", "unknown", "arguments", "malformed"]
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+class ToolError(Exception):
+    """The tool does not do what it was asked; the policy is told why, and the episode goes on."""
+
+
+def tool(function: F) -> F:
+    """Mark a method of a `Toolbox` as a tool. `async def` where it waits for anything; what is not async must be quick."""
+    function.is_tool = True  # type: ignore[attr-defined]
+    return function
+
+
+@dataclass(frozen=True)
+class Tool:
+    """One tool of one episode."""
+
+    name: str
+    description: str
+    arguments: type[BaseModel]
+    run: Callable[..., Any]
+
+    @property
+    def schema(self) -> dict[str, Any]:
+        """What chat templates take: a function with a JSON schema of its arguments."""
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": _without_titles(self.arguments.model_json_schema()),
+            },
+        }
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What came of a call."""
+
+    name: str
+    """Of the tool; '' where the call names none."""
+    text: str
+    kind: Kind
+    seconds: float = 0.0
+
+
+class Toolbox:
+    """One episode's tools and the state they work on. Used as `async with`: `close` runs however the episode ends."""
+
+    @functools.cached_property
+    def tools(self) -> Mapping[str, Tool]:
+        """By name, in the order they are written."""
+        found = [name for cls in reversed(type(self).__mro__) for name, f in vars(cls).items() if getattr(f, "is_tool", False)]
+        return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(found)}
+
+    def state(self) -> Any:
+        """The world as it is now, as plain data: what a verifier of the end state sees."""
+        return None
+
+    async def close(self) -> None:
+        """Give back what the tools hold."""
+
+    async def __aenter__(self) -> Toolbox:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    @property
+    def schemas(self) -> tuple[dict[str, Any], ...]:
+        return tuple(t.schema for t in self.tools.values())
+
+    async def call(self, call: ToolCall | Malformed, limits: Limits) -> Observed:
+        """What came of it; whatever the policy wrote, this does not raise."""
+        if isinstance(call, Malformed):
+            return Observed("", f"error: this is no call: {call.why}", "malformed")
+        chosen = self.tools.get(call.name)
+        if chosen is None:
+            return Observed(call.name, f"error: no tool {call.name!r}: {nearest(call.name, self.tools)}", "unknown")
+        try:
+            arguments = chosen.arguments.model_validate(dict(call.arguments))
+        except ValidationError as error:
+            return Observed(call.name, f"error: {_wrong(error)}", "arguments")
+        begun = time.monotonic()
+        text, kind = await _run(chosen, arguments, limits.tool_seconds)
+        return Observed(call.name, _shortened(scrubbed(text), limits.observation), kind, time.monotonic() - begun)
+
+
+class Bench(Toolbox):
+    """Several toolboxes as one; their states by the name of their class, in lower case.
+
+    Raises ConfigError where two have a tool of one name.
+    """
+
+    def __init__(self, boxes: Sequence[Toolbox]) -> None:
+        self._boxes = tuple(boxes)
+        names = [name for box in self._boxes for name in box.tools]
+        if twice := sorted({n for n in names if names.count(n) > 1}):
+            raise ConfigError(f"two tools are called {twice[0]!r}: leave one of them out")
+
+    @functools.cached_property
+    def tools(self) -> Mapping[str, Tool]:
+        return {name: t for box in self._boxes for name, t in box.tools.items()}
+
+    def state(self) -> Any:
+        return {type(box).__name__.lower(): box.state() for box in self._boxes}
+
+    async def close(self) -> None:
+        """All of them, whatever one does."""
+        ended = await asyncio.gather(*(box.close() for box in self._boxes), return_exceptions=True)
+        if broken := next((e for e in ended if isinstance(e, BaseException)), None):
+            raise broken
+
+
+@dataclass
+class Counts:
+    """What the calls of all episodes came to, since they were last taken."""
+
+    kinds: dict[str, int] = field(default_factory=dict[str, int])
+    seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+    def add(self, seen: Observed) -> None:
+        self.kinds[seen.kind] = self.kinds.get(seen.kind, 0) + 1
+        if seen.kind in ("ok", "refused", "timeout"):
+            entry = self.seconds.setdefault(seen.name, [0.0, 0])
+            entry[0] += seen.seconds
+            entry[1] += 1
+
+
+async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str, Kind]:
+    given = {name: getattr(arguments, name) for name in type(arguments).model_fields}
+    try:
+        async with asyncio.timeout(seconds) as clock:
+            out = chosen.run(**given)
+            return _text(await out if inspect.isawaitable(out) else out), "ok"
+    except ToolError as error:
+        return f"error: {error}", "refused"
+    except TimeoutError:
+        if not clock.expired():
+            raise
+        return f"error: {chosen.name} took longer than {seconds:g} s and was stopped", "timeout"
+
+
+def _tool(name: str, method: Callable[..., Any]) -> Tool:
+    """The tool behind a method. ConfigError where the signature does not say what the policy has to send."""
+    where = f"tool {name!r} of {type(method.__self__).__name__}"  # type: ignore[attr-defined]
+    description = inspect.cleandoc(method.__doc__ or "")
+    if not description:
+        raise ConfigError(f"{where} has no docstring: the policy is told what it says")
+    hints = get_type_hints(method, include_extras=True)
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(method).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY) or parameter.name not in hints:
+            raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type, and to be given by name")
+        fields[parameter.name] = (_described(hints[parameter.name]), ... if parameter.default is parameter.empty else parameter.default)
+    return Tool(name, description, create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields), method)
+
+
+def _described(hint: Any) -> Any:
+    """`Annotated[int, "how many"]` as pydantic reads it."""
+    if get_origin(hint) is not Annotated:
+        return hint
+    kind, *notes = get_args(hint)
+    return Annotated[(kind, *(Field(description=n) if isinstance(n, str) else n for n in notes))]
+
+
+def _wrong(error: ValidationError) -> str:
+    """The first problems with their places, in one line."""
+    told = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors(include_url=False, include_input=False)]
+    return "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
+
+
+def _without_titles(schema: Any) -> Any:
+    """pydantic writes a title at every level that says the name again."""
+    if isinstance(schema, dict):
+        return {
+            k: {n: _without_titles(s) for n, s in v.items()} if k == "properties" else _without_titles(v)
+            for k, v in schema.items()
+            if k != "title"
+        }
+    return [_without_titles(x) for x in schema] if isinstance(schema, list) else schema
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
+
+
+def _shortened(text: str, most: int) -> str:
+    """The beginning and the end of a text that is too long."""
+    if len(text) <= most:
+        return text
+    note = f" ...({len(text) - most} characters left out)... "
+    head = max(0, most - len(note)) * 2 // 3
+    return text[:head] + note + text[len(text) - max(0, most - len(note) - head) :]
