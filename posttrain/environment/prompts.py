@@ -13,11 +13,13 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.errors import ConfigError, DataError, nearest
-from posttrain.core.ports import Attempt, TaskSource
+from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
-from posttrain.core.types import Message, Task
+from posttrain.core.types import Gauges, Message, Stop, Task, merge
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.single import Listed, SingleTurn
+from posttrain.environment.tools.loop import Loop
+from posttrain.environment.tools.offered import Offered
 
 HELDOUT_SHARE = 5
 """At most one in this many distinct prompts is held out, however many were asked for."""
@@ -53,6 +55,11 @@ class PromptsEnv(SingleTurn):
     id_column: str = "id"
     split: str = "train"
     """Which split of a data set with several."""
+    tools: str = ""
+    """Tools of every episode, with commas between: calculator, python, files, database, store. Rewards see the world they leave as
+    `state`."""
+    turns: int = 8
+    """With tools: most turns of the policy, the answer included."""
     rows: tuple[Row, ...] = field(default=(), repr=False)
 
     @classmethod
@@ -85,6 +92,35 @@ class PromptsEnv(SingleTurn):
         """Every character of prompts, answers and completions."""
         texts = [t for r in self.rows for t in (*_texts(r.task.prompt), str(r.task.answer or ""), r.completion or "")]
         return "".join(sorted(set("".join(texts))))
+
+    def __post_init__(self) -> None:
+        if self.turns < 1:
+            raise ConfigError(f"env.args.turns={self.turns}: must be >= 1")
+        if self._offered is not None:
+            for row in self.rows:
+                self._offered.check(row.task)
+
+    @cached_property
+    def _offered(self) -> Offered | None:
+        return Offered.of(self.tools) if self.tools else None
+
+    @cached_property
+    def _loop(self) -> Loop:
+        return Loop(self.limits, self.turns)
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        if self._offered is None:
+            return await super().play(task, talk)
+        async with self._offered.box(task) as box:
+            return await self._loop.converse(talk, task.prompt, box)
+
+    def gauges(self) -> Gauges:
+        return merge(super().gauges(), self._loop.gauges())
+
+    def close(self) -> None:
+        super().close()
+        if self._offered is not None:
+            self._offered.close()
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         """The user's rewards only."""

@@ -89,7 +89,12 @@ class FunctionSource:
     def _keywords(self, attempt: Attempt) -> dict[str, list[Any]]:
         """TRL's keyword arguments for one sample: as lists of length 1, columns filtered to what the function takes."""
         task = attempt.task
-        given: dict[str, Any] = {**columns(task), "prompts": _plain(task.prompt), "completions": _completion(attempt)}
+        given: dict[str, Any] = {
+            **columns(task),
+            "prompts": _plain(task.prompt),
+            "completions": _completion(attempt),
+            "state": attempt.state,
+        }
         parameters = inspect.signature(self.function).parameters.values()
         if any(p.kind is p.VAR_KEYWORD for p in parameters):
             return {k: [v] for k, v in given.items()}
@@ -99,7 +104,7 @@ class FunctionSource:
         """ConfigError where the function requires a column, or a built-in the answer, that one of the tasks does not have."""
         required = _required(self.function) if self.form == "trl" else ["answer"] if self.name in BUILTIN else []
         for task in tasks:
-            have = {*columns(task), *_TRL_ALWAYS}
+            have = {*columns(task), *_TRL_ALWAYS, "state"}
             missing = [p for p in required if p not in have]
             if missing:
                 raise ConfigError(

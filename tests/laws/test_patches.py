@@ -251,7 +251,7 @@ READS = {
     "start values": "ppo dual_clip vapo",
     "reference start": "reinforce_pp reinforce_pp_baseline grpo grpo_process two_sided deepseek_v32 gdpo pass_at_k",
     "entropy start": "top_entropy",
-    "start": "kimi_k15 grpo_passk luffy chord decoupled_ppo m2po lite_ppo gmpo sapo gspo gspo_token vespo cispo clip_cov kl_cov "
+    "start": "kimi_k15 grpo_passk mt_grpo gigpo luffy chord decoupled_ppo m2po lite_ppo gmpo sapo gspo gspo_token vespo cispo clip_cov kl_cov "
     "skywork_or1 dapo fipo magistral dr_grpo maxrl",
 }
 

@@ -36,7 +36,7 @@ class PooledSource:
 
     async def __call__(self, attempt: Attempt) -> Judged:
         try:
-            verdict = await self.pool.ask((attempt.task, attempt.turns, attempt.stop))
+            verdict = await self.pool.ask((attempt.task, attempt.turns, attempt.stop, attempt.state))
         except Exception as error:  # a column that cannot be pickled, a pool that was closed
             verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
         return Judged(self.name, self.weight, redacted(verdict))
@@ -58,13 +58,13 @@ def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, time
 
 
 def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
-    """In the worker: the function of `path.py:name` as a handler of (task, turns, stop)."""
+    """In the worker: the function of `path.py:name` as a handler of (task, turns, stop, state)."""
     path, _, attribute = argument.rpartition(":")
     judge = source(load(Path(path), attribute))
 
     def answer(request: Any) -> dict[str, Any]:
-        task, turns, stop = request
-        return told(_verdict(judge, Attempt(task=task, turns=turns, stop=stop)))
+        task, turns, stop, state = request
+        return told(_verdict(judge, Attempt(task=task, turns=turns, stop=stop, state=state)))
 
     return answer
 

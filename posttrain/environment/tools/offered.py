@@ -1,0 +1,82 @@
+"""Tools by name, for prompts of the user's own: `env.args.tools=python,files`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.core.types import Task
+from posttrain.environment.sandbox.choose import open_sandbox
+from posttrain.environment.sandbox.pool import Sandbox
+from posttrain.environment.tools.boxes import Calculator, Files, KeyValue
+from posttrain.environment.tools.database import Database
+from posttrain.environment.tools.python import Python
+from posttrain.environment.tools.tool import Bench, Toolbox, ToolError
+
+NAMES = ("calculator", "python", "files", "database", "store")
+
+
+@dataclass(frozen=True)
+class Offered:
+    """The tools that every episode of an environment has, made anew for each: `files`, `database` (a script of SQL) and `store` begin
+    with what the task's column of that name holds."""
+
+    names: tuple[str, ...]
+
+    @staticmethod
+    def of(text: str) -> Offered:
+        """From `python,files`. ConfigError with the nearest name where one is unknown or given twice."""
+        names = tuple(n.strip() for n in text.split(","))
+        for n in names:
+            if n not in NAMES:
+                raise ConfigError(f"env.args.tools={text!r}: no tool {n!r}: {nearest(n, NAMES)}")
+            if names.count(n) > 1:
+                raise ConfigError(f"env.args.tools={text!r} names {n!r} twice: give it once")
+        if "python" in names:
+            open_sandbox().close()  # refused here, before anything starts, where this machine has none
+        return Offered(names)
+
+    @cached_property
+    def sandbox(self) -> Sandbox:
+        """Where Python runs; opened once."""
+        return open_sandbox()
+
+    def box(self, task: Task) -> Toolbox:
+        """The tools of one episode, with the world as the task says."""
+        return Bench([self._one(name, task) for name in self.names])
+
+    def check(self, task: Task) -> None:
+        """DataError where a column does not say how a tool begins."""
+        for name in self.names:
+            if name != "python":
+                self._one(name, task)
+
+    def _one(self, name: str, task: Task) -> Toolbox:
+        make: Mapping[str, Callable[[Any], Toolbox]] = {
+            "calculator": lambda _: Calculator(),
+            "python": lambda _: Python(self.sandbox),
+            "files": lambda given: Files(_texts(given)),
+            "database": lambda given: Database(str(given or "")),
+            "store": lambda given: KeyValue(_texts(given)),
+        }
+        try:
+            return make[name](task.info.get(name))
+        except ToolError as error:
+            raise DataError(f"task {task.id!r}, column {name!r}: {error}") from None
+        except Exception as error:
+            raise DataError(f"task {task.id!r}: column {name!r} does not say how {name} begins: {type(error).__name__}: {error}") from error
+
+    def close(self) -> None:
+        if "sandbox" in vars(self):
+            self.sandbox.close()
+
+
+def _texts(given: Any) -> dict[str, str]:
+    if given is None:
+        return {}
+    if not isinstance(given, Mapping) or not all(isinstance(k, str) and isinstance(v, str) for k, v in given.items()):
+        raise TypeError("wanted an object of texts by name")
+    return dict(given)
