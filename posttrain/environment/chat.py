@@ -58,8 +58,15 @@ class After:
     turn: Message
 
 
+SHIELD = "\ufdd0"
+"""Cuts a special token's name, where somebody wrote it as text, so that it is not read as that token. Unicode has no such character."""
+
+
 class Chat:
     """One template.
+
+    What users, tools and systems wrote is text, whatever it looks like: the names of special tokens in it are cut by `SHIELD`,
+    at which `Renderer.encode` cuts as well.
 
     Args:
         tokenizer: with a chat template.
@@ -69,6 +76,7 @@ class Chat:
     def __init__(self, tokenizer: Templated, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
+        self._specials = sorted((t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1), key=len, reverse=True)
         self._format: str | bool | None = False
         self._arguments: Any = {"city": "a b"}
         """Of a probing call, as an object or, for templates that want it so, as JSON."""
@@ -85,12 +93,20 @@ class Chat:
         more = {"tools": [dict(t) for t in tools]} if tools else {}
         try:
             return self._tokenizer.apply_chat_template(
-                [Message(**m) for m in messages], tokenize=False, add_generation_prompt=generate, **more
+                [Message(**self._shielded(m)) for m in messages], tokenize=False, add_generation_prompt=generate, **more
             )
         except Exception as error:
             raise DataError(
                 f"the chat template refused messages with roles {[m['role'] for m in messages]}: {type(error).__name__}: {error}"
             ) from error
+
+    def _shielded(self, message: Message) -> Message:
+        text = message.get("content")
+        if message["role"] == "assistant" or not isinstance(text, str) or not any(s in text for s in self._specials):
+            return message
+        for special in self._specials:
+            text = text.replace(special, f"{special[0]}{SHIELD}{special[1:]}")
+        return Message(**{**message, "content": text})
 
     def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> After:
         """What the template writes after any assistant's turn when `new` messages follow, and a turn that stands for it.

@@ -12,7 +12,7 @@ import numpy as np
 
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.types import Message
-from posttrain.environment.chat import After, Chat, Tools
+from posttrain.environment.chat import SHIELD, After, Chat, Tools
 
 Content = str | Sequence[Message]
 History = Literal["append", "rewrite"]
@@ -150,7 +150,9 @@ class Renderer:
         return ids if ids and self.decode(ids).strip() == text.strip() else None
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 of a text on its own, nothing added."""
+        """int32 of a text on its own, nothing added. No token reaches over a `SHIELD`, which itself has none."""
+        if SHIELD in text:
+            return np.concatenate([self.encode(part) for part in text.split(SHIELD)])
         if self._backend is not None:
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)

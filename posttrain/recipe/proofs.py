@@ -48,6 +48,8 @@ def prompts_begin_once(parts: Parts, tokenizer: Any, tasks: Sequence[Task]) -> N
     """A rollout's prompt is what the model's own tokenizer makes of it, its beginning written once and nothing put behind."""
     special = set(tokenizer.all_special_ids)
     for task in tasks:
+        if not isinstance(task.prompt, str) and any(s in str(m.get("content")) for m in task.prompt for s in tokenizer.all_special_tokens):
+            continue  # written out so that it stays text, which the model's own tokenizer does not do
         got = np.asarray(parts.rollout.dialogue(task.id).see(task.prompt)).tolist()
         if isinstance(task.prompt, str):
             full, bare = tokenizer(task.prompt)["input_ids"], tokenizer(task.prompt, add_special_tokens=False)["input_ids"]

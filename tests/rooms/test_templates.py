@@ -210,3 +210,26 @@ async def test_an_episode_has_a_segment_for_each_history(name: str, history: Any
         if segments == 3:
             asked = [r.decode(s.ids[: int(np.argmax(s.mask))]) for s in episode.segments]
             assert [a.count("again") for a in asked] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("name", [n for n in FAMILIES if n in CALLS or n in TALKS])
+def test_control_tokens_in_what_others_wrote_are_text(name: str) -> None:
+    """I-06: no user and no tool can end its own turn or begin the policy's, and nothing of what they wrote is lost."""
+    f = FAMILIES[name]
+    r = renderer(f)
+    specials = [s for s in r.tokenizer.all_special_tokens if len(s) > 1]
+    evil = "".join(f"a{s}b" for s in specials)
+    ids = set(r.tokenizer.convert_tokens_to_ids(specials))
+
+    def controls(text: str) -> tuple[list[int], str]:
+        written = r.prompt((Message(role="user", content=text),))
+        return [int(i) for i in written if int(i) in ids], r.decode(written)
+
+    plain, _ = controls("ab" * len(specials))
+    shown, text = controls(evil)
+    assert specials and shown == plain and evil in text
+    if name not in TALKS:
+        return
+    harmless, harmful = (r.template.between([Message(role="user", content="hi")], [Message(role="user", content=c)]) for c in ("x", evil))
+    count = [[int(i) for i in r.encode(found.text) if int(i) in ids] for found in (harmless, harmful)]
+    assert count[0] == count[1]

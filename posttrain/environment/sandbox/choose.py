@@ -10,10 +10,14 @@ from posttrain.core.errors import ConfigError, nearest
 from posttrain.environment.sandbox.backends import ALLOW, Backend, Landlock, Namespaces, Unconfined
 from posttrain.environment.sandbox.pool import SESSIONS, Sandbox
 from posttrain.environment.sandbox.port import Limits, SandboxUnavailableError
+from posttrain.environment.sandbox.remote import TOKEN, Remote
 from posttrain.environment.sandbox.selftest import selftest
 
 NAMES = ("auto", "namespaces", "landlock", "none")
-HELP = f"""Fix one of: apt install bubblewrap (scripts/system-packages.sh) and allow user namespaces | a kernel of 5.13 or later with Landlock
+"""What a sandbox may be called, beside the address of an executor."""
+REMOTE_WORKERS = 8
+HELP = f"""Fix one of: apt install bubblewrap (scripts/system-packages.sh) and allow user namespaces | a kernel of 5.13 or later with Landlock |
+sandbox=https://HOST (an executor elsewhere; python -m posttrain.environment.sandbox.serve is one)
 To run UNSANDBOXED anyway (model-written code gets your user's full rights; refused for root): sandbox='none' and {ALLOW}=1"""
 
 Make = Callable[[tuple[str, ...], str | None], Backend]
@@ -32,26 +36,32 @@ def open_sandbox(
     packages: tuple[str, ...] = ("numpy",),
     interpreter: str | None = None,
     sessions: int = SESSIONS,
+    token: str = TOKEN,
 ) -> Sandbox:
     """A pool of sandboxes that programs cannot leave.
 
     Args:
-        name: `auto`, or one by name, which then has to withstand its self-test all the same.
-        workers: sandboxes at once; None: one a core.
+        name: `auto`, or one by name, or the address of an executor; each has to withstand the self-test.
+        workers: sandboxes at once; None: one a core, and 8 connections to an executor.
         packages: installed packages that programs may import, at no cost for each job.
         interpreter: the Python that programs run on; None: the one that runs us.
         sessions: sessions (`Sandbox.session`) at once; more wait. Each takes some 15 MiB of its own, with numpy 30.
+        token: environment variable that holds an executor's token.
 
     Raises:
         SandboxUnavailableError: with the reason of each that was tried, and what to change.
     """
-    return Sandbox(choose(name, packages, interpreter), workers=workers, limits=limits, sessions=sessions)
+    backend = choose(name, packages, interpreter, token)
+    many = workers or (REMOTE_WORKERS if isinstance(backend, Remote) else None)
+    return Sandbox(backend, workers=many, limits=limits, sessions=sessions)
 
 
-def choose(name: str = "auto", packages: tuple[str, ...] = ("numpy",), interpreter: str | None = None) -> Backend:
+def choose(name: str = "auto", packages: tuple[str, ...] = ("numpy",), interpreter: str | None = None, token: str = TOKEN) -> Backend:
     """The backend that `open_sandbox` would use."""
+    if "://" in name:
+        return first({"remote": lambda packages, interpreter: Remote(name, token)}, packages, interpreter)
     if name not in NAMES:
-        raise ConfigError(f"sandbox={name!r} is unknown: {nearest(name, NAMES)}")
+        raise ConfigError(f"sandbox={name!r} is neither the address of an executor nor a name: {nearest(name, NAMES)}")
     if name == "none":
         return _unconfined(packages, interpreter)
     return first({name: ORDER[name]} if name != "auto" else ORDER, packages, interpreter)

@@ -23,7 +23,7 @@ from posttrain.environment.sandbox.backends import Backend
 from posttrain.environment.sandbox.cell.program import encode
 from posttrain.environment.sandbox.port import Call, Limits, Ran, SandboxBroken, SandboxUnavailableError
 from posttrain.environment.sandbox.session import Session, Sessions
-from posttrain.environment.sandbox.worker import Job, Worker
+from posttrain.environment.sandbox.worker import Job, Worker, begin
 
 RECYCLE = 1000
 """Jobs of one zygote before a fresh one takes its place."""
@@ -102,8 +102,10 @@ class Sandbox:
                 asked.worker.stop()
             raise
 
-    def run_sync(self, program: str | bytes, *, stdin: str | bytes = b"", call: Call | None = None, limits: Limits | None = None) -> Ran:
-        """`run` for callers without an event loop; an interrupt ends the program too."""
+    def run_sync(
+        self, program: str | bytes, *, stdin: str | bytes = b"", call: Call | bytes | None = None, limits: Limits | None = None
+    ) -> Ran:
+        """`run` for callers without an event loop; an interrupt ends the program too. `call` may be one that has travelled."""
         asked = self._ask(program, stdin, call, limits)
         try:
             return asked.answer.result()
@@ -129,8 +131,9 @@ class Sandbox:
         """
         return self.sessions.session(limits or self.limits, idle)
 
-    def _ask(self, program: str | bytes, stdin: str | bytes, call: Call | None, limits: Limits | None) -> _Asked:
-        job = Job(as_bytes(program), as_bytes(stdin), b"" if call is None else as_json(call), limits or self.limits)
+    def _ask(self, program: str | bytes, stdin: str | bytes, call: Call | bytes | None, limits: Limits | None) -> _Asked:
+        what = b"" if call is None else as_json(call) if isinstance(call, Call) else call
+        job = Job(as_bytes(program), as_bytes(stdin), what, limits or self.limits)
         asked = _Asked(job, Future(), time.monotonic())
         with self._lock:
             if self._closed:
@@ -228,7 +231,7 @@ class _Loop:
     def _start(self, limits: Limits | None) -> Worker:
         with self.lock:
             self.counts.started += 1
-        return Worker(self.backend, limits)
+        return begin(self.backend, limits)
 
 
 def _answer(how: Callable[[Any], None], what: object) -> None:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from posttrain.environment.sandbox import probes
 from posttrain.environment.sandbox.backends import Backend
 from posttrain.environment.sandbox.port import Limits, Ran, SandboxBroken, SandboxUnavailableError
-from posttrain.environment.sandbox.worker import Job, Worker
+from posttrain.environment.sandbox.worker import Job, Worker, begin
 
 CANARY = "POSTTRAIN_CANARY"
 ATTACK = b"@attack("
@@ -68,7 +68,7 @@ def attacks(target: Bait, processes: bool = False) -> bytes:
 def selftest(backend: Backend) -> list[str]:
     """What is wrong with a backend on this machine: nothing, or a reason each."""
     try:
-        worker = Worker(backend)
+        worker = begin(backend)
     except SandboxUnavailableError as error:
         return [str(error)]
     try:

@@ -16,7 +16,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.environment.sandbox.backends import Backend
 from posttrain.environment.sandbox.conversation import Conversation
 from posttrain.environment.sandbox.port import Limits, Ran, SandboxBroken, SandboxUnavailableError
-from posttrain.environment.sandbox.worker import Worker
+from posttrain.environment.sandbox.remote import RemoteConversation, RemoteWorker
+from posttrain.environment.sandbox.worker import Worker, begin
 
 RECYCLE = 1000
 """Sessions of one sandbox before a fresh one takes its place."""
@@ -76,6 +77,11 @@ class Session:
         if self._talk.ask(piece):
             self._sessions.queue(self._talk)
         return piece.answer
+
+    @property
+    def ended(self) -> bool:
+        """Whether it takes no more pieces."""
+        return bool(self._talk.ended)
 
     def end(self) -> None:
         """End it without waiting for that, whatever it is doing."""
@@ -286,7 +292,7 @@ class _Keeper:
 
     shared: _Shared
     worker: Worker | None = None
-    held: Conversation | None = None
+    held: Conversation | RemoteConversation | None = None
 
     def __call__(self) -> None:
         try:
@@ -326,9 +332,10 @@ class _Keeper:
         while True:
             try:
                 if self.held is None or not self.held.alive:
-                    self.worker = self.worker or Worker(self.shared.backend)
+                    self.worker = self.worker or begin(self.shared.backend)
                     talk.use(self.worker)
-                    self.held = Conversation(self.worker, talk.limits)
+                    far = self.worker if isinstance(self.worker, RemoteWorker) else None
+                    self.held = far.converse(talk.limits) if far else Conversation(self.worker, talk.limits)
                 if talk.ended:
                     raise SandboxBroken(talk.ended)
                 return self.held.answer(code)
@@ -348,7 +355,7 @@ class _Keeper:
 
     def _judge(self) -> None:
         """Keep the sandbox for the next session, if it is still good."""
-        if self.worker is None or self.worker.control.fileno() < 0:
+        if self.worker is None or not self.worker.usable:
             self.worker = None
         elif self.worker.jobs >= RECYCLE:
             self.worker.close()

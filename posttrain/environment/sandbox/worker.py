@@ -16,7 +16,7 @@ import subprocess
 import threading
 import time
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from posttrain.environment.sandbox.backends import Backend
 from posttrain.environment.sandbox.cell.program import MEMORY_ERROR
@@ -40,6 +40,18 @@ class Job:
     stdin: bytes = b""
     call: bytes = b""
     limits: Limits = field(default_factory=Limits)
+
+
+@runtime_checkable
+class Begins(Protocol):
+    """A backend whose sandboxes are not processes of ours: it makes the worker itself."""
+
+    def begin(self, limits: Limits | None) -> Worker: ...
+
+
+def begin(backend: Backend, limits: Limits | None = None) -> Worker:
+    """A sandbox of a backend, wherever it is. Raises SandboxUnavailableError where there is none."""
+    return backend.begin(limits) if isinstance(backend, Begins) else Worker(backend, limits)
 
 
 class Worker:
@@ -157,6 +169,11 @@ class Worker:
             for fd, ear in ears.items():
                 ear.hear(fd)
         return self._ran(job.limits, reply, stopped, {ear.name: ear for ear in ears.values()})
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may be given another job."""
+        return self.control.fileno() >= 0
 
     def begin(self, request: bytes, fds: list[int]) -> None:
         """Send a job to the zygote; from here on `stop` ends it."""
