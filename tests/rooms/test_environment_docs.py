@@ -1,4 +1,4 @@
-"""The examples of docs/environments.md run, in order, in one namespace."""
+"""The examples of the pages about environments and tools run, in order, in one namespace a page."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from types import ModuleType
 
 import pytest
 
-PAGE = Path(__file__).parents[2] / "docs" / "environments.md"
+DOCS = Path(__file__).parents[2] / "docs"
+PAGES = {"environments.md": 9, "tools.md": 3}
 
 
-def test_the_examples_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    blocks = re.findall(r"```python\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 9
-    module = ModuleType("environments_page")
+@pytest.mark.parametrize("page", PAGES)
+def test_the_examples_run(monkeypatch: pytest.MonkeyPatch, page: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (DOCS / page).read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == PAGES[page]
+    module = ModuleType("docs_page")
     monkeypatch.setitem(sys.modules, module.__name__, module)
     for block in blocks:
-        exec(compile(block, str(PAGE), "exec"), module.__dict__)
+        exec(compile(block, page, "exec"), module.__dict__)
