@@ -208,7 +208,8 @@ def _centred(
         if name == "Value":
             if s.values is None:
                 return None
-            out.append(_future(a.baseline, np.concatenate(s.values).astype(np.float64), shaped[i], paid[i]))
+            turns = _turns(s.episode)
+            out.append(_future(a.baseline, np.concatenate(s.values).astype(np.float64), shaped[i] - turns.sum(), paid[i] - turns))
             continue
         others = [reward[j] for j in members[p] if j != i]
         if name == "Zero":
@@ -229,7 +230,14 @@ def _targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.nd
     if kind(baseline) != "Value" or s.values is None:
         return None
     v = np.concatenate(s.values).astype(np.float64)
-    return v + _future(baseline, v, shaped, paid)
+    turns = _turns(s.episode)
+    return v + _future(baseline, v, shaped - turns.sum(), paid - turns)
+
+
+def _turns(e: Episode) -> np.ndarray:
+    """What the world gave for turns, at the last spoken token of each."""
+    given = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
+    return np.array([math.fsum(score for end, score in given if end == t) for t in range(1, e.spoken + 1)])
 
 
 def _future(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.ndarray:

@@ -12,6 +12,7 @@ import pytest
 
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.ladder import GIGPO, MT_GRPO, PPO
+from posttrain.core.pieces.baseline import ToGo
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.record import from_columns, of_groups, to_columns
 from posttrain.core.run import Env, Reinforce, Run
@@ -141,6 +142,34 @@ def test_a_run_with_tools_from_imitation_on(tmp_path: Path, name: str, style: st
     """Every canary holds: turns end in one stop token each, observations are masked, credit has a second opinion or none."""
     results = asyncio.run(play(tiny_parts(tmp_path, tool_run(name, style, algorithm=algorithm))))
     assert [r.name for r in results] == ["sft", "rl"]
+
+
+PAYS = """
+from dataclasses import dataclass
+from posttrain.environment.gallery.calculator import Calculator, is_request, result
+from posttrain.core.types import Stop
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pays(Calculator):
+    async def play(self, task, talk):
+        talk.see(task.prompt)
+        for turn in range(3):
+            said = await talk.say()
+            talk.pay("digits", sum(c.isdigit() for c in said.text) / 4)
+            talk.see("=")
+        return Stop.TURNS
+"""
+
+
+@pytest.mark.parametrize("algorithm", [PPO, replace(PPO, scale="one", baseline=ToGo(), whiten="token"), MT_GRPO, GIGPO])
+def test_a_run_whose_turns_are_paid(tmp_path: Path, algorithm: Any) -> None:
+    """The second opinions on credit and value targets agree about where a turn's reward stands."""
+    (tmp_path / "pays.py").write_text(PAYS)
+    run = only_rl(tiny_run(algorithm=algorithm))
+    run = replace(run, env=Env(name=f"{tmp_path / 'pays.py'}:Pays", heldout=6), model=replace(MODEL, context=96))
+    (result,) = asyncio.run(play(tiny_parts(tmp_path / "run", run)))
+    assert result.steps == 3 and result.optimizer_steps
 
 
 def test_a_demonstration_of_several_turns_is_played(tmp_path: Path) -> None:
