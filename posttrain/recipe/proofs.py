@@ -6,22 +6,27 @@ those that need the policy's tokenizer too.
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from posttrain.controller.house import Parts
-from posttrain.core.errors import DataError, InvariantError
-from posttrain.core.ports import Attempt
-from posttrain.core.types import Task
-from posttrain.environment.prompts import PromptsEnv
+from posttrain.core.errors import DataError, InvariantError, PosttrainError
+from posttrain.core.ports import Attempt, Utterance
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Message, Task
+from posttrain.environment.chat import PROBE
 from posttrain.environment.script import attempt
 from posttrain.environment.single import SingleTurn
+from posttrain.role.talk import Recital
 
 TASKS = 8
 """Tasks of each split looked at."""
+TURNS, PLAYED = 3, 30.0
+"""Turns said to an environment whose right answers are not known, and the most seconds such an episode may take."""
 LEAKS, SECONDS = 500, 0.3
 """Training tasks compared with the held-out ones, and the most seconds that may take."""
 
@@ -37,11 +42,13 @@ async def prove_start(parts: Parts, tokenizer: Any) -> None:
     held = list(env.heldout[:TASKS])
     train = list(_some(env.train, TASKS))
     prompts_begin_once(parts, tokenizer, [*held, *train])
-    if isinstance(env, SingleTurn) and not isinstance(env, PromptsEnv):
+    if isinstance(env, SingleTurn) and env.vouches_for_gold:
         known = [task for task in (*held, *train) if env.knows_gold(task)]
         await gold_is_paid(env, known)
         await near_misses_are_not(env, known)
     split_is_clean(env)
+    for task in [*train[:1], *held[:1]]:
+        await conversations_append(parts, task)
 
 
 def prompts_begin_once(parts: Parts, tokenizer: Any, tasks: Sequence[Task]) -> None:
@@ -96,6 +103,50 @@ async def _play(env: SingleTurn, task: Task, turns: Sequence[str]) -> Attempt:
         return await attempt(env, task, turns)
     except IndexError as error:
         raise InvariantError(f"task {task.id!r}: {error}. gold() and distractor() must give every turn the environment asks for") from error
+
+
+async def conversations_append(parts: Parts, task: Task) -> None:
+    """One episode of scripted turns through the policy's own chat template: where turns cannot be one sequence, the run does not start.
+
+    Raises:
+        DataError: the template rewrites what it wrote before, or refuses the messages; with the place, and what to set.
+    """
+    render: Any = parts.renderer
+    if render.history == "rewrite":
+        return
+    env = parts.environment
+    turns = env.gold(task) if isinstance(env, SingleTurn) and env.vouches_for_gold and env.knows_gold(task) else (PROBE,) * TURNS
+    talk = _Rehearsed(render, parts.rollout.dialogue(task.id), turns, Sampling(), chat=not isinstance(task.prompt, str), task=task.id)
+    try:
+        async with asyncio.timeout(PLAYED):
+            await env.play(task, talk)
+    except (_Over, TimeoutError):
+        pass
+    except PosttrainError:
+        raise
+    except Exception:
+        return  # what breaks in the world is no matter of the template; episodes make it a failed verdict
+    if talk.tools and (why := render.rewrites([Message(role="tool", content="")], talk.tools)):
+        raise DataError(f"task {task.id!r}: {why}")
+
+
+class _Over(Exception):
+    """The script has no further turn."""
+
+
+class _Rehearsed(Recital):
+    """Scripted turns in the template's own words; takes note of the tools that are shown."""
+
+    tools: Sequence[Mapping[str, Any]] = ()
+
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.tools = self.tools or tools
+        super().see(content, tools)
+
+    async def say(self, most: int | None = None) -> Utterance:
+        if len(self.turns) == len(self._turns):
+            raise _Over
+        return await super().say(most)
 
 
 def split_is_clean(env: Any) -> None:
