@@ -98,8 +98,8 @@ def _turns(e: Episode) -> tuple[str, ...]:
 
 
 def _same(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
-    """Whether all sources that could judge both times gave the same."""
-    scores = [{j.source: j.verdict.score for j in x if j.counts and j.verdict.state is not State.FAILED} for x in (one, two)]
+    """Whether all sources that could judge both times gave the same. A weight of 0 makes a source a number to look at, such as a time."""
+    scores = [{j.source: j.verdict.score for j in x if j.counts and j.weight and j.verdict.state is not State.FAILED} for x in (one, two)]
     both = scores[0].keys() & scores[1].keys()
     return all(_equal(scores[0][s], scores[1][s]) for s in both)
 

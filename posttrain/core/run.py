@@ -65,7 +65,7 @@ class Env:
     """Where tasks and rewards come from."""
 
     name: str = "arithmetic"
-    """A gallery environment, `gym:TASK` for reasoning-gym, `prompts` for the user's own data, or a class of one's own: `path.py:Class`."""
+    """A gallery environment, `gym:TASK` for reasoning-gym, `verifiers:ID` for PrimeIntellect's verifiers, `prompts` for the user's own data, or a class of one's own: `path.py:Class`."""
     args: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
     """The environment's own settings; it names the valid ones."""
     prompts: str | None = None

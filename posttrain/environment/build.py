@@ -15,7 +15,7 @@ from posttrain.environment.single import SingleTurn
 
 def names() -> tuple[str, ...]:
     """What `Env.name` may be."""
-    return (*GALLERY, "prompts", "gym:TASK", "path.py:Class")
+    return (*GALLERY, "prompts", "gym:TASK", "verifiers:ID", "path.py:Class")
 
 
 def environment(config: Env, seed: int) -> SingleTurn:
@@ -37,6 +37,10 @@ def environment(config: Env, seed: int) -> SingleTurn:
         from posttrain.environment.adapters.reasoning_gym import Gym
 
         return Gym.of(config.name.removeprefix("gym:"), config.args, **common)
+    if config.name.startswith("verifiers:"):
+        from posttrain.environment.adapters.verifiers import Verifiers
+
+        return Verifiers.of(config.name.removeprefix("verifiers:"), config.args, **common)
     if config.name in GALLERY:
         cls = gallery_class(config.name)
     elif ":" in config.name:

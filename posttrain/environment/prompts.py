@@ -136,6 +136,10 @@ class PromptsEnv(SingleTurn):
         """The row's answer, else its completion. What that earns is for the user's rewards to say."""
         return ((self.completion(task) or "") if task.answer is None else str(task.answer),)
 
+    @property
+    def vouches_for_gold(self) -> bool:
+        return False
+
     def knows_gold(self, task: Task) -> bool:
         return task.answer is not None or self.completion(task) is not None
 

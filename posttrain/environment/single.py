@@ -130,6 +130,11 @@ class SingleTurn(ABC):
         return True
 
     @property
+    def vouches_for_gold(self) -> bool:
+        """Whether `gold` earns full reward by the environment's own word. Not where it is only the data's answer, in no known form."""
+        return True
+
+    @property
     def pays_parts(self) -> bool:
         """Whether the verifier may pay a part of the reward for an answer that is not right."""
         return False

@@ -9,7 +9,6 @@ from posttrain.core.types import Task
 from posttrain.environment.check.answers import PARAPHRASES, PHRASES, SHAPES, SILENCE, WORDS, lists, noise, spellings
 from posttrain.environment.check.probe import Answer, Mark, Probe
 from posttrain.environment.check.subject import WRITTEN, Attack, Subject
-from posttrain.environment.prompts import PromptsEnv
 
 FEW = 12
 """Tasks that each of many texts is tried on."""
@@ -31,7 +30,7 @@ async def gold(s: Subject) -> Answer:
             Mark.FAIL,
             f"no source pays a right answer more than a wrong one; {told.said} to {told.task.prompt!r:.60} earned {dict(told.scores)}",
         )
-    if not isinstance(s.env, PromptsEnv) and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
+    if s.env.vouches_for_gold and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
         told = less[0]
         return (
             Mark.FAIL,

@@ -10,7 +10,6 @@ from posttrain.environment.check.payment import PAYMENT
 from posttrain.environment.check.probe import Finding, Mark, Probe
 from posttrain.environment.check.subject import Subject
 from posttrain.environment.check.workings import WORKINGS
-from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.prove import Check, claims
 from posttrain.environment.single import SingleTurn
 
@@ -64,7 +63,7 @@ async def check(env: SingleTurn, *, tasks: int = TASKS, rate: float = RATE, prog
     for probe in PROBES:
         progress(probe.name)
         found.append(await probe(subject))
-    own = () if isinstance(env, PromptsEnv) else (env.name,)
+    own = (env.name,) if env.vouches_for_gold else ()
     sources = dict.fromkeys([*own, *subject.sources, *subject.shaping])
     return Report(env.name, len(some), tuple(sources), tuple(found))
 

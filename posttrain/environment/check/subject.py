@@ -82,7 +82,7 @@ class Subject:
         """Looks for the form of right answers, and judges a right and a wrong answer to every task."""
         subject = Subject(env, tuple(tasks), rate)
         known = [t for t in tasks if subject.knows(t)]
-        if isinstance(env, PromptsEnv):
+        if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(known[:SHAPED])
         for task, told in zip(known, await subject.tell([(t, subject.right(t)) for t in known]), strict=True):
             subject.gold[task.id] = told
@@ -116,9 +116,9 @@ class Subject:
 
     def right(self, task: Task) -> tuple[str, ...]:
         """Turns that earn full reward."""
-        if not isinstance(self.env, PromptsEnv):
+        if self.env.vouches_for_gold:
             return self.env.gold(task)
-        if self.shape == WRITTEN:
+        if self.shape == WRITTEN and isinstance(self.env, PromptsEnv):
             return (self.env.completion(task) or "",)
         return (self.shaped(self.core(task)),)
 
@@ -128,7 +128,7 @@ class Subject:
 
     def near(self, task: Task) -> tuple[str, ...]:
         """Turns that look right and are not: the environment's own, or the answer to another question."""
-        if not isinstance(self.env, PromptsEnv):
+        if self.env.vouches_for_gold:
             return self.env.distractor(task)
         own = self.core(task)
         others = [t for t in self.tasks if self.knows(t) and self.core(t) != own]

@@ -1,0 +1,255 @@
+"""`verifiers:ID`: environments written for PrimeIntellect's `verifiers` package, played on the run's own engine.
+
+The package's own loop runs: its set-up, its `env_response`, its stop conditions and its clean-up. Only the model it asks
+is ours: each question is shown to the policy token-in token-out, and what the policy says goes back as a message, its tool
+calls read in the format of the policy's chat template. Its rubric judges, a source a function.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib
+import importlib.metadata
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Attempt, Talk, TaskSource
+from posttrain.core.run import Scalar
+from posttrain.core.types import Stop, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.adapters.verifiers_judge import live, lost, plain, rubrics, score, weights
+from posttrain.environment.adapters.verifiers_talk import Policy, from_package
+from posttrain.environment.own import load
+from posttrain.environment.prompts import HELDOUT_SHARE
+from posttrain.environment.single import Listed, SingleTurn
+
+INSTALL = 'pip install "posttrain[verifiers]"'
+PREFIX = "verifiers:"
+WAITING = 65_536
+"""Ended episodes whose state is kept until they are judged."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verifiers(SingleTurn):
+    """One environment of the package. Its settings (`Env.args`) are the arguments of its `load_environment`.
+
+    Held-out tasks are its evaluation set's; where it has one set only, they are chosen by their digests, at most a fifth. No
+    training task equals a held-out one in prompt, answer and info.
+    """
+
+    env_id: str
+    inner: Any = field(repr=False)
+    """The loaded environment."""
+
+    @staticmethod
+    def of(env_id: str, args: Mapping[str, Scalar], **common: Any) -> Verifiers:
+        """Load it by the name of its installed module, or from a file: `verifiers:my_env`, `verifiers:path/my_env.py`.
+
+        Raises:
+            ConfigError: the package, the environment or an argument is missing, or its rubric needs whole groups.
+        """
+        package()
+        with _signals_stay():
+            inner = _loaded(env_id, dict(args))
+        if inner.rubric.has_group_rewards:
+            raise ConfigError(
+                f"{PREFIX}{env_id}: its rubric compares the answers of a group with one another, and here every answer is judged by itself. "
+                "Use an algorithm that compares siblings, and a reward for one answer"
+            )
+        env = Verifiers(env_id=env_id, inner=inner, **common)
+        if not any(weights(inner.rubric)) and not env.rewards:
+            raise ConfigError(f"{PREFIX}{env_id}: its rubric has no reward function with a weight; add one, or give env.rewards")
+        return env
+
+    @property
+    def name(self) -> str:
+        return f"{PREFIX}{self.env_id}"
+
+    # --- tasks -----------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _sets(self) -> Mapping[str, Any]:
+        """Its data sets by side; one of them alone is called `train`."""
+        train, evaluation = self.inner.build_dataset(), self.inner.build_eval_dataset()
+        if train is None or evaluation is None:
+            return {"train": evaluation if train is None else train}
+        return {"train": train, "eval": evaluation}
+
+    @cached_property
+    def _tasks(self) -> Mapping[str, tuple[Task, ...]]:
+        return {side: tuple(self._task(side, i, row) for i, row in enumerate(rows)) for side, rows in self._sets.items()}
+
+    def _task(self, side: str, index: int, row: Mapping[str, Any]) -> Task:
+        if isinstance(row["prompt"], str):
+            raise ConfigError(
+                f"{self.name}: its prompts are plain text (message_type='completion'), which the package gave up; use messages"
+            )
+        answer = row.get("answer")
+        return Task(
+            id=f"{self.env_id}-{side}-{index}",
+            prompt=tuple(from_package(m) for m in row["prompt"]),
+            answer=None if answer in (None, "") else answer,
+            info={"side": side, "row": index, "key": _digest(row)},
+        )
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        if "eval" in self._tasks:
+            distinct = {self.key(t): t for t in reversed(self._tasks["eval"])}
+            return tuple(reversed(distinct.values()))[: self.heldout_count]
+        by_digest = {self.key(t): t for t in reversed(self._tasks["train"])}
+        most = min(self.heldout_count, max(1, len(by_digest) // HELDOUT_SHARE))
+        return tuple(by_digest[k] for k in sorted(by_digest)[:most])
+
+    @cached_property
+    def train(self) -> TaskSource:
+        held = {self.key(t) for t in self.heldout}
+        return Listed(tuple(t for t in self._tasks["train"] if self.key(t) not in held))
+
+    @cached_property
+    def alphabet(self) -> str:
+        """Of no use to it: messages need a chat template, and so a tokenizer that is there already."""
+        return "".join(map(chr, range(32, 127))) + "\n"
+
+    def key(self, task: Task) -> str:
+        """Prompt, answer and info: worlds with a secret ask all tasks alike."""
+        return task.info["key"]
+
+    # --- episodes --------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _ended(self) -> dict[int, tuple[Any, Any]]:
+        """By identity, what an episode left behind, and the state behind it that only its first judging may use."""
+        return {}
+
+    def _row(self, task: Task) -> dict[str, Any]:
+        return dict(self._sets[task.info["side"]][task.info["row"]])
+
+    async def play(self, task: Task, talk: Talk) -> Stop:
+        """Its own loop, asking our policy. A tool error that it stops for is the policy's; any other of its errors is an outage."""
+        policy = Policy(talk, task.id)
+        try:
+            state = await self.inner.rollout(self._row(task), policy.client(), "policy", {})
+            error = state.get("error")
+            if error is not None and not isinstance(error, package().ToolError):
+                raise error
+        except BaseException:
+            if policy.state is not None:
+                await self.inner.rubric.cleanup(policy.state)
+            raise
+        left = plain(state)
+        talk.leave(left)
+        self._ended[id(left)] = (left, state)
+        while len(self._ended) > WAITING:
+            del self._ended[next(iter(self._ended))]
+        return policy.stop(state)
+
+    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
+        """Its rubric's functions, weighted; its metrics with weight 0. A function that raises has failed: it is no 0."""
+        left, state = self._ended.pop(id(attempt.state), (None, None))
+        if state is None:
+            if missing := lost(attempt.state):
+                why = f"its state held {', '.join(missing)}, which no record can keep, so it is judged once, as it ends"
+                return (Judged(self.name, 1.0, Verdict.failed("state", why)), *await self.added(attempt))
+            state = await live(self.inner, self._row(attempt.task), attempt)
+        try:
+            own = [x for rubric in rubrics(self.inner.rubric) for x in await score(rubric, state)]
+        finally:
+            if left is not None:
+                await self.inner.rubric.cleanup(state)
+        return (*_named(own), *await self.added(attempt))
+
+    def verify(self, attempt: Attempt) -> Verdict:
+        return Verdict.abstain("its rubric judges")
+
+    # --- what is right -----------------------------------------------------------------------------------------------------
+
+    @property
+    def vouches_for_gold(self) -> bool:
+        """The data has answers, not the form they are wanted in."""
+        return False
+
+    @property
+    def pays_parts(self) -> bool:
+        return True
+
+    def knows_gold(self, task: Task) -> bool:
+        """Where an episode is one turn and the data has the answer."""
+        return self.inner.max_turns == 1 and task.answer is not None
+
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return (str(task.answer or ""),)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return (f"{self.gold(task)[0]}?",)
+
+
+def _digest(row: Mapping[str, Any]) -> str:
+    told = [row["prompt"], row.get("answer"), row.get("info")]
+    return hashlib.blake2b(json.dumps(told, sort_keys=True, default=str).encode(), digest_size=8).hexdigest()
+
+
+def _named(judged: Sequence[Judged]) -> Iterator[Judged]:
+    """A number behind a name that was there already."""
+    seen: dict[str, int] = {}
+    for j in judged:
+        seen[j.source] = seen.get(j.source, 0) + 1
+        yield j if seen[j.source] == 1 else Judged(f"{j.source}.{seen[j.source]}", j.weight, j.verdict)
+
+
+# --- the package -------------------------------------------------------------------------------------------------------------
+
+
+def package() -> Any:
+    """Its errors and types; ConfigError with what to install where it is missing or another one."""
+    try:
+        version = importlib.metadata.version("verifiers")
+    except importlib.metadata.PackageNotFoundError:
+        raise ConfigError(f"{PREFIX} environments need the package verifiers: {INSTALL}") from None
+    try:
+        importlib.import_module("verifiers.envs.environment")
+        return importlib.import_module("verifiers.errors")
+    except ImportError as error:
+        raise ConfigError(
+            f"verifiers {version} cannot be used: {error}. From 0.4 on it has no SingleTurnEnv, MultiTurnEnv and ToolEnv any more: {INSTALL}"
+        ) from error
+
+
+def _loaded(env_id: str, args: dict[str, Any]) -> Any:
+    try:
+        if env_id.endswith(".py"):
+            return load(Path(env_id), "load_environment", "environment")(**args)
+        return importlib.import_module("verifiers.utils.env_utils").load_environment(env_id, **args)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(
+            f"{PREFIX}{env_id}: {error} Environments are Python packages: install it (prime env install OWNER/{env_id}, or pip), or name its file: "
+            f"{PREFIX}path/{env_id}.py"
+        ) from error
+    except Exception as error:
+        raise ConfigError(f"{PREFIX}{env_id} with env.args {args} does not load: {type(error).__name__}: {error}") from error
+
+
+@contextlib.contextmanager
+def _signals_stay() -> Iterator[None]:
+    """Its environments take SIGINT and SIGTERM for themselves as they are made, which would end a run without a checkpoint (and
+    works in the main thread alone): that one call of theirs does nothing."""
+    module = importlib.import_module("verifiers.envs.environment")
+    before: Any = module.signal  # type: ignore[attr-defined]
+    own = {name: getattr(before, name) for name in dir(before) if not name.startswith("_")}
+    module.signal = SimpleNamespace(**{**own, "signal": lambda *_: None})  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        module.signal = before  # type: ignore[attr-defined]
+
+
+__all__ = ["Verifiers", "package"]

@@ -1,0 +1,175 @@
+"""What an episode of `verifiers` leaves behind, and how its rubric judges it."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from posttrain.core.ports import Attempt
+from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.environment.adapters.verifiers_talk import MODEL, Policy, from_package
+from posttrain.environment.calls import TimedOut, call
+from posttrain.environment.own import where
+from posttrain.environment.redact import redacted
+from posttrain.environment.reward import as_verdict
+from posttrain.environment.script import Script
+
+SECONDS = 60.0
+"""One function of a rubric may take; beyond it the verdict is failed."""
+LONGEST = 20_000
+"""Characters of one entry of a state that a record keeps."""
+OWN = frozenset(
+    [
+        "input",
+        "task",
+        "client",
+        "model",
+        "sampling_args",
+        "is_completed",
+        "is_truncated",
+        "stop_condition",
+        "tool_defs",
+        "trajectory",
+        "completion",
+        "usage",
+        "usage_tracker",
+        "trajectory_id",
+        "reward",
+        "advantage",
+        "metrics",
+        "error",
+        "final_env_response",
+        "timing",
+        "prompt",
+        "answer",
+        "info",
+        "example_id",
+        "prompt_too_long",
+        "timed_out",
+    ]
+)
+"""What the package's loop itself keeps in a state; everything else is the environment's."""
+
+
+def plain(state: Mapping[str, Any]) -> dict[str, Any]:
+    """A state as a record can keep it: the conversation behind the prompt, what the environment kept, and names of what cannot be."""
+    kept: dict[str, Any] = {}
+    missing: list[str] = []
+    for name, value in state.items():
+        if name in OWN:
+            continue
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError):
+            missing.append(name)
+            continue
+        if len(text) > LONGEST:
+            missing.append(name)
+        else:
+            kept[name] = json.loads(text)
+    said = [dict(from_package(m)) for m in state.get("completion") or ()]
+    return {"completion": said, "state": kept, "lost": missing}
+
+
+def lost(left: Any) -> list[str]:
+    """Entries of a state that were no plain data."""
+    return list(left["lost"]) if isinstance(left, Mapping) else []
+
+
+async def live(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
+    """A state as it was when the episode ended, from what a record keeps of it."""
+    state = await env.init_state(row, Policy(Script(()), attempt.task.id).client(), MODEL, {})
+    left = attempt.state if isinstance(attempt.state, Mapping) else {}
+    said = left.get("completion") or [{"role": "assistant", "content": t} for t in attempt.turns]
+    normalize: Any = importlib.import_module("verifiers.utils.message_utils").normalize_messages
+    messages = normalize([_to_package(m) for m in said])
+    state.update(left.get("state", {}))
+    state["completion"] = messages
+    prompt = list(state["prompt"])
+    for i, message in enumerate(messages):
+        if message.role == "assistant":
+            step = {"prompt": [*prompt, *messages[:i]], "completion": [message], "response": None, "tokens": None}
+            more = {"reward": None, "advantage": None, "is_truncated": False, "trajectory_id": state["trajectory_id"], "extras": {}}
+            state["trajectory"].append({**step, **more})
+    state["is_completed"] = True
+    return state
+
+
+def _to_package(message: Mapping[str, Any]) -> dict[str, Any]:
+    """One of our messages as one of its."""
+    out = dict(message)
+    if out.get("tool_calls"):
+        out["tool_calls"] = [{"id": c["id"], **c["function"]} for c in out["tool_calls"]]
+    return out
+
+
+def rubrics(rubric: Any) -> Iterator[Any]:
+    """Groups taken apart."""
+    group: Any = importlib.import_module("verifiers.rubrics.rubric_group").RubricGroup
+    if type(rubric) is group:
+        for part in rubric.rubrics:
+            yield from rubrics(part)
+    else:
+        yield rubric
+
+
+def weights(rubric: Any) -> list[float]:
+    """Of every function; a rubric that scores in a way of its own counts as one."""
+    return [w for r in rubrics(rubric) for w in ([1.0] if _own_way(r) else r.weights)]
+
+
+def _own_way(rubric: Any) -> bool:
+    base: Any = importlib.import_module("verifiers.rubrics.rubric").Rubric
+    return type(rubric).score_rollout is not base.score_rollout
+
+
+async def score(rubric: Any, state: Any) -> list[Judged]:
+    """A rubric's verdicts about an ended episode."""
+    if _own_way(rubric):
+        return await _whole(rubric, state)
+    return [await _one(rubric, f, w, state) for f, w in zip(rubric.funcs, rubric.weights, strict=True)]
+
+
+async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
+    """One function, called as the package calls it, and its exception seen: the package itself takes one for a 0."""
+    name = getattr(function, "__name__", type(function).__name__)
+    raised: list[Exception] = []
+
+    async def watched(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await call(function, SECONDS, *args, **kwargs)
+        except Exception as error:
+            raised.append(error)
+            return float("nan")
+
+    watched.__name__ = name
+    watched.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
+    given = await rubric._call_individual_reward_func(watched, state)
+    verdict = _failed(raised[0], function) if raised else as_verdict(given)
+    if weight == 0 and verdict.state is State.FAILED:
+        verdict = Verdict.abstain(f"{verdict.kind}: {verdict.why}")
+    return Judged(name, float(weight), redacted(verdict))
+
+
+async def _whole(rubric: Any, state: Any) -> list[Judged]:
+    """A rubric with a way of scoring of its own: its reward as one source, its metrics with weight 0."""
+    name = type(rubric).__name__
+    try:
+        await rubric.score_rollout(state)
+    except Exception as error:
+        return [Judged(name, 1.0, redacted(_failed(error, None)))]
+    out = [Judged(name, 1.0, as_verdict(state["reward"]))]
+    return out + [
+        Judged(k, 0.0, v if v.state is State.VALUE else Verdict.abstain(v.why))
+        for k, x in (state["metrics"] or {}).items()
+        for v in [as_verdict(x)]
+    ]
+
+
+def _failed(error: Exception, function: Any) -> Verdict:
+    if isinstance(error, TimedOut):
+        return Verdict.failed("timeout", f"no result within {SECONDS:g} s")
+    return Verdict.failed("raised", where(error, function))

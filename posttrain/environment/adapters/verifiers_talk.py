@@ -1,0 +1,189 @@
+"""The model that an environment of `verifiers` asks: messages in, our policy's turn out, nothing encoded twice."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.core.errors import DataError
+from posttrain.core.ports import Talk, Utterance
+from posttrain.core.types import Message, Stop
+from posttrain.environment.calling.parse import Malformed, Parsed, ToolCall, parse
+
+MODEL = "policy"
+
+
+class Policy:
+    """One episode's side of the policy.
+
+    Every question holds the whole conversation; only what is new in it is shown, so it has to go on from what was shown
+    and said before. The episode ends with a turn that was cut off, as everywhere here.
+    """
+
+    def __init__(self, talk: Talk, task: str) -> None:
+        self._talk, self._task = talk, task
+        self._known: list[Message] = []
+        """The conversation so far as the package tells it."""
+        self._refused: dict[str, str] = {}
+        """Ids of calls that reached no tool -> what the policy is told instead."""
+        self._names: dict[str, str] = {}
+        self._turns = 0
+        self._last: Stop | None = None
+        self.state: Any = None
+
+    def client(self) -> Any:
+        """As the package's loop wants it."""
+        return _client_class()(self)
+
+    async def answer(self, prompt: Sequence[Any], tools: Sequence[Any], state: Any, most: int | None) -> Any:
+        """One turn, as a `Response`."""
+        self.state = state
+        if self._last is not None and not self._last.finished:
+            raise self._full(f"the turn before ended with {self._last.value}")
+        new = self._new([from_package(m) for m in prompt])
+        schemas = [_schema(t) for t in tools]
+        if schemas and self._talk.format is None:
+            raise DataError(
+                f"task {self._task!r}: the environment has tools, and this model's chat template writes no tool calls that are read here. "
+                "Use a model whose template does (docs/templates.md)"
+            )
+        self._talk.see([self._told(m) for m in new], schemas if not self._turns else ())
+        said = await self._talk.say(most)
+        self._last = said.stop
+        if not said.tokens and not said.stop.finished:
+            raise self._full(f"no turn was left: {said.stop.value}")
+        return self._response(said, {t["function"]["name"] for t in schemas})
+
+    def stop(self, state: Mapping[str, Any]) -> Stop:
+        """Why the episode ended, in our words."""
+        if self._last is not None and not self._last.finished:
+            return self._last
+        if state.get("error") is not None:
+            return Stop.TOOLS
+        if state.get("stop_condition") == "timeout_reached":
+            return Stop.TIME
+        if state.get("stop_condition") == "max_turns_reached" and self._turns > 1:
+            return Stop.TURNS
+        return self._last or Stop.ERROR
+
+    def _new(self, prompt: list[Message]) -> list[Message]:
+        """What is new in the conversation; DataError where it does not go on from what was shown and said."""
+        n = len(self._known)
+        if prompt[:n] != self._known:
+            at = next((i for i in range(n) if i >= len(prompt) or prompt[i] != self._known[i]), n)
+            raise DataError(
+                f"task {self._task!r}: the environment asks with another history than the policy saw (message {at + 1} of {n}), so its turns are no "
+                "one sequence. Environments that rewrite their conversation (get_prompt_messages) cannot be trained on here"
+            )
+        if n and len(prompt) == n:
+            raise DataError(f"task {self._task!r}: the environment asks for another turn without showing anything new")
+        self._known = prompt
+        return prompt[n:]
+
+    def _told(self, message: Message) -> Message:
+        """A tool's answer under its name; in place of one that reached no tool, why it did not."""
+        if message["role"] != "tool":
+            return message
+        known = message.get("tool_call_id", "")
+        content = self._refused.get(known, message["content"])
+        return Message(role="tool", content=content, tool_call_id=known, name=self._names.get(known, "tool"))
+
+    def _response(self, said: Utterance, tools: set[str]) -> Any:
+        types: Any = importlib.import_module("verifiers.types")
+        parts = parse(said.text, self._talk.format or "hermes") if tools else Parsed("", said.text, ())
+        calls = [self._call(i, c, tools, types) for i, c in enumerate(parts.calls)] if said.stop.finished else []
+        message: dict[str, Any] = {"content": parts.content, "reasoning_content": parts.reasoning or None, "tool_calls": calls or None}
+        self._turns += 1
+        self._known = [*self._known, from_package(types.AssistantMessage(**message))]
+        reason = "tool_calls" if calls else "stop" if said.stop.finished else "length"
+        usage = types.Usage(prompt_tokens=0, reasoning_tokens=0, completion_tokens=said.tokens, total_tokens=said.tokens)
+        whole = types.ResponseMessage(**message, finish_reason=reason, is_truncated=not said.stop.finished, tokens=None)
+        return types.Response(id=f"turn{self._turns}", created=0, model=MODEL, usage=usage, message=whole)
+
+    def _call(self, number: int, call: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
+        """A call as the package takes it. One that cannot be made gets arguments that no tool is called with: the package then
+        answers it, and the answer is replaced by what was wrong."""
+        name = f"{self._turns:04}{number:05}"
+        why = ""
+        if isinstance(call, Malformed):
+            why = f"this call could not be read: {call.why}"
+        elif call.name not in tools:
+            why = f"there is no tool {call.name!r}; there are: {', '.join(sorted(tools))}"
+        if why:
+            self._refused[name] = why
+            return types.ToolCall(id=name, name="none", arguments=f"refused: {why}")
+        assert isinstance(call, ToolCall)
+        self._names[name] = call.name
+        return types.ToolCall(id=name, name=call.name, arguments=json.dumps(dict(call.arguments)))
+
+    def _full(self, why: str) -> Exception:
+        """What ends the package's loop without an error."""
+        errors: Any = importlib.import_module("verifiers.errors")
+        return errors.OverlongPromptError(why)
+
+
+@functools.cache
+def _client_class() -> Any:
+    """The package's port for models, with our policy behind it."""
+    base: Any = importlib.import_module("verifiers.clients").Client
+
+    class Client(base):
+        def __init__(self, policy: Policy) -> None:
+            super().__init__(policy)
+
+        async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any) -> Any:
+            """A question of the package's loop. Limits that an environment sets itself narrow those of the run."""
+            most = sampling_args.get("max_completion_tokens") or sampling_args.get("max_tokens")
+            return await self._client.answer(prompt, tools or [], more.get("state"), most)
+
+        def setup_client(self, config: Any) -> Any:
+            return config
+
+        async def to_native_tool(self, tool: Any) -> Any:
+            return tool
+
+        async def to_native_prompt(self, messages: Any) -> Any:
+            return messages, {}
+
+        async def get_native_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any) -> Any:
+            return await self.get_response(prompt, model, sampling_args, tools, **more)
+
+        async def raise_from_native_response(self, response: Any) -> None:
+            return None
+
+        async def from_native_response(self, response: Any) -> Any:
+            return response
+
+        async def close(self) -> None:
+            return None
+
+    return Client
+
+
+def from_package(message: Any) -> Message:
+    """One of its messages as one of ours; DataError for what is no text."""
+    data = dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
+    content = data.get("content")
+    if isinstance(content, list):
+        if strange := [p.get("type") for p in content if p.get("type") != "text"]:
+            raise DataError(f"a message holds {strange[0]!r}, and the models here read text alone")
+        content = "".join(p["text"] for p in content)
+    out = Message(role=data["role"], content=content or "")
+    if data.get("reasoning_content"):
+        out["reasoning_content"] = data["reasoning_content"]
+    if data.get("tool_call_id"):
+        out["tool_call_id"] = data["tool_call_id"]
+    if data.get("tool_calls"):
+        out["tool_calls"] = [
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in data["tool_calls"]
+        ]
+    return out
+
+
+def _schema(tool: Any) -> dict[str, Any]:
+    """A tool as chat templates take it."""
+    function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
+    return {"type": "function", "function": function}
