@@ -11,6 +11,7 @@ over the queries, E = H * T entries in the order (head, query, row), N positions
 
 from __future__ import annotations
 
+import mmap
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from posttrain.engine.embedded.blocks import BLOCK
 
 LANES = 64
 """The score matrix is padded to a multiple of this, so that its width never changes how a row is summed."""
+RESERVE = 2
+"""Addresses reserved on a CPU, per row asked for: growth within them copies nothing, and pages come with the first write."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,8 @@ class Pool:
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
         self.device = device
         self.rows = 0
+        self._reserved = 0
+        self._wholes: list[tuple[Tensor, Tensor]] = []
         self.keys = [self._rows(0, s.key) for s in shapes]
         self.values = [self._rows(0, s.value) for s in shapes]
         with warnings.catch_warnings():
@@ -72,12 +77,16 @@ class Pool:
         return sum(s.heads * (s.key + s.value) for s in self.shapes) * self.dtype.itemsize
 
     def grow(self, blocks: int) -> None:
-        """Hold `blocks` blocks; what is cached stays where it is."""
+        """Hold `blocks` blocks; what is cached keeps its rows."""
         rows = blocks * BLOCK
-        for i, s in enumerate(self.shapes):
-            more = (rows - self.rows) * s.heads
-            self.keys[i] = torch.cat([self.keys[i], self._rows(more, s.key)])
-            self.values[i] = torch.cat([self.values[i], self._rows(more, s.value)])
+        if rows > self._reserved:
+            self._reserved = rows * RESERVE if self.device.type == "cpu" else rows
+            self._wholes = [tuple(self._rows(self._reserved * s.heads, width) for width in (s.key, s.value)) for s in self.shapes]
+            for whole, *pools in zip(self._wholes, self.keys, self.values, strict=True):
+                for fresh, old in zip(whole, pools, strict=True):
+                    fresh[: len(old)] = old
+        for i, (shape, (keys, values)) in enumerate(zip(self.shapes, self._wholes, strict=True)):
+            self.keys[i], self.values[i] = keys[: rows * shape.heads], values[: rows * shape.heads]
         self.rows = rows
 
     def copy(self, source: np.ndarray, to: np.ndarray) -> None:
@@ -100,7 +109,12 @@ class Pool:
         return ((rows_N // BLOCK * heads + head) * BLOCK + rows_N % BLOCK).flatten()
 
     def _rows(self, n: int, width: int) -> Tensor:
-        return torch.zeros(n, width, dtype=self.dtype, device=self.device)
+        """Zeros; on a CPU none takes memory before it is written."""
+        size = n * width * self.dtype.itemsize
+        if self.device.type != "cpu" or not size:
+            return torch.zeros(n, width, dtype=self.dtype, device=self.device)
+        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        return torch.frombuffer(pages, dtype=self.dtype).view(n, width)
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +155,7 @@ class CachedLayout:
         self._visible_T, self._lengths_B = visible_T, lengths_B
         self._bags = [torch.from_numpy(np.ascontiguousarray(x)) for x in (visible_T, np.cumsum(lengths_B) - lengths_B, lengths_B)]
         self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
+        self._seen = torch.zeros(0)
 
     def attend(
         self,
@@ -184,11 +199,14 @@ class CachedLayout:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Store key and value [K, N, D], then every query [H, B, D] over its own rows -> [1, B, H, D]."""
+        """Store key and value [K, N, D], then every query [H, B, D] over its own rows -> [1, B, H, D], good until the next layer attends."""
         pools = self.pool.keys[layer], self.pool.values[layer]
+        shape = query.shape[1], query.shape[0], value.shape[-1]
+        if self._seen.shape != shape:
+            self._seen = torch.empty(shape)
         visible_T, starts_B, lengths_B = self._bags
         seen = kernels.attend(
-            pools, key, value, self._rows_N, query, visible_T, starts_B, lengths_B, scaling=scaling, window=window, softcap=softcap
+            pools, key, value, self._rows_N, query, visible_T, starts_B, lengths_B, self._seen, scaling=scaling, window=window, softcap=softcap
         )
         return seen.to(query.dtype).unsqueeze(0)
 

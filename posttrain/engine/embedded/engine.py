@@ -289,6 +289,7 @@ class EmbeddedEngine:
             budget=self._budget,
             retain=self._retain,
             version=self._version,
+            lanes=self._served.lanes,
         )
         scheduler.slots.strings.text = self._door.text
         return scheduler

@@ -79,6 +79,11 @@ class FusedDecoder:
         self._sin = torch.cat([-sin[0, :, None, :half], sin[0, :, None, half:]], -1)
         self._check(read_out, min(CANARY, context))
 
+    @property
+    def lanes(self) -> int:
+        """Positions are computed in multiples of this."""
+        return 1 if self._kernels is None else native.LANES
+
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states [N, E]."""
         if self._kernels is not None:

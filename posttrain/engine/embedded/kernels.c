@@ -132,47 +132,59 @@ static void swiglu(const float *both, float *inner, int64_t ld, int64_t F) {
   }
 }
 
-/* Vectors of the columns, and rows, of a piece of a product whose sums stay in registers. */
+/* A piece of a product whose sums stay in registers has this many vectors of columns at most, and by their number these rows. */
 #ifdef __AVX512F__
-#define COLUMNS 4
-#define TALL 12
+#define COLUMNS 6
 #else
 #define COLUMNS 1
-#define TALL 6
 #endif
-#define ROWS 6
+#define TALLEST 12
+static const int64_t TALL[COLUMNS + 1] = {0, COLUMNS == 1 ? 6 : 12,
+#if COLUMNS > 1
+                                          12, 8, 6, 5, 4
+#endif
+};
 /* Terms summed before a piece of the sums goes back to memory, for few and for many columns: all of a matrix row as it streams by, or
    what of x fits the first cache. The order of the sum is the same. */
 #define LONG 512
 #define SHORT 128
 #define STRIP 96
 
+/* y [rows][columns * LANES] = w [rows][terms] @ x [terms][columns * LANES], added to what y holds where `more`. Where `ahead`, the rows
+   below are fetched into the second cache on the way: the first has no room for them beside x. */
 static inline __attribute__((always_inline)) void piece(const float *w, int64_t E, const float *x, int64_t ld, float *y, int64_t terms,
                                                         const int rows, const int columns, int more, int ahead) {
-  vec sum[TALL][COLUMNS], v[COLUMNS];
+  vec sum[TALLEST][COLUMNS], v[COLUMNS];
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int i = 0; i < columns; i++) sum[r][i] = more ? load(y + r * ld + i * LANES) : (vec){0};
   const float *w0 = w, *w3 = w + 3 * E, *w6 = w + 6 * E, *w9 = w + 9 * E;
-  for (int64_t k = 0; k < terms; k++) {
-    if (ahead && k % LANES == 0)
+#define ROW(r, at)                                                                        \
+  if (rows > r) {                                                                         \
+    float weight = at;                                                                    \
+    _Pragma("GCC unroll 6") for (int i = 0; i < columns; i++) sum[r][i] += v[i] * weight; \
+  }
+#define TERM(j)                                                                               \
+  _Pragma("GCC unroll 6") for (int i = 0; i < columns; i++) v[i] = load(x + i * LANES);       \
+  x += ld;                                                                                    \
+  ROW(0, w0[j]) ROW(1, w0[j + E]) ROW(2, w0[j + 2 * E]) ROW(3, w3[j]) ROW(4, w3[j + E]) ROW(5, w3[j + 2 * E]) \
+  ROW(6, w6[j]) ROW(7, w6[j + E]) ROW(8, w6[j + 2 * E]) ROW(9, w9[j]) ROW(10, w9[j + E]) ROW(11, w9[j + 2 * E])
+  int64_t k = 0;
+  for (; k + LANES <= terms; k += LANES) {
+    if (ahead)
 #pragma GCC unroll 12
-      for (int r = 0; r < rows; r++) __builtin_prefetch(w + (rows + r) * E + k);
-#pragma GCC unroll 4
-    for (int i = 0; i < columns; i++) v[i] = load(x + k * ld + i * LANES);
-#define ROW(r, at)                                                    \
-  if (rows > r) {                                                     \
-    float weight = at;                                                \
-    _Pragma("GCC unroll 4") for (int i = 0; i < columns; i++) sum[r][i] += v[i] * weight; \
+      for (int r = 0; r < rows; r++) __builtin_prefetch(w + (rows + r) * E + k, 0, 2);
+#pragma GCC unroll 2
+    for (int j = 0; j < LANES; j++) { TERM(j) }
+    w0 += LANES, w3 += LANES, w6 += LANES, w9 += LANES;
   }
-    ROW(0, w0[k]) ROW(1, w0[k + E]) ROW(2, w0[k + 2 * E]) ROW(3, w3[k]) ROW(4, w3[k + E]) ROW(5, w3[k + 2 * E])
-    ROW(6, w6[k]) ROW(7, w6[k + E]) ROW(8, w6[k + 2 * E]) ROW(9, w9[k]) ROW(10, w9[k + E]) ROW(11, w9[k + 2 * E])
+  for (int j = 0; k < terms; k++, j++) { TERM(j) }
+#undef TERM
 #undef ROW
-  }
 #pragma GCC unroll 12
   for (int r = 0; r < rows; r++)
-#pragma GCC unroll 4
+#pragma GCC unroll 6
     for (int i = 0; i < columns; i++) store(y + r * ld + i * LANES, sum[r][i]);
 }
 
@@ -184,31 +196,38 @@ static inline __attribute__((always_inline)) void strip(const float *w, int64_t 
   for (; r < rows; r++) piece(w + r * E, E, x, ld, y + r * ld, terms, 1, columns, more, 0);
 }
 
+/* Vectors of the next columns, of so many left: as even as pieces can be. */
+static inline int64_t wide(int64_t left) {
+  int64_t rest = (left + COLUMNS - 1) / COLUMNS;
+  return (left + rest - 1) / rest;
+}
+
 /* y [F][ld] = weight [F][E] @ x [E][ld], added to what y holds where `add`; N columns, rounded up to whole vectors. */
 static void product(const float *weight, const float *x, float *y, int64_t F, int64_t E, int64_t N, int64_t ld, int add) {
-  int64_t vectors = (N + LANES - 1) / LANES, span = vectors <= 2 * COLUMNS ? LONG : SHORT;
+  int64_t vectors = (N + LANES - 1) / LANES, span = vectors <= 8 ? LONG : SHORT;
   int64_t strips = (F + STRIP - 1) / STRIP, threads = omp_get_max_threads();
+  int64_t unit = TALL[wide(vectors)] < 6 ? TALL[wide(vectors)] : 6;
   strips = (strips + threads - 1) / threads * threads;
-  int64_t height = ((F + strips - 1) / strips + ROWS - 1) / ROWS * ROWS;
+  int64_t height = ((F + strips - 1) / strips + unit - 1) / unit * unit;
 #pragma omp parallel for schedule(static) if (F * E * N > 8 * SMALL)
   for (int64_t f = 0; f < F; f += height) {
     int64_t rows = F - f < height ? F - f : height;
     for (int64_t k = 0; k < E; k += span) {
-      int64_t terms = E - k < span ? E - k : span, left = vectors;
-      for (int64_t n = 0; left > 0;) {
-        int64_t rest = (left + COLUMNS - 1) / COLUMNS, columns = (left + rest - 1) / rest;
-        const float *w = weight + f * E + k, *from = x + k * ld + n;
-        float *to = y + f * ld + n;
+      int64_t terms = E - k < span ? E - k : span;
+      for (int64_t n = 0, columns; n < vectors; n += columns) {
+        const float *w = weight + f * E + k, *from = x + k * ld + n * LANES;
+        float *to = y + f * ld + n * LANES;
         int more = add || k, ahead = n == 0;
+        columns = wide(vectors - n);
         switch (columns) {
-          case 1: strip(w, E, from, ld, to, terms, rows, TALL, 1, more, ahead); break;
+#define CASE(c) \
+  case c: strip(w, E, from, ld, to, terms, rows, TALL[c], c, more, ahead); break;
+          CASE(1)
 #if COLUMNS > 1
-          case 2: strip(w, E, from, ld, to, terms, rows, TALL, 2, more, ahead); break;
-          case 3: strip(w, E, from, ld, to, terms, rows, ROWS, 3, more, ahead); break;
-          default: strip(w, E, from, ld, to, terms, rows, ROWS, 4, more, ahead);
+          CASE(2) CASE(3) CASE(4) CASE(5) CASE(6)
 #endif
+#undef CASE
         }
-        n += columns * LANES, left -= columns;
       }
     }
   }

@@ -84,15 +84,15 @@ class Kernels:
         visible_T: Tensor,
         starts_B: Tensor,
         lengths_B: Tensor,
+        out: Tensor,
         *,
         scaling: float,
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Store key and value [K, N, D] at rows `to_N`, then attend query [H, B, D] over its rows -> [B, H, D]; see `kernels.c`."""
+        """Store key and value [K, N, D] at rows `to_N`, then attend query [H, B, D] over its rows into `out` [B, H, D]; see `kernels.c`."""
         key, value, query = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (key, value, query))
         heads, count, width = query.shape
-        out = torch.empty(count, heads, value.shape[-1])
         failed = self._attend(
             pools[0].data_ptr(),
             pools[1].data_ptr(),

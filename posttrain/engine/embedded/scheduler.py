@@ -24,6 +24,9 @@ BUDGET = 2048
 """Positions of one forward pass: the speaking slots', then pieces of prompts."""
 SHORT = 64
 """Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and layer."""
+FULL = 48, 256
+"""A forward pass fills its lanes where at least so many slots speak and fewer positions than the second are to be computed: with fewer
+slots, reading the weights is what takes time, and with more positions a few idle lanes do not show."""
 SPARE = 64
 """Blocks given up at once, so that the search for them is rare."""
 
@@ -50,6 +53,7 @@ class Scheduler:
         grow: called with the number of blocks the pool must hold.
         rows: positions of every forward pass, idle ones included; None where passes are as large as their work.
         budget: most positions of a forward pass, where `rows` is None; the speaking slots come first.
+        lanes: positions that cost no more than one, wherever their multiple is not full; see `_room_for_prompts`.
         retain: blocks of ended sequences that are kept for later turns while nobody needs them.
         version: of the weights being served.
     """
@@ -65,6 +69,7 @@ class Scheduler:
         budget: int,
         retain: int,
         version: int,
+        lanes: int = 1,
     ) -> None:
         self.slots = Slots(slots, context)
         self.blocks = blocks
@@ -74,7 +79,7 @@ class Scheduler:
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
         """(from, to) pool rows to copy before the next forward pass."""
         self.tally = Tally()
-        self._grow, self._rows, self._budget, self._retain = grow, rows, max(budget, slots), retain
+        self._grow, self._rows, self._budget, self._retain, self._lanes = grow, rows, max(budget, slots), retain, lanes
         self._arrived = 0
         self._users: Counter[bytes] = Counter()
         """Requests of each prompt that have not begun."""
@@ -147,8 +152,20 @@ class Scheduler:
     def plan(self, at: np.ndarray, drafts: Drafts | None = None) -> Plan:
         """The next forward pass, for the slots `make_room` returned."""
         computed = len(at) + (int(drafts.counts.sum()) if drafts is not None else 0)
-        room = (self._budget if self._rows is None else self._rows) - computed
-        return make_plan(self.slots, at, drafts, self._pieces(room), self._rows or 0)
+        return make_plan(self.slots, at, drafts, self._pieces(self._room_for_prompts(computed)), self._rows or 0)
+
+    def _room_for_prompts(self, computed: int) -> int:
+        """Positions of prompts to compute beside `computed` others.
+
+        What would begin one more vector of lanes without filling it waits for the next pass, as long as this one has some part of a
+        prompt: with 64 slots and short prompts one lane in nine would be idle.
+        """
+        if self._rows is not None:
+            return self._rows - computed
+        wanted = computed + sum(len(p.ids) - p.done for p in self._caching)
+        whole = wanted // self._lanes * self._lanes
+        least, most = FULL
+        return (whole if least <= computed < whole and wanted < min(most, self._budget) else self._budget) - computed
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
         """The pass is done: `hidden(i)` is the hidden state of its position i. Drafts count once they are said."""

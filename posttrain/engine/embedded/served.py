@@ -36,6 +36,7 @@ class Served:
             raise EngineError(f"fused=True serves plain float32 models of {', '.join(FAMILIES)}, not this {type(module).__name__}")
         decoder = FusedDecoder(module, self.read_out, context) if self.fused else self.read_out
         self.hidden = decoder.hidden
+        self.lanes = decoder.lanes if isinstance(decoder, FusedDecoder) else 1
         self.pool = Pool(shapes, module.dtype, self.read_out.weight.device)
         self._rows = rows
 
