@@ -13,7 +13,7 @@ from embedded_parts import V, ask, engine, module, one_thread, prompts, referenc
 
 from posttrain.core.errors import EngineError
 from posttrain.core.types import Said
-from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.embedded import EmbeddedEngine, native
 from posttrain.engine.models import named_tensors
 
 __all__ = ["one_thread"]
@@ -261,6 +261,23 @@ def test_the_cache_does_not_grow_with_what_has_ended() -> None:
     asyncio.run(ask(e, prompts(400, seed=6), sampling()))
     assert e.cache_size <= before * 1.3
     assert e.blocks_in_use == 0
+
+
+@pytest.mark.skipif(isinstance(native.find(), str), reason="lanes belong to the compiled kernels")
+def test_passes_fill_their_lanes_without_changing_a_word(tmp_path: Path) -> None:
+    """Where most of 64 slots speak, the beginnings of prompts come in whole vectors of positions; on 8 slots nothing of it applies."""
+    e = engine(slots=64, timeline=True)
+    lengths = np.random.default_rng(3).integers(10, 40, 120).tolist()
+    asked, contracts = [long(7, seed=i) for i in range(120)], [sampling(max_tokens=n) for n in lengths]
+    same(asyncio.run(ask(e, asked, contracts)), asyncio.run(ask(engine(slots=8), asked, contracts)))
+    assert e.timeline is not None
+    e.timeline.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    passes = [x["args"]["positions"] for x in events if x["name"] == "step"][1:]
+    beyond = [n for n in passes if n > 64]
+    assert beyond and all(n % native.LANES == 0 for n in beyond)
+    needed = e.gauges()["engine/positions_linear"]
+    assert needed.sum == needed.count == sum(7 + n - 1 for n in lengths)
 
 
 def test_a_timeline_of_requests(tmp_path: Path) -> None:

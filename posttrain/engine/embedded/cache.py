@@ -206,7 +206,18 @@ class CachedLayout:
             self._seen = torch.empty(shape)
         visible_T, starts_B, lengths_B = self._bags
         seen = kernels.attend(
-            pools, key, value, self._rows_N, query, visible_T, starts_B, lengths_B, self._seen, scaling=scaling, window=window, softcap=softcap
+            pools,
+            key,
+            value,
+            self._rows_N,
+            query,
+            visible_T,
+            starts_B,
+            lengths_B,
+            self._seen,
+            scaling=scaling,
+            window=window,
+            softcap=softcap,
         )
         return seen.to(query.dtype).unsqueeze(0)
 
