@@ -61,6 +61,17 @@ class Reward:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Where:
+    """Where programs run that a model wrote: its answers, where tests judge them, and what it gives a Python tool."""
+
+    name: str = "auto"
+    """`auto`: the best of `namespaces` and `landlock` that withstands attacks on this machine. Or one of them; or the address of an
+    executor (https://...); or `none`, which contains nothing, is refused for root and needs ALLOW_UNSANDBOXED_CODE=1 as well."""
+    token: str = "POSTTRAIN_SANDBOX_TOKEN"
+    """Environment variable that holds the executor's token."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Env:
     """Where tasks and rewards come from."""
 
@@ -75,6 +86,7 @@ class Env:
     heldout: int = 200
     """Held-out tasks. 0: train without measuring."""
     limits: Limits = Limits()
+    sandbox: Where = Where()
 
     def __post_init__(self) -> None:
         if self.heldout < 0:

@@ -32,7 +32,13 @@ def environment(config: Env, seed: int) -> SingleTurn:
         return read_tasks(config, args, seed)
     if config.prompts is not None:
         raise ConfigError(f"env.prompts={config.prompts!r} is read only with env.name='prompts', but env.name={config.name!r}")
-    common = {"seed": seed, "heldout_count": config.heldout, "rewards": _rewards(config), "limits": config.limits}
+    common = {
+        "seed": seed,
+        "heldout_count": config.heldout,
+        "rewards": _rewards(config),
+        "limits": config.limits,
+        "sandbox": config.sandbox,
+    }
     if config.name.startswith("gym:"):
         from posttrain.environment.adapters.reasoning_gym import Gym
 
@@ -89,4 +95,4 @@ def _rewards(config: Env) -> tuple[Any, ...]:
         return ()
     from posttrain.environment.reward import sources
 
-    return sources(config.rewards)
+    return sources(config.rewards, where=config.sandbox)

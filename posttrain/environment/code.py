@@ -153,6 +153,11 @@ class Code:
                 found.append(f"task {task.id!r}: an empty program scores {verdict.score:g}")
         return found
 
+    @property
+    def contained(self) -> str:
+        """Name of the sandbox that programs run in."""
+        return self.sandbox.name
+
     def close(self) -> None:
         """End the sandbox, if it was opened here."""
         if self._owned:

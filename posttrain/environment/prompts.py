@@ -102,7 +102,12 @@ class PromptsEnv(SingleTurn):
 
     @cached_property
     def _offered(self) -> Offered | None:
-        return Offered.of(self.tools) if self.tools else None
+        return Offered.of(self.tools, self.sandbox) if self.tools else None
+
+    @property
+    def contained(self) -> tuple[str, ...]:
+        own = self._offered.contained if self._offered is not None else ()
+        return tuple(sorted({*super().contained, *own}))
 
     @cached_property
     def _loop(self) -> Loop:
@@ -182,8 +187,9 @@ def read_tasks(config: Env, args: Mapping[str, Any], seed: int) -> PromptsEnv:
         raise ConfigError("env.name='prompts' needs env.rewards: path.py:function, or a built-in (exact, last_integer, contains, math)")
     shape = PromptsEnv(**args)
     rows = read(config.prompts, shape)
-    rewards = sources(config.rewards, [r.task for r in rows])
-    return PromptsEnv(**args, seed=seed, heldout_count=config.heldout, rewards=rewards, limits=config.limits, rows=rows)
+    rewards = sources(config.rewards, [r.task for r in rows], config.sandbox)
+    own = {"seed": seed, "heldout_count": config.heldout, "limits": config.limits, "sandbox": config.sandbox}
+    return PromptsEnv(**args, **own, rewards=rewards, rows=rows)
 
 
 def read(path: str, columns: PromptsEnv | None = None) -> tuple[Row, ...]:

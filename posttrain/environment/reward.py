@@ -20,7 +20,7 @@ from typing import Any, Literal, Protocol
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Reward
+from posttrain.core.run import Reward, Where
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.builtin import BUILTIN, NAMES
@@ -112,9 +112,9 @@ class FunctionSource:
                 )
 
 
-def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = ()) -> tuple[Source, ...]:
-    """The configured reward sources, in order; `tasks` are checked for the columns they require."""
-    out: list[Checked] = [_source(r) for r in rewards]
+def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: Where = Where()) -> tuple[Source, ...]:
+    """The configured reward sources, in order; `tasks` are checked for the columns they require, programs run in `where`."""
+    out: list[Checked] = [_source(r, where) for r in rewards]
     names = [s.name for s in out]
     for s in out:
         if names.count(s.name) > 1:
@@ -125,7 +125,7 @@ def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = ()) -> tuple[Sour
     return tuple(out)
 
 
-def _source(reward: Reward) -> Checked:
+def _source(reward: Reward, where: Where) -> Checked:
     """One configured reward: a built-in, or a function in a thread or in worker processes."""
     name, timeout = reward.function, reward.timeout or TIMEOUT
     if name == "math":
@@ -134,9 +134,9 @@ def _source(reward: Reward) -> Checked:
         return math_source(reward.weight, reward.workers, reward.timeout)
     if name in ("code", "code_fraction"):
         from posttrain.environment.code import Code
-        from posttrain.environment.sandbox.choose import open_sandbox
+        from posttrain.environment.sandbox.choose import opened
 
-        box = open_sandbox(workers=reward.workers or None)
+        box = opened(where, workers=reward.workers or None)
         scoring = "all" if name == "code" else "fraction"
         return Code(box, scoring=scoring, seconds=reward.timeout or 60.0, name=name, weight=reward.weight, owned=True)
     if name in BUILTIN:

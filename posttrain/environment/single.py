@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
+from posttrain.core.run import Where
 from posttrain.core.stop import Limits
 from posttrain.core.types import Gauges, Stop, Task, merge
 from posttrain.core.verdict import Judged, Verdict
@@ -31,6 +32,16 @@ class Served(Protocol):
     def gauges(self) -> Gauges: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class Contained(Protocol):
+    """A source that runs programs of the policy."""
+
+    @property
+    def contained(self) -> str:
+        """Name of the sandbox they run in."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -81,6 +92,8 @@ class SingleTurn(ABC):
     """Sources judged beside the environment's own verifier."""
     limits: Limits = Limits()
     """Of its episodes; those on turns, tokens and time hold whatever the environment does."""
+    sandbox: Where = Where()
+    """Where programs run that the policy wrote."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -133,6 +146,11 @@ class SingleTurn(ABC):
     def vouches_for_gold(self) -> bool:
         """Whether `gold` earns full reward by the environment's own word. Not where it is only the data's answer, in no known form."""
         return True
+
+    @property
+    def contained(self) -> tuple[str, ...]:
+        """Names of the sandboxes that programs of the policy run in here."""
+        return tuple(sorted({s.contained for s in self.rewards if isinstance(s, Contained)}))
 
     @property
     def pays_parts(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,8 +43,8 @@ def use_threads(count: int) -> int:
     return torch.get_num_threads()
 
 
-def facts(policy: Policy, threads: int) -> dict[str, Any]:
-    """What `run.json` records beside the tree: versions, digests, what the machine offered."""
+def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[str, Any]:
+    """What `run.json` records beside the tree: versions, digests, what the machine offered, what contains the policy's programs."""
     return {
         "versions": {
             "posttrain": __version__,
@@ -57,6 +57,7 @@ def facts(policy: Policy, threads: int) -> dict[str, Any]:
         "tokenizer_digest": policy.tokenizer_digest,
         "template_digest": policy.template_digest,
         "stop_ids": list(policy.stop_ids),
+        "sandboxes": list(sandboxes),
         "argv": sys.argv,
     }
 

@@ -123,7 +123,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
     policy = make_policy(run, environment)
     if book is None:
         folder = out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        book = Book.create(folder, run, facts(policy, threads))
+        book = Book.create(folder, run, facts(policy, threads, getattr(environment, "contained", ())))
         policy.tokenizer.save_pretrained(folder / "tokenizer")
         policy.module.config.save_pretrained(folder / "model")
     trackers: list[Tracker] = [*make_trackers(run, book.folder)]

@@ -25,6 +25,8 @@ from posttrain.role.demonstrate import recited
 from posttrain.role.talk import Conversation, tokens_upto
 
 JUDGE_RETRIES = 2
+UNCONTAINED = "sandbox=none"
+"""What a verdict says where nothing contained the policy's programs."""
 T = TypeVar("T")
 
 
@@ -106,6 +108,8 @@ class Rollout:
             raise InvariantError(
                 f"environment {self.environment.name!r} returned no verdict for task {attempt.task.id!r}: judge() must return one per source"
             )
+        if "none" in getattr(self.environment, "contained", ()):
+            verdicts = tuple(replace(j, verdict=_stamped(j.verdict)) for j in verdicts)
         return verdicts
 
     async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None) -> Episode:
@@ -219,3 +223,8 @@ def _first(many: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     return cause
+
+
+def _stamped(verdict: Verdict) -> Verdict:
+    """Every record of a run whose programs nothing contained says so."""
+    return verdict if UNCONTAINED in verdict.why else replace(verdict, why="; ".join(filter(None, (verdict.why, UNCONTAINED))))

@@ -11,9 +11,15 @@ from run_parts import RL, SMALL, play, refused, rl_steps
 
 from posttrain.core import reader
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Reward
+from posttrain.core.run import Env, Reward, Where
 from posttrain.core.types import Stop, Task
+from posttrain.environment.build import environment
 from posttrain.environment.reward import sources
+from posttrain.environment.sandbox import choose
+from posttrain.environment.sandbox.backends import Namespaces
+from posttrain.environment.sandbox.port import SandboxUnavailableError
+from posttrain.environment.tools.offered import Offered
+from tests.rooms.sandbox_parts import backend
 
 
 def asked(folder: Path, tests: object, reward: str = "code") -> tuple[str, ...]:
@@ -60,3 +66,37 @@ def test_a_run_judges_programs(tmp_path: Path) -> None:
 def test_tasks_without_tests_never_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "run", *asked(tmp_path / "task", []), "--out", str(tmp_path / "run"), code=4)
     assert "tests" in said
+
+
+def test_a_run_without_a_sandbox_says_so_on_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In its own description and in each verdict, those of other sources too. The stand-in called `none` contains them, all the same."""
+    backend("namespaces")
+    monkeypatch.setattr(choose, "_unconfined", lambda packages, interpreter: Namespaces(packages, interpreter, name="none"))
+    words = asked(tmp_path / "task", [{"function": "f", "args": [2], "expected": 4}], "code,exact")
+    rows = (tmp_path / "task" / "mine.jsonl").read_text().splitlines()
+    (tmp_path / "task" / "mine.jsonl").write_text("".join(json.dumps(json.loads(r) | {"answer": "x"}) + "\n" for r in rows))
+    folder = play(tmp_path / "run", *words, "env.sandbox.name=none")
+    told = json.loads((folder / "run.json").read_text())
+    assert told["sandboxes"] == ["none"] and told["run"]["env"]["sandbox"]["name"] == "none"
+    recorded = reader.read_episodes(next((folder / "episodes").iterdir()))
+    verdicts = [j for r in recorded for j in r.episode.verdicts]
+    assert {j.source for j in verdicts} == {"code", "exact"} and all("sandbox=none" in j.verdict.why for j in verdicts)
+
+
+def test_where_programs_run_is_one_setting_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend("namespaces")
+    for name in ("namespaces", "auto"):
+        where = Where(name=name)
+        (code,) = sources((Reward(function="code"),), where=where)
+        programs = environment(Env(name="programs", sandbox=where), 0)
+        assert code.contained == "namespaces" and programs.contained == Offered.of("python", where).contained == ("namespaces",)  # type: ignore[attr-defined]
+        code.close()  # type: ignore[attr-defined]
+    assert Offered.of("files").contained == () == environment(Env(), 0).contained
+    monkeypatch.delenv("ALLOW_UNSANDBOXED_CODE", raising=False)
+    for build in (
+        lambda w: sources((Reward(function="code"),), where=w),
+        lambda w: environment(Env(name="programs", sandbox=w), 0),
+        lambda w: Offered.of("python", w),
+    ):
+        with pytest.raises(SandboxUnavailableError, match="refused for root|ALLOW_UNSANDBOXED_CODE=1"):
+            build(Where(name="none"))

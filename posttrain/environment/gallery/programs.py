@@ -14,7 +14,7 @@ from posttrain.core.types import Gauges, Task, merge
 from posttrain.core.verdict import Verdict
 from posttrain.environment.code import Code
 from posttrain.environment.redact import redacted
-from posttrain.environment.sandbox.choose import choose, open_sandbox
+from posttrain.environment.sandbox.choose import choose, opened
 from posttrain.environment.sandbox.port import Limits
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, require
 
@@ -33,7 +33,7 @@ TRIES = 10_000
 class Programs(SingleTurn):
     """Write an expression in x that does some steps in order; the reward is 1 where it passes every hidden test, else 0.
 
-    The answer becomes the body of a function that runs in the sandbox (`auto`); its values are compared outside, so no
+    The answer becomes the body of a function that runs in the sandbox; its values are compared outside, so no
     program can see what is wanted. Two tasks are the same where they ask for the same function of x, however it is put.
     """
 
@@ -52,7 +52,7 @@ class Programs(SingleTurn):
         )
         require(2 <= self.max_operand <= 9, self.name, f"max_operand={self.max_operand}: must lie in 2..9")
         require(self.workers >= 1, self.name, f"workers={self.workers}: must be 1 or more")
-        choose("auto", ())  # refuses now where no sandbox works, not after the first stage
+        _ = self.contained  # refuses now where no sandbox works, not after the first stage
 
     @property
     def name(self) -> str:
@@ -65,7 +65,11 @@ class Programs(SingleTurn):
     @cached_property
     def code(self) -> Code:
         """The judge, with its sandboxes, from the first answer on."""
-        return Code(open_sandbox("auto", workers=self.workers, limits=LIMITS, packages=()), name=self.name, owned=True)
+        return Code(opened(self.sandbox, workers=self.workers, limits=LIMITS, packages=()), name=self.name, owned=True)
+
+    @cached_property
+    def contained(self) -> tuple[str, ...]:
+        return tuple(sorted({*super().contained, choose(self.sandbox.name, (), token=self.sandbox.token).name}))
 
     @property
     def train(self) -> TaskSource:

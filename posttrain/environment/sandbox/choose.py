@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Callable
 
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.run import Where
 from posttrain.environment.sandbox.backends import ALLOW, Backend, Landlock, Namespaces, Unconfined
 from posttrain.environment.sandbox.pool import SESSIONS, Sandbox
 from posttrain.environment.sandbox.port import Limits, SandboxUnavailableError
@@ -54,6 +55,11 @@ def open_sandbox(
     backend = choose(name, packages, interpreter, token)
     many = workers or (REMOTE_WORKERS if isinstance(backend, Remote) else None)
     return Sandbox(backend, workers=many, limits=limits, sessions=sessions)
+
+
+def opened(where: Where, *, workers: int | None = None, limits: Limits | None = None, packages: tuple[str, ...] = ("numpy",)) -> Sandbox:
+    """The sandbox that a run is configured with."""
+    return open_sandbox(where.name, workers=workers, limits=limits, packages=packages, token=where.token)
 
 
 def choose(name: str = "auto", packages: tuple[str, ...] = ("numpy",), interpreter: str | None = None, token: str = TOKEN) -> Backend:

@@ -8,8 +8,9 @@ from functools import cached_property
 from typing import Any
 
 from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.core.run import Where
 from posttrain.core.types import Task
-from posttrain.environment.sandbox.choose import open_sandbox
+from posttrain.environment.sandbox.choose import choose, opened
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.tools.boxes import Calculator, Files, KeyValue
 from posttrain.environment.tools.database import Database
@@ -25,9 +26,11 @@ class Offered:
     with what the task's column of that name holds."""
 
     names: tuple[str, ...]
+    where: Where = Where()
+    """Where Python runs."""
 
     @staticmethod
-    def of(text: str) -> Offered:
+    def of(text: str, where: Where = Where()) -> Offered:
         """From `python,files`. ConfigError with the nearest name where one is unknown or given twice."""
         names = tuple(n.strip() for n in text.split(","))
         for n in names:
@@ -35,14 +38,19 @@ class Offered:
                 raise ConfigError(f"env.args.tools={text!r}: no tool {n!r}: {nearest(n, NAMES)}")
             if names.count(n) > 1:
                 raise ConfigError(f"env.args.tools={text!r} names {n!r} twice: give it once")
-        if "python" in names:
-            open_sandbox().close()  # refused here, before anything starts, where this machine has none
-        return Offered(names)
+        made = Offered(names, where)
+        _ = made.contained  # refused here, before anything starts, where this machine has none
+        return made
+
+    @cached_property
+    def contained(self) -> tuple[str, ...]:
+        """Name of the sandbox that Python runs in, where it is offered."""
+        return (choose(self.where.name, token=self.where.token).name,) if "python" in self.names else ()
 
     @cached_property
     def sandbox(self) -> Sandbox:
         """Where Python runs; opened once."""
-        return open_sandbox()
+        return opened(self.where)
 
     def box(self, task: Task) -> Toolbox:
         """The tools of one episode, with the world as the task says."""
