@@ -181,6 +181,25 @@ def test_the_target_as_its_own_draft_is_always_right() -> None:
     assert all(len(s.ids) == 25 for s in said)
 
 
+def test_drafts_behind_a_stop_were_not_said() -> None:
+    """Four drafts a pass, all of them right: a turn's tokens after the first are said five a pass, and what lies behind the stop counts as
+    drafted, computed and neither said nor needed."""
+    e, before_the_stop = engine(6, slots=1, speculate=Draft(model(6, 0), tokens=4)), set[int]()
+    for i, prompt in enumerate(looping(24, 6)):
+        (said,) = asyncio.run(ask(e, [prompt], contract(stop_ids=(i % 6,), max_tokens=70)))
+        gauges, more = e.gauges(), len(said.ids) - 1
+        if said.stop is not Stop.SAID or not more:
+            continue
+        before_the_stop.add(more % 5)
+        assert gauges["engine/accepted"].sum == more - more // 5
+        assert gauges["engine/accepted"].count == 4 * -(-more // 5)
+        linear, pairs, needed = gauges["engine/positions_linear"], gauges["engine/positions_attention"], len(prompt) + more
+        found = gauges["engine/prefix_hits"].sum
+        assert (linear.sum, linear.count) == (len(prompt) - found + 5 * -(-more // 5), needed - found)
+        assert pairs.count == needed * (needed + 1) // 2 - found * (found + 1) // 2
+    assert len(before_the_stop) > 2
+
+
 def test_a_draft_model_under_a_greedy_contract_changes_nothing() -> None:
     prompts, asked = looping(12, 6), contract(greedy=True)
     e = engine(6, speculate=Draft(model(6, 1), tokens=3))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import json
 from pathlib import Path
 
@@ -291,6 +292,25 @@ def test_a_timeline_of_requests(tmp_path: Path) -> None:
     assert {x["tid"] for x in of["speak"]} == {1, 2}
     assert len(of["step"]) == e.gauges()["engine/steps"].sum
     assert e.clock()["engine/step"] > 0
+
+
+def test_a_timeline_shows_who_gave_way(tmp_path: Path) -> None:
+    """A sequence that lost its slot is queued until it has another, and speaks there; no row shows two at once."""
+    e = engine(slots=4, context=96, cache_bytes=8 * BLOCK_BYTES, timeline=True)
+    asyncio.run(ask(e, [long(5, i) for i in range(6)], sampling(max_tokens=60)))
+    gave_way = int(e.gauges()["engine/preempted"].sum)
+    assert e.timeline is not None and gave_way > 0
+    e.timeline.write(tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
+    phases = [x for x in events if x["name"] in ("queued", "prefill", "speak")]
+    assert sum(x["name"] == "queued" for x in phases) == 6 + gave_way
+    assert all((x["tid"] == 0) == (x["name"] == "queued") for x in phases)
+    for request in range(6):
+        told = [x["name"] for x in sorted((x for x in phases if x["args"]["request"] == request), key=lambda x: x["ts"])]
+        assert told == ["queued", "prefill", "speak"] or (told[0] == "queued" and told[-1] == "speak" and "queued" in told[1:])
+    for row in range(1, 5):
+        spans = sorted((x["ts"], x["ts"] + x["dur"]) for x in phases if x["tid"] == row)
+        assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(spans))
 
 
 @pytest.mark.parametrize("seed", range(3))

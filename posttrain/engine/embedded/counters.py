@@ -63,13 +63,13 @@ class Counters:
         self._attention += (ragged + computed + chunks, ragged + triangle + chunks)
         self._prefilled += len(plan.rows) - int(plan.widths.sum())
 
-    def drafts(self, plan: Plan, accepted: int) -> None:
-        """Rejected drafts were computed in vain."""
-        drafted = int(plan.widths.sum()) - len(plan.speaking)
-        self._drafted += drafted
-        self._accepted += accepted
-        self._linear[1] -= drafted - accepted
-        self._attention[1] -= (drafted - accepted) * (plan.lengths[: int(plan.widths.sum())].mean() if drafted else 0)
+    def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
+        """`said` drafts were said, and of the positions of the speaking slots those at the indices `needed` are followed by more."""
+        computed = int(plan.widths.sum())
+        self._drafted += computed - len(plan.speaking)
+        self._accepted += said
+        self._linear[1] -= computed - len(needed)
+        self._attention[1] -= plan.lengths[:computed].sum() - plan.lengths[needed].sum()
 
     def spent(self, name: str, seconds: float) -> None:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds

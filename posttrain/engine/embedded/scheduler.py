@@ -8,6 +8,7 @@ gives way, so all of them end.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -79,6 +80,8 @@ class Scheduler:
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
         """(from, to) pool rows to copy before the next forward pass."""
         self.tally = Tally()
+        self.moved: list[Request] = []
+        """Requests that gave their slot up, or speak on in another, since this was emptied."""
         self._grow, self._rows, self._budget, self._retain, self._lanes = grow, rows, max(budget, slots), retain, lanes
         self._arrived = 0
         self._users: Counter[bytes] = Counter()
@@ -228,7 +231,8 @@ class Scheduler:
             self._users[request.key] += 1
         request.lost = int(self.slots.cached[s])
         self.free(s)
-        request.slot = None
+        request.slot, request.since = None, time.perf_counter()
+        self.moved.append(request)
         self.queue.appendleft(request)
 
     def renew(self, version: int, *, stale: bool = False) -> None:
@@ -335,6 +339,9 @@ class Scheduler:
         self.slots.table[s, : len(prompt.rows)] = prompt.rows
         self.slots.cached[s], self.slots.held[s] = len(prompt.ids), len(prompt.rows)
         self.slots.speaking[s] = True
+        request = self.slots.request[s]
+        assert request is not None
+        self.moved.append(request)
 
     def _leave(self, key: bytes) -> None:
         """A request of this prompt goes before it began; the last one takes the prompt with it."""

@@ -37,6 +37,7 @@ class Stepper:
     def step(self, version: int, *, admit: bool) -> None:
         """One forward pass by the weights of `version`."""
         scheduler, begun = self.scheduler, time.perf_counter()
+        self._follow()
         if admit:
             self._admit()
         self._copy()
@@ -62,6 +63,7 @@ class Stepper:
             for s, _ in beginning:
                 if (request := scheduler.slots.request[s]) is not None:
                     self.timeline.phase(request, "speak")
+        self._follow()
 
     def _admit(self) -> None:
         now = time.perf_counter()
@@ -69,6 +71,16 @@ class Stepper:
             self.counters.spent("engine/queue", now - request.since)
             if self.timeline is not None:
                 self.timeline.phase(request, "prefill")
+
+    def _follow(self) -> None:
+        """Tell the timeline of requests that gave their slot up, and of those that speak on."""
+        moved, self.scheduler.moved = self.scheduler.moved, []
+        if self.timeline is None:
+            return
+        for request in moved:
+            holds = request.slot is not None and self.scheduler.slots.request[request.slot] is request
+            if holds or (request.slot is None and not request.gone):
+                self.timeline.phase(request, "speak" if holds else "queued")
 
     def _copy(self) -> None:
         """Rows of forked blocks."""
@@ -125,17 +137,21 @@ class Stepper:
             spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead))
         except NothingLeft:  # a slot has nothing left to say, whatever was drafted
             self._say(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
+            self.counters.drafts(plan, 0, starts[: len(plan.speaking)])
             return
         accept = self.proposer.accepts(slots, at[each], step) if isinstance(self.proposer, DraftModel) else None
         drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
         rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
+        said, needed = 0, [starts[: len(plan.speaking)]]
         for j in range(int(accepted.max()) + 1):
             if j:
                 rest = rest[(accepted[rest] >= j) & slots.speaking[at[rest]]]
                 rest = rest[known[starts[rest] + j]]
                 slots.cached[at[rest]] += 1
+                needed.append(starts[rest] + j)
+            said += int(np.count_nonzero(accepted[rest] > j))
             self._say(at[rest], drawn.at(starts[rest] + j), version)
-        self.counters.drafts(plan, int(accepted.sum()))
+        self.counters.drafts(plan, said, np.concatenate(needed))
 
     def _say(self, at: np.ndarray, drawn: Drawn, version: int) -> None:
         """Record one token in each of these slots; who has ended is answered."""
