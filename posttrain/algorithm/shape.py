@@ -16,6 +16,7 @@ from posttrain.core.pieces.shape import (
     BestOf,
     Cosine,
     DropTruncated,
+    Gate,
     Overlong,
     RankLength,
     RateLength,
@@ -80,6 +81,8 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
             return np.where([cut_off(e) for e in episodes], piece.exceeded, np.where(solved, right, wrong))
         case Repetition(n=n, penalty=penalty):
             return rewards - penalty * np.array([repeated(_said(e), n) for e in episodes])
+        case Gate(source=source, otherwise=otherwise):
+            return np.where([_opened(e, source) for e in episodes], rewards, otherwise)
         case RelativeLength(coef=coef):
             known = np.array([[_reference(e, "reference_length"), _reference(e, "reference_accuracy")] for e in episodes]).reshape(-1, 2)
             return known[:, 0] / np.maximum(length, 1.0) - 1 + coef * (rewards - known[:, 1])
@@ -142,6 +145,15 @@ def repeated(ids: Sequence[int] | NDArray[np.int32], n: int) -> float:
 
 def _said(episode: Episode) -> list[int]:
     return [int(i) for s in episode.segments for i in s.ids[s.mask]]
+
+
+def _opened(episode: Episode, source: str) -> bool:
+    """Whether a source gave the whole of its reward."""
+    scores = [j.verdict.score for j in episode.verdicts if j.source == source]
+    if not scores:
+        named = ", ".join(sorted({j.source for j in episode.verdicts}))
+        raise DataError(f"shape=gate reads the reward source {source!r}, and there are {named}: add it to env.rewards, with weight 0")
+    return all(s is not None and s >= SOLVED for s in scores)
 
 
 def _reference(episode: Episode, name: str) -> float:

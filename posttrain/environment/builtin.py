@@ -1,4 +1,4 @@
-"""Rewards by name: `exact`, `last_integer`, `contains`. All compare a response with the task's answer, at once; `math` and `code` are rooms of their own."""
+"""Rewards by name, at once: `exact`, `last_integer` and `contains` compare with the answer; those of `formats` judge the form. `math` and `code` are rooms of their own."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
+from posttrain.environment.formats import answer_format, think_format, tool_call
 from posttrain.environment.integers import last_integer
 from posttrain.environment.single import graded
 
@@ -42,6 +43,15 @@ def _answer(task: Task) -> str:
     return str(task.answer).strip()
 
 
-BUILTIN: dict[str, Builtin] = {"exact": exact, "last_integer": integer, "contains": contains}
+BUILTIN: dict[str, Builtin] = {
+    "exact": exact,
+    "last_integer": integer,
+    "contains": contains,
+    "think_format": think_format,
+    "answer_format": answer_format,
+    "tool_call": tool_call,
+}
+ANSWERED = ("exact", "last_integer", "contains")
+"""Those that compare with the task's answer."""
 NAMES = (*BUILTIN, "math", "code", "code_fraction")
 """What `Reward.function` may be, beside `path.py:function`."""

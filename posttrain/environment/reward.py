@@ -23,8 +23,9 @@ from posttrain.core.ports import Attempt
 from posttrain.core.run import Reward, Where
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.builtin import BUILTIN, NAMES
+from posttrain.environment.builtin import ANSWERED, BUILTIN, NAMES
 from posttrain.environment.calls import TimedOut, call
+from posttrain.environment.formats import gold_calls
 from posttrain.environment.own import load, where
 from posttrain.environment.redact import redacted
 from posttrain.environment.single import Source
@@ -101,9 +102,12 @@ class FunctionSource:
         return {p.name: [given[p.name]] for p in parameters if p.name in given}
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """ConfigError where the function requires a column, or a built-in the answer, that one of the tasks does not have."""
-        required = _required(self.function) if self.form == "trl" else ["answer"] if self.name in BUILTIN else []
+        """ConfigError where the function requires a column, or a built-in the answer, that one of the tasks does not have; DataError where
+        `tool_call` cannot read what a task wants."""
+        required = _required(self.function) if self.form == "trl" else ["answer"] if self.name in ANSWERED else []
         for task in tasks:
+            if self.function is BUILTIN["tool_call"]:
+                gold_calls(task)
             have = {*columns(task), *_TRL_ALWAYS, "state"}
             missing = [p for p in required if p not in have]
             if missing:

@@ -12,8 +12,9 @@ from law_toys import Answer, scored_group
 
 from posttrain.algorithm.shape import shaped
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.pieces.shape import Cosine, RankLength, RateLength, RelativeLength, Repetition, Shaping, TargetLength
+from posttrain.core.pieces.shape import Cosine, Gate, RankLength, RateLength, RelativeLength, Repetition, Shaping, TargetLength
 from posttrain.core.types import Episode, Stop
+from posttrain.core.verdict import Judged, Verdict
 from posttrain.plan import scaling, staleness
 from posttrain.plan.scaling import Curve, fit, reward_at
 from posttrain.plan.staleness import capacity, versions_behind
@@ -99,13 +100,30 @@ def test_repetition(ids: list[int], penalty: float) -> None:
     assert after(Repetition(n=2), episodes([len(ids)], [1.0], ids=ids)) == pytest.approx([1 + penalty])
 
 
+@pytest.mark.parametrize(("form", "reward"), [(1.0, 1.0), (0.0, 0.0), (0.5, 0.0)], ids=["C03 in form", "C03 not in form", "C03 in part"])
+def test_gate(form: float, reward: float) -> None:
+    """C03: multiplied, not added: a right answer in the wrong form earns nothing, and the form alone earns nothing either."""
+    right, wrong = (
+        Answer(
+            r, [[1]], np.full(1, -1.0), verdicts=(Judged("task", 1.0, Verdict.value(r)), Judged("think_format", 0.0, Verdict.value(form)))
+        )
+        for r in (1.0, 0.0)
+    )
+    them = [e.episode for e in scored_group("t", [right, wrong]).episodes]
+    assert after(Gate(), them) == [reward, 0.0]
+    assert after(Gate(otherwise=-1.0), them) == ([1.0, 0.0] if form == 1 else [-1.0, -1.0])
+    assert [e.reward for e in them] == [1.0, 0.0], "filters and pass rates read the outcome as it was"
+    with pytest.raises(DataError, match="shape=gate reads the reward source 'form', and there are task, think_format"):
+        after(Gate(source="form"), them)
+
+
 def test_pieces_follow_each_other() -> None:
     """Shapings are applied in order, each on what the one before left; a group without anybody stays empty."""
     them = episodes([100, 300], [1.0, 0.0])
     first = after(RankLength(), them)
     both, _ = shaped((RankLength(), RateLength(beta=1e-3)), np.array([1.0, 0.0]), them, 100)
     assert both.tolist() == pytest.approx([first[0] - 0.5 * 0.1, first[1] - 0.5 * 0.3])
-    for piece in (RankLength(), TargetLength(), RateLength(), Cosine(), Repetition(), RelativeLength()):
+    for piece in (RankLength(), TargetLength(), RateLength(), Cosine(), Repetition(), Gate(), RelativeLength()):
         assert shaped((piece,), np.zeros(0), [], 100)[0].shape == (0,)
 
 

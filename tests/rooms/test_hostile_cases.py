@@ -270,7 +270,7 @@ def test_attacks_that_come_one_after_another_find_no_trace_of_each_other(worker:
 @pytest.mark.parametrize("name", BUILTIN)
 def test_an_empty_answer_is_worth_nothing_and_is_counted(name: str, text: str) -> None:
     """A-07: a verdict with its kind, never an exception and never an outage."""
-    verdict = BUILTIN[name](Task(id="t", prompt="p", answer="12"), text)
+    verdict = BUILTIN[name](Task(id="t", prompt="p", answer="12", info={"calls": []}), text)
     assert (verdict.state, verdict.score) == (State.VALUE, 0.0) and verdict.kind
 
 

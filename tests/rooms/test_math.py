@@ -63,6 +63,23 @@ def here(gold: str, response: str) -> float | None:
         ("3", r"\boxed{3}\boxed{4}", 0.0),
         ("1,2", boxed("(1,2)"), 1.0),
         ("1,2", boxed("(2,1)"), 0.0),
+        ("12", "it is 312", 0.0),
+        ("12", "12 it is not, but 13", 0.0),
+        ("2,3", boxed("3, 2"), 1.0),
+        ("1/2", boxed(r"\dfrac12\text{ cm}"), 1.0),
+        ("7", boxed("7.0"), 1.0),
+        ("0.25", boxed(r"25\%"), 1.0),
+    ],
+    ids=[
+        *(
+            "C01 a fraction and a decimal",
+            "C01 thousands",
+            "C01 the last box",
+            "C01 not the first box",
+            "C01 a pair for a list",
+            "C01 its order",
+        ),
+        *("C01 no contains match", "C01 the last number", "C01 answer lists", "C01 units", "C01 trailing zeros", "C01 percent"),
     ],
 )
 def test_cases_of_c01(gold: str, response: str, score: float) -> None:

@@ -343,7 +343,15 @@ def policy_at(folder: Path) -> Path:
 def test_two_steps_of_training_run(tmp_path: Path, source: str, judge: str) -> None:
     (tmp_path / "world.py").write_text(source)
     words = ("sft=none", "threads=1", "slots=16", "evaluation.samples=1", f"model={policy_at(tmp_path / 'model')}", "env.heldout=2")
-    stage = ("rl.steps=2", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "rl.checkpoint_every=0", "rl.sampling.max_tokens=40", "rl.sampling.allowed_words=1,2")
+    stage = (
+        "rl.steps=2",
+        "rl.prompts=2",
+        "rl.siblings=2",
+        "rl.eval_every=0",
+        "rl.checkpoint_every=0",
+        "rl.sampling.max_tokens=40",
+        "rl.sampling.allowed_words=1,2",
+    )
     base = recipe("arithmetic")
     posttrain.run(base, f"env=verifiers:{tmp_path / 'world.py'}", *words, *stage, out=tmp_path / "run", quiet=True)
     episodes = [r.episode for n in (1, 2) for r in reader.episodes(tmp_path / "run", "rl", n)]

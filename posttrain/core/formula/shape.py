@@ -6,6 +6,7 @@ from posttrain.core.pieces.shape import (
     BestOf,
     Cosine,
     DropTruncated,
+    Gate,
     Overlong,
     RankLength,
     RateLength,
@@ -42,5 +43,7 @@ def shaping(s: Shaping) -> str:
             )
         case Repetition(n=n, penalty=p):
             return f"r - {p:g} (1 - distinct {n}-grams / {n}-grams)"
+        case Gate(source=source, otherwise=o):
+            return f"r where source {source} gave 1, else {o:g}"
         case RelativeLength(coef=c):
             return f"reference_length / |y| - 1 + {c:g} (r - reference_accuracy)"

@@ -114,6 +114,21 @@ class Repetition:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Gate:
+    """reward -> `otherwise` where the reward source `source` gave less than 1: wrong form earns nothing, right form adds nothing (C03).
+
+    Give that source weight 0, and it is judged and recorded but no part of the outcome.
+    """
+
+    source: str = "think_format"
+    otherwise: float = 0.0
+
+    def __post_init__(self) -> None:
+        if not self.source:
+            raise ConfigError("shape.gate.source is empty: name a reward source")
+
+
+@dataclass(frozen=True, kw_only=True)
 class RelativeLength:
     """L_ref / |y| - 1 + coef * (reward - A_ref), in place of the reward (O1-Pruner 2501.12570, C04).
 
@@ -126,4 +141,4 @@ class RelativeLength:
         positive("shape.relativelength.coef", self.coef)
 
 
-Shaping = Signed | Overlong | DropTruncated | BestOf | RankLength | TargetLength | RateLength | Cosine | Repetition | RelativeLength
+Shaping = Signed | Overlong | DropTruncated | BestOf | RankLength | TargetLength | RateLength | Cosine | Repetition | Gate | RelativeLength
