@@ -61,6 +61,16 @@ def check(o: Namespace) -> int:
     return checker.show(o.target, *o.overrides, tasks=o.tasks, rate=o.rate, as_json=o.json)
 
 
+def new(o: Namespace) -> int:
+    from posttrain.recipe.new import class_name, new_env, next_steps
+
+    env, test = new_env(o.name, o.folder)
+    print(f"wrote {env} and {test}: a working environment to change. What next:")
+    for line in next_steps(env, test, class_name(o.name)):
+        print(f"  {line}")
+    return 0
+
+
 def show(o: Namespace) -> int:
     from posttrain.cli import show as view
 

@@ -45,6 +45,7 @@ def parser() -> ArgumentParser:
     _eval(sub)
     _serve(sub)
     _check(sub)
+    _new(sub)
     _show(sub)
     _export(sub)
     _faults(sub)
@@ -165,8 +166,21 @@ def _check(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.usage = "posttrain check ENV [key=value ...] [options]"
     p.add_argument("target", metavar="ENV", help="what env.name may be: a gallery name, gym:TASK, prompts, path.py:Class; or a run folder")
     p.add_argument("--tasks", type=int, default=32, metavar="N", help="held-out tasks that are tried (default 32)")
-    p.add_argument("--rate", type=float, default=64.0, metavar="N", help="answers that must be judged a second (default 64)")
+    p.add_argument("--rate", type=float, default=16.0, metavar="N", help="answers that must be judged a second (default 16)")
     p.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _new(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
+    p = _command(
+        sub,
+        "new",
+        commands.new,
+        "write the skeleton of an environment that works as it stands, and its test",
+        "posttrain new env sort_letters\n  posttrain check sort_letters.py:SortLetters",
+    )
+    p.add_argument("what", choices=("env",), help="what to write")
+    p.add_argument("name", metavar="NAME", help="of the file, in lower case: sort_letters makes sort_letters.py with class SortLetters")
+    p.add_argument("--folder", default=".", metavar="FOLDER", help="where to write (default: here)")
 
 
 def _show(sub: argparse._SubParsersAction[ArgumentParser]) -> None:

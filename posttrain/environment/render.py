@@ -268,13 +268,25 @@ _EXACT: Mapping[str, bool] = {"skip_special_tokens": False, "clean_up_tokenizati
 
 def _leading(tokenizer: Tokenizer) -> tuple[int, ...]:
     """Special ids before plain text, found by encoding a probe with and without them."""
-    full, bare = tokenizer.encode("0", add_special_tokens=True), tokenizer.encode("0", add_special_tokens=False)
+    probe = _probe(tokenizer)
+    full, bare = tokenizer.encode(probe, add_special_tokens=True), tokenizer.encode(probe, add_special_tokens=False)
     for start in range(len(full) - len(bare) + 1):
         if full[start : start + len(bare)] == bare:
             return tuple(full[:start])
     raise DataError(
-        f"this tokenizer encodes '0' as {bare} alone but as {full} with special tokens; its special tokens cannot be told apart"
+        f"this tokenizer encodes {probe!r} as {bare} alone but as {full} with special tokens; its special tokens cannot be told apart"
     )
+
+
+def _probe(tokenizer: Tokenizer) -> str:
+    """A text that the tokenizer can write: one of characters has no more than its alphabet."""
+    for text in ("0", "a", *(tokenizer.decode([i], **_EXACT) for i in range(64))):
+        try:
+            if text and tokenizer.encode(text, add_special_tokens=False):
+                return text
+        except Exception:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
+            continue
+    raise DataError("this tokenizer can write neither 0, nor a, nor any of its first 64 tokens; it is no tokenizer of text")
 
 
 def _named(task: str) -> str:

@@ -18,16 +18,19 @@ import posttrain
 from posttrain.cli import main
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
+from posttrain.core.run import Env
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
+from posttrain.environment.build import environment
 from posttrain.environment.check import PROBES, Finding, Mark, Report, Subject, check
-from posttrain.environment.check.workings import WORKINGS
+from posttrain.environment.check.workings import WORKINGS, sandboxes
 from posttrain.environment.code import Code
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import Calculator
 from posttrain.environment.prompts import PromptsEnv, Row, digest
 from posttrain.environment.reward import source
 from posttrain.environment.sandbox.pool import Sandbox
+from posttrain.environment.script import judged
 
 Judge = Callable[[Task, str], Any]
 
@@ -295,3 +298,11 @@ def test_from_python_with_an_environment_of_ones_own() -> None:
 def test_the_page_has_a_row_for_every_probe() -> None:
     page = (Path(__file__).parents[2] / "docs" / "check.md").read_text()
     assert [p.name for p in PROBES if f"\n| {p.name} | {p.means} |" not in page] == []
+
+
+async def test_sandboxes_are_found_wherever_an_environment_holds_them() -> None:
+    for env in (environment(Env(name="programs", heldout=4), 0), PromptsEnv(rows=rows(), tools="python"), Arithmetic(heldout_count=4)):
+        if env.vouches_for_gold:
+            await judged(env, env.heldout[0], env.gold(env.heldout[0]))
+        assert bool(sandboxes(Subject(env, (), 1.0))) == (env.name != "arithmetic"), env.name
+        env.close()

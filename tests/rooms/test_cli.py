@@ -62,7 +62,7 @@ print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizer
     assert float(seconds) < 3.0 and len(done.stdout) > 200
 
 
-@pytest.mark.parametrize("command", ["run", "ladder", "eval", "check", "show", "export"])
+@pytest.mark.parametrize("command", ["run", "ladder", "eval", "check", "new", "show", "export"])
 def test_every_command_has_help_with_an_example(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     try:
         code = main([command, "--help"])

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.core.errors import DataError, InvariantError
+from posttrain.engine.vocabulary import characters
 from posttrain.environment.render import Dialogue, Renderer
 
 ALPHABET = [chr(c) for c in range(32, 127)] + ["\n"]
@@ -160,3 +161,8 @@ def test_text_and_messages_do_not_mix() -> None:
         d.see("text")
     with pytest.raises(InvariantError, match="without a turn"):
         d.see([{"role": "user", "content": "r"}])
+
+
+def test_an_alphabet_without_digits_is_a_tokenizer_too() -> None:
+    made = Renderer(characters("<>bcd"), ())
+    assert made.leading == () and made.decode(made.prompt("<bcd>")) == "<bcd>"

@@ -13,7 +13,7 @@ from posttrain.environment.check.workings import WORKINGS
 from posttrain.environment.prove import Check, claims
 from posttrain.environment.single import SingleTurn
 
-TASKS, RATE = 32, 64.0
+TASKS, RATE = 32, 16.0
 """Tasks tried, and answers that must be judged a second, where nothing else is asked for."""
 PROBES: tuple[Probe, ...] = (*PAYMENT, *WORKINGS)
 

@@ -16,10 +16,13 @@ from posttrain.environment.check.subject import Subject, Told
 from posttrain.environment.sandbox.choose import HELP
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.sandbox.selftest import selftest
+from posttrain.environment.tools.offered import Offered
 
 REPEATS = 3
 CROWD = 192
 """Answers judged at once by the probe of the pool."""
+DEPTH = 4
+"""How far into the environment's parts sandboxes are looked for."""
 SECONDS = 0.5
 """How long throughput is measured."""
 
@@ -121,14 +124,24 @@ async def sandbox(s: Subject) -> Answer:
 
 
 def sandboxes(s: Subject) -> list[Sandbox]:
-    """Sandboxes of the environment and of its sources."""
-    holders = (s.env, *s.env.rewards)
-    found = [x for holder in holders for x in _held(holder) if isinstance(x, Sandbox)]
-    return list({id(x): x for x in found}.values())
-
-
-def _held(holder: object) -> list[object]:
-    return list(getattr(holder, "__dict__", {}).values())
+    """Sandboxes that the environment, its tools and its sources hold, wherever they hold them."""
+    found: dict[int, Sandbox] = {}
+    seen: set[int] = set()
+    waiting: list[tuple[object, int]] = [(s.env, 0)]
+    while waiting:
+        holder, depth = waiting.pop()
+        if id(holder) in seen or depth > DEPTH:
+            continue
+        seen.add(id(holder))
+        if isinstance(holder, Sandbox):
+            found[id(holder)] = holder
+        elif isinstance(holder, list | tuple):
+            waiting += [(x, depth + 1) for x in holder if not isinstance(x, str | int | float)]
+        elif not isinstance(holder, type):
+            if isinstance(holder, Offered) and "python" in holder.names:
+                waiting.append((holder.sandbox, depth + 1))  # opened when it is first needed, and here is a need
+            waiting += [(x, depth + 1) for x in getattr(holder, "__dict__", {}).values()]
+    return list(found.values())
 
 
 WORKINGS = (

@@ -1,0 +1,87 @@
+"""`posttrain new env NAME`: what it writes passes its own test, the check and two steps of training, and overwrites nothing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import posttrain
+from posttrain.cli import main
+from posttrain.core import reader
+from posttrain.core.errors import ConfigError
+from posttrain.recipe.new import new_env
+from posttrain.recipe.shipped import recipe
+
+SMALL = (
+    "model.hidden=32",
+    "model.ffn=64",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "slots=8",
+    "evaluation.samples=1",
+    "sft.steps=2",
+    "sft.batch=8",
+)
+RL = ("rl.steps=2", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "rl.checkpoint_every=0", "rl.sampling.max_tokens=6")
+
+
+def test_it_writes_two_files_and_says_what_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "env", "sort_letters", "--folder", str(tmp_path / "mine")]) == 0
+    said = capsys.readouterr().out
+    assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["sort_letters.py", "test_sort_letters.py"]
+    assert f"posttrain check {tmp_path}/mine/sort_letters.py:SortLetters" in said and "sft.style=answer" in said
+    assert "__" not in (tmp_path / "mine" / "sort_letters.py").read_text().replace("__future__", "").replace("__post_init__", "")
+
+
+def test_its_own_test_passes_and_finds_a_verifier_that_was_broken(tmp_path: Path) -> None:
+    env, test = new_env("sort_letters", tmp_path)
+    done = subprocess.run([sys.executable, str(test)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count(": passed") == 3, done.stderr
+    env.write_text(env.read_text().replace("said == attempt.task.answer", "attempt.task.answer in said"))
+    broken = subprocess.run([sys.executable, str(test)], capture_output=True, text=True, check=False)
+    assert broken.returncode != 0 and "no source pays a right answer more than a wrong one" in broken.stderr
+
+
+def test_it_is_trained_on_by_its_path(tmp_path: Path) -> None:
+    env, _ = new_env("sort_letters", tmp_path)
+    where = f"env={env}:SortLetters"
+    posttrain.run(
+        recipe("arithmetic"), where, "env.args.length=3", "env.heldout=8", "sft.style=answer", *SMALL, *RL, out=tmp_path / "run", quiet=True
+    )
+    assert [s.stage for s in reader.steps(tmp_path / "run")].count("rl") == 2
+    assert reader.run_file(tmp_path / "run").run.env.name.endswith("sort_letters.py:SortLetters")
+
+
+def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "test_mine.py").write_text("mine")
+    assert main(["new", "env", "mine", "--folder", str(tmp_path)]) == 2
+    assert "nothing is overwritten" in capsys.readouterr().err
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("Two Words", "sort_letters"), ("Caps", "lower-case"), ("class", "cannot name"), ("test_x", "leave out test_")]
+)
+def test_a_name_that_is_none(name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "env", name, "--folder", str(tmp_path)]) == 2
+    assert says in capsys.readouterr().err and not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("x = 1", "no such class; "),
+        ("def Mine(): ...", "is a function, not a class"),
+        ("class Mine: ...", "derive it from posttrain.environment.single.SingleTurn"),
+        ("from posttrain.environment.single import SingleTurn\nclass Mine(SingleTurn):\n    n: int = 1", "@dataclass\\(frozen=True"),
+        ("from posttrain.environment.single import SingleTurn\nclass Mine(SingleTurn): ...", "does not say alphabet, distractor, gold"),
+        ("import nowhere_at_all", "cannot be imported: ModuleNotFoundError"),
+    ],
+)
+def test_a_class_that_is_no_environment_is_refused_with_the_reason(text: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(text)
+    with pytest.raises(ConfigError, match=says):
+        posttrain.check(f"{tmp_path / 'mine.py'}:Mine")
