@@ -8,51 +8,90 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core.errors import InvariantError
+from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.ports import Attempt
-from posttrain.core.types import Episode, Gauge, Gauges, Group, Stop
-from posttrain.core.verdict import Judged, State
+from posttrain.core.types import Episode, Gauge, Gauges, Group, Stop, Task
+from posttrain.core.verdict import SOLVED, Judged, State
+from posttrain.environment.redact import scrubbed
 from posttrain.environment.script import attempt
 
 GOLD = 8
-"""Held-out tasks whose right answers are remembered."""
+"""Tasks whose right answers are remembered."""
 
 
 @dataclass
 class Judges:
-    """The verdicts of right answers as they were at the start, asked again one at a time, beside one episode of every step."""
+    """The verdicts of right answers as they were at the start, asked again one at a time, beside one episode of every step. Where the
+    environment vouches for its right answers they score 1, at the start and ever after."""
 
     _gold: list[tuple[Attempt, tuple[Judged, ...]]] = field(default_factory=list[tuple[Attempt, tuple[Judged, ...]]])
     _turn: int = 0
     _wavers: bool = False
+    _vouched: str | None = None
+    """The source that gives right answers 1 by the environment's word."""
 
     async def begin(self, env: Any, turn: int) -> None:
-        """Ask for the right answers of some held-out tasks, where the environment knows them and can say them in a script."""
+        """Ask for the right answers of some held-out tasks (training tasks where none are held out), where the environment knows them
+        and can say them in a script.
+
+        Raises:
+            InvariantError: the environment vouches for a right answer, and it is not paid 1.
+        """
         self._turn = turn
-        for task in env.heldout[:GOLD] if hasattr(env, "gold") else ():
-            if not getattr(env, "knows_gold", lambda _: True)(task):
-                continue
+        self._vouched = env.name if getattr(env, "vouches_for_gold", False) else None
+        for task in _asked(env):
             try:
                 said = await attempt(env, task, env.gold(task))
             except IndexError:  # the environment asks for more turns than its right answer has
                 continue
-            self._gold.append((said, await env.judge(said)))
+            judged = await env.judge(said)
+            if self._short(judged) and self._short(judged := await env.judge(said)):
+                raise InvariantError(self._unpaid(env, said, judged, "before the first step"))
+            self._gold.append((said, judged))
 
     async def after(self, env: Any, played: Sequence[Group]) -> tuple[str, ...]:
         """One right answer and one or two episodes of the step, judged again. Returns what is odd but may be meant.
 
         Raises:
-            InvariantError: a verdict changed, and changed for good.
+            InvariantError: a verdict changed, and changed for good; or a right answer scores 1 no more.
         """
         out: list[str] = []
         if self._gold:
-            said, before = self._gold[self._turn % len(self._gold)]
-            out += await self.verdicts_repeat(env, said, before, "the right answer")
+            out += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
         for e in _sample([e for g in played for e in g.episodes], self._turn):
             again = Attempt(e.task, _turns(e), e.stop, int, e.state)  # verdicts about steps are not compared, so any border will do
             out += await self.verdicts_repeat(env, again, e.verdicts, "an answer of this step")
         self._turn += 1
         return tuple(out)
+
+    async def _right_answer(self, env: Any, said: Attempt, before: Sequence[Judged]) -> list[str]:
+        """Where it is vouched for it is played anew, because the world it goes through may break too."""
+        if self._vouched is not None:
+            try:
+                said = await attempt(env, said.task, env.gold(said.task))
+            except PosttrainError:
+                raise
+            except Exception as error:
+                why = scrubbed(f"{type(error).__name__}: {error}")
+                return [
+                    f"rule gold_unplayed: the world broke under the right answer to task {said.task.id!r}: {why}. Episodes may break like it"
+                ]
+            now = await env.judge(said)
+            if self._short(now) and self._short(now := await env.judge(said)):
+                raise InvariantError(self._unpaid(env, said, now, "any more"))
+        return await self.verdicts_repeat(env, said, before, "the right answer")
+
+    def _short(self, judged: Sequence[Judged]) -> bool:
+        """Whether a right answer was given a number that is not 1 by the source that is vouched for. An outage is no number."""
+        own = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
+        return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in own)
+
+    def _unpaid(self, env: Any, said: Attempt, judged: Sequence[Judged], when: str) -> str:
+        whys = "; ".join(j.verdict.why for j in judged if j.source == self._vouched and j.verdict.why)
+        return (
+            f"the right answer {list(said.turns)} to task {said.task.id!r} does not score 1 {when}: {_shown(judged)}{f' ({whys})' if whys else ''}. The policy would be "
+            f"trained away from what is right. Look at the verifier of {env.name!r}, at what it asks (a service, a sandbox, a tool), and at what stands between its verdict and the record"
+        )
 
     def mute(self, played: Sequence[Group]) -> Gauges:
         """How many sources gave nothing but 0 in this step, although right answers are known, and earned nothing with them either."""
@@ -81,6 +120,15 @@ class Judges:
             f"rule verifier_wavers: asked twice about {what} to task {said.task.id!r} the verifier said {_shown(before)} and {_shown(now)}. If it is not random on purpose, "
             "an outage may be scored as an answer"
         ]
+
+
+def _asked(env: Any) -> list[Task]:
+    """The first tasks whose right answer is known."""
+    if not hasattr(env, "gold"):
+        return []
+    count = env.train.count
+    tasks = env.heldout[:GOLD] or [env.train.task(i) for i in range(GOLD if count is None else min(GOLD, count))]
+    return [t for t in tasks if getattr(env, "knows_gold", lambda _: True)(t)]
 
 
 def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:

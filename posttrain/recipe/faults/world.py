@@ -263,6 +263,20 @@ def _(real: Real) -> Real:
 
 
 @fault(
+    "right_answers_lose_half",
+    seam="posttrain.environment.single:SingleTurn.judge",
+    what="between the verifier and the record every score is halved",
+    harm="the verifier is right in every test, and no answer is ever solved: pass@k and difficulty read 0",
+    source="pain 16; gold canaries",
+)
+def _(real: Real) -> Real:
+    async def judge(self: Any, attempt: Any) -> Any:
+        return tuple(replace(j, verdict=Verdict.value(j.verdict.score / 2)) if j.verdict.score else j for j in await real(self, attempt))
+
+    return judge
+
+
+@fault(
     "verifier_has_a_hole",
     seam="posttrain.environment.gallery.arithmetic:Arithmetic.verify",
     what="one odd string is always paid in full (here: any answer with ;;)",
