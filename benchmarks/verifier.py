@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from posttrain.environment.math.source import math_source
 from posttrain.environment.sandbox.choose import choose
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.sandbox.port import Call, Limits
+from posttrain.environment.sandbox.worker import Worker
 
 RESULTS = Path(__file__).parent / "results" / "verifier.json"
 SMALL = "print(sum(range(10)))"
@@ -61,13 +61,20 @@ ALGEBRA = (("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"), ("\\frac{\\pi}{4}", "\\boxed{\\
 
 BURIED = [0.0]
 """CPU seconds of processes that have been ended: a namespace that is killed tells nobody what it used."""
+CLOSE = Worker.close
 
 
-@contextlib.contextmanager
-def sandbox(workers: int, packages: tuple[str, ...] = ("numpy",)) -> Iterator[Sandbox]:
-    with Sandbox(choose("auto", packages), workers=workers, limits=LIMITS) as box:
-        yield box
-        BURIED[0] += family()
+def close(worker: Worker) -> None:
+    """Count what a sandbox used before it is ended."""
+    BURIED[0] += family(*worker.pids)
+    CLOSE(worker)
+
+
+Worker.close = close
+
+
+def sandbox(workers: int, packages: tuple[str, ...] = ("numpy",)) -> Sandbox:
+    return Sandbox(choose("auto", packages), workers=workers, limits=LIMITS)
 
 
 def spent() -> float:
@@ -75,13 +82,13 @@ def spent() -> float:
     return sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) + BURIED[0]
 
 
-def family() -> float:
-    """CPU seconds of the processes below this one, those that they have waited for included."""
-    below, seconds = {os.getpid()}, 0.0
+def family(*roots: int) -> float:
+    """CPU seconds of these processes (without any: of this one's children) and of all below them, those waited for included."""
+    below, seconds = set(roots or (os.getpid(),)), 0.0
     found = {p: _stat(p) for p in map(int, filter(str.isdigit, os.listdir("/proc")))}
     while more := {p for p, fields in found.items() if fields and int(fields[1]) in below} - below:
         below |= more
-    for process in below - {os.getpid()}:
+    for process in (below - {os.getpid()}) & {p for p, fields in found.items() if fields}:
         seconds += sum(map(int, found[process][11:15])) / os.sysconf("SC_CLK_TCK")
     return seconds
 

@@ -239,6 +239,8 @@ def test_a_lost_sandbox_is_our_failure_and_ends_the_session(box: Sandbox) -> Non
             with pytest.raises(SandboxBroken, match="this session was lost"):
                 await session.run("x")
             assert (await other.run("7")).said == "7\n"
+        async with box.session() as warm:
+            await warm.run("1")
         async with box.session() as session:
             slow = asyncio.create_task(session.run("import time; time.sleep(1); 'first'"))
             await asyncio.sleep(0.5)

@@ -25,6 +25,8 @@ from posttrain.environment.sandbox.port import Limits, Ran, SandboxBroken, Sandb
 
 START_SECONDS = 30.0
 """To start Python and import the packages; a loaded machine takes a second."""
+IDLE_SECONDS = 0.2
+"""Until an idle sandbox without a namespace has ended by itself, seeing that nobody is there."""
 GRACE = 5.0
 """Beyond a job's wall time, before the whole sandbox is taken for lost."""
 SPILL = 4
@@ -279,8 +281,11 @@ class Worker:
                 signal.pidfd_send_signal(self._init, signal.SIGKILL)
             os.close(self._init)
             self._init = -1
-        elif self._process.poll() is None:
-            self._process.kill()
+        else:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(IDLE_SECONDS)  # an idle one buries its own child first
+            if self._process.poll() is None:
+                self._process.kill()
         try:
             self._process.wait(GRACE)
         except subprocess.TimeoutExpired:

@@ -112,8 +112,8 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
 
 
-def lock(rules: int | None, *, host_files: bool, processes: bool) -> None:
-    """Landlock, then seccomp: after this the process has only what it was given."""
+def half(rules: int | None, *, host_files: bool, processes: bool) -> tuple[Any, Any]:
+    """Landlock, for good, and what `shut` needs: all that can be done before the job is known."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
     if rules is not None:
@@ -124,5 +124,10 @@ def lock(rules: int | None, *, host_files: bool, processes: bool) -> None:
     keeper = os.getppid()
     code = syscalls.program(os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes)
     text = ctypes.create_string_buffer(code, len(code))
-    header = ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text)))
+    return ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text))), text
+
+
+def shut(filter: tuple[Any, Any]) -> None:
+    """Seccomp: after this the process has only what it was given."""
+    header, _ = filter
     prctl(PR_SET_SECCOMP, 2, "seccomp", ctypes.addressof(header))

@@ -77,19 +77,25 @@ def prepare(settings: dict[str, Any]) -> int | None:
 
 
 def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -> None:
-    """Jobs one after the other until the other end closes."""
+    """Jobs one after the other until the other end closes. The child for the next one is made before it is asked for."""
+    spare: tuple[int, socket.socket] | None = None
     while True:
+        if spare is None and settings["processes"] == 0:
+            spare = hatch(control, settings, rules)
         data, fds, _, _ = socket.recv_fds(control, 65536, 8)
         if not data:
-            return
+            return bury(spare)
         if data == REST or data.startswith((KILL, GO)):
             continue  # the job it meant had already ended
         request = json.loads(data)
         confined, locked = os.pipe()
         start = time.monotonic()
-        pid = os.fork()
+        pid = give(spare, data, [*fds, locked])
         if pid == 0:
-            job(control, settings, rules, request, [*fds, locked])
+            pid = os.fork()
+            if pid == 0:
+                job(control, settings, rules, request, [*fds, locked])
+        spare = None
         for fd in (*fds, locked):
             os.close(fd)
         status, usage, spent = attend(pid, control) if request["session"] else (*wait(pid, control), False)
@@ -105,6 +111,45 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -
         if settings["scratch"]:
             clean(settings["scratch"])
         control.send(CLEAN)
+
+
+def hatch(control: socket.socket, settings: dict[str, Any], rules: int | None) -> tuple[int, socket.socket]:
+    """A child with half of its doors locked, and the socket on which it waits for its job."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            ready = begin(settings, rules)
+            data, fds, _, _ = socket.recv_fds(theirs, 65536, 8)
+            if data:
+                job(control, settings, rules, json.loads(data), fds, ready)
+        finally:
+            os._exit(1)
+    theirs.close()
+    return pid, ours
+
+
+def give(spare: tuple[int, socket.socket] | None, data: bytes, fds: list[int]) -> int:
+    """Send the job to the child that waits; its process id, or 0 where there is none (any more)."""
+    if spare is None:
+        return 0
+    pid, line = spare
+    try:
+        socket.send_fds(line, [data], fds)
+    except OSError:
+        bury(spare)
+        return 0
+    line.close()
+    return pid
+
+
+def bury(spare: tuple[int, socket.socket] | None) -> None:
+    """End a child that still waits."""
+    if spare is not None:
+        os.kill(spare[0], signal.SIGKILL)
+        os.waitpid(spare[0], 0)
+        spare[1].close()
 
 
 def wait(pid: int, control: socket.socket) -> tuple[int, Any]:
@@ -172,16 +217,29 @@ def seconds(clock: int) -> float:
         return 0.0
 
 
-def job(control: socket.socket, settings: dict[str, Any], rules: int | None, request: dict[str, Any], fds: list[int]) -> None:
-    """The child: take the descriptors, lock the doors, run. Never returns."""
-    status = 1
+def begin(settings: dict[str, Any], rules: int | None) -> Any:
+    """The child's first half: die with the zygote, stand in a group of its own, lock what can be locked. An error is kept for the job."""
     try:
         confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
         os.setpgid(0, 0)
+        if settings["mode"] == "none":
+            return None
+        return confine.half(rules, host_files=settings["mode"] == "landlock", processes=settings["processes"] > 0)
+    except OSError as error:
+        return error
+
+
+def job(
+    control: socket.socket, settings: dict[str, Any], rules: int | None, request: dict[str, Any], fds: list[int], ready: Any = None
+) -> None:
+    """The child: take the descriptors, lock the doors, run. Never returns. `ready`: what `begin` returned, if it has already begun."""
+    status = 1
+    try:
+        half = ready if ready is not None else begin(settings, rules)
         source, stdin, stdout, stderr, result, call, locked = fds
         code, asked = read(source), read(call)
         control.detach()
-        given = [stdin, stdout, stderr, result, locked, *([] if rules is None else [rules])]
+        given = [stdin, stdout, stderr, result, locked]
         high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
         for number, fd in enumerate(high):
             os.dup2(fd, number)
@@ -189,12 +247,13 @@ def job(control: socket.socket, settings: dict[str, Any], rules: int | None, req
         os.chdir(settings["scratch"] or "/")
         session = request["session"]
         confine.limit(request["limits"], tasks=settings["tasks"], cpu=not session)
-        if settings["mode"] != "none":
-            held = None if rules is None else 5
-            confine.lock(held, host_files=settings["mode"] == "landlock", processes=settings["processes"] > 0)
+        if isinstance(half, OSError):
+            raise half
+        if half is not None:
+            confine.shut(half)
         os.write(4, DONE)
         os.close(4)
-        del request, settings, control, fds
+        del request, settings, control, fds, half, ready
         status = cells.converse(3) if session else program.run(code, asked, 3)
     except BaseException as error:
         with contextlib.suppress(BaseException):
