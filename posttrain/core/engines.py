@@ -29,6 +29,9 @@ class Embedded:
     temperature 1 (docs/engine.md). None: off."""
     drafts: int = 4
     """Tokens the draft model drafts a pass."""
+    compiled: bool | None = None
+    """Compute with kernels that this machine's C compiler builds once. None: wherever there is one and they serve (float32 on a CPU).
+    True: refuse to start without. False: torch's operations, slower and the same to the last digits."""
     timeline: bool = False
     """Write timeline.json into the run folder: when each request was queued, admitted and done, as a Chrome trace."""
 

@@ -13,7 +13,7 @@ from posttrain.core.engines import GIB, VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
 from posttrain.core.run import Reinforce, Run
-from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.embedded import EmbeddedEngine, native
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.models import Policy, load_policy
@@ -36,9 +36,11 @@ class Serving:
 
 
 def check_engine(run: Run) -> None:
-    """ConfigError where the run's engine is not installed: it never starts then, and leaves no folder."""
+    """ConfigError where the run's engine is not installed or has not the compiler it asks for: the run leaves no folder then."""
     if isinstance(run.engine, VLLM) and run.engine.url is None:
         installed()
+    if isinstance(run.engine, Embedded) and run.engine.compiled and isinstance(why := native.find(), str):
+        raise ConfigError(f"engine.compiled=true, but there are no compiled kernels: {why}. Leave it out to compute with torch's operations")
 
 
 def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:
@@ -50,7 +52,10 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> 
     Raises:
         ConfigError: it cannot keep a stage's sampling contract, or is not installed. EngineError: it does not start.
     """
-    serving = _embedded(run, run.engine, policy, text) if isinstance(run.engine, Embedded) else _vllm(run, run.engine, policy)
+    if isinstance(run.engine, Embedded):
+        serving = Serving(embedded_engine(run, run.engine, policy.clone(), text), lambda: None)
+    else:
+        serving = _vllm(run, run.engine, policy)
     try:
         for stage in run.stages:
             if isinstance(stage, Reinforce):
@@ -67,21 +72,22 @@ def keep_timeline(sampler: Sampler, folder: Path) -> None:
         sampler.timeline.write(folder / TIMELINE)
 
 
-def _embedded(run: Run, how: Embedded, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:
-    engine = EmbeddedEngine(
-        policy.clone().module,
+def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.ndarray], str]) -> EmbeddedEngine:
+    """The embedded engine as the run has it, over the policy's own module."""
+    return EmbeddedEngine(
+        policy.module,
         slots=run.slots,
         context=policy.context,
         deterministic=run.deterministic,
         device=run.model.device,
         cache_bytes=int(how.cache_gib * GIB),
         text=text,
+        compiled=how.compiled,
         budget=how.budget,
         retain=how.retain,
         timeline=how.timeline,
         speculate=_speculation(run, how, policy),
     )
-    return Serving(engine, lambda: None)
 
 
 def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | None:

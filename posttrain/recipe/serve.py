@@ -6,26 +6,28 @@ import importlib.util
 import os
 import secrets
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from posttrain.core import seeds
+from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError
-from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.core.run import Run
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy, named_tensors
 from posttrain.environment.render import Renderer
 from posttrain.recipe import overrides as dotted
 from posttrain.recipe.build import make_environment, use_threads
+from posttrain.recipe.engines import check_engine, embedded_engine
 from posttrain.recipe.main import target_run, wait
 from posttrain.role.weights import load_weights
 
-READ = ("model", "slots", "threads", "deterministic", "seed", "env")
+READ = ("model", "slots", "threads", "deterministic", "seed", "env", "engine")
 """Parts of a run that decide how its model is served."""
 NEEDED = ("aiohttp", "pydantic")
 SHORTEST = 16
@@ -85,7 +87,7 @@ def serve(
 
     Args:
         target: a run folder, a model directory or a hub id.
-        overrides: dotted changes of `model.*`, `slots`, `threads`, `deterministic`.
+        overrides: dotted changes of `model.*`, `engine.*`, `slots`, `threads`, `deterministic`.
         name: what callers call the model; default the last part of `target`.
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
     """
@@ -98,6 +100,22 @@ def serve(
     check_address(where.host, token)
     served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint)
     return wait(listen(served, where.host, where.port, facts, say))
+
+
+def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
+    """The settings of the embedded engine that serves: the run's own, or the defaults for a run that sampled by another engine.
+
+    Raises:
+        ConfigError: another engine is asked for here, or a setting that a server has no use for.
+    """
+    if isinstance(run.engine, Embedded):
+        if run.engine.timeline and any(text.strip().startswith("engine.timeline") for text in overrides):
+            raise ConfigError("engine.timeline=true writes a file into a run folder, and a server has none. Leave it out")
+        check_engine(run)
+        return replace(run.engine, timeline=False)
+    if any(text.strip().startswith("engine") for text in overrides):
+        raise ConfigError("posttrain serve answers from the embedded engine (engine=embedded). To serve by vLLM, start `vllm serve` itself")
+    return Embedded()
 
 
 def make_served(
@@ -113,6 +131,7 @@ def make_served(
         if head not in READ:
             raise ConfigError(f"{text}: nothing of it is read when a model is served; settings begin with one of {', '.join(READ)}")
     run = dotted.apply(run, list(overrides))
+    how = served_by(run, overrides)
     use_threads(run.threads)
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     alphabet = getattr(make_environment(run), "alphabet", None) if run.model.path is None else None
@@ -122,14 +141,7 @@ def make_served(
     digest = fingerprint(named_tensors(policy.module))
     tokenizer: Any = policy.tokenizer
     renderer = Renderer(tokenizer, policy.stop_ids)
-    engine = EmbeddedEngine(
-        policy.module,
-        slots=run.slots,
-        context=policy.context,
-        deterministic=run.deterministic,
-        device=run.model.device,
-        text=renderer.decode,
-    )
+    engine = embedded_engine(run, how, policy, renderer.decode)
     served = Served(
         sampler=engine,
         renderer=renderer,
@@ -141,4 +153,5 @@ def make_served(
         token=token,
         created=int(time.time()),
     )
-    return served, (*policy.describe(), f"weights: {digest}", f"engine: {run.slots} slots, context {policy.context:,} tokens")
+    slots = f"{run.slots} slots, context {policy.context:,} tokens"
+    return served, (*policy.describe(), f"weights: {digest}", f"{engine.describe()}, {slots}")

@@ -120,10 +120,14 @@ def _policy() -> Policy:
 LOST = "model.layers.1.self_attn.o_proj.weight"
 
 
-def _embedded() -> Subject:
+def _embedded(compiled: bool | None = None) -> Subject:
     policy = _policy()
     engine = EmbeddedEngine(
-        policy.clone().module, slots=SLOTS, context=CONTEXT, text=lambda ids: str(policy.tokenizer.decode(ids.tolist()))
+        policy.clone().module,
+        slots=SLOTS,
+        context=CONTEXT,
+        compiled=compiled,
+        text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
     )
 
     @contextmanager
@@ -230,7 +234,14 @@ def _vllm_server() -> Subject:
     return Subject("vllm-server", engine, policy, HFLearner(policy), stale, _lossy(engine), idle, own.close, refuses)
 
 
-BUILDERS: dict[str, Callable[[], Subject]] = {"embedded": _embedded, "vllm": _vllm, "vllm-server": _vllm_server}
+BUILDERS: dict[str, Callable[[], Subject]] = {
+    "embedded": _embedded,
+    "embedded-torch": lambda: _embedded(compiled=False),
+    "vllm": _vllm,
+    "vllm-server": _vllm_server,
+}
+BESIDE: dict[str, tuple[str, ...]] = {"embedded": ("embedded-torch",)}
+"""Engines that run, where the one before the colon does, the tests marked `beside`: what may differ between two ways of computing."""
 
 
 @cache

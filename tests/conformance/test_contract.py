@@ -51,6 +51,7 @@ def prompts(subject: Subject) -> list[np.ndarray]:
     return [subject.ids(TEXTS[i % len(TEXTS)]) for i in range(COUNT)]
 
 
+@pytest.mark.beside
 @pytest.mark.parametrize("option", OPTIONS)
 async def test_stored_log_probs_are_the_learners(subject: Subject, option: str) -> None:
     asked, wanted = prompts(subject), contract(**OPTIONS[option])
@@ -148,6 +149,7 @@ async def test_only_the_contracts_stop_ids_end_a_turn(subject: Subject) -> None:
     assert any(subject.policy.tokenizer.eos_token_id in s.ids[:-1] for s in said)
 
 
+@pytest.mark.beside
 async def test_the_context_ends_a_turn(subject: Subject) -> None:
     full, near = np.full(CONTEXT - 1, 40, np.int32), np.full(CONTEXT - 5, 41, np.int32)
     (last,) = await subject.say([full], contract())
@@ -197,6 +199,7 @@ async def test_characters_that_span_tokens_are_said_whole(subject: Subject) -> N
     assert max(int(s.ids.max()) for s in said) > 127
 
 
+@pytest.mark.beside
 async def test_the_score_of_a_sequence_is_the_learners(subject: Subject) -> None:
     ids = subject.ids("naïve café")
     given = Said(ids[1:], np.zeros(len(ids) - 1, np.float32), np.zeros(len(ids) - 1, np.int32), Stop.LENGTH)

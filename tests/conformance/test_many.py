@@ -39,6 +39,7 @@ def p_value(ids: np.ndarray, probability: np.ndarray) -> float:
     )
 
 
+@pytest.mark.beside
 async def test_a_seed_says_the_same_again(subject: Subject) -> None:
     """Alone, beside others, and in another order; another seed says something else."""
     asked = [subject.ids(t) for t in ("3+4=", "abc", "naïve", "The quick brown fox jumps", "x", "12345678901234567890")]

@@ -42,10 +42,14 @@ def test_settings_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 
 def test_a_run_says_by_which_code_it_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a compiler by compiled kernels; without one by torch's operations, and it says so."""
+    """With a compiler by compiled kernels; without one, or where it is told to, by torch's operations, and it says so."""
     play(tmp_path / "compiled", *mine(tmp_path / "task"))
     said = capsys.readouterr().out
     assert ("compiled kernels" in said) == isinstance(native.find(), native.Kernels)
+    play(tmp_path / "told", *mine(tmp_path / "task"), "engine.compiled=false")
+    assert "engine: embedded, torch's operations (compiled=false)" in capsys.readouterr().out
     monkeypatch.setattr(native, "find", lambda: "no C compiler 'cc': install gcc or clang, or set CC")
     play(tmp_path / "torch", *mine(tmp_path / "task"))
     assert "engine: embedded, torch's operations (no C compiler" in capsys.readouterr().out
+    words = (*mine(tmp_path / "task"), "--out", str(tmp_path / "refused"), "engine.compiled=true")
+    assert "engine.compiled=true, but there are no compiled kernels: no C compiler" in refused(capsys, "run", *words, code=2)

@@ -217,4 +217,4 @@ def test_a_compiler_that_fails_is_named(monkeypatch: pytest.MonkeyPatch, tmp_pat
     finally:
         native.find.cache_clear()
     assert isinstance(why, str)
-    assert "does not compile kernels.c" in why
+    assert "does not compile decoder.c" in why

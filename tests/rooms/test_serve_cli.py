@@ -82,8 +82,8 @@ def test_a_model_is_served_and_ctrl_c_lets_requests_end(model: Path) -> None:
 def test_a_run_is_served_and_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """A run folder without a saved model: its weights, its own tokenizer of digits, no chat."""
     assert main(["run", *LADDER, "--out", str(tmp_path / "mine")]) == 0
-    with serving(str(tmp_path / "mine"), "--no-token", "--name", "digits") as (child, said):
-        assert "no chat" in said["text"] and "token: none" in said["text"]
+    with serving(str(tmp_path / "mine"), "--no-token", "--name", "digits", "engine.compiled=false") as (child, said):
+        assert "no chat" in said["text"] and "token: none" in said["text"] and "engine: embedded, torch's operations" in said["text"]
         client = openai.OpenAI(base_url=said["url"], api_key="any", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="the tokenizer does not read this text"):
             client.completions.create(model="digits", prompt="no letters here")
@@ -115,6 +115,9 @@ def test_what_cannot_be_served_says_why(
     assert "NO_SUCH: that environment variable is empty" in refused(path, "--token-env", "NO_SUCH")
     assert "0..65535" in refused(path, "--port", "70000")
     assert "nothing of it is read" in refused(path, "eval.temperature=2")
+    assert "posttrain serve answers from the embedded engine" in refused(path, "engine=vllm")
+    assert "a server has none" in refused(path, "engine.timeline=true")
+    assert "both draft" in refused(path, "engine.lookup=2", "engine.draft=somewhere")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -1,7 +1,7 @@
 """The key-value pool, and attention through tables of its rows.
 
 Attention here is ragged: a query reads exactly the rows of its own sequence, whatever its neighbours' lengths. On a CPU
-with a C compiler it is one call of `kernels.c`. Elsewhere scores are a sampled matrix product over a CSR pattern (one
+with a C compiler it is one call of compiled code (`kernels/attention.h`). Elsewhere scores are a sampled matrix product over a CSR pattern (one
 entry per query, head and visible row), weights times values an embedding bag over the same indices, so no key or value is
 copied and none is read for padding. Only the softmax works on a padded matrix, of scores (1 / D of the data).
 
@@ -52,7 +52,7 @@ class Pool:
     Narrow models are cached wide: the products are exact to their inputs and the ragged kernels exist in float32.
 
     Args:
-        compiled: attend with `kernels.c`; None: wherever it compiles.
+        compiled: attend with compiled kernels; None: wherever they compile.
     """
 
     def __init__(self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, compiled: bool | None = None) -> None:

@@ -54,6 +54,7 @@ class EmbeddedEngine:
             with their cache computed again. stale: they go on over keys and values of the old weights, and the gap is a gauge.
         timeline: record when each request was queued, admitted and done (`EmbeddedEngine.timeline`).
         fused: run the decoder in fewer calls; None: wherever it can be.
+        compiled: compute with kernels compiled on this machine; None: wherever they serve; true refuses to do without.
         text: reads token ids, special tokens included; without it contracts with stop strings are refused.
         speculate: draft several tokens a pass (see `speculate`); None: one token a pass.
 
@@ -71,6 +72,7 @@ class EmbeddedEngine:
         device: str = "cpu",
         cache_bytes: int = CACHE_BYTES,
         fused: bool | None = None,
+        compiled: bool | None = None,
         budget: int = BUDGET,
         retain: int | None = None,
         update: Update = "drain",
@@ -81,7 +83,7 @@ class EmbeddedEngine:
         if slots < 1 or context < 2:
             raise EngineError(f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token")
         self._rows = -(-slots // ROWS) * ROWS if deterministic else None
-        self._served = Served(module, context, device=device, rows=self._rows, fused=fused)
+        self._served = Served(module, context, device=device, rows=self._rows, fused=fused, compiled=compiled)
         self._module, self._pool = self._served.module, self._served.pool
         self._context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
@@ -121,6 +123,8 @@ class EmbeddedEngine:
         """What a run says of its engine at its start: by which code it computes, and why not by the faster one."""
         if self._pool.kernels is not None:
             return "engine: embedded, compiled kernels"
+        if self._served.compiled is False:
+            return "engine: embedded, torch's operations (compiled=false)"
         found = native.find()
         device, dtype = self._pool.device, self._module.dtype
         why = found if isinstance(found, str) else f"compiled ones serve float32 on a CPU, not {dtype} on {device}"
@@ -231,7 +235,7 @@ class EmbeddedEngine:
             raise EngineError("deterministic=true computes fixed shapes, and speculation computes as many drafts as there are. Choose one")
         if isinstance(speculate, Lookup):
             return PromptLookup(speculate)
-        return DraftModel(speculate, self._context, self._served.vocabulary, self._slots, device)
+        return DraftModel(speculate, self._context, self._served.vocabulary, self._slots, device, self._served.compiled)
 
     def _mark(self, request: Request, phase: str | None) -> None:
         if self.timeline is not None:

@@ -4,7 +4,7 @@ At the sizes a CPU serves, a decode step costs as many microseconds in calls as 
 values are one product, gate and up another, and norms, rotations and residuals work in place. The weights are not
 copied: the module's own parameters become views of the joined ones, so whoever loads or reads them does so as before.
 
-Where `kernels.c` compiles, half a layer is one of its calls, and activations are feature-major: W @ x reads each weight once in
+Where the C of `kernels/` compiles, half a layer is one of its calls, and activations are feature-major: W @ x reads each weight once in
 the order it lies in memory, and a position's bits do not depend on how many stand beside it.
 
 Axis letters: N positions, E hidden width, H query heads, K key-value heads, D head width, F feed-forward width.
@@ -55,7 +55,7 @@ class FusedDecoder:
     """`ReadOut.hidden` for a model that `fusable` accepts; `read_out` is its own.
 
     Args:
-        compiled: use `kernels.c`; None: wherever it compiles.
+        compiled: use compiled kernels; None: wherever they compile.
     """
 
     def __init__(self, module: PreTrainedModel, read_out: ReadOut, context: int, compiled: bool | None = None) -> None:
@@ -108,7 +108,7 @@ class FusedDecoder:
         return _norm(x_NE, self._norm)
 
     def _compiled(self, kernels: native.Kernels, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """The same with `kernels.c`; activations are [features, N], in rows of `native.stride(N)`."""
+        """The same with compiled kernels; activations are [features, N], in rows of `native.stride(N)`."""
         s, count = self._sizes, len(input_ids)
         wide = native.stride(count)
         h, k, d = s.H, s.K, s.D

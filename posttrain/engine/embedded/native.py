@@ -1,4 +1,4 @@
-"""`kernels.c`, compiled once per machine by its own C compiler and called on tensors.
+"""The C of `kernels/`, compiled once per machine by its own C compiler and called on tensors.
 
 The library lies in the user's cache folder under a name that hashes its source, compiler, flags and processor, so another
 of any of them makes another. Where no compiler works, the engine runs on torch's own operations, slower and otherwise
@@ -25,7 +25,9 @@ from posttrain.core.errors import EngineError
 
 LANES = 16
 """Columns of a feature-major matrix come in multiples of this."""
-SOURCE = Path(__file__).with_name("kernels.c")
+SOURCES = Path(__file__).with_name("kernels")
+MAIN = SOURCES / "decoder.c"
+"""Includes the others, so that everything is one unit to the compiler."""
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
@@ -90,7 +92,7 @@ class Kernels:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Store key and value [K, N, D] at rows `to_N`, then attend query [H, B, D] over its rows into `out` [B, H, D]; see `kernels.c`."""
+        """Store key and value [K, N, D] at rows `to_N`, then attend query [H, B, D] over its rows into `out` [B, H, D]; see `attention.h`."""
         key, value, query = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (key, value, query))
         heads, count, width = query.shape
         failed = self._attend(
@@ -148,14 +150,15 @@ def find() -> Kernels | str:
     if compiler is None:
         return f"no C compiler {os.environ.get('CC', 'cc')!r}: install gcc or clang, or set CC"
     told = subprocess.run([compiler, "--version"], capture_output=True, text=True)
-    key = "\n".join([SOURCE.read_text(), told.stdout, *FLAGS, _processor()])
+    text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
+    key = "\n".join([*text, told.stdout, *FLAGS, _processor()])
     library = _folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
     if not library.exists():
         with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
             fresh = Path(temporary) / library.name
-            made = subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(SOURCE), "-lm"], capture_output=True, text=True)
+            made = subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(MAIN), "-lm"], capture_output=True, text=True)
             if made.returncode:
-                return f"{compiler} does not compile {SOURCE.name}: {made.stderr.strip()[:400]}"
+                return f"{compiler} does not compile {MAIN.name}: {made.stderr.strip()[:400]}"
             fresh.replace(library)
     try:
         return Kernels(ctypes.CDLL(str(library)))

@@ -144,12 +144,14 @@ class Spread:
     """Rows that are truncated and not greedy."""
     mask: Tensor | None
     """bool [len(cut), V]: what they keep."""
+    compiled: bool | None
+    """See `pick`."""
     dead: np.ndarray
     """Rows some tokens ahead of their slot, where nothing is left to say: their distributions mean nothing."""
 
     @staticmethod
-    def of(logits: Tensor, contracts: Contracts) -> Spread:
-        """logits float32 [B, V], consumed.
+    def of(logits: Tensor, contracts: Contracts, compiled: bool | None = None) -> Spread:
+        """logits float32 [B, V], consumed; `compiled` as in `pick`.
 
         Raises:
             NothingLeft: rows at what their slot has said of which every token is banned.
@@ -167,7 +169,7 @@ class Spread:
             z = logits.index_select(0, rows)
             mask = kept_mask(z, c.at(cut)) & (z > INF)
             logits.index_copy_(0, rows, z.masked_fill_(~mask, INF))
-        return Spread(torch.log_softmax(logits, -1), c, best, cut, mask, dead)
+        return Spread(torch.log_softmax(logits, -1), c, best, cut, mask, compiled, dead)
 
     def probabilities(self) -> Tensor:
         """[B, V]; all of it on the most probable token of a greedy row."""
@@ -179,7 +181,7 @@ class Spread:
 
     def pick(self, uniform: np.ndarray) -> Tensor:
         """int64 [B]: one token a row, by one uniform each."""
-        ids = pick(self.logp, uniform)
+        ids = pick(self.logp, uniform, self.compiled)
         return ids if self.best is None else torch.where(_to(self.contracts.greedy, ids), self.best, ids)
 
     def draw(self, uniform: np.ndarray) -> Drawn:
@@ -196,13 +198,13 @@ class Spread:
         return Drawn(out, out_logp, *_kept(c, self.cut, self.mask, out), _top(self.logp, int(c.top.max(initial=0))))
 
 
-def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray) -> Drawn:
-    """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1).
+def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, compiled: bool | None = None) -> Drawn:
+    """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1); `compiled` as in `pick`.
 
     Raises:
         NothingLeft: rows of which every token is banned.
     """
-    return Spread.of(logits, contracts).draw(uniform)
+    return Spread.of(logits, contracts, compiled).draw(uniform)
 
 
 def _top(logp: Tensor, k: int) -> Top | None:
@@ -215,12 +217,14 @@ def _top(logp: Tensor, k: int) -> Top | None:
     return Top(best.indices.int().cpu().numpy(), best.values.float().cpu().numpy())
 
 
-def pick(logp: Tensor, uniform: np.ndarray) -> Tensor:
+def pick(logp: Tensor, uniform: np.ndarray, compiled: bool | None = None) -> Tensor:
     """int64 [B]: the first token whose cumulative probability exceeds uniform * total. Sums are float64, in order of ids.
+
+    False for `compiled` keeps to torch's operations; otherwise the kernels work wherever they can.
 
     Only a token of positive probability can be the first to exceed anything, and the target stays below the total.
     """
-    kernels = native.choose(None, logp.device, logp.dtype)
+    kernels = None if compiled is False else native.choose(None, logp.device, logp.dtype)
     ids = _pick(logp, uniform) if kernels is None else kernels.pick(logp, uniform)
     if ids is None:
         raise EngineError("the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded wrongly")

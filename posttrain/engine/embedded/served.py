@@ -26,18 +26,29 @@ class Served:
     Args:
         rows: read logits out on so many rows whatever the work, for bits that depend on nothing else; None: as many as there are.
         fused: run the decoder in fewer calls; None: wherever it can be.
+        compiled: with compiled kernels; None: wherever they serve.
     """
 
-    def __init__(self, module: PreTrainedModel, context: int, *, device: str, rows: int | None = None, fused: bool | None = None) -> None:
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        context: int,
+        *,
+        device: str,
+        rows: int | None = None,
+        fused: bool | None = None,
+        compiled: bool | None = None,
+    ) -> None:
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, shapes = accept(module, context, rows is not None)
         self.fused = fusable(module) if fused is None else fused
         if self.fused and not fusable(module):
             raise EngineError(f"fused=True serves plain float32 models of {', '.join(FAMILIES)}, not this {type(module).__name__}")
-        decoder = FusedDecoder(module, self.read_out, context) if self.fused else self.read_out
+        decoder = FusedDecoder(module, self.read_out, context, None if compiled else compiled) if self.fused else self.read_out
         self.hidden = decoder.hidden
         self.lanes = decoder.lanes if isinstance(decoder, FusedDecoder) else 1
-        self.pool = Pool(shapes, module.dtype, self.read_out.weight.device)
+        self.pool = Pool(shapes, module.dtype, self.read_out.weight.device, compiled)
+        self.compiled = compiled
         self._rows = rows
 
     @property

@@ -112,14 +112,14 @@ class DraftModel:
     """`Draft` at work: a second model over a pool with the same rows, so that the slots' tables serve both.
 
     Args:
-        vocabulary: of the target.
+        vocabulary: of the target. compiled: as in the engine.
     """
 
-    def __init__(self, options: Draft, context: int, vocabulary: int, slots: int, device: str) -> None:
+    def __init__(self, options: Draft, context: int, vocabulary: int, slots: int, device: str, compiled: bool | None) -> None:
         if options.tokens < 1:
             raise EngineError(f"a draft model drafts at least 1 token a pass, not {options.tokens}")
         self.tokens = options.tokens
-        self.served = Served(options.model, context, device=device)
+        self.served = Served(options.model, context, device=device, compiled=compiled)
         if self.served.vocabulary != vocabulary:
             raise EngineError(
                 f"the draft model has a vocabulary of {self.served.vocabulary}, the target one of {vocabulary}: they must share their tokenizer"
@@ -139,7 +139,7 @@ class DraftModel:
             go = np.flatnonzero(most > j)
             position = slots.cached[at[go]] + j
             hidden = self.served.ahead(slots, at[go], token[go], position)
-            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None))
+            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.compiled)
             drawn = spread.draw(self._chance[at[go], 0, slots.said[at[go]] + j])
             of_all = spread.logp.new_zeros((len(at), spread.logp.shape[1]))
             q.append(of_all.index_copy_(0, torch.from_numpy(go).to(of_all.device), spread.probabilities()))
@@ -198,5 +198,5 @@ def _residual(
     left = (mine - q).clamp_min(0)
     # where nothing is left, p equals q and every draft is accepted
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, mine)
-    instead = pick(left.log(), uniform[rows])
+    instead = pick(left.log(), uniform[rows], spread.compiled)
     return ids.index_copy(0, at, torch.where(taken, d[:, 0], instead))

@@ -115,7 +115,8 @@ class Stepper:
         slots = self.scheduler.slots
         while True:
             try:
-                return at, draw(self.served.logits(hidden), slots.contracts.at(at), slots.uniforms[at, slots.said[at]])
+                contracts, uniform = slots.contracts.at(at), slots.uniforms[at, slots.said[at]]
+                return at, draw(self.served.logits(hidden), contracts, uniform, self.served.compiled)
             except NothingLeft as error:
                 for s in at[error.rows].tolist():
                     request = slots.request[s]
@@ -134,7 +135,7 @@ class Stepper:
         starts = np.cumsum(widths) - widths
         ahead = np.where(np.arange(padded.shape[1]) < step[:, None], padded[each], -1)
         try:
-            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead))
+            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.compiled)
         except NothingLeft:  # a slot has nothing left to say, whatever was drafted
             self._say(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
             self.counters.drafts(plan, 0, starts[: len(plan.speaking)])
