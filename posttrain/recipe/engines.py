@@ -40,7 +40,9 @@ def check_engine(run: Run) -> None:
     if isinstance(run.engine, VLLM) and run.engine.url is None:
         installed()
     if isinstance(run.engine, Embedded) and run.engine.compiled and isinstance(why := native.find(), str):
-        raise ConfigError(f"engine.compiled=true, but there are no compiled kernels: {why}. Leave it out to compute with torch's operations")
+        raise ConfigError(
+            f"engine.compiled=true, but there are no compiled kernels: {why}. Leave it out to compute with torch's operations"
+        )
 
 
 def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:
