@@ -87,7 +87,7 @@ class Judges:
         return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in own)
 
     def _unpaid(self, env: Any, said: Attempt, judged: Sequence[Judged], when: str) -> str:
-        whys = "; ".join(j.verdict.why for j in judged if j.source == self._vouched and j.verdict.why)
+        whys = "; ".join(scrubbed(j.verdict.why) for j in judged if j.source == self._vouched and j.verdict.why)
         return (
             f"the right answer {list(said.turns)} to task {said.task.id!r} does not score 1 {when}: {_shown(judged)}{f' ({whys})' if whys else ''}. The policy would be "
             f"trained away from what is right. Look at the verifier of {env.name!r}, at what it asks (a service, a sandbox, a tool), and at what stands between its verdict and the record"

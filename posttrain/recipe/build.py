@@ -25,6 +25,7 @@ from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import AdamW
 from posttrain.engine.readout import read_out
 from posttrain.environment.build import environment
+from posttrain.environment.redact import scrubbed_data
 from posttrain.environment.render import Dialogue, Renderer
 from posttrain.recipe.engines import keep_timeline, make_engine
 from posttrain.role.rollout import Rollout
@@ -58,7 +59,7 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
         "template_digest": policy.template_digest,
         "stop_ids": list(policy.stop_ids),
         "sandboxes": list(sandboxes),
-        "argv": sys.argv,
+        "argv": scrubbed_data(sys.argv),
     }
 
 

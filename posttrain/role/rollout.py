@@ -21,6 +21,7 @@ from posttrain.core.stop import Limits
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.environment.redact import redacted, scrubbed, scrubbed_data
 from posttrain.role.demonstrate import recited
 from posttrain.role.talk import Conversation, tokens_upto
 
@@ -75,7 +76,7 @@ class Rollout:
         except PosttrainError:
             raise
         except Exception as error:
-            why = f"{type(error).__name__}: {error}"
+            why = scrubbed(f"{type(error).__name__}: {error}")
             verdicts: tuple[Judged, ...] = (Judged("environment", 1.0, Verdict.failed("environment", why)),)
             return self._episode(task, visit, sibling, talk, Stop.ERROR, verdicts, why)
         verdicts = await self._judge(Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state))
@@ -95,10 +96,10 @@ class Rollout:
         self, task: Task, visit: int, sibling: int, talk: Conversation, stop: Stop, verdicts: tuple[Judged, ...], error: str
     ) -> Episode:
         text = "\n".join(talk.turns)
-        return Episode(task, visit, sibling, talk.segments(), stop, verdicts, text, error, talk.state)
+        return Episode(task, visit, sibling, talk.segments(), stop, verdicts, text, error, scrubbed_data(talk.state))
 
     async def _judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """Judge, asking again where a source failed on our side."""
+        """Judge, asking again where a source failed on our side. What the verdicts say goes into the record without our secrets."""
         verdicts = await self.environment.judge(attempt)
         for _ in range(JUDGE_RETRIES):
             if not any(j.verdict.state is State.FAILED for j in verdicts):
@@ -110,7 +111,7 @@ class Rollout:
             )
         if "none" in getattr(self.environment, "contained", ()):
             verdicts = tuple(replace(j, verdict=_stamped(j.verdict)) for j in verdicts)
-        return verdicts
+        return tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts)
 
     async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None) -> Episode:
         """An episode that a demonstration says instead of the policy, judged like any other."""
@@ -123,7 +124,7 @@ class Rollout:
             said = await recited(teacher, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling)
             verdicts = (*await self._judge(Attempt(task, tuple(said.turns), Stop.SAID, int, said.state)), *said.paid)
             segments, text = (said.transcript.segment(),), "\n".join(said.turns)
-            return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=said.state)
+            return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=scrubbed_data(said.state))
         seen, ids = self.renderer.pair(prompt, completion, task.id)
         transcript = Transcript(sampling)
         transcript.see(seen)

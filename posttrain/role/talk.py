@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from posttrain.core.stop import Limits
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Message, Segment, Stop
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.redact import scrubbed
 
 
 class Conversation:
@@ -39,7 +40,7 @@ class Conversation:
         return self._dialogue.format
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        ids = self._dialogue.see(content, tools)
+        ids = self._dialogue.see(content if not self.turns else without_secrets(content), tools)
         if self._dialogue.restarted:
             self._closed.append(self._transcript)
             self._transcript = Transcript(self._sampling)
@@ -116,7 +117,7 @@ class Recital:
         return self._dialogue.format
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        ids = self._dialogue.see(content, tools)
+        ids = self._dialogue.see(content if not self.turns else without_secrets(content), tools)
         if self._dialogue.restarted:
             raise DataError(
                 f"task {self._task!r}: a demonstration of several turns is one sequence, and this chat template writes earlier turns anew. "
@@ -140,6 +141,13 @@ class Recital:
 
     def leave(self, state: Any) -> None:
         self.state = state
+
+
+def without_secrets(content: str | Sequence[Message]) -> str | list[Message]:
+    """What the world answers, before the policy (and the record) sees it: a tool's error may quote a key of ours."""
+    if isinstance(content, str):
+        return scrubbed(content)
+    return [cast("Message", {**m, "content": scrubbed(m["content"])}) for m in content]
 
 
 def _shorter(sampling: Sampling, most: int) -> Sampling:
