@@ -19,7 +19,7 @@ from posttrain.environment.sandbox.cell.cells import LENGTH
 from posttrain.environment.sandbox.cell.program import MEMORY_ERROR
 from posttrain.environment.sandbox.cell.zygote import GO, KILL, REST
 from posttrain.environment.sandbox.port import KIB, Limits, Ran, SandboxBroken, Why
-from posttrain.environment.sandbox.worker import GRACE, SPILL, Ear, Worker, how_it_ended, sealed
+from posttrain.environment.sandbox.worker import GRACE, SPILL, Ear, Worker, how_it_ended, nothing, silent
 
 DONE = re.compile(rb"([0-9]{1,9}) ([0-9]{1,3})\n")
 CHATTER = 4 * KIB
@@ -53,10 +53,9 @@ class Conversation:
             self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             held.callback(theirs.close)
             self._wire.setblocking(False)
-            nothing = sealed(b"", held)
             request = json.dumps({"limits": limits.plain(), "session": True}).encode()
             try:
-                worker.begin(request, [nothing, nothing, *writers, theirs.fileno(), nothing])
+                worker.begin(request, [nothing(), silent(held), *writers, theirs.fileno(), nothing()])
             except BaseException:
                 self._over()
                 raise

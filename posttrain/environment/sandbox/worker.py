@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import functools
 import json
 import os
 import selectors
@@ -143,7 +144,7 @@ class Worker:
         self.settle()
         self.jobs += 1
         with contextlib.ExitStack() as held:
-            given = [sealed(job.program, held), sealed(job.stdin, held)]
+            given = [sealed(job.program, held), sealed(job.stdin, held) if job.stdin else silent(held)]
             ears = {}
             ends = []
             for name, kept in (("stdout", job.limits.output), ("stderr", job.limits.output), ("result", job.limits.result)):
@@ -154,7 +155,7 @@ class Worker:
                 ears[reader] = Ear(name, kept)
             request = json.dumps({"limits": job.limits.plain(), "session": False}).encode()
             try:
-                self.begin(request, [*given, *ends, sealed(job.call, held)])
+                self.begin(request, [*given, *ends, sealed(job.call, held) if job.call else nothing()])
             finally:
                 for writer in ends:
                     os.close(writer)
@@ -314,6 +315,19 @@ class Ear:
             self.head += said[: max(0, self.kept - len(self.head))]
             self.total += len(said)
         return True
+
+
+@functools.cache
+def nothing() -> int:
+    """A file in memory without a byte, for all jobs. No program ever holds it: what two held could be a mailbox."""
+    return sealed(b"", contextlib.ExitStack())
+
+
+def silent(held: contextlib.ExitStack) -> int:
+    """An input that has ended, of one program's own."""
+    fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    held.callback(os.close, fd)
+    return fd
 
 
 def sealed(data: bytes, held: contextlib.ExitStack) -> int:
