@@ -111,7 +111,7 @@ def contract(**changes: Any) -> Sampling:
     return Sampling(**({"max_tokens": 12, "stop_ids": ()} | changes))
 
 
-def _policy() -> Policy:
+def new_policy() -> Policy:
     built = load_policy(MODEL, None, 0)
     assert built.context == CONTEXT
     return replace(built, module=built.module.eval())
@@ -121,7 +121,7 @@ LOST = "model.layers.1.self_attn.o_proj.weight"
 
 
 def _embedded(compiled: bool | None = None) -> Subject:
-    policy = _policy()
+    policy = new_policy()
     engine = EmbeddedEngine(
         policy.clone().module,
         slots=SLOTS,
@@ -182,7 +182,7 @@ def _lossy(engine: Any) -> Callable[[], AbstractContextManager[None]]:
 def _vllm() -> Subject:
     from posttrain.engine.vllm.inprocess import VLLMEngine
 
-    policy = _policy()
+    policy = new_policy()
     engine = VLLMEngine(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True)
 
     @contextmanager
@@ -208,7 +208,7 @@ def _vllm_server() -> Subject:
     from posttrain.engine.vllm.server import VLLMServer
     from posttrain.engine.vllm.spawn import Spawned
 
-    policy = _policy()
+    policy = new_policy()
     own = Spawned(policy, slots=SLOTS, cache_bytes=64 << 20, eager=True)
     engine = VLLMServer(policy, Endpoint(own.url, "rollout"), share=own.folder, timeout=60, ended=own.ended)
 

@@ -26,7 +26,7 @@ import sys
 from tests.conformance import subjects
 from posttrain.engine.vllm import spawn
 spawn.Spawned._wait = lambda self: (print(self._process.pid, flush=True), sys.stdin.read())
-spawn.Spawned(subjects._policy(), slots=2, cache_bytes=1 << 24, eager=True)
+spawn.Spawned(subjects.new_policy(), slots=2, cache_bytes=1 << 24, eager=True)
 """
 """A run that has started a server and then waits."""
 
@@ -58,11 +58,11 @@ def test_a_server_ends_with_a_run_that_was_killed() -> None:
 
 def test_a_server_that_cannot_start_says_why() -> None:
     with pytest.raises(EngineError, match=r"did not start: it has ended with exit code 1\. Its last words:[\s\S]*max_num_seqs"):
-        Spawned(subjects._policy(), slots=-1, cache_bytes=1 << 24, eager=True)
+        Spawned(subjects.new_policy(), slots=-1, cache_bytes=1 << 24, eager=True)
 
 
 def test_a_server_that_dies_is_reported_with_its_role() -> None:
-    policy = subjects._policy()
+    policy = subjects.new_policy()
     own = Spawned(policy, slots=4, cache_bytes=64 << 20, eager=True)
     endpoint = Endpoint(own.url, "rollout", patience=Patience(tries=2, first=0.1))
     engine = VLLMServer(policy, endpoint, share=own.folder, timeout=60, ended=own.ended)

@@ -46,9 +46,9 @@ class Remote:
         )
 
     def gauges(self) -> Gauges:
-        """`engine/tokens` said, `engine/requests` answered, `engine/retried` tries made again, since the last call."""
+        """`engine/tokens` said, per request, `engine/requests` answered, `engine/retried` tries made again, since the last call."""
         out = {
-            "engine/tokens": Gauge(self._tokens, 1),
+            "engine/tokens": Gauge(self._tokens, self._requests),
             "engine/requests": Gauge(self._requests, 1),
             "engine/retried": Gauge(self.endpoint.retried - self._retried, 1),
         }
