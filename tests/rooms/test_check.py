@@ -22,13 +22,14 @@ from posttrain.core.run import Env
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.build import environment
-from posttrain.environment.check import PROBES, Finding, Mark, Report, Subject, check
+from posttrain.environment.check import PROBES, Finding, Mark, Report, Subject, check, workings
 from posttrain.environment.check.workings import WORKINGS, sandboxes
 from posttrain.environment.code import Code
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import Calculator
 from posttrain.environment.prompts import PromptsEnv, Row, digest
 from posttrain.environment.reward import source
+from posttrain.environment.sandbox.backends import Unconfined
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.script import judged
 
@@ -41,7 +42,7 @@ def rows(count: int = 24) -> tuple[Row, ...]:
     return tuple(Row(t, None, digest(t.prompt)) for t in tasks)
 
 
-async def tried(*judges: Judge, weights: tuple[float, ...] = (1.0, 1.0), rate: float = 1.0, tasks: int = 12) -> Report:
+async def tried(*judges: Judge, weights: tuple[float, ...] = (1.0, 1.0), rate: float = 1.0, tasks: int = 8) -> Report:
     rewards = tuple(source(j, name=f"judge{i}", weight=w) for i, (j, w) in enumerate(zip(judges, weights, strict=False)))
     return await check(PromptsEnv(rows=rows(), rewards=rewards), tasks=tasks, rate=rate)
 
@@ -244,6 +245,17 @@ async def test_a_sandbox_with_a_hole_fails_the_check(tmp_path: Path) -> None:
     held.close()
     assert kept.mark is Mark.OK and "landlock withstood every attack" in kept.detail
     assert found.mark is Mark.FAIL and "change a file of the host" in found.detail
+
+
+async def test_where_nothing_contains_programs_the_check_fails_and_attacks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attacked(_: object) -> list[str]:
+        raise AssertionError("the attacks ran without a sandbox")
+
+    monkeypatch.setattr(workings, "selftest", attacked)
+    env = PromptsEnv(rows=rows(), rewards=(Code(Sandbox(Unconfined(), workers=1), owned=True),))
+    found = await WORKINGS[-1](Subject(env, (), 1.0))
+    env.close()
+    assert found.mark is Mark.FAIL and "full rights" in found.detail
 
 
 @pytest.mark.prove

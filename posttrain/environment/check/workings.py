@@ -13,6 +13,7 @@ from posttrain.core.verdict import State
 from posttrain.environment.check.answers import ODD
 from posttrain.environment.check.probe import Answer, Mark, Probe
 from posttrain.environment.check.subject import Subject, Told
+from posttrain.environment.sandbox.backends import Unconfined
 from posttrain.environment.sandbox.choose import HELP
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.sandbox.selftest import selftest
@@ -116,6 +117,8 @@ async def sandbox(s: Subject) -> Answer:
         return Mark.SKIP, "nothing here runs programs that a model wrote"
     lines: list[str] = []
     for box in boxes:
+        if isinstance(box.backend, Unconfined):  # whose attacks would succeed, on the machine of whoever asks
+            return Mark.FAIL, "none: programs that a model wrote run with your user's full rights"
         wrong = await asyncio.to_thread(selftest, box.backend)
         if wrong:
             return Mark.FAIL, f"{box.name}: {'; '.join(wrong)}"
