@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import mmap
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -130,6 +130,10 @@ class _Pattern:
     width: int
 
 
+AttendLayer = Callable[[int, float, int | None], None]
+"""(layer, scaling, window)"""
+
+
 class CachedLayout:
     """One forward pass over cached sequences: first B ragged queries, then beginnings of prompts, then later chunks of prompts.
 
@@ -200,26 +204,26 @@ class CachedLayout:
         softcap: float | None,
     ) -> Tensor:
         """Store key and value [K, N, D], then every query [H, B, D] over its own rows -> [1, B, H, D], good until the next layer attends."""
-        pools = self.pool.keys[layer], self.pool.values[layer]
+        dtype = query.dtype
+        query, key, value = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (query, key, value))
+        self._bound(kernels, query, key, value, softcap)(self.pool.keys[layer], self.pool.values[layer], scaling, window)
+        return self._seen.to(dtype).unsqueeze(0)
+
+    def every_layer(self, kernels: native.Kernels, query: Tensor, key: Tensor, value: Tensor) -> tuple[AttendLayer | None, int]:
+        """For layers that leave their heads in the same three tensors, as `attend` takes them, float32: what attends a layer, and the
+        address of what is then seen [N, H, D]. None where a prompt's beginning or a later chunk is in this pass."""
+        if self.pool.kernels is not kernels or self.dense is not None or self._chunks:
+            return None, 0
+        attend, keys, values = self._bound(kernels, query[0], key[0], value[0], None), self.pool.keys, self.pool.values
+        return (lambda layer, scaling, window: attend(keys[layer], values[layer], scaling, window)), self._seen.data_ptr()
+
+    def _bound(self, kernels: native.Kernels, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> native.Attend:
+        """`kernels.attend` of these tensors into `_seen`."""
         shape = query.shape[1], query.shape[0], value.shape[-1]
         if self._seen.shape != shape:
             self._seen = torch.empty(shape)
         visible_T, starts_B, lengths_B = self._bags
-        seen = kernels.attend(
-            pools,
-            key,
-            value,
-            self._rows_N,
-            query,
-            visible_T,
-            starts_B,
-            lengths_B,
-            self._seen,
-            scaling=scaling,
-            window=window,
-            softcap=softcap,
-        )
-        return seen.to(query.dtype).unsqueeze(0)
+        return kernels.attend(key, value, self._rows_N, query, visible_T, starts_B, lengths_B, self._seen, softcap)
 
     def _ragged(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
         """query [H, B, D] -> [1, B, H, D]: every query over its own rows."""

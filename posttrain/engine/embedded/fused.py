@@ -24,6 +24,7 @@ from transformers import PreTrainedModel
 from posttrain.core.errors import EngineError
 from posttrain.engine.attention import Layout, PackedLayout
 from posttrain.engine.embedded import native
+from posttrain.engine.embedded.cache import CachedLayout
 from posttrain.engine.readout import ReadOut
 
 FAMILIES = {"LlamaForCausalLM": "Llama", "MistralForCausalLM": "Mistral", "Qwen2ForCausalLM": "Qwen2", "Qwen3ForCausalLM": "Qwen3"}
@@ -38,6 +39,7 @@ class _Layer:
     """Weights of one decoder layer."""
 
     attention: nn.Module
+    index: int
     scaling: float
     window: int | None
     before: Any
@@ -119,8 +121,13 @@ class FusedDecoder:
         here = native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
         sizes, now = ctypes.addressof(s), ctypes.addressof(here)
         kernels.begin(sizes, now, self._embed.weight.data_ptr())
+        attend, seen_at = layout.every_layer(kernels, query, key, value) if isinstance(layout, CachedLayout) else (None, 0)
         for layer, weights in zip(self._layers, self._addresses, strict=True):
             kernels.before(sizes, weights, now)
+            if attend is not None:
+                attend(layer.index, layer.scaling, layer.window)
+                kernels.after(sizes, weights, now, seen_at)
+                continue
             seen = layout.attend(layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None)
             kernels.after(sizes, weights, now, seen.contiguous().data_ptr())
         out = torch.empty(count, s.E)
@@ -149,6 +156,7 @@ class FusedDecoder:
         window = a.config.sliding_window if type(a).__name__ == "MistralAttention" else getattr(a, "sliding_window", None)
         return _Layer(
             attention=a,
+            index=a.layer_idx,
             scaling=a.scaling,
             window=window,
             before=layer.input_layernorm,

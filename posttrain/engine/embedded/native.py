@@ -15,7 +15,9 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -66,6 +68,10 @@ SIGNATURES = {
 }
 
 
+Attend = Callable[[Tensor, Tensor, float, int | None], None]
+"""(keys of a pool, its values, scaling, window)"""
+
+
 class Kernels:
     """The compiled functions. Tensors are float32 and on the CPU; the caller has seen to both."""
 
@@ -78,7 +84,6 @@ class Kernels:
 
     def attend(
         self,
-        pools: tuple[Tensor, Tensor],
         key: Tensor,
         value: Tensor,
         to_N: Tensor,
@@ -87,28 +92,27 @@ class Kernels:
         starts_B: Tensor,
         lengths_B: Tensor,
         out: Tensor,
-        *,
-        scaling: float,
-        window: int | None,
         softcap: float | None,
-    ) -> Tensor:
-        """Store key and value [K, N, D] at rows `to_N`, then attend query [H, B, D] over its rows into `out` [B, H, D]; see `attention.h`."""
-        key, value, query = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (key, value, query))
+    ) -> Attend:
+        """To store key and value [K, N, D] at rows `to_N` of a layer's pools, and attend query [H, B, D] over its rows into `out`
+        [B, H, D], as often as called; see `attention.h`. The tensors are float32 with adjacent last elements, and are read at each call."""
+        assert all(x.stride(-1) == 1 and x.dtype == torch.float32 for x in (key, value, query))
         heads, count, width = query.shape
-        failed = self._attend(
-            pools[0].data_ptr(),
-            pools[1].data_ptr(),
+        fixed = (
             *(key.data_ptr(), key.stride(1), key.stride(0)),
             *(value.data_ptr(), value.stride(1), value.stride(0)),
             *(to_N.data_ptr(), len(to_N)),
             *(query.data_ptr(), query.stride(1), query.stride(0)),
             *(visible_T.data_ptr(), starts_B.data_ptr(), lengths_B.data_ptr(), out.data_ptr()),
             *(count, heads, key.shape[0], width, value.shape[-1]),
-            *(window or 0, scaling, softcap or 0.0),
         )
-        if failed:
-            raise MemoryError("attention ran out of memory: use fewer slots or a shorter context")
-        return out
+        cap, tensors = softcap or 0.0, (key, value, query)
+
+        def attend(keys: Tensor, values: Tensor, scaling: float, window: int | None, alive: Any = tensors) -> None:
+            if self._attend(keys.data_ptr(), values.data_ptr(), *fixed, window or 0, scaling, cap):
+                raise MemoryError("attention ran out of memory: use fewer slots or a shorter context")
+
+        return attend
 
     def pick(self, logp: Tensor, uniform: np.ndarray) -> Tensor | None:
         """int64 [B]: a token for each row of log-probs [B, V] by one float64 uniform each; None where a row's sum is not finite."""
