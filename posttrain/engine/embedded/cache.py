@@ -81,7 +81,9 @@ class Pool:
         rows = blocks * BLOCK
         if rows > self._reserved:
             self._reserved = rows * RESERVE if self.device.type == "cpu" else rows
-            self._wholes = [tuple(self._rows(self._reserved * s.heads, width) for width in (s.key, s.value)) for s in self.shapes]
+            self._wholes = [
+                (self._rows(self._reserved * s.heads, s.key), self._rows(self._reserved * s.heads, s.value)) for s in self.shapes
+            ]
             for whole, *pools in zip(self._wholes, self.keys, self.values, strict=True):
                 for fresh, old in zip(whole, pools, strict=True):
                     fresh[: len(old)] = old
