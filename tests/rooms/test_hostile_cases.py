@@ -305,7 +305,15 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "I-12": (("tarfile", "gzip", "bz2", "lzma", "zipfile"), ("core/record.py",)),
     "I-13": (
         ("urllib", "http", "requests", "httpx", "aiohttp", "ftplib", "smtplib"),
-        ("engine/", "recipe/main.py", "recipe/remote.py", "serve/", "environment/sandbox/remote.py", "environment/sandbox/serve.py"),
+        (
+            "engine/",
+            "environment/redact.py",
+            "recipe/main.py",
+            "recipe/remote.py",
+            "serve/",
+            "environment/sandbox/remote.py",
+            "environment/sandbox/serve.py",
+        ),
     ),
 }
 """Row -> (modules that could do the harm, where they may be imported). A worker's pickle travels to a child of ours; the record names an
