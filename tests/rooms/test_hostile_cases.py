@@ -96,9 +96,9 @@ def test_root_is_refused_an_unconfined_program(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_hostile_program_runs_unconfined_in_these_tests() -> None:
-    """H-00: `Unconfined` is started in one place, as an ordinary user, on a program that prints its user."""
+    """H-00: `Unconfined` is named in these files alone: to be refused, to be found out, and as an ordinary user on a harmless program."""
     users = {p.name for p in ROOT.glob("tests/**/*.py") if re.search(r"Unconfined\(|open_sandbox\(\"none\"", p.read_text(encoding="utf-8"))}
-    assert users == {"test_hostile_cases.py", "test_sandbox_long.py"}
+    assert users <= {"test_check.py", "test_hostile_cases.py", "test_sandbox_long.py"}
 
 
 def test_secrets_and_projects_on_disk_cannot_be_read(worker: Worker, tmp_path: Path) -> None:
