@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.core.types import Credit, Gauge, Gauges, Group
+from posttrain.core.types import Credit, Episode, Gauge, Gauges, Group
 from posttrain.core.verdict import SOLVED, State
 
 
@@ -37,6 +38,10 @@ REGISTRY: dict[str, Definition] = {
     "rollout/versions_behind": Definition(
         "weights pushed minus weights that said the token, mean over tokens", "optimizer steps", "0 when synchronous"
     ),
+    "reward/SOURCE": Definition(
+        "mean raw score a source gave, before its weight and any shaping; what it paid for turns summed", "score", "its own"
+    ),
+    "verdict/KIND": Definition("share of verdicts with that kind of finding, such as wrong, timeout or worker", "share", "its own"),
     "credit/silent": Definition("share of groups in the step without spread, so with credit exactly 0", "share", "< 0.5"),
     "credit/shaped": Definition("mean reward after shaping", "reward", "follows rollout/reward"),
     "credit/dropped": Definition("share of judged episodes that may carry no gradient", "share", "< 0.1"),
@@ -128,8 +133,28 @@ REGISTRY: dict[str, Definition] = {
 
 
 def definition(name: str) -> Definition | None:
-    """What a gauge of the record says; `eval/pass_at_8` is one of `eval/pass_at_K`."""
-    return REGISTRY.get(re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", name))
+    """What a gauge of the record says; `eval/pass_at_8` is one of `eval/pass_at_K`, `reward/math` of `reward/SOURCE`."""
+    for pattern, one in ((r"^eval/pass_at_\d+$", "eval/pass_at_K"), (r"^reward/.*$", "reward/SOURCE"), (r"^verdict/.*$", "verdict/KIND")):
+        name = re.sub(pattern, one, name)
+    return REGISTRY.get(name)
+
+
+def components(episodes: Sequence[Episode]) -> Gauges:
+    """Each source's raw scores, an episode at a time, and what kinds of findings there were."""
+    scores: defaultdict[str, list[float]] = defaultdict(list)
+    kinds: Counter[str] = Counter()
+    judged = 0
+    for e in episodes:
+        own: defaultdict[str, list[float]] = defaultdict(list)
+        for j in e.verdicts:
+            judged += 1
+            kinds[j.verdict.kind] += bool(j.verdict.kind)
+            if j.counts and j.verdict.score is not None:
+                own[j.source].append(j.verdict.score)
+        for source, given in own.items():
+            scores[source].append(sum(given))
+    found = {f"reward/{source}": Gauge.of(x) for source, x in sorted(scores.items())}
+    return found | {f"verdict/{kind}": Gauge(n, judged) for kind, n in sorted(kinds.items()) if n}
 
 
 def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, version: int) -> Gauges:
@@ -141,6 +166,7 @@ def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, versio
     versions = np.concatenate(said) if said else np.zeros(0, np.int32)
     advantages = [a for e in credits for a in e.advantage]
     return {
+        **components(episodes),
         "rollout/reward": Gauge.of(rewards),
         "rollout/solved": Gauge.of(rewards >= SOLVED),
         "rollout/mixed": Gauge.of([g.mixed for g in played]),

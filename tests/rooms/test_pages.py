@@ -31,8 +31,43 @@ def test_every_gauge_of_a_run_is_defined(words: tuple[str, ...], tmp_path: Path)
     folder = play(tmp_path / "run", *words, "rl.eval_every=1", "sft.steps=1", "sft.batch=4")
     seen = {name for step in reader.steps(folder) for name in step.gauges}
     assert not {name for name in seen if definition(name) is None}
-    assert {"sft/loss", "rollout/reward", "engine/tokens", "optim/grad_norm", "eval/pass_at_2", "policy/ratio"} <= seen
+    assert {
+        "sft/loss",
+        "rollout/reward",
+        "reward/right",
+        "verdict/wrong",
+        "engine/tokens",
+        "optim/grad_norm",
+        "eval/pass_at_2",
+        "policy/ratio",
+    } <= seen
 
 
 def test_every_definition_is_whole() -> None:
     assert all(d.formula and d.unit and d.band for d in REGISTRY.values())
+
+
+def test_sources_are_told_apart_and_paid_turns_summed() -> None:
+    """Raw scores, an episode at a time: an abstention is no score, steps of a process judge have no part, and weights none."""
+    from posttrain.core.types import Episode, Stop, Task
+    from posttrain.core.verdict import Judged, Verdict
+    from posttrain.diagnose.gauges import components
+
+    def episode(*verdicts: Judged) -> Episode:
+        return Episode(Task("t", "?"), 0, 0, (), Stop.SAID, verdicts)
+
+    paid = [Judged("turn", 1.0, Verdict.value(x), end=i + 1, paid=True) for i, x in enumerate((0.5, 0.25))]
+    seen = components(
+        [
+            episode(Judged("right", 1.0, Verdict.value(1.0)), Judged("brief", 0.1, Verdict.value(0.5)), *paid),
+            episode(Judged("right", 1.0, Verdict.value(0.0, "wrong")), Judged("brief", 0.1, Verdict.abstain())),
+            episode(Judged("right", 1.0, Verdict.failed("worker")), Judged("step", 1.0, Verdict.value(1.0), end=1)),
+        ]
+    )
+    assert {name: (g.sum, g.count) for name, g in seen.items()} == {
+        "reward/brief": (0.5, 1),
+        "reward/right": (1.0, 2),
+        "reward/turn": (0.75, 1),
+        "verdict/worker": (1, 8),
+        "verdict/wrong": (1, 8),
+    }
