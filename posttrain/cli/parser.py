@@ -164,9 +164,14 @@ def _check(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         "  posttrain check mine.py:MyTask --json\n  posttrain check prompts env.prompts=mine.jsonl env.rewards=math",
     )
     p.usage = "posttrain check ENV [key=value ...] [options]"
-    p.add_argument("target", metavar="ENV", help="what env.name may be: a gallery name, gym:TASK, prompts, path.py:Class; or a run folder")
-    p.add_argument("--tasks", type=int, default=32, metavar="N", help="held-out tasks that are tried (default 32)")
-    p.add_argument("--rate", type=float, default=16.0, metavar="N", help="answers that must be judged a second (default 16)")
+    p.add_argument("target", metavar="ENV", help="what env.name may be: a gallery name, gym:TASK, verifiers:ID, prompts, path.py:Class; or a run folder")
+    p.add_argument("--tasks", type=int, default=32, metavar="N", help="tasks that are tried (default 32)")
+    p.add_argument(
+        "--rate",
+        type=float,
+        metavar="N",
+        help="answers that must be judged a second (default: as many as the rollouts of a run brought, else 16)",
+    )
     p.add_argument("--json", action="store_true", help="print JSON")
 
 

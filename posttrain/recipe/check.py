@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -14,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.reader import run_file
+from posttrain.core.reader import run_file, steps
 from posttrain.core.run import Env
 from posttrain.environment import check as probes
 from posttrain.environment.build import environment
@@ -30,7 +31,7 @@ def check(
     env: str | Path | Env | SingleTurn,
     *overrides: str,
     tasks: int = probes.TASKS,
-    rate: float = probes.RATE,
+    rate: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
 ) -> Report:
     """Try an environment and its verifiers: `posttrain.check("arithmetic", "env.args.max_operand=99").passed`.
@@ -39,13 +40,14 @@ def check(
         env: what `env.name` may be, a run folder, an `Env`, or an environment of your own.
         overrides: dotted changes, those of `env` and `seed`.
         tasks: held-out tasks that are tried.
-        rate: answers that must be judged a second.
+        rate: answers that must be judged a second. None: as many as the rollouts of a run brought, else 16.
         progress: told the name of each probe as it begins.
 
     Raises:
         ConfigError: no such environment, or a setting it does not have.
         DataError: the user's prompts cannot be read.
     """
+    rate = expected(env) if rate is None else rate
     for name, value in (("tasks", tasks), ("rate", rate)):
         if not value > 0:
             raise ConfigError(f"--{name} {value}: must be more than 0")
@@ -58,6 +60,15 @@ def check(
         return _wait(built, tasks, rate, progress)
     finally:
         built.close()
+
+
+def expected(env: str | Path | Env | SingleTurn) -> float:
+    """Answers a second: those of a run's rollouts, generation and waiting included; elsewhere the default."""
+    if isinstance(env, str | Path) and (Path(env) / "run.json").is_file():
+        played = [(s.gauges["rollout/tokens"].count, s.clock["rollout"]) for s in steps(env) if "rollout/tokens" in s.gauges]
+        if seconds := math.fsum(s for _, s in played):
+            return math.fsum(n for n, _ in played) / seconds
+    return probes.RATE
 
 
 def build(env: str | Path | Env, *overrides: str) -> SingleTurn:
@@ -99,7 +110,7 @@ def _wait(env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], No
     return box[0]
 
 
-def show(target: str, *overrides: str, tasks: int, rate: float, as_json: bool) -> int:
+def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool) -> int:
     """Print the report; 0 where nothing failed, else 1."""
     console = Console(highlight=False)
     if as_json:

@@ -16,13 +16,14 @@ from sandbox_parts import backend, made, patched
 
 import posttrain
 from posttrain.cli import main
+from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Env
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.build import environment
-from posttrain.environment.check import PROBES, Finding, Mark, Report, Subject, check, workings
+from posttrain.environment.check import PROBES, RATE, Finding, Mark, Report, Subject, check, workings
 from posttrain.environment.check.workings import WORKINGS, sandboxes
 from posttrain.environment.code import Code
 from posttrain.environment.gallery.arithmetic import Arithmetic
@@ -32,6 +33,8 @@ from posttrain.environment.reward import source
 from posttrain.environment.sandbox.backends import Unconfined
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.script import judged
+from posttrain.recipe.check import expected
+from tests.tiny import only_rl, tiny_run
 
 Judge = Callable[[Task, str], Any]
 
@@ -318,3 +321,12 @@ async def test_sandboxes_are_found_wherever_an_environment_holds_them() -> None:
             await judged(env, env.heldout[0], env.gold(env.heldout[0]))
         assert bool(sandboxes(Subject(env, (), 1.0))) == (env.name != "arithmetic"), env.name
         env.close()
+
+
+def test_a_run_is_checked_by_its_folder_against_the_rate_of_its_rollouts(tmp_path: Path) -> None:
+    posttrain.run(only_rl(tiny_run(steps=2)), out=tmp_path / "run", quiet=True)
+    done = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
+    assert expected(tmp_path / "run") == pytest.approx(2 * 16 / sum(s.clock["rollout"] for s in done))
+    assert expected("arithmetic") == RATE
+    report = posttrain.check(tmp_path / "run", tasks=4, rate=1.0)
+    assert report.passed and report.tasks == 4

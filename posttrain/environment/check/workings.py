@@ -106,7 +106,7 @@ async def throughput(s: Subject) -> Answer:
         await s.tell(wave)
         done += len(wave)
     rate, single = done / took, sorted(singles)[len(singles) // 2]
-    detail = f"{rate:.3g} answers/s with 64 at once, {single * 1000:.3g} ms one alone; expected {s.rate:g}/s"
+    detail = f"{rate:.3g} answers/s with 64 at once, {single * 1000:.3g} ms one alone; expected {s.rate:.3g}/s"
     return (Mark.OK if rate >= s.rate else Mark.FAIL), detail
 
 
