@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +12,9 @@ import pytest
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import steps as read_steps
+from posttrain.core.run import Optimizer
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Said
 from posttrain.role.rollout import settled
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
@@ -72,6 +76,32 @@ def test_what_is_kept_is_shorter_than_what_is_said() -> None:
     )
     assert kept_mean(4) == pytest.approx(expected)
     assert expected < 0.75 * truth
+
+
+def test_the_bias_of_a_run_is_that_of_the_shortest(tmp_path: Path) -> None:
+    """Eight siblings kept of twelve in a real run whose policy hardly moves: their mean length is that of the eight shortest of twelve
+    drawn from the lengths of the run without extras, a third below them."""
+
+    def lengths(extra: int) -> np.ndarray:
+        contract, still = Sampling(max_tokens=40), Optimizer(lr=1e-6, warmup=1)
+        run = only_rl(tiny_run(oversample=extra, siblings=8, prompts=16, steps=2, sampling=contract, optimizer=still))
+        parts, said = tiny_parts(tmp_path / str(extra), replace(run, slots=192)), list[int]()
+        generate = parts.sampler.generate
+
+        async def heard(ids: np.ndarray, sampling: Sampling, place: int) -> Said:
+            answer = await generate(ids, sampling, place)
+            said.append(len(answer.ids))
+            return answer
+
+        parts.sampler.generate = heard  # type: ignore[method-assign]
+        asyncio.run(play(parts))
+        tokens = [s.gauges["rollout/tokens"] for s in read_steps(tmp_path / str(extra)) if "rollout/tokens" in s.gauges]
+        return np.array(said) if not extra else np.array([sum(g.sum for g in tokens) / sum(g.count for g in tokens)])
+
+    every, kept = lengths(0), float(lengths(4)[0])
+    drawn = np.sort(np.random.default_rng(0).choice(every, (4000, 12)), 1)[:, :8]
+    assert kept == pytest.approx(drawn.mean(), rel=0.12)
+    assert drawn.mean() < 0.75 * every.mean()
 
 
 def test_a_negative_number_is_refused() -> None:
