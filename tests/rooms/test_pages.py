@@ -34,8 +34,6 @@ def test_every_gauge_of_a_run_is_defined(words: tuple[str, ...], tmp_path: Path)
     assert {
         "sft/loss",
         "rollout/reward",
-        "reward/right",
-        "verdict/wrong",
         "engine/tokens",
         "optim/grad_norm",
         "eval/pass_at_2",
