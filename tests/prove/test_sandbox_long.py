@@ -49,6 +49,30 @@ def test_thousands_of_programs_leave_nothing() -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_thousands_of_sessions_leave_nothing(name: str) -> None:
+    """One after another on four sandboxes, some of which crash or run out of time: descriptors, memory and processes as before."""
+    ends = ("x * 7", "import os; os.abort()", "1 / 0", "open('f', 'w')", "import os\nwhile True: os.write(1, b'x' * 10**6)")
+    with Sandbox(backend(name), workers=1, sessions=4, limits=Limits(wall=30.0)) as pool:
+
+        async def one(i: int) -> None:
+            async with pool.session() as session:
+                assert (await session.run(f"x = {i}")).why == "ok"
+                await session.run(ends[i % len(ends)])
+
+        async def batch(count: int) -> None:
+            await asyncio.gather(*map(one, range(count)))
+
+        asyncio.run(batch(200))
+        descriptors, pages = len(os.listdir("/proc/self/fd")), resident()
+        for _ in range(9):
+            asyncio.run(batch(200))
+        assert len(os.listdir("/proc/self/fd")) <= descriptors and resident() - pages < 4096
+        assert (pool.sessions.begun, pool.sessions.alive, pool.sessions.waiting) == (2000, 0, 0)
+    mine = [line for line in living("cell.zygote") if f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{line.split()[0]}/status").read_text()]
+    assert mine == []
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_hostile_programs_beside_honest_ones(name: str) -> None:
     """What one program does shows in no other's answer."""
     hostile = (
