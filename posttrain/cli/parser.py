@@ -164,7 +164,11 @@ def _check(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         "  posttrain check mine.py:MyTask --json\n  posttrain check prompts env.prompts=mine.jsonl env.rewards=math",
     )
     p.usage = "posttrain check ENV [key=value ...] [options]"
-    p.add_argument("target", metavar="ENV", help="what env.name may be: a gallery name, gym:TASK, verifiers:ID, prompts, path.py:Class; or a run folder")
+    p.add_argument(
+        "target",
+        metavar="ENV",
+        help="what env.name may be: a gallery name, gym:TASK, verifiers:ID, prompts, path.py:Class; or a run folder",
+    )
     p.add_argument("--tasks", type=int, default=32, metavar="N", help="tasks that are tried (default 32)")
     p.add_argument(
         "--rate",

@@ -90,7 +90,7 @@ def calculator() -> Run:
         model=_TINY,
         env=Env(name="calculator", heldout=200),
         stages=(
-            Supervised(name="sft", style="tool", wrong=0.75, steps=150, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)),
+            Supervised(name="sft", style="tool", wrong=0.85, steps=400, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)),
             Reinforce(
                 name="rl",
                 algorithm=DR_GRPO,
@@ -114,7 +114,7 @@ def shop() -> Run:
         model=replace(_TINY, context=256),
         env=Env(name="shop", heldout=200),
         stages=(
-            Supervised(name="sft", style="tools", wrong=0.75, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)),
+            Supervised(name="sft", style="tools", wrong=0.8, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)),
             Reinforce(
                 name="rl",
                 algorithm=DR_GRPO,
@@ -130,12 +130,37 @@ def shop() -> Run:
     )
 
 
+def programs() -> Run:
+    """A short program for each task, judged by a hidden test in the sandbox."""
+    return Run(
+        recipe="programs",
+        threads=1,
+        model=_TINY,
+        env=Env(name="programs", heldout=200),
+        stages=(
+            Supervised(name="sft", style="answer", wrong=0.85, steps=160, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)),
+            Reinforce(
+                name="rl",
+                algorithm=DR_GRPO,
+                sampling=Sampling(max_tokens=16),
+                optimizer=Optimizer(lr=5e-4, warmup=5),
+                prompts=32,
+                siblings=8,
+                steps=40,
+                eval_every=20,
+            ),
+        ),
+        evaluation=Evaluation(samples=4),
+    )
+
+
 RECIPES: dict[str, Callable[[], Run]] = {
     "ladder": ladder,
     "arithmetic": arithmetic,
     "verifiable": verifiable,
     "calculator": calculator,
     "shop": shop,
+    "programs": programs,
 }
 
 
