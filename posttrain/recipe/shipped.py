@@ -84,72 +84,40 @@ def verifiable() -> Run:
 
 def calculator() -> Run:
     """A tool in two turns: ask the calculator, read what it shows, answer. What it shows is masked."""
-    return Run(
-        recipe="calculator",
-        threads=1,
-        model=_TINY,
-        env=Env(name="calculator", heldout=200),
-        stages=(
-            Supervised(name="sft", style="tool", wrong=0.85, steps=400, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)),
-            Reinforce(
-                name="rl",
-                algorithm=DR_GRPO,
-                sampling=Sampling(max_tokens=12),
-                optimizer=Optimizer(lr=5e-4, warmup=5),
-                prompts=32,
-                siblings=8,
-                steps=60,
-                eval_every=20,
-            ),
-        ),
-        evaluation=Evaluation(samples=4),
-    )
+    sft = Supervised(name="sft", style="tool", wrong=0.85, steps=400, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
+    return _mostly_wrong("calculator", sft, max_tokens=12, steps=60)
 
 
 def shop() -> Run:
     """Four tools, three turns, several calls in each: the reward is what the cart and the calendar are like in the end."""
-    return Run(
-        recipe="shop",
-        threads=1,
-        model=replace(_TINY, context=256),
-        env=Env(name="shop", heldout=200),
-        stages=(
-            Supervised(name="sft", style="tools", wrong=0.8, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)),
-            Reinforce(
-                name="rl",
-                algorithm=DR_GRPO,
-                sampling=Sampling(max_tokens=64),
-                optimizer=Optimizer(lr=5e-4, warmup=5),
-                prompts=32,
-                siblings=8,
-                steps=60,
-                eval_every=20,
-            ),
-        ),
-        evaluation=Evaluation(samples=4),
-    )
+    sft = Supervised(name="sft", style="tools", wrong=0.8, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
+    return _mostly_wrong("shop", sft, max_tokens=64, steps=60, context=256)
 
 
 def programs() -> Run:
     """A short program for each task, judged by a hidden test in the sandbox."""
+    sft = Supervised(name="sft", style="answer", wrong=0.85, steps=160, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20))
+    return _mostly_wrong("programs", sft, max_tokens=16, steps=40)
+
+
+def _mostly_wrong(task: str, sft: Supervised, *, max_tokens: int, steps: int, context: int = 128) -> Run:
+    """A gallery task: demonstrations of which most are wrong are imitated, then the reward says which."""
+    rl = Reinforce(
+        name="rl",
+        algorithm=DR_GRPO,
+        sampling=Sampling(max_tokens=max_tokens),
+        optimizer=Optimizer(lr=5e-4, warmup=5),
+        prompts=32,
+        siblings=8,
+        steps=steps,
+        eval_every=20,
+    )
     return Run(
-        recipe="programs",
+        recipe=task,
         threads=1,
-        model=_TINY,
-        env=Env(name="programs", heldout=200),
-        stages=(
-            Supervised(name="sft", style="answer", wrong=0.85, steps=160, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)),
-            Reinforce(
-                name="rl",
-                algorithm=DR_GRPO,
-                sampling=Sampling(max_tokens=16),
-                optimizer=Optimizer(lr=5e-4, warmup=5),
-                prompts=32,
-                siblings=8,
-                steps=40,
-                eval_every=20,
-            ),
-        ),
+        model=replace(_TINY, context=context),
+        env=Env(name=task, heldout=200),
+        stages=(sft, rl),
         evaluation=Evaluation(samples=4),
     )
 
