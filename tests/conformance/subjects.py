@@ -120,13 +120,14 @@ def new_policy() -> Policy:
 LOST = "model.layers.1.self_attn.o_proj.weight"
 
 
-def _embedded(compiled: bool | None = None) -> Subject:
+def _embedded(compiled: bool | None = None, device: str = "cpu") -> Subject:
     policy = new_policy()
     engine = EmbeddedEngine(
         policy.clone().module,
         slots=SLOTS,
         context=CONTEXT,
         compiled=compiled,
+        device=device,
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
     )
 
@@ -237,10 +238,11 @@ def _vllm_server() -> Subject:
 BUILDERS: dict[str, Callable[[], Subject]] = {
     "embedded": _embedded,
     "embedded-torch": lambda: _embedded(compiled=False),
+    "embedded-cuda": lambda: _embedded(device="cuda"),
     "vllm": _vllm,
     "vllm-server": _vllm_server,
 }
-BESIDE: dict[str, tuple[str, ...]] = {"embedded": ("embedded-torch",)}
+BESIDE: dict[str, tuple[str, ...]] = {"embedded": ("embedded-torch", *(["embedded-cuda"] if torch.cuda.is_available() else []))}
 """Engines that run, where the one before the colon does, the tests marked `beside`: what may differ between two ways of computing."""
 
 
