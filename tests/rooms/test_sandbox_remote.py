@@ -261,20 +261,23 @@ def test_a_body_without_end_is_not_read(executor: Executor) -> None:
     assert asked(executor, "POST", "/v1/run", **{"Content-Length": str(serve.MOST_BODY + 1)})[0] == 400
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_the_command_serves_this_machine_alone_and_leaves_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
+    """It ends when told to, also where it was started in the background by a shell that has signals ignored."""
     command = [sys.executable, "-m", "posttrain.environment.sandbox.serve", "--port", "0", "--workers", "1", "--packages", ""]
     env = {**os.environ, TOKEN: SECRET, "PYTHONPATH": str(Path(__file__).parents[2])}
-    server = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+    deaf = ["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh", *command]
+    server = subprocess.Popen(deaf, env=env, stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
     name, _, where = server.stdout.readline().split()
     assert where.startswith("127.0.0.1:")
     monkeypatch.setenv(TOKEN, SECRET)
     with Sandbox(Remote(f"http://{where}"), workers=1) as box:
         assert box.run_sync("print(7)").sandbox == f"remote:{name}"
-    server.send_signal(signal.SIGINT)
-    assert server.wait(20) == 130 and gone(server.pid)
+    server.send_signal(number)
+    assert server.wait(60) == 128 + number and gone(server.pid)
     server.stdout.close()
     refusals: list[tuple[list[str], Callable[[], None], str]] = [
         (["--host", "0.0.0.0"], lambda: None, "needs --certificate and --key, or --plain"),

@@ -16,6 +16,7 @@ import hmac
 import json
 import os
 import secrets
+import signal
 import ssl
 import sys
 import threading
@@ -186,6 +187,18 @@ def told(ran: Ran) -> dict[str, Any]:
     return texts | {k: getattr(ran, k) for k in ("why", "exit", "cut", "seconds", "cpu", "peak", "sandbox", "lost")}
 
 
+class _Ended(BaseException):
+    """A signal asked the server to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _end(number: int, _: object) -> None:
+    raise _Ended(number)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m posttrain.environment.sandbox.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -215,11 +228,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(o.certificate, o.key)
         executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where whoever started it had them ignored
+        signal.signal(number, _end)
     print(f"{box.name} at {o.host}:{executor.server_address[1]}", flush=True)
     try:
         executor.serve_forever()
-    except KeyboardInterrupt:
-        return 130
+    except _Ended as ended:
+        return 128 + ended.number
     finally:
         executor.server_close()
     return 0
