@@ -102,7 +102,7 @@ class PromptsEnv(SingleTurn):
 
     @cached_property
     def _offered(self) -> Offered | None:
-        return Offered.of(self.tools, self.sandbox) if self.tools else None
+        return Offered.of(self.tools, self.sandbox, self.limits.tool_seconds) if self.tools else None
 
     @property
     def contained(self) -> tuple[str, ...]:

@@ -210,6 +210,8 @@ async def test_every_limit_has_its_reason() -> None:
     )
     p = await played(["[wait(seconds=9.0)]"] * 4, limits=Limits(tool_seconds=0.01, tool_timeouts=2))
     assert p.stop is Stop.TOOLS and len(p.talk.said) == 2 and p.box.closed == 1
+    p = await played(["[" + ",".join(["wait(seconds=9.0)"] * 50) + "]"], limits=Limits(tool_seconds=0.01, tool_timeouts=3))
+    assert p.stop is Stop.TOOLS and p.loop.gauges()["tools/timeout"].sum == 3, "a turn of many calls is no way around"
     p = await played(["[add(a=1)]", "[add(a="], stop=[Stop.SAID, Stop.LENGTH])
     assert p.stop is Stop.LENGTH and p.talk.state == ["add"], "what was cut off is no call"
 
@@ -337,6 +339,13 @@ async def test_a_query_without_end_is_stopped_and_the_database_goes_on() -> None
         box._connection.execute("SELECT 1")
 
 
+async def test_whatever_a_policy_makes_of_its_tables_can_be_looked_at() -> None:
+    async with Database() as box:
+        for sql in ('CREATE TABLE "a""b" (x)', 'INSERT INTO "a""b" VALUES (1)'):
+            assert (await call(box, "query", sql=sql))[0] == "ok", sql
+        assert box.state() == {'a"b': [[1]]}
+
+
 async def test_a_full_database_says_so() -> None:
     async with Database("CREATE TABLE t (a);") as box:
         fill = "INSERT INTO t SELECT zeroblob(900000) FROM (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 40) SELECT i FROM n)"
@@ -379,21 +388,6 @@ def test_tools_of_a_wrong_name_or_beginning_are_refused(tmp_path: Any) -> None:
         prompts(tmp_path, '{"prompt": "x", "want": {}, "files": [1]}\n', tools="files")
     with pytest.raises(DataError, match="column 'database'"):
         prompts(tmp_path, '{"prompt": "x", "want": {}, "database": "SELEC"}\n', tools="database")
-
-
-async def test_python_keeps_its_variables_and_ends_with_the_episode() -> None:
-    from posttrain.environment.sandbox.choose import open_sandbox
-    from posttrain.environment.tools.python import Python
-
-    with open_sandbox(workers=1) as sandbox:
-        async with Python(sandbox) as box:
-            assert await call(box, "python", code="x = 6") == ("ok", "(nothing was printed)")
-            assert await call(box, "python", code="print('hi'); x * 7") == ("ok", "hi\n42")
-            kind, text = await call(box, "python", code="1 / 0")
-            assert kind == "refused" and "ZeroDivisionError" in text
-            kind, text = await call(box, "python", code="import os; os._exit(3)")
-            assert kind == "refused" and "what was defined before is gone" in text
-            assert "NameError" in (await call(box, "python", code="x"))[1]
 
 
 async def test_the_shop_pays_for_the_world_it_is_left_with() -> None:

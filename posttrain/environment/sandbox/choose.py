@@ -57,9 +57,16 @@ def open_sandbox(
     return Sandbox(backend, workers=many, limits=limits, sessions=sessions)
 
 
-def opened(where: Where, *, workers: int | None = None, limits: Limits | None = None, packages: tuple[str, ...] = ("numpy",)) -> Sandbox:
+def opened(
+    where: Where,
+    *,
+    workers: int | None = None,
+    limits: Limits | None = None,
+    packages: tuple[str, ...] = ("numpy",),
+    sessions: int = SESSIONS,
+) -> Sandbox:
     """The sandbox that a run is configured with."""
-    return open_sandbox(where.name, workers=workers, limits=limits, packages=packages, token=where.token)
+    return open_sandbox(where.name, workers=workers, limits=limits, packages=packages, sessions=sessions, token=where.token)
 
 
 def choose(name: str = "auto", packages: tuple[str, ...] = ("numpy",), interpreter: str | None = None, token: str = TOKEN) -> Backend:

@@ -11,6 +11,9 @@ from typing import Annotated, Any
 from posttrain.environment.tools.tool import Toolbox, ToolError, tool
 
 MOST_ROWS = 50
+"""Of one answer."""
+MOST_KEPT = 1000
+"""Rows of a table that a verifier sees."""
 MOST_BYTES = 16 << 20
 """Of one database."""
 HEAP = 512 << 20
@@ -95,7 +98,15 @@ class Database(Toolbox):
         self._stop.clear()
         c = self._connection
         names = self._tables or [n for (n,) in c.execute("SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY name")]
-        return {name: [list(row) for row in c.execute(f'SELECT * FROM "{name}"').fetchmany(1000)] for name in names}
+        return {name: self._rows(name) for name in names}
+
+    def _rows(self, table: str) -> list[list[Any]]:
+        """[] where the policy left a table that cannot be read: one it dropped, or made of columns that fail."""
+        quoted = table.replace('"', '""')
+        try:
+            return [list(row) for row in self._connection.execute(f'SELECT * FROM "{quoted}"').fetchmany(MOST_KEPT)]
+        except (sqlite3.Error, MemoryError):
+            return []
 
     async def close(self) -> None:
         self._stop.set()

@@ -49,12 +49,13 @@ class Loop:
                 calls = parse(said.text, format).calls if said.stop.finished else ()
                 if not calls:
                     return said.stop
-                results = [await box.call(c, self.limits) for c in calls]
-                for r in results:
-                    self.counts.add(r)
-                late += sum(r.kind == "timeout" for r in results)
-                if late >= self.limits.tool_timeouts:
-                    return Stop.TOOLS
+                results: list[Observed] = []
+                for call in calls:
+                    results.append(await box.call(call, self.limits))
+                    self.counts.add(results[-1])
+                    late += results[-1].kind == "timeout"
+                    if late >= self.limits.tool_timeouts:
+                        return Stop.TOOLS
                 if left:
                     talk.see(_messages(results) if chat else self.show(results))
             return Stop.TURNS

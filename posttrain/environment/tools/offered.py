@@ -9,12 +9,12 @@ from typing import Any
 
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.run import Where
+from posttrain.core.stop import Limits
 from posttrain.core.types import Task
 from posttrain.environment.sandbox.choose import choose, opened
-from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.tools.boxes import Calculator, Files, KeyValue
 from posttrain.environment.tools.database import Database
-from posttrain.environment.tools.python import Python
+from posttrain.environment.tools.python import AT_ONCE, Desk, Python
 from posttrain.environment.tools.tool import Bench, Toolbox, ToolError
 
 NAMES = ("calculator", "python", "files", "database", "store")
@@ -28,9 +28,11 @@ class Offered:
     names: tuple[str, ...]
     where: Where = Where()
     """Where Python runs."""
+    seconds: float = Limits().tool_seconds
+    """Of one call."""
 
     @staticmethod
-    def of(text: str, where: Where = Where()) -> Offered:
+    def of(text: str, where: Where = Where(), seconds: float = Limits().tool_seconds) -> Offered:
         """From `python,files`. ConfigError with the nearest name where one is unknown or given twice."""
         names = tuple(n.strip() for n in text.split(","))
         for n in names:
@@ -38,7 +40,7 @@ class Offered:
                 raise ConfigError(f"env.args.tools={text!r}: no tool {n!r}: {nearest(n, NAMES)}")
             if names.count(n) > 1:
                 raise ConfigError(f"env.args.tools={text!r} names {n!r} twice: give it once")
-        made = Offered(names, where)
+        made = Offered(names, where, seconds)
         _ = made.contained  # refused here, before anything starts, where this machine has none
         return made
 
@@ -48,9 +50,9 @@ class Offered:
         return (choose(self.where.name, token=self.where.token).name,) if "python" in self.names else ()
 
     @cached_property
-    def sandbox(self) -> Sandbox:
+    def desk(self) -> Desk:
         """Where Python runs; opened once."""
-        return opened(self.where)
+        return Desk(opened(self.where, sessions=AT_ONCE), self.seconds)
 
     def box(self, task: Task) -> Toolbox:
         """The tools of one episode, with the world as the task says."""
@@ -65,7 +67,7 @@ class Offered:
     def _one(self, name: str, task: Task) -> Toolbox:
         make: Mapping[str, Callable[[Any], Toolbox]] = {
             "calculator": lambda _: Calculator(),
-            "python": lambda _: Python(self.sandbox),
+            "python": lambda _: Python(self.desk),
             "files": lambda given: Files(_texts(given)),
             "database": lambda given: Database(str(given or "")),
             "store": lambda given: KeyValue(_texts(given)),
@@ -78,8 +80,8 @@ class Offered:
             raise DataError(f"task {task.id!r}: column {name!r} does not say how {name} begins: {type(error).__name__}: {error}") from error
 
     def close(self) -> None:
-        if "sandbox" in vars(self):
-            self.sandbox.close()
+        if "desk" in vars(self):
+            self.desk.sandbox.close()
 
 
 def _texts(given: Any) -> dict[str, str]:

@@ -2,35 +2,77 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
+from weakref import WeakKeyDictionary
 
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.sandbox.port import Limits, SandboxBroken
+from posttrain.environment.sandbox.session import Session
 from posttrain.environment.tools.tool import Toolbox, ToolError, tool
 
-PIECE = Limits(wall=8.0, cpu=5.0)
-"""Of one piece: ended a little before the call itself would run out of time (`env.limits.tool_seconds`)."""
+AT_ONCE = 64
+"""Interpreters at once, some 30 MiB each."""
+SHARE = 0.8
+"""Of the seconds that a call may take: a piece ends before its call would run out of time, and its interpreter lives on."""
 LOST = "the interpreter was ended; what was defined before is gone"
+
+
+class Desk:
+    """A sandbox, and as many seats as it keeps sessions. An episode waits for its seat before it begins, so that no call of a policy
+    waits for another episode and runs out of time for it."""
+
+    def __init__(self, sandbox: Sandbox, seconds: float, seats: int = AT_ONCE) -> None:
+        self.sandbox = sandbox
+        self.limits = Limits(wall=SHARE * seconds, cpu=SHARE * seconds)
+        self._seats = seats
+        self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+    @property
+    def free(self) -> asyncio.Semaphore:
+        """The free seats, as the running loop counts them."""
+        return self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._seats))
 
 
 class Python(Toolbox):
     """A notebook that keeps its variables. The interpreter begins with the first piece and ends with the episode."""
 
-    def __init__(self, sandbox: Sandbox, limits: Limits = PIECE) -> None:
-        self._session = sandbox.session(limits=limits)
+    def __init__(self, desk: Desk) -> None:
+        self._desk = desk
+        self._seated: asyncio.Semaphore | None = None
+        self._session: Session | None = None
+        self._lost = False
+
+    async def open(self) -> None:
+        free = self._desk.free
+        await free.acquire()
+        self._seated = free
 
     @tool
     async def python(self, code: Annotated[str, "a piece of a program; print what you want to see"]) -> str:
         """Runs Python. Shows what is printed and the value of a last expression; variables stay for the next piece."""
+        if self._session is None:
+            self._session = self._desk.sandbox.session(limits=self._desk.limits)
+        before, self._lost = self._lost, False
         try:
             ran = await self._session.run(code)
+        except asyncio.CancelledError:  # which ends the session
+            self._session, self._lost = None, True
+            raise
         except SandboxBroken as error:
             raise RuntimeError(f"the sandbox of the Python tool was lost: {error}") from error
         said = ran.said.rstrip("\n") + ("\n(output was cut)" if ran.cut else "")
+        first = f"{LOST}\n" if before else ""
         if ran.why == "ok":
-            return said or "(nothing was printed)"
+            return first + (said or "(nothing was printed)")
         why = ran.complaint if ran.why == "error" and ran.complaint else ran.why
-        raise ToolError("\n".join(x for x in (why, said, LOST if ran.lost else "") if x))
+        raise ToolError(first + "\n".join(x for x in (why, said, LOST if ran.lost else "") if x))
 
     async def close(self) -> None:
-        await self._session.close()
+        try:
+            if self._session is not None:
+                await self._session.close()
+        finally:
+            if self._seated is not None:
+                self._seated.release()
+                self._seated = None

@@ -86,10 +86,18 @@ class Toolbox:
         """The world as it is now, as plain data: what a verifier of the end state sees."""
         return None
 
+    async def open(self) -> None:
+        """Take what the tools need, waiting for it if need be; no call has begun yet. Where it fails, `close` runs all the same."""
+
     async def close(self) -> None:
         """Give back what the tools hold."""
 
     async def __aenter__(self) -> Toolbox:
+        try:
+            await self.open()
+        except BaseException:
+            await self.close()
+            raise
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -133,6 +141,10 @@ class Bench(Toolbox):
 
     def state(self) -> Any:
         return {type(box).__name__.lower(): box.state() for box in self._boxes}
+
+    async def open(self) -> None:
+        for box in self._boxes:
+            await box.open()
 
     async def close(self) -> None:
         """All of them, whatever one does."""
