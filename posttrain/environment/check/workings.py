@@ -142,7 +142,7 @@ def sandboxes(s: Subject) -> list[Sandbox]:
             waiting += [(x, depth + 1) for x in holder if not isinstance(x, str | int | float)]
         elif not isinstance(holder, type):
             if isinstance(holder, Offered) and "python" in holder.names:
-                waiting.append((holder.sandbox, depth + 1))  # opened when it is first needed, and here is a need
+                waiting.append((holder.desk, depth + 1))  # opened when it is first needed, and here is a need
             waiting += [(x, depth + 1) for x in getattr(holder, "__dict__", {}).values()]
     return list(found.values())
 
