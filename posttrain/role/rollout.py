@@ -122,7 +122,7 @@ class Rollout:
         prompt, completion = teacher.demonstrate(task, style or teacher.styles[-1], rng, 0.0)
         if not isinstance(completion, str):
             said = await recited(teacher, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling)
-            verdicts = (*await self._judge(Attempt(task, tuple(said.turns), Stop.SAID, int, said.state)), *said.paid)
+            verdicts = (*await self._judge(Attempt(task, tuple(said.turns), Stop.SAID, said.spoken_upto, said.state)), *said.paid)
             segments, text = (said.transcript.segment(),), "\n".join(said.turns)
             return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=scrubbed_data(said.state))
         seen, ids = self.renderer.pair(prompt, completion, task.id)

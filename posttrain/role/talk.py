@@ -110,7 +110,7 @@ class Recital:
         self.turns: list[str] = []
         self.paid: list[Judged] = []
         self.state: Any = None
-        self.spoken = 0
+        self.spoken, self._before, self._last = 0, 0, np.zeros(0, np.int32)
 
     @property
     def format(self) -> str | None:
@@ -133,11 +133,16 @@ class Recital:
         ids = self._renderer.completion_ids(self._turns[len(self.turns)], chat=self._chat, task=self._task)
         self.transcript.show(ids)
         self.turns.append(self._dialogue.said(ids))
+        self._before, self._last = self.spoken, ids
         self.spoken += len(ids)
         return Utterance(self.turns[-1], Stop.SAID, len(ids))
 
     def pay(self, source: str, score: float) -> None:
         self.paid.append(Judged(source, 1.0, Verdict.value(score), end=self.spoken, paid=True))
+
+    def spoken_upto(self, characters: int) -> int:
+        """Spoken tokens up to this character of the last turn's text, all earlier turns included."""
+        return self._before + tokens_upto(self._dialogue, self._last, characters)
 
     def leave(self, state: Any) -> None:
         self.state = state

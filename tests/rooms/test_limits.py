@@ -191,6 +191,8 @@ def test_a_demonstration_of_several_turns_is_played(tmp_path: Path) -> None:
     assert tuple(said.turns) == gold and said.state == task.answer
     runs = np.flatnonzero(np.diff(segment.mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
     assert [parts.renderer.text(segment.ids[a:b]) for a, b in runs] == list(gold)
+    before = sum(b - a for a, b in runs[:-1])
+    assert [said.spoken_upto(n) for n in range(len(gold[-1]) + 1)] == [before + n for n in range(len(gold[-1]) + 1)], "a token a character"
     with pytest.raises(DataError, match="has 1 turns, and the episode goes on"):
         recite(gold[:1])
     with pytest.raises(DataError, match="has 4 turns and its episode ended after 3"):
