@@ -55,6 +55,8 @@ class _Sample:
     shaped: float
     penalty_T: Array
     """coef * KL estimate of each spoken token; zeros where credit carries no KL."""
+    paid_T: Array
+    """What the world paid for turns, at the last token of each; zeros where the world's rewards are not learned from."""
     dropped: str
 
     @property
@@ -123,7 +125,9 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[_Sample]
     rewards, dropped = shaped(a.shape, raw, episodes, max_tokens)
     if isinstance(a.baseline, Greedy) and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
-    return [_Sample(s, float(r), _penalty(a, s), d) for s, r, d in zip(group.episodes, rewards, dropped, strict=True)]
+    paid = [np.zeros(e.spoken) if a.rewards == "none" else earned(e) for e in episodes]
+    rows = zip(group.episodes, rewards, paid, dropped, strict=True)
+    return [_Sample(s, float(r), _penalty(a, s), paid_T, why) for s, r, paid_T, why in rows]
 
 
 def _penalty(a: Algorithm, scored: Scored) -> Array:
@@ -179,9 +183,8 @@ def _by_samples(
     for centred, samples in zip(centred_P, samples_P, strict=True):
         for x, s in zip(centred, samples, strict=True):
             raw.append(x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken)))
-            if isinstance(a.baseline, ToGo) and a.rewards != "none":
-                paid_T = earned(s.scored.episode)
-                raw[-1] -= np.cumsum(paid_T) - paid_T
+            if isinstance(a.baseline, ToGo):
+                raw[-1] -= np.cumsum(s.paid_T) - s.paid_T
     return raw, silent_P, ema
 
 
@@ -275,10 +278,9 @@ def _with_values(value: Value, s: _Sample) -> tuple[Array, Array]:
     if s.scored.values is None:
         raise InvariantError("credit with a value baseline reads the stream 'values', which was not scored")
     values_T = np.concatenate([np.zeros(0), *s.scored.values]).astype(np.float64)
-    paid_T = earned(s.scored.episode)
-    rewards_T = paid_T - s.penalty_T
+    rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
-        rewards_T[-1] += s.shaped - math.fsum(paid_T)
+        rewards_T[-1] += s.shaped - math.fsum(s.paid_T)
     if value.trace is not None:
         if s.scored.start is None:
             raise InvariantError("V-trace reads the stream 'start', which was not scored")

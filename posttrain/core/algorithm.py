@@ -199,6 +199,8 @@ def _meaningless_credit(a: Algorithm) -> Iterator[str]:
         yield f"baseline={type(a.baseline).__name__.lower()} compares turns, not answers. Set scale=one or group_std, and pull=none or one in the loss"
     if a.rewards == "none" and a.kl_in_credit is None and a.distill is None:
         yield "rewards=none learns from the teacher alone, and there is none. Set pull=kl(estimator=k1, placement=token), or distill"
+    if a.rewards == "none" and isinstance(a.baseline, StepMean | TurnMean | AnchorMean):
+        yield f"rewards=none leaves no step or turn to compare, which baseline={type(a.baseline).__name__.lower()} does. Set baseline=zero"
     if a.rewards == "none" and any(not isinstance(s, DropTruncated) for s in a.shape):
         yield "rewards=none leaves nothing to shape. Set shape=none"
     if isinstance(a.baseline, Value) and isinstance(a.pull, KL) and a.pull.placement == "token":

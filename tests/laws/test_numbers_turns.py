@@ -13,6 +13,7 @@ from test_numbers_credit import of
 from posttrain.algorithm.spread import compared
 from posttrain.core.ladder import GDPO, GIGPO, GRPO, MT_GRPO, PPO, REINFORCE
 from posttrain.core.pieces.baseline import AnchorMean, GroupMean, ToGo, TurnMean, Value
+from posttrain.core.pieces.pull import KL
 from posttrain.core.verdict import Judged, Verdict
 
 
@@ -80,3 +81,13 @@ def test_gdpo_sums_what_a_source_paid() -> None:
     group = scored_group("t", [turned(1.0, 0.5, 0.5), turned(1.0, 0.0, 0.0)])
     first, second = of(replace(GDPO, whiten=None, pull=None), group)
     assert first == pytest.approx([math.sqrt(0.5)] * 2) and second == pytest.approx([-math.sqrt(0.5)] * 2)
+
+
+def test_what_is_not_learned_from_is_not_placed() -> None:
+    """With rewards=none a value learns what the KL costs, here 0, whatever the world paid."""
+    group = scored_group("t", [turned(1.0, 0.25, 0.0), turned(0.0, 0.0, 0.0)])
+    a = replace(PPO, whiten=None, baseline=Value(gae_lambda=1.0), rewards="none", pull=KL(coef=1.0, estimator="k1", placement="reward"))
+    same = [replace(s, reference=s.start) for s in group.episodes]
+    assert of(a, replace(group, episodes=tuple(same))) == [[0.0, 0.0], [0.0, 0.0]]
+    with pytest.raises(AssertionError):
+        assert of(replace(a, rewards="sum"), replace(group, episodes=tuple(same))) == [[0.0, 0.0], [0.0, 0.0]]

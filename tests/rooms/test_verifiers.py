@@ -6,6 +6,7 @@ import asyncio
 import importlib.metadata
 import json
 import signal
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from posttrain.core import reader
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Env, Model, Reward
+from posttrain.core.stop import Limits
 from posttrain.core.types import Stop
 from posttrain.core.verdict import State, outcome
 from posttrain.engine.build import build_module
@@ -120,10 +122,10 @@ def load_environment():
 GROUP = SINGLE.replace("def breaks(completion, answer):", "def breaks(completions, answers) -> list[float]:")
 
 
-def loaded(folder: Path, source: str, name: str = "mine", **args: Any) -> Verifiers:
+def loaded(folder: Path, source: str, name: str = "mine", limits: Limits = Limits(), **args: Any) -> Verifiers:
     file = folder / f"{name}.py"
     file.write_text(source)
-    env = environment(Env(name=f"verifiers:{file}", args=args, heldout=3), 0)
+    env = environment(Env(name=f"verifiers:{file}", args=args, heldout=3, limits=limits), 0)
     assert isinstance(env, Verifiers)
     return env
 
@@ -287,6 +289,30 @@ async def test_tools_are_offered_called_and_answered(tmp_path: Path) -> None:
 async def test_a_bad_call_is_an_observation(tmp_path: Path, said: str, told: str) -> None:
     talk, end, scores, _ = await ended(loaded(tmp_path, TOOLS), 1, said, "0")
     assert told in talk.seen[1][0]["content"] and end is Stop.SAID and scores["right"] == 0.0  # type: ignore[index,typeddict-item]
+
+
+@pytest.mark.parametrize("nap", ["time.sleep(5)", "await asyncio.sleep(5)"], ids=["sync", "async"])
+async def test_a_slow_tool_is_stopped_told_and_counted(tmp_path: Path, nap: str) -> None:
+    define = "async def" if "await" in nap else "def"
+    slow = TOOLS.replace("def add", f"{define} add").replace("    return a + b", f"    import asyncio, time\n    {nap}\n    return a + b")
+    env = loaded(tmp_path, slow, limits=Limits(tool_seconds=0.2, tool_timeouts=2))
+    beats: list[float] = []
+
+    async def beat() -> None:
+        while True:
+            beats.append(asyncio.get_running_loop().time())
+            await asyncio.sleep(0.02)
+
+    heart = asyncio.ensure_future(beat())
+    asked = call("add", '{"a": 1, "b": 1}')
+    try:
+        one, end, _, _ = await ended(env, 1, asked, "2")
+        assert end is Stop.SAID and "add took longer than 0.2 s and was stopped" in one.seen[1][0]["content"]  # type: ignore[index,typeddict-item]
+        two, end, _, _ = await ended(env, 1, asked, asked, "2")
+        assert end is Stop.TOOLS and len(two.said) == 2, "the second time-out ends it"
+    finally:
+        heart.cancel()
+    assert max(b - a for a, b in pairwise(beats)) < 2, "other episodes went on meanwhile"
 
 
 async def test_tools_need_a_template_that_writes_calls(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from posttrain.core.run import Scalar
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.adapters.verifiers_judge import live, lost, plain, rubrics, score, weights
-from posttrain.environment.adapters.verifiers_talk import Policy, from_package
+from posttrain.environment.adapters.verifiers_talk import Policy, bounded, from_package
 from posttrain.environment.own import load
 from posttrain.environment.prompts import HELDOUT_SHARE
 from posttrain.environment.single import Listed, SingleTurn
@@ -66,6 +66,8 @@ class Verifiers(SingleTurn):
         env = Verifiers(env_id=env_id, inner=inner, **common)
         if not any(weights(inner.rubric)) and not env.rewards:
             raise ConfigError(f"{PREFIX}{env_id}: its rubric has no reward function with a weight; add one, or give env.rewards")
+        for name, tool in getattr(inner, "tool_map", {}).items():
+            inner.tool_map[name] = bounded(tool, name, env.limits.tool_seconds)
         return env
 
     @property
@@ -134,7 +136,7 @@ class Verifiers(SingleTurn):
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         """Its own loop, asking our policy. A tool error that it stops for is the policy's; any other of its errors is an outage."""
-        policy = Policy(talk, task.id)
+        policy = Policy(talk, task.id, self.limits)
         try:
             state = await self.inner.rollout(self._row(task), policy.client(), "policy", {})
             error = state.get("error")

@@ -5,15 +5,20 @@ from __future__ import annotations
 import functools
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any
 
 from posttrain.core.errors import DataError
 from posttrain.core.ports import Talk, Utterance
+from posttrain.core.stop import Limits
 from posttrain.core.types import Message, Stop
 from posttrain.environment.calling.parse import Malformed, Parsed, ToolCall, parse
+from posttrain.environment.calls import TimedOut, call
 
 MODEL = "policy"
+_asking: ContextVar[Policy] = ContextVar("asking")
+"""Whose episode the package's loop is in."""
 
 
 class Policy:
@@ -23,8 +28,8 @@ class Policy:
     and said before. The episode ends with a turn that was cut off, as everywhere here.
     """
 
-    def __init__(self, talk: Talk, task: str) -> None:
-        self._talk, self._task = talk, task
+    def __init__(self, talk: Talk, task: str, limits: Limits = Limits()) -> None:
+        self._talk, self._task, self._limits = talk, task, limits
         self._known: list[Message] = []
         """The conversation so far as the package tells it."""
         self._refused: dict[str, str] = {}
@@ -32,10 +37,13 @@ class Policy:
         self._names: dict[str, str] = {}
         self._turns = 0
         self._last: Stop | None = None
+        self.timeouts = 0
+        """Calls of tools that ran out of time."""
         self.state: Any = None
 
     def client(self) -> Any:
-        """As the package's loop wants it."""
+        """As the package's loop wants it, which is about to begin in this task."""
+        _asking.set(self)
         return _client_class()(self)
 
     async def answer(self, prompt: Sequence[Any], tools: Sequence[Any], state: Any, most: int | None) -> Any:
@@ -43,6 +51,8 @@ class Policy:
         self.state = state
         if self._last is not None and not self._last.finished:
             raise self._full(f"the turn before ended with {self._last.value}")
+        if self.timeouts >= self._limits.tool_timeouts:
+            raise self._full(f"{self.timeouts} calls of tools ran out of time")
         new = self._new([from_package(m) for m in prompt])
         schemas = [_schema(t) for t in tools]
         if schemas and self._talk.format is None:
@@ -61,7 +71,7 @@ class Policy:
         """Why the episode ended, in our words."""
         if self._last is not None and not self._last.finished:
             return self._last
-        if state.get("error") is not None:
+        if state.get("error") is not None or self.timeouts >= self._limits.tool_timeouts:
             return Stop.TOOLS
         if state.get("stop_condition") == "timeout_reached":
             return Stop.TIME
@@ -123,6 +133,24 @@ class Policy:
         """What ends the package's loop without an error."""
         errors: Any = importlib.import_module("verifiers.errors")
         return errors.OverlongPromptError(why)
+
+
+class ToolTimeout(Exception):
+    """What the package tells the policy of a call that took too long."""
+
+
+def bounded(tool: Callable[..., Any], name: str, seconds: float) -> Callable[..., Any]:
+    """The tool within a time; one that is no coroutine runs in a thread, where it holds up no other episode."""
+
+    @functools.wraps(tool, updated=())
+    async def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return await call(tool, seconds, *args, **kwargs)
+        except TimedOut:
+            _asking.get().timeouts += 1
+            raise ToolTimeout(f"error: {name} took longer than {seconds:g} s and was stopped") from None
+
+    return run
 
 
 @functools.cache

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.ports import Attempt, Talk, TaskSource
-from posttrain.core.seeds import generator
+from posttrain.core.ports import Attempt, Talk
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict
+from posttrain.environment.drawn import Drawn
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.integers import last_integer
-from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require
+from posttrain.environment.single import graded, require
 
 REQUEST = "calc:"
 Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calculator(SingleTurn):
+class Calculator(Drawn):
     """Ask a calculator, read its result, answer; the reward is 1 where the last integer of the answer is right, else 0.
 
     A turn that begins with `calc:` is a request, any other the answer; using the tool is allowed, not required. The
@@ -54,35 +53,11 @@ class Calculator(SingleTurn):
     def alphabet(self) -> str:
         return "0123456789+-*/()<>[]:?=;cal"
 
-    @property
-    def train(self) -> TaskSource:
-        return Generated(self._train)
-
-    def _train(self, index: int) -> Task:
-        return self._new(generator(self.seed, "calculator/train", index), f"calculator-{index}", self._held)
-
-    @cached_property
-    def heldout(self) -> tuple[Task, ...]:
-        rng = generator(HELDOUT_SEED, "calculator/heldout")
-        seen: set[Key] = set()
-        tasks: list[Task] = []
-        for i in range(self.heldout_count):
-            tasks.append(self._new(rng, f"calculator-heldout-{i + 1}", seen))
-            seen.add(self.key(tasks[-1]))
-        return tuple(tasks)
-
-    @cached_property
-    def _held(self) -> frozenset[Key]:
-        return frozenset(self.key(t) for t in self.heldout)
-
-    def _new(self, rng: np.random.Generator, name: str, taken: set[Key] | frozenset[Key]) -> Task:
-        while True:
-            a, b = (int(n) for n in rng.integers(0, self.max_operand + 1, size=2))
-            op = self.ops[int(rng.integers(len(self.ops)))]
-            value = {"+": a + b, "-": a - b, "*": a * b}[op]
-            task = Task(id=name, prompt=f"<{a}{op}{b}>", answer=str(value), info={"op": op, "left": a, "right": b})
-            if self.key(task) not in taken:
-                return task
+    def draw(self, rng: np.random.Generator, name: str) -> Task:
+        a, b = (int(n) for n in rng.integers(0, self.max_operand + 1, size=2))
+        op = self.ops[int(rng.integers(len(self.ops)))]
+        value = {"+": a + b, "-": a - b, "*": a * b}[op]
+        return Task(id=name, prompt=f"<{a}{op}{b}>", answer=str(value), info={"op": op, "left": a, "right": b})
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         talk.see(task.prompt)

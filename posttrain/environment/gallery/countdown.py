@@ -5,25 +5,22 @@ from __future__ import annotations
 import re
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
 
 import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.ports import Attempt, TaskSource
-from posttrain.core.seeds import generator
+from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
+from posttrain.environment.drawn import Drawn
 from posttrain.environment.expression import ExpressionError, evaluate
-from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require
+from posttrain.environment.single import graded, require
 
 Key = tuple[tuple[int, ...], int]
-TRIES = 1000
-"""Draws for one task before the settings are said to leave no room."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown(SingleTurn):
+class Countdown(Drawn):
     """Reach a target with given numbers; the reward is 1 for an expression that does, else 0.
 
     Judged is what follows the last line break or `;`, so that a policy may think first; `expression=target` is fine.
@@ -51,37 +48,14 @@ class Countdown(SingleTurn):
     def alphabet(self) -> str:
         return "0123456789+-*/()<>,:;="
 
-    @property
-    def train(self) -> TaskSource:
-        return Generated(self._train)
-
-    def _train(self, index: int) -> Task:
-        rng = generator(self.seed, "countdown/train", index)
-        return self._new(rng, f"countdown-{index}", self._held)
-
-    @cached_property
-    def heldout(self) -> tuple[Task, ...]:
-        rng = generator(HELDOUT_SEED, "countdown/heldout")
-        seen: set[Key] = set()
-        tasks: list[Task] = []
-        for i in range(self.heldout_count):
-            tasks.append(self._new(rng, f"countdown-heldout-{i + 1}", seen))
-            seen.add(self.key(tasks[-1]))
-        return tuple(tasks)
-
-    @cached_property
-    def _held(self) -> frozenset[Key]:
-        return frozenset(self.key(t) for t in self.heldout)
-
-    def _new(self, rng: np.random.Generator, name: str, taken: set[Key] | frozenset[Key]) -> Task:
-        """A solvable task that is none of `taken`."""
-        for _ in range(TRIES):
-            numbers = [int(n) for n in rng.integers(1, self.max_number + 1, size=self.numbers)]
-            target, solution = self._combine(rng, numbers)
-            if 0 < target <= self.max_target and target not in numbers and (tuple(sorted(numbers)), target) not in taken:
-                prompt = f"<{','.join(map(str, numbers))}:{target}>"
-                return Task(id=name, prompt=prompt, answer=solution, info={"numbers": numbers, "target": target})
-        raise ConfigError(f"env countdown: no new task found in {TRIES} draws; lower heldout, or raise numbers, max_number or max_target")
+    def draw(self, rng: np.random.Generator, name: str) -> Task | None:
+        """A task with its solution; None where the combination found is no target."""
+        numbers = [int(n) for n in rng.integers(1, self.max_number + 1, size=self.numbers)]
+        target, solution = self._combine(rng, numbers)
+        if not 0 < target <= self.max_target or target in numbers:
+            return None
+        prompt = f"<{','.join(map(str, numbers))}:{target}>"
+        return Task(id=name, prompt=prompt, answer=solution, info={"numbers": numbers, "target": target})
 
     def _combine(self, rng: np.random.Generator, numbers: list[int]) -> tuple[int, str]:
         """A random expression over at least two of the numbers that stays integral and natural on the way."""

@@ -8,15 +8,15 @@ from functools import cached_property
 import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.ports import Attempt, TaskSource
-from posttrain.core.seeds import generator
+from posttrain.core.ports import Attempt
 from posttrain.core.types import Gauges, Task, merge
 from posttrain.core.verdict import Verdict
 from posttrain.environment.code import Code
+from posttrain.environment.drawn import Drawn
 from posttrain.environment.redact import redacted
 from posttrain.environment.sandbox.choose import choose, opened
 from posttrain.environment.sandbox.port import Limits
-from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, require
+from posttrain.environment.single import require
 
 Steps = tuple[tuple[str, int], ...]
 """What is done to x, in order: an operator of `+ - *` and a digit each."""
@@ -26,11 +26,10 @@ INPUTS = (-3, 0, 2, 7)
 """What the hidden test calls the program with."""
 LIMITS = Limits(wall=2.0, cpu=1.0, memory=256 * 1024**2)
 """A policy that plays with `9**9**9` costs its own reward and no time."""
-TRIES = 10_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Programs(SingleTurn):
+class Programs(Drawn):
     """Write an expression in x that does some steps in order; the reward is 1 where it passes every hidden test, else 0.
 
     The answer becomes the body of a function that runs in the sandbox; its values are compared outside, so no
@@ -71,39 +70,14 @@ class Programs(SingleTurn):
     def contained(self) -> tuple[str, ...]:
         return tuple(sorted({*super().contained, choose(self.sandbox.name, (), token=self.sandbox.token).name}))
 
-    @property
-    def train(self) -> TaskSource:
-        return Generated(self._train)
+    def draw(self, rng: np.random.Generator, name: str) -> Task:
+        steps = self._drawn(rng)
+        prompt = "<" + "".join(f"{op}{n}" for op, n in steps) + ">"
+        a, b = line(steps)
+        test = {"function": "f", "args": [list(INPUTS)], "expected": [a * x + b for x in INPUTS]}
+        return Task(id=name, prompt=prompt, answer=written(steps), info={"steps": [list(s) for s in steps], "tests": [test]})
 
-    def _train(self, index: int) -> Task:
-        rng = generator(self.seed, "programs/train", index)
-        return self._new(rng, f"programs-{index}", self._held)
-
-    @cached_property
-    def heldout(self) -> tuple[Task, ...]:
-        rng = generator(HELDOUT_SEED, "programs/heldout")
-        seen: set[Line] = set()
-        tasks: list[Task] = []
-        for i in range(self.heldout_count):
-            tasks.append(self._new(rng, f"programs-heldout-{i}", seen))
-            seen.add(self.key(tasks[-1]))
-        return tuple(tasks)
-
-    @cached_property
-    def _held(self) -> frozenset[Line]:
-        return frozenset(self.key(t) for t in self.heldout)
-
-    def _new(self, rng: np.random.Generator, name: str, taken: set[Line] | frozenset[Line]) -> Task:
-        for _ in range(TRIES):
-            steps = self._draw(rng)
-            if line(steps) not in taken:
-                prompt = "<" + "".join(f"{op}{n}" for op, n in steps) + ">"
-                a, b = line(steps)
-                test = {"function": "f", "args": [list(INPUTS)], "expected": [a * x + b for x in INPUTS]}
-                return Task(id=name, prompt=prompt, answer=written(steps), info={"steps": [list(s) for s in steps], "tests": [test]})
-        raise ConfigError(f"env programs: no new task found in {TRIES} draws; lower heldout, or raise max_steps or max_operand")
-
-    def _draw(self, rng: np.random.Generator) -> Steps:
+    def _drawn(self, rng: np.random.Generator) -> Steps:
         count = int(rng.integers(self.min_steps, self.max_steps + 1))
         ops = ["+-*"[i] for i in rng.integers(3, size=count)]
         return tuple((op, int(rng.integers(2 if op == "*" else 1, self.max_operand + 1))) for op in ops)
@@ -141,7 +115,7 @@ class Programs(SingleTurn):
             raise ConfigError(f"programs cannot write style {style!r}: {nearest(style, self.styles)}")
         steps, false = _steps(task), rng.random() < wrong
         if style == "document":
-            return "", written(self._draw(rng))
+            return "", written(self._drawn(rng))
         return str(task.prompt), self._mistaken(rng, steps) if false else written(steps)
 
     def _mistaken(self, rng: np.random.Generator, steps: Steps) -> str:

@@ -12,17 +12,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Annotated, Any
 
 import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.ports import Attempt, TaskSource
-from posttrain.core.seeds import generator
+from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
-from posttrain.environment.single import HELDOUT_SEED, Generated, graded, require
+from posttrain.environment.drawn import Drawn
+from posttrain.environment.single import graded, require
 from posttrain.environment.tools.tool import Observed, Toolbox, ToolError, tool
 from posttrain.environment.tools.world import ToolWorld
 
@@ -78,7 +77,7 @@ class ShopAndCalendar(Toolbox):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shop(ToolWorld):
+class Shop(Drawn, ToolWorld):
     """Buy `n` of an item, book an errand at the earliest free hour of a day, or both."""
 
     kinds: str = "buy,book,both"
@@ -109,30 +108,8 @@ class Shop(ToolWorld):
     def alphabet(self) -> str:
         return 'abcdefghijklmnopqrstuvwxyz0123456789<>[](),="? '
 
-    @property
-    def train(self) -> TaskSource:
-        return Generated(lambda index: self._new(generator(self.seed, "shop/train", index), f"shop-{index}", self._held))
-
-    @cached_property
-    def heldout(self) -> tuple[Task, ...]:
-        rng, seen, tasks = generator(HELDOUT_SEED, "shop/heldout", self.kinds), set[Key](), list[Task]()
-        for i in range(self.heldout_count):
-            tasks.append(self._new(rng, f"shop-heldout-{i + 1}", seen))
-            seen.add(self.key(tasks[-1]))
-        return tuple(tasks)
-
-    @cached_property
-    def _held(self) -> frozenset[Key]:
-        return frozenset(self.key(t) for t in self.heldout)
-
-    def _new(self, rng: np.random.Generator, name: str, taken: set[Key] | frozenset[Key]) -> Task:
-        """A task that is not taken. Which numbers and hours the tools know of does not make it another."""
-        while True:
-            task = self._draw(rng, name)
-            if self.key(task) not in taken:
-                return task
-
-    def _draw(self, rng: np.random.Generator, name: str) -> Task:
+    def draw(self, rng: np.random.Generator, name: str) -> Task:
+        """Which numbers and hours the tools know of does not make it another task."""
         kind = self._kinds[int(rng.integers(len(self._kinds)))]
         numbers = rng.choice(np.arange(10, 100), size=len(ITEMS), replace=False)
         catalogue = {item: int(n) for item, n in zip(ITEMS, numbers, strict=True)}
