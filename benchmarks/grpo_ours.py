@@ -12,13 +12,13 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from grpo_work import LR, SIBLINGS, Job, Wire, lengths_PG, memory_mb, prompt, reward
+from grpo_work import LR, SIBLINGS, SYMBOLS, Job, Wire, lengths_PG, memory_mb, prompt, reward
 
 from posttrain.controller.guard import Guard
 from posttrain.controller.house import House, Parts
@@ -26,39 +26,49 @@ from posttrain.controller.step import train_step
 from posttrain.core.algorithm import patch
 from posttrain.core.book import Book
 from posttrain.core.ladder import GRPO
-from posttrain.core.ports import Attempt, Sampler, Talk
+from posttrain.core.ports import Attempt, Sampler, TaskSource
 from posttrain.core.run import Model, Optimizer, Reinforce, Run
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauges, Said, Stop, Task
-from posttrain.core.verdict import Judged, Verdict
+from posttrain.core.types import Gauges, Said, Task
+from posttrain.core.verdict import Verdict
+from posttrain.environment.single import Generated, SingleTurn
 from posttrain.recipe.build import facts, make_parts, make_policy, use_threads
 from posttrain.role.prompts import Prompts
 
 NO_KL = patch(GRPO, "grpo_no_kl", "2402.03300", pull=None)
 
 
-class Tasks:
-    """Prompts in order, without end."""
+@dataclass(frozen=True, kw_only=True)
+class Symbols(SingleTurn):
+    """One turn, and the reward of `grpo_work`; prompts in order, without end."""
 
-    count: int | None = None
+    @property
+    def name(self) -> str:
+        return "symbols"
 
-    def task(self, index: int) -> Task:
-        return Task(f"t{index}", prompt(index))
+    @property
+    def alphabet(self) -> str:
+        return "".join(SYMBOLS)
 
+    @property
+    def train(self) -> TaskSource:
+        return Generated(lambda index: Task(f"t{index}", prompt(index)))
 
-class Symbols:
-    """The environment: one turn, and the reward of `grpo_work`."""
+    @property
+    def heldout(self) -> Sequence[Task]:
+        return ()
 
-    name = "symbols"
-    train = Tasks()
-    heldout: Sequence[Task] = ()
+    def verify(self, attempt: Attempt) -> Verdict:
+        return Verdict.value(reward(attempt.text))
 
-    async def play(self, task: Task, talk: Talk) -> Stop:
-        talk.see(str(task.prompt))
-        return (await talk.say()).stop
+    def key(self, task: Task) -> Hashable:
+        return task.prompt
 
-    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        return (Judged("even", 1.0, Verdict.value(reward(attempt.text))),)
+    def gold(self, task: Task) -> tuple[str, ...]:
+        return (next(c for c in SYMBOLS if reward(c) == 1),)
+
+    def distractor(self, task: Task) -> tuple[str, ...]:
+        return (next(c for c in SYMBOLS if reward(c) == 0),)
 
 
 class ForcedLengths:
@@ -140,7 +150,7 @@ async def serve(wire: Wire, job: Job, folder: Path) -> None:
     with Book.create(folder, run, facts(policy, threads)) as book:
         parts = make_parts(run, policy, env, book, [])
         lengths = parts.rollout.sampler = ForcedLengths(parts.sampler)
-        house, guard = make_house(parts), Guard(fresh=True)
+        house, guard = make_house(parts), Guard()
         await parts.publish()
         table = lengths_PG(job.regime, job.prompts).ravel()
         wire.send(ready=True, **memory_mb())

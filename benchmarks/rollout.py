@@ -117,12 +117,14 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
                 f"    {p.side}: loaded in {loaded['load_seconds']:.1f} s, first {min(WARM, requests)} requests {first['seconds']:.1f} s",
                 flush=True,
             )
+        gemm.append(sgemm())
         for turn in range(rounds):
-            gemm.append(sgemm())
             for p in players:
                 parts = MEMORY_PARTS if name == "memory" else 1
                 for part in range(parts):
                     told = workers[p.side].timed(do=p.do, regime=piece.regime, requests=requests // parts, salt=1 + turn + part)
+                    gemm.append(sgemm())
+                    told["gemm_gflops"] = {k: (gemm[-2][k] + gemm[-1][k]) / 2 for k in gemm[-1]}
                     plays[p.side].append(told)
             line = "; ".join(f"{s} {told[-1]['seconds']:.2f} s (others {told[-1]['others']:.0%})" for s, told in plays.items())
             print(f"    {turn + 1}/{rounds}: {line}", flush=True)

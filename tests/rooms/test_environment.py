@@ -17,6 +17,7 @@ from posttrain.core.run import Env, Reward
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict, outcome
 from posttrain.environment.build import environment
+from posttrain.environment.expression import evaluate
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import Calculator, result
 from posttrain.environment.integers import last_integer
@@ -174,6 +175,24 @@ async def test_calculator_turns(turns: list[str], stop: Stop | list[Stop], seen:
     assert await CALC.play(TASK, talk) is end
     assert talk.seen == seen
     assert outcome(await CALC.judge(await attempt(CALC, TASK, turns, stop))) == reward
+
+
+async def test_calculator_shows_its_tape_before_the_result() -> None:
+    """The same for the same task and request, another for another; every line of it is true."""
+    env = Calculator(tape=3)
+
+    async def shown(request: str) -> str:
+        talk = Script([request, "36"])
+        await env.play(TASK, talk)
+        return str(talk.seen[1])
+
+    first = await shown("calc:12*3")
+    assert first == await shown("calc:12*3") != await shown("calc:12*4")
+    *tape, last = first.split(";")
+    assert last == "[36]" and len(tape) == 3 and len(set(tape)) > 1
+    for line in tape:
+        question, value = line.split("=")
+        assert evaluate(question).value == int(value)
 
 
 def test_calculator_shows_fractions_and_never_evaluates_code() -> None:

@@ -28,7 +28,7 @@ from posttrain.environment.prove import prove
 SETTINGS: dict[str, list[dict[str, Scalar]]] = {
     "arithmetic": [{}, {"ops": "+-", "max_operand": 99}, {"min_terms": 3, "max_terms": 3, "max_operand": 20}],
     "countdown": [{}, {"numbers": 3, "ops": "+-"}],
-    "calculator": [{}, {"ops": "+-*", "max_operand": 20, "turns": 3}],
+    "calculator": [{}, {"ops": "+-*", "max_operand": 20, "turns": 3}, {"tape": 2}],
     "programs": [{}],
     "shop": [{}, {"kinds": "both", "turns": 3}],
 }

@@ -1,4 +1,7 @@
-"""A tool in two turns: for `<12*3>` the policy says `calc:12*3`, is shown `[36]`, and answers `36`."""
+"""A tool in two turns: for `<12*3>` the policy says `calc:12*3`, is shown `[36]`, and answers `36`.
+
+With a tape the tool shows what others computed before, as tools do that say more than they were asked: `7*9=63;[36]`.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +11,13 @@ import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt, Talk
+from posttrain.core.seeds import generator
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.drawn import Drawn
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.integers import last_integer
-from posttrain.environment.single import graded, require
+from posttrain.environment.single import HELDOUT_SEED, graded, require
 
 REQUEST = "calc:"
 Key = tuple[str, int, int]
@@ -32,11 +36,14 @@ class Calculator(Drawn):
     """Operators of the questions: some of + - *."""
     turns: int = 2
     """Most turns, the answer included."""
+    tape: int = 0
+    """Computations of others that the tool shows before a result; which ones, the task and the request say."""
 
     def __post_init__(self) -> None:
         require(1 <= self.max_operand <= 10**5, self.name, f"max_operand={self.max_operand}: must lie in 1..100000")
         require(bool(self.ops) and set(self.ops) <= set("+-*"), self.name, f"ops={self.ops!r}: some of + - *")
         require(2 <= self.turns <= 16, self.name, f"turns={self.turns}: must lie in 2..16")
+        require(0 <= self.tape <= 1000, self.name, f"tape={self.tape}: must lie in 0..1000")
         n = self.max_operand + 1
         room = sum(n * n if op == "-" else n * (n + 1) // 2 for op in set(self.ops)) // 2
         require(
@@ -53,10 +60,13 @@ class Calculator(Drawn):
     def alphabet(self) -> str:
         return "0123456789+-*/()<>[]:?=;cal"
 
-    def draw(self, rng: np.random.Generator, name: str) -> Task:
+    def _sum(self, rng: np.random.Generator) -> tuple[int, str, int, int]:
         a, b = (int(n) for n in rng.integers(0, self.max_operand + 1, size=2))
         op = self.ops[int(rng.integers(len(self.ops)))]
-        value = {"+": a + b, "-": a - b, "*": a * b}[op]
+        return a, op, b, {"+": a + b, "-": a - b, "*": a * b}[op]
+
+    def draw(self, rng: np.random.Generator, name: str) -> Task:
+        a, op, b, value = self._sum(rng)
         return Task(id=name, prompt=f"<{a}{op}{b}>", answer=str(value), info={"op": op, "left": a, "right": b})
 
     async def play(self, task: Task, talk: Talk) -> Stop:
@@ -66,8 +76,12 @@ class Calculator(Drawn):
             if not said.stop.finished or not is_request(said.text):
                 return said.stop
             if left:
-                talk.see(result(said.text))
+                talk.see(self._printed(task, said.text) + result(said.text))
         return Stop.TURNS
+
+    def _printed(self, task: Task, request: str) -> str:
+        rng = generator(HELDOUT_SEED, "calculator/tape", task.id, request)
+        return "".join(f"{a}{op}{b}={value};" for a, op, b, value in (self._sum(rng) for _ in range(self.tape)))
 
     def verify(self, attempt: Attempt) -> Verdict:
         if is_request(attempt.text):

@@ -19,7 +19,7 @@ static const int64_t TALL[COLUMNS + 1] = {0, COLUMNS == 1 ? 6 : 12,
 /* Terms summed before a piece of the sums goes back to memory, for few and for many columns: all of a matrix row as it streams by, or
    what of x fits the first cache. The order of the sum is the same. */
 #define LONG 512
-#define SHORT 128
+#define SHORT 64
 #define STRIP 96
 
 /* y [rows][columns * LANES] = w [rows][terms] @ x [terms][columns * LANES], added to what y holds where `more`. Where `ahead`, the rows

@@ -1,0 +1,79 @@
+"""However a run ends, nothing of its episodes' tools is left: no interpreter, no sandbox, no process below it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from run_parts import RL, SMALL
+from sandbox_parts import gone
+
+WORLD = """
+from dataclasses import dataclass
+from pathlib import Path
+
+from posttrain.core.stop import Limits
+from posttrain.environment.calling.parse import ToolCall
+from posttrain.environment.gallery.calculator import Calculator
+from posttrain.environment.tools.offered import Offered
+from posttrain.role.talk import Conversation
+
+TOOLS = Offered.of("python")
+
+
+@dataclass(frozen=True, kw_only=True)
+class World(Calculator):
+    async def play(self, task, talk):
+        if not isinstance(talk, Conversation):  # the answers that are known play the task as it is
+            return await super().play(task, talk)
+        talk.see(task.prompt)
+        async with TOOLS.box(task) as box:
+            said = await talk.say()
+            first = await box.call(ToolCall("python", {"code": "kept = 6 * 7; print(kept)"}), Limits())
+            assert first.text == "42", first
+            Path(__file__).with_suffix(".at").touch()
+            await box.call(ToolCall("python", {"code": "while True: pass"}), Limits(tool_seconds=100))
+        return said.stop
+"""
+
+
+def below(pid: int) -> set[int]:
+    """All processes that descend from this one."""
+    found: set[int] = set()
+    for task in Path("/proc").glob(f"{pid}/task/*"):
+        with contextlib.suppress(OSError):
+            found |= {int(c) for c in (task / "children").read_text().split()}
+    return found | {p for child in found for p in below(child)}
+
+
+@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_no_interpreter_outlives_its_run(tmp_path: Path, how: str) -> None:
+    file = tmp_path / "world.py"
+    file.write_text(WORLD)
+    words = ["arithmetic", "sft=none", *SMALL, *RL, f"env.name={file}:World", "env.heldout=2", "--out", str(tmp_path / "run")]
+    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from posttrain.cli import main; raise SystemExit(main())"
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", start, "run", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as run:
+        until = time.monotonic() + 120
+        while not file.with_suffix(".at").exists() and run.poll() is None and time.monotonic() < until:
+            time.sleep(0.05)
+        time.sleep(0.3)
+        left = below(run.pid)
+        commands = [_command(p) for p in left]
+        run.send_signal(getattr(signal, how))
+        said, _ = run.communicate(timeout=60)
+    assert any("zygote" in c for c in commands), f"no sandbox was running: {said[-2000:]}"
+    assert [p for p in left if not gone(p, within=10)] == []
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:
+        return ""

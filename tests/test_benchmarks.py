@@ -1,0 +1,39 @@
+"""Our sides of the benchmarks still start and play: they build the library's parts themselves, and nothing else would tell."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks import grpo_work
+from benchmarks.side import ROOT, Worker
+
+SMALL = grpo_work.Size(hidden=32, layers=1, heads=2, kv_heads=2, ffn=64, search=1, tries=1, repeats=1)
+
+
+def side(script: str, job: str, folder: Path) -> Worker:
+    return Worker(script, [sys.executable, str(ROOT / "benchmarks" / script), job], 1, folder / "err")
+
+
+@pytest.mark.parametrize("regime", grpo_work.REGIMES)
+def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str) -> None:
+    grpo_work.save_checkpoint(SMALL, tmp_path)
+    wanted = int(grpo_work.lengths_PG(regime, 2).sum())
+    with side("grpo_ours.py", grpo_work.Job(str(tmp_path), regime, 2, 1).dump(), tmp_path) as ours:
+        assert ours.listen()["ready"]
+        for _ in range(2):
+            told = ours.timed(do="step")
+            assert told["spoken"] == wanted and 0 < max(told["roles"].values()) <= told["seconds"]
+
+
+@pytest.mark.parametrize(("do", "regime"), [("ours", "heavy"), ("siblings", 32), ("turns", 93)])
+def test_rollout_plays(tmp_path: Path, do: str, regime: str | int) -> None:
+    grpo_work.save_checkpoint(SMALL, tmp_path, 1024)
+    job = {"checkpoint": str(tmp_path), "threads": 1, "slots": 4, "context": 1024, "options": {}}
+    with side("rollout_ours.py", json.dumps(job), tmp_path) as ours:
+        assert ours.listen()["load_seconds"] > 0
+        told = ours.timed(do=do, regime=regime, requests=6, salt=1)
+        assert told["spoken"] > 0 and told["seconds"] > 0 and told["extra"]["gauges"]["engine/positions_linear"]
