@@ -152,15 +152,16 @@ async def serve(wire: Wire, job: Job, folder: Path) -> None:
         lengths = parts.rollout.sampler = ForcedLengths(parts.sampler)
         house, guard = make_house(parts), Guard()
         await parts.publish()
+        await guard.begin(house)
         table = lengths_PG(job.regime, job.prompts).ravel()
         wire.send(ready=True, **memory_mb())
         index = 0
         while (command := wire.receive())["do"] == "step":
             lengths.lengths, lengths.asked = np.minimum(table, command.get("at_most", 10**9)).tolist(), 0
             begun = time.perf_counter()
-            step = await train_step(house, guard, index)
-            seconds = time.perf_counter() - begun
             index += 1
+            step = await guard.after(house, await train_step(house, guard, index))
+            seconds = time.perf_counter() - begun
             extra = {name: gauge.mean for name, gauge in step.gauges.items()}
             wire.send(seconds=seconds, roles=dict(step.clock), spoken=sum(lengths.lengths), extra=extra, **memory_mb())
 

@@ -24,7 +24,7 @@ def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str
     wanted = int(grpo_work.lengths_PG(regime, 2).sum())
     with side("grpo_ours.py", grpo_work.Job(str(tmp_path), regime, 2, 1).dump(), tmp_path) as ours:
         assert ours.listen()["ready"]
-        for _ in range(2):
+        for _ in range(4):
             told = ours.timed(do="step")
             assert told["spoken"] == wanted and 0 < max(told["roles"].values()) <= told["seconds"]
 

@@ -24,7 +24,7 @@ from posttrain.environment.gallery.calculator import Calculator
 from posttrain.environment.tools.offered import Offered
 from posttrain.role.talk import Conversation
 
-TOOLS = Offered.of("python")
+TOOLS = Offered.of("python", seconds=3.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +52,9 @@ def below(pid: int) -> set[int]:
     return found | {p for child in found for p in below(child)}
 
 
-@pytest.mark.parametrize("how", ["SIGINT", "SIGTERM", "SIGKILL"])
-def test_no_interpreter_outlives_its_run(tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(("how", "times"), [("SIGINT", 1), ("SIGTERM", 2), ("SIGKILL", 1)])
+def test_no_interpreter_outlives_its_run(tmp_path: Path, how: str, times: int) -> None:
+    """One signal ends a run at its next step, a second one at once, and the last kind asks nobody."""
     file = tmp_path / "world.py"
     file.write_text(WORLD)
     words = ["arithmetic", "sft=none", *SMALL, *RL, f"env.name={file}:World", "env.heldout=2", "--out", str(tmp_path / "run")]
@@ -66,7 +67,9 @@ def test_no_interpreter_outlives_its_run(tmp_path: Path, how: str) -> None:
         time.sleep(0.3)
         left = below(run.pid)
         commands = [_command(p) for p in left]
-        run.send_signal(getattr(signal, how))
+        for _ in range(times):
+            run.send_signal(getattr(signal, how))
+            time.sleep(0.2)
         said, _ = run.communicate(timeout=60)
     assert any("zygote" in c for c in commands), f"no sandbox was running: {said[-2000:]}"
     assert [p for p in left if not gone(p, within=10)] == []

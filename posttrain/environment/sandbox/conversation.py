@@ -53,7 +53,7 @@ class Conversation:
             self._wire, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
             held.callback(theirs.close)
             self._wire.setblocking(False)
-            request = json.dumps({"limits": limits.plain(), "session": True}).encode()
+            request = json.dumps({"limits": limits.plain(), "session": True, "followed": False}).encode()
             try:
                 worker.begin(request, [nothing(), silent(held), *writers, theirs.fileno(), nothing()])
             except BaseException:

@@ -16,7 +16,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, InvalidStateError
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Self
 
 from posttrain.environment.sandbox.backends import Backend
@@ -201,7 +201,7 @@ class _Loop:
             used: Worker | None = None
             try:
                 used = asked.worker = self._start(asked.job.limits) if alone else worker or self._start(None)
-                ran = used.run(asked.job)
+                ran = used.run(replace(asked.job, followed=not self.asked.empty()))
             except (SandboxBroken, SandboxUnavailableError, OSError, ValueError, KeyError) as error:
                 lost = error
                 with self.lock:

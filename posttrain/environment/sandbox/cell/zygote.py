@@ -83,7 +83,8 @@ def prepare(settings: dict[str, Any]) -> int | None:
 
 
 def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -> None:
-    """Jobs one after the other until the other end closes. The child for the next one is made while the one before runs."""
+    """Jobs one after the other until the other end closes. The child for the next one is made while the one before runs, unless that
+    one is waiting already: then every core is busy, and what is made ahead and rehearsed costs more than it saves."""
     early = settings["processes"] == 0
     spare = hatch(control, settings, rules) if early else None
     try:
@@ -103,7 +104,7 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -
                     job(control, settings, rules, request, [*fds, locked])
             for fd in (*fds, locked):
                 os.close(fd)
-            spare = hatch(control, settings, rules) if early else None
+            spare = hatch(control, settings, rules) if early and not request["followed"] else None
             status, usage, spent = attend(pid, control) if request["session"] else (*wait(pid, control), False)
             if settings["mode"] == "none":
                 with contextlib.suppress(OSError):
