@@ -83,9 +83,10 @@ def verifiable() -> Run:
 
 
 def calculator() -> Run:
-    """A tool in two turns: ask the calculator, read what it shows, answer. What it shows is masked."""
-    sft = Supervised(name="sft", style="tool", wrong=0.85, steps=400, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
-    return _mostly_wrong("calculator", sft, max_tokens=12, steps=60)
+    """A tool in two turns: ask the calculator, read its tape and its result, answer. What it shows is masked."""
+    sft = Supervised(name="sft", style="tool", wrong=0.85, steps=600, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
+    run = _mostly_wrong("calculator", sft, max_tokens=12, steps=100)
+    return replace(run, env=replace(run.env, args={"tape": 5}))
 
 
 def shop() -> Run:

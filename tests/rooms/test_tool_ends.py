@@ -58,9 +58,13 @@ def test_no_interpreter_outlives_its_run(tmp_path: Path, how: str, times: int) -
     file = tmp_path / "world.py"
     file.write_text(WORLD)
     words = ["arithmetic", "sft=none", *SMALL, *RL, f"env.name={file}:World", "env.heldout=2", "--out", str(tmp_path / "run")]
-    start = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from posttrain.cli import main; raise SystemExit(main())"
+    start = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from posttrain.cli import main; raise SystemExit(main())"
+    )
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen([sys.executable, "-c", start, "run", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env) as run:
+    with subprocess.Popen(
+        [sys.executable, "-c", start, "run", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+    ) as run:
         until = time.monotonic() + 120
         while not file.with_suffix(".at").exists() and run.poll() is None and time.monotonic() < until:
             time.sleep(0.05)
