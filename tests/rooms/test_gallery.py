@@ -30,7 +30,7 @@ SETTINGS: dict[str, list[dict[str, Scalar]]] = {
     "countdown": [{}, {"numbers": 3, "ops": "+-"}],
     "calculator": [{}, {"ops": "+-*", "max_operand": 20, "turns": 3}, {"tape": 2}],
     "programs": [{}],
-    "shop": [{}, {"kinds": "both", "turns": 3}],
+    "shop": [{}, {"turns": 3}],
 }
 HELDOUT = {"programs": 30}
 """Fewer where an answer costs a process."""
