@@ -391,7 +391,7 @@ def test_tools_of_a_wrong_name_or_beginning_are_refused(tmp_path: Any) -> None:
 
 
 async def test_the_shop_pays_for_the_world_it_is_left_with() -> None:
-    env = Shop(kinds="both")
+    env = Shop()
     task = env.heldout[0]
     first, second, last = env.gold(task)
     said = await attempt(env, task, [first, second, last])
@@ -410,6 +410,11 @@ def test_shop_settings() -> None:
         Shop(kinds="bothh")
     with pytest.raises(ConfigError, match="has room for"):
         Shop(kinds="buy")
+    with pytest.raises(ConfigError, match="heldout=31, but kinds='buy,book,both' has room for 30"):
+        Shop(kinds="buy,book,both", heldout_count=31)
+    mixed = Shop(kinds="buy,book,both", heldout_count=30)
+    asked = [sum(part in mixed.train.task(i).info for part in ("n", "errand")) for i in range(100)]
+    assert asked.count(1) > 30 and asked.count(2) > 15, "every kind is trained on"
     with pytest.raises(ConfigError, match="turns=1"):
         Shop(turns=1)
 
