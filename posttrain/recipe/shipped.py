@@ -84,14 +84,14 @@ def verifiable() -> Run:
 
 def calculator() -> Run:
     """A tool in two turns: ask the calculator, read its tape and its result, answer. What it shows is masked."""
-    sft = Supervised(name="sft", style="tool", wrong=0.85, steps=1000, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
+    sft = Supervised(name="sft", style="tool", wrong=0.87, steps=800, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
     run = _mostly_wrong("calculator", sft, max_tokens=12, steps=100)
-    return replace(run, env=replace(run.env, args={"tape": 5}))
+    return replace(run, env=replace(run.env, args={"tape": 5, "max_operand": 49}))
 
 
 def shop() -> Run:
     """Four tools, three turns, several calls in each: the reward is what the cart and the calendar are like in the end."""
-    sft = Supervised(name="sft", style="tools", wrong=0.85, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
+    sft = Supervised(name="sft", style="tools", wrong=0.9, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
     return _mostly_wrong("shop", sft, max_tokens=64, steps=60, context=256)
 
 
