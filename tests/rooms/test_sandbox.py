@@ -186,7 +186,7 @@ try:
     for _ in range(3000): os.mkdir("d"); os.chdir("d")
 except OSError: pass
 """
-    done = ran(worker, fill, wall=5.0)
+    done = ran(worker, fill, wall=30.0)
     if worker.backend.name == "landlock":
         assert done.why == "error" and b"PermissionError" in done.stderr
     else:
