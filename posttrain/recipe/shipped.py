@@ -91,7 +91,7 @@ def calculator() -> Run:
 
 def shop() -> Run:
     """Four tools, three turns, several calls in each: the reward is what the cart and the calendar are like in the end."""
-    sft = Supervised(name="sft", style="tools", wrong=0.94, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
+    sft = Supervised(name="sft", style="tools", wrong=0.85, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
     return _mostly_wrong("shop", sft, max_tokens=64, steps=40, context=256)
 
 

@@ -150,25 +150,26 @@ class Shop(Drawn, ToolWorld):
         return ("tools",)
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, tuple[str, ...]]:
-        """(prompt, turns). A wrong one buys or books something else than it was asked for."""
+        """(prompt, turns). A wrong one buys and books something else than it was asked for."""
         if style not in self.styles:
             raise ConfigError(f"shop cannot write style {style!r}: {nearest(style, self.styles)}")
         looked, done = task.info, task.info
         if rng.random() < wrong:
-            slips = list(self._slips(task.info, rng))
-            looked, done = slips[int(rng.integers(len(slips)))]
+            for seen, did in self._slips(task.info, rng):
+                looked, done = {**looked, **seen}, {**done, **did}
         return str(task.prompt), self._turns(looked, done)
 
     def _slips(self, i: Mapping[str, Any], rng: np.random.Generator) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """(what is looked up, what is done) that are no more what was asked."""
-        if "n" in i:
-            yield i, {**i, "n": _another(rng, range(1, MOST + 1), i["n"])}
-            other = {**i, "item": _another(rng, ITEMS, i["item"])}
-            yield other, other
-        if "errand" in i:
-            yield i, {**i, "errand": _another(rng, ERRANDS, i["errand"])}
-            other = {**i, "day": _another(rng, DAYS, i["day"])}
-            yield other, other
+        """(what is looked up instead, what is done instead), for each part of what was asked.
+
+        In each, since a policy that imitates part by part would get right what is wrong in one part alone.
+        """
+        for whole, name, others in (("item", "n", range(1, MOST + 1)), ("day", "errand", ERRANDS)):
+            if name in i and rng.random() < 0.5:
+                yield {}, {name: _another(rng, others, i[name])}
+            elif name in i:
+                other = {whole: _another(rng, ITEMS if whole == "item" else DAYS, i[whole])}
+                yield other, other
 
     def _turns(self, looked: Any, done: Any) -> tuple[str, ...]:
         first, second = [], []
