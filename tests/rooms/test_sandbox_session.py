@@ -137,6 +137,20 @@ def test_it_stands_still_between_pieces(box: Sandbox) -> None:
     assert after - before < 0.1
 
 
+def test_waits_that_a_pause_interrupted_go_on(box: Sandbox) -> None:
+    """The kernel resumes a timed wait by a system call of its own, which the list of allowed ones has to name: a lock's wait
+    that is refused there ends the process."""
+    waits = (
+        "import queue, select, threading, time\nended = []\n"
+        "def sleeps(): time.sleep(0.2)\ndef locks():\n k = threading.Lock(); k.acquire(); k.acquire(timeout=0.2)\n"
+        "def polls(): select.select([], [], [], 0.2)\ndef gets():\n try: queue.Queue().get(timeout=0.2)\n except queue.Empty: pass\n"
+        "def tell(f):\n try: f(); ended.append(f.__name__)\n except BaseException as e: ended.append(repr(e))\n"
+        "them = [threading.Thread(target=tell, args=(f,), daemon=True) for f in (sleeps, locks, polls, gets)]\n[t.start() for t in them]; time.sleep(0.05)"
+    )
+    began, *_, after = told(box, waits, *["time.sleep(0.01)"] * 4, "[t.join() for t in them]; sorted(ended)")
+    assert (began.why, after.lost, after.said) == ("ok", False, "['gets', 'locks', 'polls', 'sleeps']\n"), after
+
+
 def test_forged_answers_are_the_sessions_own_trouble(box: Sandbox) -> None:
     forged, sleeps, well = told(
         box, "import os, time; os.write(3, b'x\\n99 0\\n1 zero\\n'); print('one')", "time.sleep(0.05); 2", "os.write(3, b'1 0\\n2 1\\n'); 3"

@@ -29,8 +29,9 @@ PLAIN = (
     *(107, 108, 110, 111, 115, 118, 120, 121, 124, 127, 128, 130, 131),
     # statfs fstatfs getpriority sched_getparam sched_getscheduler sched_get_priority_max/min arch_prctl gettid time sched_getaffinity
     *(137, 138, 140, 143, 145, 146, 147, 158, 186, 201, 204),
-    # getdents64 set_tid_address fadvise64 clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl
-    *(217, 218, 221, 228, 229, 230, 231, 232, 233),
+    # getdents64 set_tid_address restart_syscall (what the kernel makes of a timed wait that a stop interrupted) fadvise64
+    # clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl
+    *(217, 218, 219, 221, 228, 229, 230, 231, 232, 233),
     # readlinkat faccessat pselect6 ppoll set_robust_list get_robust_list epoll_pwait eventfd2 epoll_create1 dup3 pipe2 preadv pwritev
     *(267, 269, 270, 271, 273, 274, 281, 290, 291, 292, 293, 295, 296),
     # getcpu getrandom membarrier copy_file_range statx rseq close_range faccessat2
