@@ -83,10 +83,12 @@ class Code:
         return Judged(self.name, self.weight, redacted(verdict))
 
     def gauges(self) -> Gauges:
-        """Since the last call: seconds a response took to judge, and tests that wait for a sandbox now."""
+        """Since the last call: seconds a response took to judge, attempts of a program to reach a network (each refused), and tests
+        that wait for a sandbox now."""
         taken = Gauge(self._spent, self._judged)
         self._judged = self._spent = 0.0
-        return {f"verifier/{self.name}/seconds": taken, f"verifier/{self.name}/waiting": Gauge(self.sandbox.waiting, 1)}
+        told = {"seconds": taken, "network": self.sandbox.network.take(), "waiting": Gauge(self.sandbox.waiting, 1)}
+        return {f"verifier/{self.name}/{name}": gauge for name, gauge in told.items()}
 
     async def verdict(self, task: Task, text: str) -> Verdict:
         """What one response is worth. A sandbox that was lost is our failure and no score."""

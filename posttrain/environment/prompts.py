@@ -120,7 +120,7 @@ class PromptsEnv(SingleTurn):
             return await self._loop.converse(talk, task.prompt, box)
 
     def gauges(self) -> Gauges:
-        return merge(super().gauges(), self._loop.gauges())
+        return merge(super().gauges(), self._loop.gauges(), self._offered.gauges() if self._offered is not None else {})
 
     def close(self) -> None:
         super().close()

@@ -7,7 +7,6 @@ import contextlib
 import os
 import secrets
 import signal
-import struct
 import subprocess
 import sys
 import time
@@ -19,7 +18,6 @@ import pytest
 
 from posttrain.core.errors import ConfigError
 from posttrain.environment.sandbox.backends import ALLOW, Landlock, Namespaces, Start, Unconfined
-from posttrain.environment.sandbox.cell import syscalls
 from posttrain.environment.sandbox.choose import ORDER, choose, first
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.sandbox.port import Call, Limits, SandboxBroken, SandboxUnavailableError
@@ -396,34 +394,3 @@ def test_limits_reach_the_program() -> None:
     limits = replace(Limits(), memory=300 << 20, file_size=1 << 20, open_files=20)
     assert worker.run(Job(source.encode(), limits=limits)).said.split() == [str(300 << 20), str(1 << 20), "20", "0"]
     worker.close()
-
-
-def decision(filter: bytes, number: int, architecture: int = syscalls.AUDIT_ARCH_X86_64) -> int:
-    """What the kernel would do with a call whose arguments are all zero: the filter, worked through here."""
-    data = struct.pack("IIQ6Q", number, architecture, 0, *[0] * 6)
-    at = held = 0
-    while True:
-        code, yes, no, value = struct.unpack_from("HBBI", filter, 8 * at)
-        at += 1
-        if code == syscalls.LOAD:
-            (held,) = struct.unpack_from("I", data, value)
-        elif code == syscalls.RETURN:
-            return value
-        else:
-            found = {syscalls.EQUAL: held == value, syscalls.SET: bool(held & value), syscalls.AT_LEAST: held >= value}[code]
-            at += yes if found else no
-
-
-@pytest.mark.parametrize("host_files", [False, True])
-@pytest.mark.parametrize("processes", [False, True])
-def test_the_filter_says_of_every_number_what_the_list_says(host_files: bool, processes: bool) -> None:
-    filter = syscalls.program(111, 222, 333, host_files=host_files, processes=processes)
-    allowed = {*syscalls.PLAIN, *(() if host_files else syscalls.FILES), *(syscalls.PROCESSES if processes else ())}
-    looked_at = {56, 62, 72, 16, 157, 234, 302, 44, 53, 435, 2, 257}
-    refused = syscalls.ERRNO | syscalls.EPERM
-    assert not allowed & looked_at
-    for number in set(range(1200)) - looked_at:
-        assert decision(filter, number) == (syscalls.ALLOW if number in allowed else refused), number
-    for number in (0x40000000, 0x40000001, 0xFFFFFFFF):
-        assert decision(filter, number) == syscalls.KILL
-    assert decision(filter, 1, architecture=0x40000003) == syscalls.KILL

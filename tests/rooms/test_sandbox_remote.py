@@ -63,6 +63,7 @@ def test_the_same_answers_as_at_home(far: Sandbox) -> None:
     assert far.run_sync("while True: print('x' * 1000)").why == "output"
     assert far.run_sync("while True: pass", limits=Limits(wall=0.3)).why == "timeout"
     assert far.run_sync(b"x = '\xff'").why == "error"
+    assert far.run_sync("import socket\ntry: socket.socket()\nexcept OSError: pass").network == 1
     assert far.run_sync("import os; print(os.fork() >= 0)", limits=Limits(processes=2)).said.startswith("True")
 
     async def main() -> None:
@@ -111,6 +112,7 @@ GOOD = {
     "peak": 1,
     "sandbox": "x",
     "lost": False,
+    "network": 0,
 }
 REPLIES: dict[str, tuple[int, bytes]] = {
     "A-12 status 500": (500, b"oops"),
@@ -125,6 +127,7 @@ REPLIES: dict[str, tuple[int, bytes]] = {
     "A-12 no base64": (200, json.dumps(GOOD | {"stdout": "%%%"}).encode()),
     "A-12 more than was asked for": (200, json.dumps(GOOD | {"stdout": base64.b64encode(bytes(100_000)).decode()}).encode()),
     "A-12 uncontained": (200, json.dumps(GOOD | {"sandbox": "none"}).encode()),
+    "A-12 fewer than no attempts": (200, json.dumps(GOOD | {"network": -1}).encode()),
     "A-12 NaN": (200, json.dumps(GOOD | {"seconds": "x"}).encode()),
 }
 

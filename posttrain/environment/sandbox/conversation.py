@@ -174,6 +174,7 @@ class Conversation:
             peak=int(account.get("peak", 0)),
             sandbox=self.worker.backend.name,
             lost=lost,
+            network=account["network"],
         )
 
     def end(self) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Self
 
 from posttrain.environment.sandbox.backends import Backend
 from posttrain.environment.sandbox.cell.program import encode
-from posttrain.environment.sandbox.port import Call, Limits, Ran, SandboxBroken, SandboxUnavailableError
+from posttrain.environment.sandbox.port import Call, Limits, Ran, SandboxBroken, SandboxUnavailableError, Tally
 from posttrain.environment.sandbox.session import Session, Sessions
 from posttrain.environment.sandbox.worker import Job, Worker, begin
 
@@ -64,13 +64,14 @@ class Sandbox:
     def __init__(self, backend: Backend, *, workers: int | None = None, limits: Limits | None = None, sessions: int = SESSIONS) -> None:
         self.backend = backend
         self.limits = limits or Limits()
-        self.sessions = Sessions(backend, sessions)
+        self.network = Tally()
+        self.sessions = Sessions(backend, sessions, self.network)
         self.counts = Counts()
         self._queue: queue.SimpleQueue[_Asked | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
         count = workers or os.cpu_count() or 1
-        loop = _Loop(self._queue, backend, self.counts, self._lock)
+        loop = _Loop(self._queue, backend, self.counts, self._lock, self.network)
         self._threads = [threading.Thread(target=loop, name=f"sandbox {i}", daemon=True) for i in range(count)]
         for thread in self._threads:
             thread.start()
@@ -176,6 +177,7 @@ class _Loop:
     backend: Backend
     counts: Counts
     lock: threading.Lock
+    network: Tally
 
     def __call__(self) -> None:
         worker: Worker | None = None
@@ -218,7 +220,7 @@ class _Loop:
                 worker = used
             with self.lock:
                 self.counts.why[ran.why] += 1
-            _answer(asked.answer.set_result, ran)
+            _answer(asked.answer.set_result, self.network.add(ran))
             if worker is not None and worker.jobs >= RECYCLE:
                 worker.close()
                 worker = None

@@ -6,10 +6,12 @@ on which nothing can contain the program is `SandboxUnavailableError`, before an
 
 from __future__ import annotations
 
+import threading
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.types import Gauge
 
 KIB, MIB = 1024, 1024**2
 
@@ -88,6 +90,9 @@ class Ran:
     """Name of the backend that contained it."""
     lost: bool = False
     """In a session: its process ended with this piece, so nothing that was defined in it is there any more."""
+    network: int | None = None
+    """Sockets of a network it asked for, however it asked: each was refused. None where nobody counts: no sandbox, or a kernel
+    that does not tell (before 5.0, or where whoever runs us listens already)."""
 
     @property
     def said(self) -> str:
@@ -99,3 +104,24 @@ class Ran:
         """The end of standard error, one line, with control characters made visible."""
         lines = self.stderr.decode("utf-8", "backslashreplace").strip().splitlines()
         return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in lines[-1][:300]) if lines else ""
+
+
+class Tally:
+    """Attempts to reach a network, counted by many threads: per program or piece, of those that were counted."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._gauge = Gauge(0, 0)
+
+    def add(self, ran: Ran) -> Ran:
+        """Count one, and hand it on."""
+        if ran.network is not None:
+            with self._lock:
+                self._gauge += Gauge(ran.network, 1)
+        return ran
+
+    def take(self) -> Gauge:
+        """All since last asked."""
+        with self._lock:
+            taken, self._gauge = self._gauge, Gauge(0, 0)
+        return taken

@@ -153,6 +153,7 @@ class RemoteWorker(Worker):
             numbers = {k: float(told[k]) for k in ("seconds", "cpu")}
             good = told["why"] in get_args(Why) and told["sandbox"] not in ("", "none") and isinstance(told["sandbox"], str)
             good &= type(told["exit"]) is int and type(told["peak"]) is int and type(told["cut"]) is bool and type(told["lost"]) is bool
+            good &= told["network"] is None or (type(told["network"]) is int and told["network"] >= 0)
             good &= all(
                 len(texts[k]) <= most for k, most in (("stdout", limits.output), ("stderr", limits.output), ("result", limits.result))
             )
@@ -172,6 +173,7 @@ class RemoteWorker(Worker):
             peak=told["peak"],
             sandbox=f"remote:{told['sandbox'][:40]}",
             lost=told["lost"],
+            network=told["network"],
         )
 
     def stop(self) -> None:

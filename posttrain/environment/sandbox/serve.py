@@ -184,7 +184,7 @@ def limits_of(body: dict[str, Any]) -> Limits:
 def told(ran: Ran) -> dict[str, Any]:
     """What a program did, as it travels."""
     texts = {k: packed(getattr(ran, k)) for k in ("stdout", "stderr", "result")}
-    return texts | {k: getattr(ran, k) for k in ("why", "exit", "cut", "seconds", "cpu", "peak", "sandbox", "lost")}
+    return texts | {k: getattr(ran, k) for k in ("why", "exit", "cut", "seconds", "cpu", "peak", "sandbox", "lost", "network")}
 
 
 class _Ended(BaseException):

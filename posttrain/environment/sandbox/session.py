@@ -15,7 +15,7 @@ from typing import Any, Self
 from posttrain.core.errors import ConfigError
 from posttrain.environment.sandbox.backends import Backend
 from posttrain.environment.sandbox.conversation import Conversation
-from posttrain.environment.sandbox.port import Limits, Ran, SandboxBroken, SandboxUnavailableError
+from posttrain.environment.sandbox.port import Limits, Ran, SandboxBroken, SandboxUnavailableError, Tally
 from posttrain.environment.sandbox.remote import RemoteConversation, RemoteWorker
 from posttrain.environment.sandbox.worker import Worker, begin
 
@@ -189,10 +189,10 @@ class _Talk:
 class Sessions:
     """At most `most` sessions at once, each in a sandbox and with a thread of its own; more wait in the order they came."""
 
-    def __init__(self, backend: Backend, most: int) -> None:
+    def __init__(self, backend: Backend, most: int, network: Tally) -> None:
         if most < 1:
             raise ConfigError(f"sandbox: sessions={most} must be 1 or more")
-        self._shared = _Shared(backend, most)
+        self._shared = _Shared(backend, most, network)
         self._finalizer = weakref.finalize(self, _Shared.close, self._shared)
 
     def session(self, limits: Limits, idle: float) -> Session:
@@ -245,6 +245,7 @@ class _Shared:
 
     backend: Backend
     most: int
+    network: Tally
     changed: threading.Condition = field(default_factory=threading.Condition)
     waiting: deque[_Talk] = field(default_factory=deque[_Talk])
     live: dict[int, _Talk] = field(default_factory=dict[int, _Talk])
@@ -338,7 +339,7 @@ class _Keeper:
                     self.held = far.converse(talk.limits) if far else Conversation(self.worker, talk.limits)
                 if talk.ended:
                     raise SandboxBroken(talk.ended)
-                return self.held.answer(code)
+                return self.shared.network.add(self.held.answer(code))
             except (SandboxBroken, OSError, ValueError, KeyError):
                 told = self.held.answered if self.held is not None else 0
                 self._lose()

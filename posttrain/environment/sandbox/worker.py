@@ -265,6 +265,7 @@ class Worker:
             cpu=reply["cpu"],
             peak=reply["peak"],
             sandbox=self.backend.name,
+            network=reply["network"],
         )
 
     def close(self) -> None:

@@ -112,7 +112,7 @@ def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> Non
         resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
 
 
-def half(rules: int | None, *, host_files: bool, processes: bool) -> tuple[Any, Any]:
+def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) -> tuple[Any, Any]:
     """Landlock, for good, and what `shut` needs: all that can be done before the job is known."""
     prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
     prctl(PR_SET_DUMPABLE, 0, "dumpable")
@@ -122,7 +122,7 @@ def half(rules: int | None, *, host_files: bool, processes: bool) -> tuple[Any, 
     if platform.machine() != "x86_64":
         raise OSError(f"the list of system calls is written for x86_64, not {platform.machine()}")
     keeper = os.getppid()
-    code = syscalls.program(os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes)
+    code = syscalls.program(os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes, told=told)
     text = ctypes.create_string_buffer(code, len(code))
     return ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text))), text
 

@@ -10,13 +10,14 @@ import functools
 import struct
 
 AUDIT_ARCH_X86_64 = 0xC000003E
-ALLOW, ERRNO, KILL = 0x7FFF0000, 0x00050000, 0x80000000
+ALLOW, ERRNO, KILL, TELL, TRACE = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000, 0x7FF00000
 EPERM, ENOSYS = 1, 38
 
 LOAD, EQUAL, SET, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 
 CLONE, KILL_CALL, FCNTL, IOCTL, PRCTL, TGKILL, PRLIMIT, SENDTO, SOCKETPAIR, CLONE3 = 56, 62, 72, 16, 157, 234, 302, 44, 53, 435
 OPEN, OPENAT = 2, 257
+SOCKET, UNIX, NETLINK = 41, 1, 16
 
 # read write close fstat poll lseek mmap mprotect munmap brk rt_sig* futex openat
 PLAIN = (
@@ -122,26 +123,36 @@ PID, KEEPER, KEEPERS = 0x7A11C0D1, 0x7A11C0D2, 0x7A11C0D3
 """Where a job's process ids go in the template: numbers that no process has."""
 
 
-def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes: bool) -> bytes:
+def telling() -> bytes:
+    """The filter that tells of every socket of a network. Those of this machine are refused without a word: the C library asks
+    for some when it looks up a name of a user."""
+    refuse = op(RETURN, ERRNO | EPERM)
+    local = arg(0) + op(EQUAL, UNIX, 0, 1) + refuse + op(EQUAL, NETLINK, 0, 1) + refuse
+    return op(LOAD, 0) + when(SOCKET, local + op(RETURN, TELL)) + op(RETURN, ALLOW)
+
+
+def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes: bool, told: bool) -> bytes:
     """The filter for one job.
 
     `pid` is the job's own, the only one it may signal. `host_files`: the machine's files are in sight, so nothing that
     changes a file is let through. `processes`: children and exec are allowed, and signals too, but not to everybody at
-    once, to the `keeper` who reports how the job ended, to its group `keepers`, or to process 1.
+    once, to the `keeper` who reports how the job ended, to its group `keepers`, or to process 1. `told`: `telling` is set
+    too and decides about sockets. Of two filters' verdicts the stricter holds, so this one says only what is refused where
+    nobody traces (ENOSYS): a refusal of its own would be stricter than telling.
     """
-    code = template(host_files, processes)
+    code = template(host_files, processes, told)
     for mark, number in ((PID, pid), (KEEPER, keeper), (-KEEPERS, -keepers)):
         code = code.replace(struct.pack("I", mark & 0xFFFFFFFF), struct.pack("I", number & 0xFFFFFFFF))
     return code
 
 
 @functools.cache
-def template(host_files: bool, processes: bool) -> bytes:
+def template(host_files: bool, processes: bool, told: bool) -> bytes:
     """The filter with marks for process ids: it takes a millisecond to write, which a job need not spend."""
     start = op(LOAD, 4) + op(EQUAL, AUDIT_ARCH_X86_64, 1, 0) + op(RETURN, KILL)
     start += op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, KILL)
     plain = PLAIN + (() if host_files else FILES) + (PROCESSES if processes else ())
-    body = b""
+    body = when(SOCKET, op(RETURN, TRACE)) if told else b""
     if host_files:
         body += when(OPEN, without(1, WRITING)) + when(OPENAT, without(2, WRITING))
     else:

@@ -14,7 +14,6 @@ import fcntl
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -22,6 +21,7 @@ import time
 from typing import Any
 
 from . import cells, confine, program, syscalls
+from .attempts import Attempts, heard, taken, watched
 
 KILL = b"kill"
 GO, REST = b"go", b"rest"
@@ -44,17 +44,18 @@ def main() -> None:
     settings: dict[str, Any] = json.loads(sys.argv[1])
     control = socket.socket(fileno=settings["control"])
     try:
-        rules = prepare(settings)
+        rules, attempts = prepare(settings)
     except BaseException as error:
         control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         return
     control.send(json.dumps({"ready": True, "landlock": confine.landlock_version(), "inodes": settings["inodes"]}).encode())
     with contextlib.suppress(ConnectionError):
-        serve(control, settings, rules)
+        serve(control, settings, rules, attempts)
 
 
-def prepare(settings: dict[str, Any]) -> int | None:
-    """Import what jobs use, give up every right, and build the rule set; refuse where a promised wall is not there."""
+def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
+    """Import what jobs use, give up every right, and build the rule set; refuse where a promised wall is not there. Also the
+    count of attempts to reach a network, where this kernel can tell of them."""
     sys.path[:] = [p for p in sys.path if p != settings["home"]]
     if settings["package_path"]:
         sys.path.append(settings["package_path"])
@@ -70,19 +71,25 @@ def prepare(settings: dict[str, Any]) -> int | None:
     scratch, mode = settings["scratch"], settings["mode"]
     settings["inodes"] = bool(scratch) and confine.bound_files(scratch, settings["scratch_bytes"], settings["scratch_files"])
     if mode == "none":
-        return None
-    syscalls.template(mode == "landlock", settings["processes"] > 0)
+        return None, None
     confine.drop(settings["uid"])
     confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
     if confine.landlock_version() == 0:
         if mode == "landlock":
             raise OSError(f"kernel {os.uname().release} has no Landlock (needs 5.13 or later, and lsm=landlock)")
-        return None
-    write = [scratch, "/dev/null"] if scratch else []
-    return confine.ruleset(settings["readable"], write, run=settings["processes"] > 0)
+        rules = None
+    else:
+        write = [scratch, "/dev/null"] if scratch else []
+        rules = confine.ruleset(settings["readable"], write, run=settings["processes"] > 0)
+    attempts = None
+    with contextlib.suppress(OSError):
+        attempts = Attempts(confine.libc)
+    settings["told"] = attempts is not None
+    syscalls.template(mode == "landlock", settings["processes"] > 0, settings["told"])
+    return rules, attempts
 
 
-def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -> None:
+def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, attempts: Attempts | None) -> None:
     """Jobs one after the other until the other end closes. The child for the next one is made while the one before runs, unless that
     one is waiting already: then every core is busy, and what is made ahead and rehearsed costs more than it saves."""
     early = settings["processes"] == 0
@@ -105,7 +112,7 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -
             for fd in (*fds, locked):
                 os.close(fd)
             spare = hatch(control, settings, rules) if early and not request["followed"] else None
-            status, usage, spent = attend(pid, control) if request["session"] else (*wait(pid, control), False)
+            status, usage, spent = attend(pid, control, attempts) if request["session"] else (*wait(pid, control, attempts), False)
             if settings["mode"] == "none":
                 with contextlib.suppress(OSError):
                     os.killpg(pid, signal.SIGKILL)
@@ -114,7 +121,7 @@ def serve(control: socket.socket, settings: dict[str, Any], rules: int | None) -
             os.close(confined)
             cpu = usage.ru_utime + usage.ru_stime
             reply = {"ran": ran, "status": status, "seconds": took, "cpu": cpu, "peak": usage.ru_maxrss * 1024, "spent": spent}
-            control.send(json.dumps(reply).encode())
+            control.send(json.dumps(reply | {"network": taken(attempts)}).encode())
             if settings["scratch"]:
                 clean(settings["scratch"])
             control.send(CLEAN)
@@ -162,18 +169,18 @@ def bury(spare: tuple[int, socket.socket] | None) -> None:
         spare[1].close()
 
 
-def wait(pid: int, control: socket.socket) -> tuple[int, Any]:
+def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any]:
     """How the child ended; it is killed when the host says so or is gone."""
     watch = os.pidfd_open(pid)
-    poll = select.poll()
-    poll.register(watch, select.POLLIN)
-    poll.register(control, select.POLLIN)
+    poll = watched(attempts, watch, control.fileno())
     try:
         while True:
-            ready = {fd for fd, _ in poll.poll()}
+            ready = heard(poll, attempts)
             if watch in ready:
                 _, status, usage = os.wait4(pid, 0)
                 return status, usage
+            if control.fileno() not in ready:
+                continue
             said = control.recv(64)
             os.kill(pid, signal.SIGKILL)
             if not said:
@@ -183,36 +190,35 @@ def wait(pid: int, control: socket.socket) -> tuple[int, Any]:
         os.close(watch)
 
 
-def attend(pid: int, control: socket.socket) -> tuple[int, Any, bool]:
+def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any, bool]:
     """Keep a session: it runs between `GO` and `REST` only, and no longer than its processor time. As `wait`, and whether that was spent.
 
     The clock is the kernel's and read here, so a program can neither move it nor ignore its alarm.
     """
     watch, clock = os.pidfd_open(pid), ~pid << 3 | 2
-    poll = select.poll()
-    poll.register(watch, select.POLLIN)
-    poll.register(control, select.POLLIN)
+    poll = watched(attempts, watch, control.fileno())
     cores, begun, end, spent = os.cpu_count() or 1, 0.0, None, False
     try:
         while True:
-            pause = None if end is None else max(STEP, (end - seconds(clock)) / cores) * 1000
-            ready = {fd for fd, _ in poll.poll(pause)}
+            pause = None if end is None else max(STEP, (end - seconds(clock)) / cores)
+            ready = heard(poll, attempts, pause)
             if watch in ready:
                 _, status, usage = os.wait4(pid, 0)
                 return status, usage, spent
-            said = control.recv(64) if ready else b""
+            asked = control.fileno() in ready
+            said = control.recv(64) if asked else b""
             if said.startswith(GO):
                 begun = seconds(clock)
                 end = begun + float(said[len(GO) :])
                 os.kill(pid, signal.SIGCONT)
             elif said == REST:
                 os.kill(pid, signal.SIGSTOP)
-                control.send(json.dumps({"cpu": seconds(clock) - begun}).encode())
+                control.send(json.dumps({"cpu": seconds(clock) - begun, "network": taken(attempts)}).encode())
                 end = None
-            elif ready or (end is not None and seconds(clock) >= end):
-                spent, end = not ready, None
+            elif asked or (end is not None and seconds(clock) >= end):
+                spent, end = not asked, None
                 os.kill(pid, signal.SIGKILL)
-                if ready and not said:
+                if asked and not said:
                     os.waitpid(pid, 0)
                     raise ConnectionResetError("the other end is gone")
     finally:
@@ -234,7 +240,7 @@ def begin(settings: dict[str, Any], rules: int | None) -> Any:
         os.setpgid(0, 0)
         if settings["mode"] == "none":
             return None
-        return confine.half(rules, host_files=settings["mode"] == "landlock", processes=settings["processes"] > 0)
+        return confine.half(rules, host_files=settings["mode"] == "landlock", processes=settings["processes"] > 0, told=settings["told"])
     except OSError as error:
         return error
 
