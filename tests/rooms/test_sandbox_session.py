@@ -236,9 +236,11 @@ async def until(condition: object) -> None:
 async def lose() -> None:
     """End the sandboxes that there are; what is inside ends a moment after what is outside."""
     lost = mine()
+    commands = {line.split(" ", 1)[1] for line in lost}
+    inside = {line for line in living("cell.zygote") if line.split(" ", 1)[1] in commands}
     for line in lost:
         os.kill(int(line.split()[0]), signal.SIGKILL)
-    await until(lambda: not {line.split(" ", 1)[1] for line in lost} & {line.split(" ", 1)[1] for line in living("cell.zygote")})
+    await until(lambda: not inside & set(living("cell.zygote")))
 
 
 def test_a_lost_sandbox_is_our_failure_and_ends_the_session(box: Sandbox) -> None:
