@@ -6,27 +6,26 @@ can only run beside the program are `weak`, accepted by name, and named in the v
 
 from __future__ import annotations
 
-import re
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
-from posttrain.core.types import Gauge, Gauges, Task
+from posttrain.core.types import Gauge, Gauges, Task, merge
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.code_tests import CallTest, InputTest, Test, WeakTest, tests_of
+from posttrain.environment.fences import program_in
 from posttrain.environment.redact import redacted
 from posttrain.environment.sandbox.cell.program import encode
 from posttrain.environment.sandbox.choose import open_sandbox
 from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Call, Ran, SandboxBroken, SandboxUnavailableError
+from posttrain.environment.sandbox.port import Call, Limits, Ran, SandboxBroken, SandboxUnavailableError
 from posttrain.environment.sandbox.value import Unheard, heard, same, shown
 
 Scoring = Literal["all", "fraction"]
-FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,19 @@ class Outcome:
 
     kind: str = ""
     why: str = ""
+    seconds: float = 0.0
+    """That the program ran."""
 
 
 class Code:
     """A reward source: 1 where the response's program passes every test; with `scoring="fraction"`, the share it passes.
 
-    The program is the last fenced block marked as Python, else the last fenced block, else the whole response.
+    The program is the last fenced block marked as Python, else the last fenced block, else the whole response (`fences`).
 
     Args:
         sandbox: where programs run; None opens `auto`, which is refused here and now if this machine has none.
         weak: accept tests that run beside the program.
-        seconds: for all tests of one program together; those that it leaves no time for count as timed out.
+        seconds: that a program may run in all its tests together; those that it leaves no time for count as timed out.
         owned: end `sandbox` with this source; one that was opened here always is.
     """
 
@@ -68,7 +69,7 @@ class Code:
         self.weak = weak
         self.seconds = seconds
         self._owned = owned or sandbox is None
-        self._judged = self._spent = 0.0
+        self._taken: Gauges = {}
         self.sandbox = sandbox or open_sandbox()
 
     def check(self, tasks: Sequence[Task]) -> None:
@@ -77,35 +78,38 @@ class Code:
             tests_of(task, weak=self.weak)
 
     async def __call__(self, attempt: Attempt) -> Judged:
-        begun = time.monotonic()
-        verdict = await self.verdict(attempt.task, attempt.text)
-        self._judged, self._spent = self._judged + 1, self._spent + time.monotonic() - begun
-        return Judged(self.name, self.weight, redacted(verdict))
+        return Judged(self.name, self.weight, redacted(await self.verdict(attempt.task, attempt.text)))
 
     def gauges(self) -> Gauges:
-        """Since the last call: seconds a response took to judge, attempts of a program to reach a network (each refused), and tests
-        that wait for a sandbox now."""
-        taken = Gauge(self._spent, self._judged)
-        self._judged = self._spent = 0.0
-        told = {"seconds": taken, "network": self.sandbox.network.take(), "waiting": Gauge(self.sandbox.waiting, 1)}
-        return {f"verifier/{self.name}/{name}": gauge for name, gauge in told.items()}
+        """Since the last call: seconds a response took to judge, of all and by what came of it, tests that waited as one more came,
+        and attempts of a program to reach a network, each refused."""
+        taken, self._taken = self._taken, {}
+        return {f"verifier/{self.name}/{name}": gauge for name, gauge in merge(taken, {"network": self.sandbox.network.take()}).items()}
 
     async def verdict(self, task: Task, text: str) -> Verdict:
         """What one response is worth. A sandbox that was lost is our failure and no score."""
-        tests = tests_of(task, weak=self.weak)
-        program = program_in(text)
-        end = time.monotonic() + self.seconds
-        outcomes: list[Outcome] = []
+        begun = time.monotonic()
         try:
-            for test in tests:
-                if time.monotonic() > end:
-                    outcomes.append(Outcome("timeout", f"the tests together took longer than {self.seconds:g} s"))
-                else:
-                    outcomes.append(await self.outcome(program, test))
-                if outcomes[-1].kind and self.scoring == "all":
-                    break
+            verdict = await self._judged(tests_of(task, weak=self.weak), program_in(text))
         except (SandboxBroken, SandboxUnavailableError) as error:
-            return Verdict.failed("sandbox", str(error))
+            verdict = Verdict.failed("sandbox", str(error))
+        took = Gauge(time.monotonic() - begun, 1)
+        self._taken = merge(self._taken, {"seconds": took, f"kind/{verdict.kind or 'passed'}": took})
+        return verdict
+
+    async def _judged(self, tests: Sequence[Test], program: str) -> Verdict:
+        """Each test in its turn. What counts against the time of all is how long the program ran, not how long it waited for us."""
+        outcomes: list[Outcome] = []
+        spent = 0.0
+        for test in tests:
+            if spent > self.seconds:
+                outcomes.append(Outcome("timeout", f"the tests together took longer than {self.seconds:g} s"))
+            else:
+                self._taken = merge(self._taken, {"queue": Gauge(self.sandbox.waiting, 1)})
+                outcomes.append(await self.outcome(program, test))
+                spent += outcomes[-1].seconds
+            if outcomes[-1].kind and self.scoring == "all":
+                break
         return self._score(tests, outcomes)
 
     def _score(self, tests: Sequence[Test], outcomes: Sequence[Outcome]) -> Verdict:
@@ -120,31 +124,31 @@ class Code:
         return Verdict.value(score, bad[1].kind, "; ".join([why, *notes]))
 
     async def outcome(self, program: str, test: Test) -> Outcome:
-        """One test in a process of its own."""
+        """One test in a process of its own, which may say as much as is wanted of it."""
+        limits, room = self.sandbox.limits, test.room
+        limits = replace(limits, output=max(limits.output, room)) if isinstance(test, InputTest) else limits
+        limits = replace(limits, result=max(limits.result, room)) if isinstance(test, CallTest) else limits
         if isinstance(test, InputTest):
-            return _printed(await self.sandbox.run(program, stdin=test.stdin), test)
-        if isinstance(test, WeakTest):
-            return await self._weak(program, test)
-        ran = await self.sandbox.run(program, call=test.call)
-        if ran.why != "ok":
-            return _ended(ran)
-        try:
-            said = heard(ran.result)
-        except Unheard as error:
-            return Outcome(error.kind, str(error))
-        return Outcome() if same(said, test.wanted, test.how) else _differs(said, test)
+            ran = await self.sandbox.run(program, stdin=test.stdin, limits=limits)
+            found = _printed(ran, test, limits)
+        elif isinstance(test, CallTest):
+            ran = await self.sandbox.run(program, call=test.call, limits=limits)
+            found = _returned(ran, test)
+        else:
+            ran, found = await self._weak(program, test)
+        return replace(found, seconds=ran.seconds)
 
-    async def _weak(self, program: str, test: WeakTest) -> Outcome:
+    async def _weak(self, program: str, test: WeakTest) -> tuple[Ran, Outcome]:
         """The tests' statements after the program's, then a call of a function whose name the program was not told."""
         name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
         whole = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
         ran = await self.sandbox.run(whole, call=Call(name))
         if ran.why != "ok":
-            return _ended(ran)
+            return ran, _ended(ran)
         try:
-            return Outcome() if same(heard(ran.result), nonce) else Outcome("wrong", "the tests did not come to their end")
+            return ran, Outcome() if same(heard(ran.result), nonce) else Outcome("wrong", "the tests did not come to their end")
         except Unheard as error:
-            return Outcome(error.kind, str(error))
+            return ran, Outcome(error.kind, str(error))
 
     async def lint(self, tasks: Sequence[Task]) -> list[str]:
         """Tasks that a program without content passes, a line each: their tests prove nothing."""
@@ -166,25 +170,26 @@ class Code:
             self.sandbox.close()
 
 
-def program_in(text: str) -> str:
-    """The program of a response."""
-    blocks = FENCE.findall(text)
-    marked = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
-    if marked:
-        return marked[-1]
-    return blocks[-1][1] if blocks else text
-
-
 def _ended(ran: Ran) -> Outcome:
     """A run that did not end well, in words that show no raw control character."""
     said = f": {ran.complaint}" if ran.complaint else ""
     return Outcome(ran.why, f"{ran.why} (exit {ran.exit}, {ran.seconds:.2f} s){said}")
 
 
-def _printed(ran: Ran, test: InputTest) -> Outcome:
+def _returned(ran: Ran, test: CallTest) -> Outcome:
     if ran.why != "ok":
         return _ended(ran)
-    if ran.cut:
+    try:
+        said = heard(ran.result)
+    except Unheard as error:
+        return Outcome(error.kind, str(error))
+    return Outcome() if same(said, test.wanted, test.how) else _differs(said, test)
+
+
+def _printed(ran: Ran, test: InputTest, limits: Limits) -> Outcome:
+    if ran.why != "ok":
+        return _ended(ran)
+    if ran.cut and len(ran.stdout) >= limits.output:
         return Outcome("output", "printed more than is kept")
     if _lines(ran.said) == _lines(test.wanted):
         return Outcome()

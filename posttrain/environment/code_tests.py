@@ -15,14 +15,16 @@ from __future__ import annotations
 import ast
 import builtins
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from posttrain.core.errors import DataError, nearest
 from posttrain.core.types import Task
 from posttrain.environment.sandbox.cell.program import NotPlain, encode
-from posttrain.environment.sandbox.port import Call
+from posttrain.environment.sandbox.port import KIB, MOST_SAID, Call
 from posttrain.environment.sandbox.value import Comparison
 
 
@@ -35,6 +37,11 @@ class CallTest:
     how: Comparison = Comparison()
     public: bool = False
 
+    @cached_property
+    def room(self) -> int:
+        """Bytes that a right answer may need, and a wrong one may use."""
+        return SPARE + 2 * len(json.dumps(encode(self.wanted)))
+
 
 @dataclass(frozen=True)
 class InputTest:
@@ -44,6 +51,11 @@ class InputTest:
     wanted: str
     public: bool = False
 
+    @cached_property
+    def room(self) -> int:
+        """Bytes that a right answer may need, with as much white space again."""
+        return SPARE + 2 * len(self.wanted.encode("utf-8", "surrogatepass"))
+
 
 @dataclass(frozen=True)
 class WeakTest:
@@ -51,12 +63,14 @@ class WeakTest:
 
     source: str
     public: bool = False
+    room: int = 0
 
 
 Test = CallTest | InputTest | WeakTest
 
 CALL_KEYS = ("function", "args", "kwargs", "expected", "tolerance", "any_sequence", "public")
 INPUT_KEYS = ("stdin", "stdout", "public")
+SPARE = 4 * KIB
 
 
 def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
@@ -75,6 +89,9 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
     tests = [t for i, entry in enumerate(said) for t in _understood(entry, f"{where}[{i}]")]
     if not tests:
         raise DataError(f"{where} holds no assert and no test; without tests every program would pass")
+    large = next((t for t in tests if t.room > MOST_SAID), None)
+    if large is not None:
+        raise DataError(f"{where} wants an answer of {large.room // 2} bytes; no program may say more than {MOST_SAID // 2}: ask for less")
     bad = next((t for t in tests if isinstance(t, WeakTest)), None)
     if bad is not None and not weak:
         raise DataError(
@@ -143,7 +160,7 @@ def _from_assert(statement: ast.stmt) -> CallTest | None:
         return None
     left, right, op = test.left, test.comparators[0], test.ops[0]
     if isinstance(op, ast.Lt | ast.LtE):
-        return _from_difference(left, right)
+        return _from_difference(left, right, less=isinstance(op, ast.Lt))
     if not isinstance(op, ast.Eq | ast.Is):
         return None
     for call, value in ((left, right), (right, left)):
@@ -153,18 +170,24 @@ def _from_assert(statement: ast.stmt) -> CallTest | None:
     return None
 
 
-def _from_difference(left: ast.expr, right: ast.expr) -> CallTest | None:
-    """`abs(f(x) - literal) < tolerance`."""
+def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest | None:
+    """`abs(f(x) - literal) < bound`, which is within the next smaller number."""
     bound = _literal(right)
     if not (isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and left.func.id == "abs" and len(left.args) == 1):
         return None
     inner = left.args[0]
-    if not (isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub)) or bound is None or not isinstance(bound[0], float):
+    if (
+        not (isinstance(inner, ast.BinOp) and isinstance(inner.op, ast.Sub))
+        or bound is None
+        or not isinstance(bound[0], float)
+        or bound[0] <= 0
+    ):
         return None
     made, wanted = _call(inner.left), _literal(inner.right)
     if made is None or wanted is None or not isinstance(wanted[0], int | float):
         return None
-    return CallTest(made, float(wanted[0]), Comparison(tolerance=bound[0]))
+    within = math.nextafter(bound[0], 0.0) if less else bound[0]
+    return CallTest(made, float(wanted[0]), Comparison(tolerance=within, relative=False)) if within else None
 
 
 def _call(node: ast.expr) -> Call | None:

@@ -6,6 +6,7 @@ Case numbers with V are those of the list of exploits of verifiers that the judg
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,10 @@ from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
-from posttrain.environment.code import Code, program_in
+from posttrain.environment.code import Code
 from posttrain.environment.code_tests import CallTest, WeakTest, rewritten
 from posttrain.environment.code_tests import tests_of as read_tests
+from posttrain.environment.fences import program_in
 from posttrain.environment.sandbox.cell.program import NotPlain, decode, encode
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.sandbox.port import Call, Limits, SandboxBroken
@@ -152,6 +154,8 @@ def test_hidden_tests_are_not_told_and_public_ones_are(sandbox: Sandbox) -> None
 def test_our_failure_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         name = "broken"
+        waiting = 0
+        limits = Limits()
 
         async def run(self, *_: object, **__: object) -> None:
             raise SandboxBroken("the sandbox is gone")
@@ -216,7 +220,10 @@ def test_asserts_become_calls(text: str, call: Call, wanted: object) -> None:
 
 
 def test_asserts_with_a_tolerance_and_those_that_stay_weak() -> None:
-    assert rewritten("assert abs(f(2) - 1.5) < 1e-6", "") == [CallTest(Call("f", (2,)), 1.5, Comparison(1e-6))]
+    assert rewritten("assert abs(f(2) - 1.5) < 1e-6", "") == [
+        CallTest(Call("f", (2,)), 1.5, Comparison(math.nextafter(1e-6, 0), relative=False))
+    ]
+    assert rewritten("assert abs(f(2) - 1.5) <= 1e-6", "") == [CallTest(Call("f", (2,)), 1.5, Comparison(1e-6, relative=False))]
     for text in (
         "assert f(1)",
         "assert f(x) == 1",
@@ -228,12 +235,75 @@ def test_asserts_with_a_tolerance_and_those_that_stay_weak() -> None:
         assert rewritten(text, "") == [WeakTest(text)], text
 
 
+DIFFERENCES = [
+    ("abs(f() - 1000.0) < 0.1", "1000.05", 1.0), ("abs(f() - 1000.0) < 0.1", "1099.0", 0.0), ("abs(f() - 1000000.0) < 1e-3", "1000900.0", 0.0),
+    ("abs(f() - 1.0) < 0.5", "1.5", 0.0), ("abs(f() - 1.0) <= 0.5", "1.5", 1.0), ("abs(f() - 5) < 0.5", "5", 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("test", "value", "score"), DIFFERENCES)
+def test_a_difference_is_bounded_as_it_is_written(sandbox: Sandbox, test: str, value: str, score: float) -> None:
+    assert judged(sandbox, f"def f(): return {value}", f"assert {test}").score == score
+
+
+@pytest.mark.parametrize("bound", ["0.0", "-1.0", "5e-324"])
+def test_a_difference_of_nothing_is_no_tolerance(bound: str) -> None:
+    assert isinstance(rewritten(f"assert abs(f(2) - 1.5) < {bound}", "")[0], WeakTest)
+
+
+def test_what_a_right_answer_needs_may_be_said(sandbox: Sandbox) -> None:
+    lines = "\n".join(map(str, range(20_000)))
+    prints = "print('\\n'.join(map(str, range(20_000))))"
+    assert judged(sandbox, prints, {"stdin": "", "stdout": lines}).score == 1.0
+    assert judged(sandbox, f"{prints}; print(1)", {"stdin": "", "stdout": lines}).kind == "wrong"
+    assert (
+        judged(sandbox, "def f(n): return list(range(n))", {"function": "f", "args": [60_000], "expected": list(range(60_000))}).score
+        == 1.0
+    )
+    loud = "import sys\nfor i in range(3000): print('line', i, '.' * 20, file=sys.stderr)\nprint(42)"
+    assert judged(sandbox, loud, {"stdin": "", "stdout": "42"}).score == 1.0
+    assert judged(sandbox, "print(42, ' ' * 100_000, 43)", {"stdin": "", "stdout": "42"}).kind == "output"
+    with pytest.raises(DataError, match="no program may say more"):
+        read_tests(task({"stdin": "", "stdout": "x" * 3_000_000}))
+
+
+def test_a_wait_for_us_is_no_time_of_the_program(sandbox: Sandbox) -> None:
+    """Two endless programs stand before the two tests of a right one, longer than all its tests may take."""
+
+    async def main() -> Verdict:
+        with Sandbox(sandbox.backend, workers=1, limits=Limits(wall=1.0)) as one:
+            hogs = [asyncio.create_task(one.run("while True: pass")) for _ in range(2)]
+            await asyncio.sleep(0.05)
+            code = Code(one, seconds=1.5)
+            verdict = await code.verdict(task("assert f(1) == 2", "assert f(2) == 3"), "def f(x): return x + 1")
+            await asyncio.gather(*hogs)
+            gauges = code.gauges()
+            assert gauges["verifier/code/queue"].sum >= 1 and gauges["verifier/code/kind/passed"].mean > 1.5
+            return verdict
+
+    assert asyncio.run(main()).score == 1.0
+
+
+def test_the_time_of_all_tests_is_bounded(sandbox: Sandbox) -> None:
+    slow = "import time\ndef f(x): time.sleep(0.3); return x"
+    tests = [{"function": "f", "args": [i], "expected": i} for i in range(4)]
+    verdict = judged(sandbox, slow, *tests, seconds=0.5, scoring="fraction")
+    assert (verdict.score, verdict.kind) == (0.5, "timeout")
+
+
 def test_the_program_of_a_response() -> None:
     assert program_in("x = 1") == "x = 1"
     assert program_in("```\na\n```\n```python\nb\n```\n```text\nc\n```") == "b\n"
     assert program_in("```python\nb\n```\nno:\n```py\nd\n```") == "d\n"
     assert program_in("```python\nunfinished") == "unfinished"
     assert program_in("```js\na\n```") == "a\n"
+    assert program_in("```python\na```\nand\n```py\nb```") == "b" and program_in("```python\na```") == "a"
+    assert program_in("1. Here:\n   ```python\n   def f():\n       return 1\n   ```\n") == "def f():\n    return 1\n"
+    assert program_in("- ```python\n  x = 1\n  ```\n") == "x = 1\n"
+    assert program_in("```python\ndef f():\n    return '```'\n```\n") == "def f():\n    return '```'\n"
+    doc = 'def f():\n    """\n    ```\n    f()\n    ```\n    """\n'
+    assert program_in(f"```python\n{doc}```\nThat is it.") == doc
+    assert program_in(f"````python\n{doc}````") == doc and program_in("````\n```\nx\n```\n````") == "```\nx\n```\n"
 
 
 STRICT = [
@@ -241,7 +311,7 @@ STRICT = [
     (float("nan"), float("nan"), True), (1.0, float("nan"), False), (-0.0, 0.0, False), (float("inf"), float("inf"), True),
     ([1], (1,), False), ((1, 2), (1, 2), True), ({1, 2}, {2, 1}, True), ({1}, frozenset({1}), False), (b"a", b"a", True),
     ({"a": 1, 2: [3]}, {2: [3], "a": 1}, True), ({1: 2}, {True: 2}, False), ([1, 2], [1], False),
-    ("\ud800", "\ud800", True), ([], {}, False),
+    ("\ud800", "\ud800", True), ([], {}, False), ({frozenset({"a"})}, {frozenset({"b"})}, False), ({frozenset({1}): 2}, {frozenset({1}): 3}, False),
 ]  # fmt: skip
 
 
@@ -250,6 +320,30 @@ def test_values_are_the_same_by_type_and_value(said: object, wanted: object, equ
     """V-10."""
     assert same(encode(said), wanted) is equal
     assert type(decode(encode(said))) is type(said)
+
+
+def test_sets_in_sets_are_the_same_in_any_order() -> None:
+    """The order they are walked in depends on the interpreter's hashes: here it is reversed."""
+
+    def turned(value: Any) -> Any:
+        if isinstance(value, list):
+            return [turned(v) for v in value]
+        if not isinstance(value, dict):
+            return value
+        return {k: [turned(p) for p in reversed(v)] if k in ("set", "frozenset", "dict") else turned(v) for k, v in value.items()}
+
+    words = frozenset({"eat", "tea", "ate"})
+    for value in (
+        {words, frozenset({"tan", "nat"})},
+        {words: 1, frozenset({8, 0}): 2},
+        [{frozenset({words, frozenset()})}],
+        {(1, words): {2, 3}},
+    ):
+        assert same(turned(encode(value)), value) and same(encode(value), value)
+    deep: Any = {"int": "0x1"}
+    for _ in range(200):
+        deep = {"frozenset": [deep]}
+    assert not same({"set": [deep]}, {1})
 
 
 def test_numbers_too_long_to_print_are_compared_all_the_same(sandbox: Sandbox) -> None:

@@ -32,8 +32,8 @@ ENVIRONMENT = {
     "MKL_NUM_THREADS": "1",
 }
 """All of it: nothing of ours is inherited. One malloc arena, because under an address-space limit each thread's costs 64 MiB."""
-SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache")
-"""Where shared libraries are looked for."""
+SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+"""Where shared libraries are looked for, and the clocks of the world."""
 FLAGS = ("-s", "-S", "-P", "-B", "-m", "cell.zygote")
 
 
@@ -135,7 +135,7 @@ def tree(interpreter: Python, cell: Path, tools: bool) -> list[str]:
     """
     out: list[str] = []
     version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
-    for path in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", "/dev", "/usr", "/etc"):
+    for path in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", "/dev", "/usr", "/usr/share", "/etc"):
         out += ["--perms", "0755", "--dir", path]
     for path in SYSTEM:
         if os.path.islink(path):

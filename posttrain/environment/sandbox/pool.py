@@ -98,9 +98,7 @@ class Sandbox:
         try:
             return await asyncio.wrap_future(asked.answer)
         except asyncio.CancelledError:
-            asked.dropped = True
-            if asked.worker is not None:
-                asked.worker.stop()
+            self._drop(asked)
             raise
 
     def run_sync(
@@ -111,10 +109,15 @@ class Sandbox:
         try:
             return asked.answer.result()
         except KeyboardInterrupt:
+            self._drop(asked)
+            raise
+
+    def _drop(self, asked: _Asked) -> None:
+        """Nobody waits for it any more: end its program, and only its."""
+        with self._lock:
             asked.dropped = True
             if asked.worker is not None:
                 asked.worker.stop()
-            raise
 
     def session(self, *, limits: Limits | None = None, idle: float = IDLE) -> Session:
         """An interpreter for pieces of a program that see what those before them defined: the Python tool of an episode.
@@ -214,12 +217,13 @@ class _Loop:
                 if isinstance(error, SandboxUnavailableError) or asked.dropped:
                     break
                 continue
+            with self.lock:
+                asked.worker = None  # from here on it runs another's
+                self.counts.why[ran.why] += 1
             if alone:
                 used.destroy()
             else:
                 worker = used
-            with self.lock:
-                self.counts.why[ran.why] += 1
             _answer(asked.answer.set_result, self.network.add(ran))
             if worker is not None and worker.jobs >= RECYCLE:
                 worker.close()

@@ -14,6 +14,8 @@ from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.types import Gauge
 
 KIB, MIB = 1024, 1024**2
+MOST_SAID = 4 * MIB
+"""Bytes of a stream or a result that may be asked for at most."""
 
 Why = Literal["ok", "error", "timeout", "memory", "output", "crashed"]
 """ok: it ended with status 0. error: with another status, or an exception. timeout: cpu or wall. memory: MemoryError.

@@ -28,7 +28,7 @@ from typing import Any
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.environment.sandbox.choose import open_sandbox
 from posttrain.environment.sandbox.pool import IDLE, SESSIONS, Sandbox
-from posttrain.environment.sandbox.port import MIB, Limits, Ran, SandboxBroken
+from posttrain.environment.sandbox.port import MIB, MOST_SAID, Limits, Ran, SandboxBroken
 from posttrain.environment.sandbox.remote import TOKEN, VERSION, loopback, packed
 from posttrain.environment.sandbox.session import Session
 
@@ -176,7 +176,7 @@ def limits_of(body: dict[str, Any]) -> Limits:
     if not isinstance(asked, dict) or set(asked) - names or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in asked.values()):
         raise BadRequest(f"'limits' is an object of numbers named {', '.join(sorted(names))}")
     limits = Limits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in asked.items()})
-    if limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or limits.processes > 64 or max(limits.output, limits.result) > 4 * MIB:
+    if limits.wall > MOST_WALL or limits.memory > MOST_MEMORY or limits.processes > 64 or max(limits.output, limits.result) > MOST_SAID:
         raise BadRequest(f"limits beyond what is given here: wall {MOST_WALL:g} s, memory {MOST_MEMORY} B, 64 processes, output 4 MiB")
     return limits
 

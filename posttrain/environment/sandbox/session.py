@@ -159,11 +159,11 @@ class _Talk:
             self.pieces.clear()
             worker = self.worker
             alone = not self.taken
+            if worker is not None:
+                worker.stop()  # here, because once this is let go of the sandbox may be another's
             self.changed.notify()
         for piece in refused:
             _settle(piece.answer.set_exception, SandboxBroken(self.ended))
-        if worker is not None:
-            worker.stop()
         if alone:
             self.leave()
 

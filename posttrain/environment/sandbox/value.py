@@ -6,6 +6,7 @@ it is walked beside the wanted value, no deeper than that goes.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 from dataclasses import dataclass
@@ -27,7 +28,9 @@ class Comparison:
     """How much a value may differ. By default not at all: 5.0 is not 5, True is not 1, -0.0 is not 0.0, NaN is only NaN."""
 
     tolerance: float = 0.0
-    """Absolute and relative, for floats; with any tolerance an integer may stand for a float."""
+    """Absolute, and relative too, for floats; with any tolerance an integer may stand for a float."""
+    relative: bool = True
+    """Whether it is relative too."""
     any_sequence: bool = False
     """Whether a tuple may stand for a list."""
 
@@ -61,7 +64,7 @@ def same(said: Any, wanted: Any, how: Comparison = Comparison()) -> bool:
 
 def _same(said: Any, wanted: Any, how: Comparison) -> bool:
     if isinstance(wanted, float):
-        return _close(said, wanted, how.tolerance)
+        return _close(said, wanted, how)
     if wanted is None or isinstance(wanted, bool | str):
         return type(said) is type(wanted) and said == wanted
     if not isinstance(said, dict) or len(said) != 1:
@@ -91,7 +94,8 @@ def _same_dict(body: list[Any], parts: list[Any], how: Comparison) -> bool:
     return all(a == b and _same(body[i][1], parts[j][1], how) for (a, i), (b, j) in zip(left, right, strict=True))
 
 
-def _close(said: Any, wanted: float, tolerance: float) -> bool:
+def _close(said: Any, wanted: float, how: Comparison) -> bool:
+    tolerance = how.tolerance
     if tolerance:
         number = _integer(said)
         said = said if number is None else float(number)
@@ -100,7 +104,7 @@ def _close(said: Any, wanted: float, tolerance: float) -> bool:
     if math.isnan(wanted) or math.isnan(said):
         return math.isnan(wanted) and math.isnan(said)
     if tolerance:
-        return said == wanted or math.isclose(said, wanted, rel_tol=tolerance, abs_tol=tolerance)
+        return said == wanted or math.isclose(said, wanted, rel_tol=tolerance if how.relative else 0.0, abs_tol=tolerance)
     return said == wanted and math.copysign(1.0, said) == math.copysign(1.0, wanted)
 
 
@@ -123,4 +127,15 @@ def shown(said: Any, length: int = 80) -> str:
 
 
 def _text(value: Any) -> str:
-    return json.dumps(value, sort_keys=True)
+    """An encoded value as one text, whatever order its sets were walked in."""
+    return json.dumps(_ordered(value), sort_keys=True)
+
+
+def _ordered(value: Any) -> Any:
+    """Parts of sets and entries of dictionaries by the digests of their texts: a text inside a text would double with each level."""
+    if isinstance(value, list):
+        return [_ordered(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    loose = {k for k, v in value.items() if k in ("set", "frozenset", "dict") and isinstance(v, list)}
+    return {k: sorted(hashlib.sha256(_text(p).encode()).hexdigest() for p in v) if k in loose else _ordered(v) for k, v in value.items()}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import io
 import json
 import os
 import random
@@ -76,6 +77,7 @@ def run(source: bytes, call: bytes, result: int) -> int:
         status = _guarded(source, call, result, module)
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
+        module.__dict__.clear()  # what only the program's names held is closed, and so written, as at the end of any Python
     except SystemExit as leave:
         status = _status(leave)
     except MemoryError:
@@ -90,7 +92,20 @@ def begin(module: ModuleType) -> None:
     module.__dict__["__builtins__"] = builtins
     sys.modules[module.__name__] = sys.modules["__main__"] = module
     sys.argv = ["program"]
+    module.__dict__["__file__"] = "program"
+    streams()
     random.seed(0)
+
+
+def streams() -> None:
+    """The standard streams anew: those of the zygote were made for other files, of which Python remembers whether they can seek."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        raw = open(number, "rb" if number == 0 else "wb", closefd=False)  # noqa: SIM115 (open as long as the program)
+        raw.raw.name = f"<{name}>"  # type: ignore[attr-defined]
+        errors = "backslashreplace" if name == "stderr" else "surrogateescape"
+        stream = io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=name == "stderr")
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
 
 
 def _guarded(source: bytes, call: bytes, result: int, module: ModuleType) -> int:
@@ -128,8 +143,8 @@ def _status(leave: SystemExit) -> int:
     code = leave.code
     if code is None:
         return 0
-    if type(code) is int:
-        return code & 0xFF
+    if isinstance(code, int):
+        return int(code) & 0xFF
     say(f"{code}\n")
     return 1
 
@@ -150,10 +165,12 @@ def say(text: str) -> None:
 
 
 def flushed(status: int) -> int:
-    """Push out what both streams hold; 1 instead of 0 where that fails."""
-    for stream in (sys.stdout, sys.stderr):
+    """Push out what the streams hold, those too that the program put others in the place of; 1 instead of 0 where that fails.
+    One that it closed has nothing to say."""
+    for stream in (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__):
         try:
-            stream.flush()
+            if stream is not None and not getattr(stream, "closed", False):
+                stream.flush()
         except BaseException:
             status = status or 1
     return status

@@ -11,7 +11,7 @@ import struct
 
 AUDIT_ARCH_X86_64 = 0xC000003E
 ALLOW, ERRNO, KILL, TELL, TRACE = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000, 0x7FF00000
-EPERM, ENOSYS = 1, 38
+EPERM, ENOSYS, ENOTSUP = 1, 38, 95
 
 LOAD, EQUAL, SET, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 
@@ -22,8 +22,8 @@ SOCKET, UNIX, NETLINK = 41, 1, 16
 # read write close fstat poll lseek mmap mprotect munmap brk rt_sig* futex openat
 PLAIN = (
     *(0, 1, 3, 5, 7, 8, 9, 10, 11, 12, 202, 262, 4, 6, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),
-    # dup dup2 pause nanosleep getitimer alarm setitimer getpid sendfile recvfrom shutdown getsockname getsockopt exit wait4 uname
-    *(32, 33, 34, 35, 36, 37, 38, 39, 40, 45, 48, 51, 55, 60, 61, 63),
+    # dup dup2 pause nanosleep getitimer alarm setitimer getpid sendfile recvfrom shutdown getsockname getpeername getsockopt exit wait4 uname
+    *(32, 33, 34, 35, 36, 37, 38, 39, 40, 45, 48, 51, 52, 55, 60, 61, 63),
     # fsync fdatasync ftruncate getdents getcwd chdir fchdir readlink umask gettimeofday getrlimit getrusage sysinfo times getuid getgid
     *(74, 75, 77, 78, 79, 80, 81, 89, 95, 96, 97, 98, 99, 100, 102, 104),
     # geteuid getegid getppid getpgrp getgroups getresuid getresgid getpgid getsid rt_sigpending rt_sigtimedwait rt_sigsuspend sigaltstack
@@ -41,6 +41,9 @@ PLAIN = (
 FILES = (73, 76, 82, 83, 84, 85, 87, 90, 91, 132, 235, 258, 261, 263, 264, 268, 280, 316)
 """flock truncate rename mkdir rmdir creat unlink chmod fchmod utime utimes mkdirat futimesat unlinkat renameat fchmodat
 utimensat renameat2: only where the files in sight are the sandbox's own, because Landlock does not watch all of them."""
+ATTRIBUTES = range(188, 200)
+"""Extended attributes of files, from setxattr to fremovexattr. Refused as a file system does that has none, which is what copying a
+file with `shutil` is prepared for."""
 PROCESSES = (57, 58, 59, 109, 112, 247, 293, 434)
 """fork vfork execve setpgid setsid waitid pipe2 pidfd_open."""
 
@@ -69,7 +72,7 @@ def stretches(allowed: tuple[int, ...]) -> list[tuple[int, int]]:
     """(first number, verdict) of each stretch of numbers that have the same verdict, from 0 on."""
     out = [(0, ALLOW if 0 in allowed else ERRNO | EPERM)]
     for number in range(1, max(allowed) + 2):
-        verdict = ALLOW if number in allowed else ERRNO | EPERM
+        verdict = ALLOW if number in allowed else ERRNO | (ENOTSUP if number in ATTRIBUTES else EPERM)
         if verdict != out[-1][1]:
             out.append((number, verdict))
     return out
