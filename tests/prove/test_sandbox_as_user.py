@@ -18,7 +18,9 @@ pytestmark = pytest.mark.prove
 ROOT = Path(__file__).parents[2]
 USER = 65534
 FILES = sorted(
-    str(p.relative_to(ROOT)) for name in ("test_sandbox*", "test_code*", "test_hostile_cases") for p in ROOT.glob(f"tests/rooms/{name}.py")
+    str(p.relative_to(ROOT))
+    for name in ("test_sandbox*", "test_code*", "test_hostile_cases", "test_honest_programs")
+    for p in ROOT.glob(f"tests/rooms/{name}.py")
 )
 
 

@@ -91,6 +91,10 @@ def test_where_programs_run_is_one_setting_for_all_of_them(monkeypatch: pytest.M
         programs = environment(Env(name="programs", sandbox=where), 0)
         assert code.contained == "namespaces" and programs.contained == Offered.of("python", where).contained == ("namespaces",)  # type: ignore[attr-defined]
         code.close()  # type: ignore[attr-defined]
+    task = programs.train.task(0)
+    verdict = asyncio.run(programs.judge(Attempt(task, (str(task.answer),), Stop.SAID)))[0].verdict
+    assert verdict.score == 1.0 and programs.gauges()["verifier/programs/seconds"].count == 1
+    programs.close()
     assert Offered.of("files").contained == () == environment(Env(), 0).contained
     monkeypatch.delenv("ALLOW_UNSANDBOXED_CODE", raising=False)
     for build in (
