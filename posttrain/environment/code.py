@@ -84,7 +84,9 @@ class Code:
         """Since the last call: seconds a response took to judge, of all and by what came of it, tests that waited as one more came,
         and attempts of a program to reach a network, each refused."""
         taken, self._taken = self._taken, {}
-        return {f"verifier/{self.name}/{name}": gauge for name, gauge in merge(taken, {"network": self.sandbox.network.take()}).items()}
+        return {
+            f"verifier/{self.name}/{name}": gauge for name, gauge in merge(taken, {"network": Gauge(*self.sandbox.network.take())}).items()
+        }
 
     async def verdict(self, task: Task, text: str) -> Verdict:
         """What one response is worth. A sandbox that was lost is our failure and no score."""

@@ -160,7 +160,7 @@ def test_where_the_kernel_does_not_tell_they_are_refused_uncounted(tmp_path: Pat
     assert selftest(deaf) == []
     with Sandbox(deaf, workers=1) as box:
         ran = box.run_sync(WAYS[0][1])
-        assert (ran.said, ran.network, box.network.take()) == ("1\n", None, Gauge(0, 0))
+        assert (ran.said, ran.network, box.network.take()) == ("1\n", None, (0, 0))
 
 
 def test_each_filter_refuses_where_the_other_is_gone(tmp_path: Path) -> None:

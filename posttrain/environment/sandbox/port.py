@@ -11,7 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from posttrain.core.errors import ConfigError, PosttrainError
-from posttrain.core.types import Gauge
 
 KIB, MIB = 1024, 1024**2
 MOST_SAID = 4 * MIB
@@ -109,21 +108,22 @@ class Ran:
 
 
 class Tally:
-    """Attempts to reach a network, counted by many threads: per program or piece, of those that were counted."""
+    """Attempts to reach a network, counted by many threads: of programs and pieces where they were counted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._gauge = Gauge(0, 0)
+        self._attempts = self._programs = 0
 
     def add(self, ran: Ran) -> Ran:
         """Count one, and hand it on."""
         if ran.network is not None:
             with self._lock:
-                self._gauge += Gauge(ran.network, 1)
+                self._attempts, self._programs = self._attempts + ran.network, self._programs + 1
         return ran
 
-    def take(self) -> Gauge:
-        """All since last asked."""
+    def take(self) -> tuple[int, int]:
+        """Attempts, and the programs that were watched, since last asked."""
         with self._lock:
-            taken, self._gauge = self._gauge, Gauge(0, 0)
+            taken = self._attempts, self._programs
+            self._attempts = self._programs = 0
         return taken

@@ -10,7 +10,7 @@ from typing import Any
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.run import Where
 from posttrain.core.stop import Limits
-from posttrain.core.types import Gauges, Task
+from posttrain.core.types import Gauge, Gauges, Task
 from posttrain.environment.sandbox.choose import choose, opened
 from posttrain.environment.tools.boxes import Calculator, Files, KeyValue
 from posttrain.environment.tools.database import Database
@@ -81,7 +81,7 @@ class Offered:
 
     def gauges(self) -> Gauges:
         """Attempts of a piece of Python to reach a network (each refused), since last asked."""
-        return {"tools/python/network": self.desk.sandbox.network.take()} if "desk" in vars(self) else {}
+        return {"tools/python/network": Gauge(*self.desk.sandbox.network.take())} if "desk" in vars(self) else {}
 
     def close(self) -> None:
         if "desk" in vars(self):
