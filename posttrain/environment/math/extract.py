@@ -43,6 +43,8 @@ _GROWN = re.compile(
 _AFTER = re.compile(r"[ \t]{0,2}(?:\\text\{)?([^\n.,;:!?()$\\{}]{1,60})")
 _POINT = re.compile(r"[-+•] +(?![^\n]*\n\s*[-+•] )")
 _SENTENCE = re.compile(r"(?<!\bsq)(?<!\bcu)[.;!?](?:\s|$)")
+_CLEAR = re.compile(r"\([A-J]\)(?= (?:because|since|as|is|for)\b)|(?i:yes|no|true|false)(?=[,.;])|([A-J][.)])(?= \S)")
+"""A choice or a word that is the answer, whatever numbers come after it; group 1 is a letter with its value behind it."""
 _MEASURING = {"per", "square", "cubic", "squared", "cubed", "sq", "cu", "half", "am", "pm"}
 
 
@@ -187,8 +189,8 @@ def _first(line: str) -> str:
     sentence = _SENTENCE.split(line, maxsplit=1)[0]
     if not prose(line) or _measures(sentence):
         return line if not prose(line) else sentence
-    if (choice := re.match(r"\(([A-J])\)(?= (?:because|since|as|is|for)\b)", line)) is not None:
-        return choice[1]
+    if (clear := _CLEAR.match(line)) is not None:
+        return clear[0] if clear[1] is None else f"{clear[0]} {_first(line[clear.end() :].strip())}"
     span = _SPAN.search(line)
     if span and (number is None or span.start() <= number.start()):
         return _joined(line, span)
