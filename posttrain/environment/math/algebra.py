@@ -14,12 +14,15 @@ from typing import Any, cast
 
 from posttrain.core.verdict import Verdict
 from posttrain.environment.math.grade import UnreadableError, gold_of, grade
-from posttrain.environment.math.reading import Other, Value, parts
+from posttrain.environment.math.values import Other, Value, parts
 from posttrain.environment.workers.pool import told
 
 _SAME = (("2\\sqrt{2}", "\\sqrt{8}"), ("x^2-1", "(x-1)(x+1)"), ("\\pi", "3.141593"), ("\\frac{x+1}{2}", "\\frac{x}{2}+0.5"))
 """What a working algebra finds equal."""
 _NUMBER = re.compile(r"[-+]?(?:\d+/\d+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
+
+_DECIMAL = re.compile(r"(?<![\d.,])(\d*)\.(\d{1,15})(?![\d.,])")
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 
 
 class _RefusedError(BaseException):
@@ -62,14 +65,22 @@ def answer(gold: str, response: str | None) -> Verdict:
 
 @functools.lru_cache(maxsize=65536)
 def equal(gold: str, said: str) -> bool:
-    """Whether math-verify finds two expressions equal; UnreadableError where it cannot read one. Siblings often say the same."""
+    """Whether math-verify finds two expressions equal; UnreadableError where it cannot read one. Siblings often say the same.
+
+    It does not see that 0.5+0.5i is (1+i)/2, so decimals beside an i are asked about once more as fractions.
+    """
     from math_verify import verify
 
     try:
         wanted, given = parsed(gold), parsed(said)
         if wanted is None or given is None:
             raise UnreadableError(gold if wanted is None else said, gold=wanted is None)
-        return bool(verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None))
+        if verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None):
+            return True
+        exact = [_DECIMAL.sub(_fraction, text) for text in (gold, said)]
+        if exact == [gold, said] or not any(_IMAGINARY.search(text) for text in exact):
+            return False
+        return bool(verify(parsed(exact[0]), parsed(exact[1]), allow_set_relation_comp=True, timeout_seconds=None))
     except _RefusedError:
         raise UnreadableError(said, gold=False) from None
 
@@ -82,6 +93,10 @@ def parsed(text: str) -> Any:
     inside = text.replace("%", "\\%")
     found: Any = parse(f"\\boxed{{{inside}}}", [LatexExtractionConfig()], "no_fallback", parsing_timeout=cast(int, None))
     return found[0] if found else None
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    return rf"\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}}"
 
 
 def _readable(value: Value) -> None:

@@ -6,21 +6,46 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from posttrain.environment.math.units import SCALES, changing, unit
+
 LONGEST_LINE = 300
 """Characters after a phrase such as `the answer is` that are looked at."""
 TAIL = 10_000
 """Without a box, only so many last characters are searched."""
 
-_BRACE = re.compile(r"\\(?:boxed|fbox)\s*\{|\\[\\{}]|[{}]")
-_PHRASE = re.compile(r"(?:\banswers?\b|\bresult\b)[*_\s]{0,4}(?:is|are|:|=)[*_\s:=]{0,6}", re.IGNORECASE)
-_SPAN = re.compile(r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500}?)(?<!\\)\$|\\\(([^\n]{1,500}?)\\\)|\\\[([^$]{1,500}?)\\\]")
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-_NUMBER = re.compile(
-    rf"(?<![\w.])(?<![\d)\]] )(?:(?<![\d)\]])[-+−–])?[$€£]?(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+(?:\.\d+)?)?(?:\s?\\?%)?(?![\d])"
+_SIGNLESS = (
+    rf"[$€£]?(?:\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+|(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"
 )
-_PLAIN = re.compile(rf"[-+−–]?[$€£]?(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?")
+_PLAIN = re.compile(rf"[-+−–]?{_SIGNLESS}", re.IGNORECASE)
+_NUMBER = re.compile(rf"(?<![\w.])(?<!\d:)(?<![\d)\]] )(?:(?<![\d)\]])[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE)
+_BRACE = re.compile(
+    r"\\(?:boxed|fbox)\s*\{"
+    r"|\\(?:boxed|fbox)(?![A-Za-z])\s*(\\[dt]?frac(?:\s?\d\s?\d|\{[^{}\n]{1,60}\}\{[^{}\n]{1,60}\})"
+    rf"|[-+−]?{_DIGITS}(?:\.\d+)?|[A-Za-z](?![A-Za-z]))"
+    r"|\\[\\{}]|[{}]"
+)
+_PHRASE = re.compile(
+    r"(?:\banswers?\b|\bresult\b)[*_\s]{0,4}(?:\bis\b|\bare\b|:|=)[*_\s:=]{0,6}"
+    r"|^[ \t]{0,3}(?:#{1,6}|\*\*|__)[^\n.:]{0,40}\banswers?[*_: \t]{0,6}$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_BELOW = re.compile(r"(?::|\b(?:below|by|follows|following)[.:]?)$", re.IGNORECASE)
+_SPAN = re.compile(r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500}?)(?<!\\)\$|\\\(([^\n]{1,500}?)\\\)|\\\[([^$]{1,500}?)\\\]")
+_JOIN = re.compile(r"\s{0,4}(?:,\s{0,4}(?:(?:and|or)\b)?|and\b|or\b)\s{0,4}")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|max|min|gcd|lcm|mod|and|or)\b")
 _WORD = re.compile(r"[^\W\d_]{2,}")
+_GROWN = re.compile(
+    r"(?:\\(?:pi|sqrt|cdot|times|text|mathrm)(?![A-Za-z])(?:\{[^{}\n]{0,60}\})?|[π√²³°]|(?<=[π√])\d+"
+    r"|(?![mghsLCFNJWV]\b|x (?:as|more|faster|larger|bigger|greater|longer|the)\b)[A-Za-z]{1,3}(?![A-Za-z])|\^\{?-?\w{1,6}\}?)+"
+)
+"""What may stand directly behind a number, so that the number alone is not what was said: `12π`, `5x`, `3rd`."""
+_AFTER = re.compile(r"[ \t]{0,2}(?:\\text\{)?([^\n.,;:!?()$\\{}]{1,60})")
+_POINT = re.compile(r"[-+•] +(?![^\n]*\n\s*[-+•] )")
+_SENTENCE = re.compile(r"(?<!\bsq)(?<!\bcu)[.;!?](?:\s|$)")
+_CLEAR = re.compile(r"\([A-J]\)(?= (?:because|since|as|is|for)\b)|(?i:yes|no|true|false)(?=[,.;])|([A-J][.)])(?= \S)")
+"""A choice or a word that is the answer, whatever numbers come after it; group 1 is a letter with its value behind it."""
+_MEASURING = {"per", "square", "cubic", "squared", "cubed", "sq", "cu", "half", "am", "pm"}
 
 
 @dataclass(frozen=True)
@@ -36,10 +61,11 @@ def final(text: str) -> Found | None:
 
     1. what comes before the last `</think>` does not count, nor what follows a `<think>` that never ends;
     2. the last complete `\\boxed{...}`, braces balanced. A box that was opened and never closed is no answer;
-    3. the line after the last `####`;
-    4. what follows the last `answer is` or `answer:` on its line: all of it where it is no prose, else its first formula or number;
+    3. the line after the last `####`, where it is no heading: it holds a value and no prose, or no answer comes after it;
+    4. what follows the last `answer is`, `answer:` or heading such as `**Final Answer**`: the formulas that stand first, on whatever line;
+       else its line, all of it where it is no prose, else its first formula or number with its unit;
     5. all of a response that is one line without prose;
-    6. the last formula in dollar signs, or the last number, whichever ends later.
+    6. the last formula in dollar signs, or the last number, whichever ends later, with its unit.
 
     >>> final(r"so \\boxed{3}, no: \\boxed{\\frac{1}{2}}"), final("7 of 12 make 1,234.")
     (Found(text='\\\\frac{1}{2}', several=True), Found(text='1,234', several=False))
@@ -52,13 +78,12 @@ def final(text: str) -> Found | None:
         return None
     text = text[-TAIL:]
     if "####" in text:
-        line = text.rpartition("####")[2].strip().partition("\n")[0].strip()
-        return Found(line) if line else None
+        line = _marked(text)
+        if line is not None:
+            return Found(line) if line else None
     phrases = list(_PHRASE.finditer(text))
-    if phrases:
-        line = _line(text[phrases[-1].end() : phrases[-1].end() + LONGEST_LINE])
-        if line:
-            return Found(_first(line))
+    if phrases and (told := _told(text[phrases[-1].end() :], "\n" in phrases[-1].group())):
+        return Found(told)
     whole = text.strip()
     if len(whole) <= LONGEST_LINE and "\n" not in whole and (not prose(whole) or not any(c.isdigit() or c == "$" for c in whole)):
         return Found(whole)
@@ -85,6 +110,10 @@ def _boxes(text: str) -> tuple[list[str], bool]:
         return out, False
     for match in _BRACE.finditer(text):
         token = match.group()
+        if match[1] is not None:
+            if not inside:
+                out.append(match[1])
+            continue
         if len(token) == 2 and token[0] == "\\":
             continue
         if token != "}":
@@ -99,26 +128,116 @@ def _boxes(text: str) -> tuple[list[str], bool]:
     return out, inside > 0
 
 
+def _marked(text: str) -> str | None:
+    """The line after the last `####`; None where it is a heading, empty where there is nothing."""
+    line, _, rest = text.rpartition("####")[2].strip().partition("\n")
+    line = line.strip()
+    if _PHRASE.search(f"#### {line}") or _PHRASE.search(rest):
+        return None if prose(line) or _PHRASE.search(f"#### {line}") else line
+    if not rest.strip():
+        line = re.sub(r"^[A-Za-z ]{2,40}:\s*(?=\S)", "", line)
+        return line if len(_WORD.findall(line)) <= 3 else _first(line)
+    value = any(c.isdigit() for c in line) or _SPAN.search(line) is not None
+    if (value and not prose(line)) or not any(c.isdigit() or c in "$\\" for c in rest):
+        return line
+    plain = _PLAIN.match(line)
+    return line if plain and re.fullmatch(r"[ ]?[^\W\d_]+", line[plain.end() :]) else None
+
+
+def _told(rest: str, below: bool) -> str:
+    """What is said after a phrase: the formulas that stand first, else the answer at the start of the line.
+
+    `below`: the phrase ended its line, so that what follows may be the one point of a list.
+    """
+    rest = re.sub(r"^[*_\s]*(?:```\w*\s+)?", "", rest[: 4 * LONGEST_LINE])
+    if below:
+        rest = _POINT.sub("", rest, 1) if _POINT.match(rest) else rest
+    line = _line(rest[:LONGEST_LINE])
+    if _SPAN.match(rest) is None and _BELOW.search(rest.partition("\n")[0].rstrip("* _")) and "\n" in rest:
+        following = rest.partition("\n")[2].lstrip()
+        rest = following if _SPAN.match(following) else rest
+    if (span := _SPAN.match(rest)) is not None:
+        return _joined(rest, span)
+    return _first(line) if line else ""
+
+
 def _line(rest: str) -> str:
     """What follows a phrase on its line, without markdown and final punctuation."""
     line = rest.lstrip().partition("\n")[0]
     return re.sub(r"^[*_\s]+|[*_\s.,;:]+$", "", line)
 
 
+def _joined(text: str, span: re.Match[str]) -> str:
+    """Formulas that follow one another as a list, and the unit after the last."""
+    out = _content(span)
+    while (join := _JOIN.match(text, span.end())) and (more := _SPAN.match(text, join.end())):
+        out, span = f"{out.strip()}{_comma(join.group())}{_content(more).strip()}", more
+    after = _words_after(text, span.end())
+    return rf"{out.strip()}\text{{ {after}}}" if after else out
+
+
+def _comma(join: str) -> str:
+    word = join.replace(",", " ").strip()
+    return rf" \text{{ {word} }} " if word else ", "
+
+
 def _first(line: str) -> str:
     """The answer at the start of a line."""
     span, number = _SPAN.match(line), _NUMBER.search(line)
     if span:
-        return _content(span)
-    if not prose(line):
-        return line
+        return _joined(line, span)
+    sentence = _SENTENCE.split(line, maxsplit=1)[0]
+    if not prose(line) or _measures(sentence):
+        return line if not prose(line) else sentence
+    if (clear := _CLEAR.match(line)) is not None:
+        return clear[0] if clear[1] is None else f"{clear[0]} {_first(line[clear.end() :].strip())}"
     span = _SPAN.search(line)
     if span and (number is None or span.start() <= number.start()):
-        return _content(span)
-    if number is not None:
-        plain = _PLAIN.match(line)
-        return plain.group() if plain else number.group()
-    return re.split(r"[.;!?](?:\s|$)", line, maxsplit=1)[0]
+        return _joined(line, span)
+    if number is None:
+        return sentence
+    plain = _PLAIN.match(line)
+    return _listed(line) or _with_unit(line, plain or number) if plain else _with_unit(line, number)
+
+
+def _listed(line: str) -> str | None:
+    """`1, 2, and 3` at the start of a line that goes on with no more than two words."""
+    end = 0
+    match = _PLAIN.match(line)
+    while match and (join := _JOIN.match(line, match.end())) and (more := _PLAIN.match(line, join.end())):
+        match, end = more, more.end()
+    return line[:end] if end and re.match(r"(?: [^\W\d_]+){0,2}(?:[.;!?]|$)", line[end:]) else None
+
+
+def _measures(sentence: str) -> bool:
+    """Whether all its words are units and the like, so that it is a value as a whole: `12π square cm`."""
+    words = _WORD.findall(_COMMAND.sub(" ", sentence))
+    return any(c.isdigit() or c == "π" for c in sentence) and all(unit(w) or w.lower() in SCALES or w.lower() in _MEASURING for w in words)
+
+
+def _with_unit(text: str, number: re.Match[str]) -> str:
+    """A number with what belongs to it behind it: `12π`, `5 million`, `12 km`, `5 squared`."""
+    grown = _GROWN.match(text, number.end())
+    start, end = number.start(), grown.end() if grown else number.end()
+    start -= len(text[:start]) - len(text[:start].rstrip("√π"))
+    after = _words_after(text, end)
+    return f"{text[start:end]} {after}" if after else text[start:end]
+
+
+def _words_after(text: str, at: int) -> str:
+    """Words after a value that make another value of it, or are its unit and end the phrase; else nothing."""
+    match = _AFTER.match(text, at)
+    words = match[1].split() if match else []
+    if not words:
+        return ""
+    scales = 0
+    while scales < len(words) and words[scales].lower() in SCALES:
+        scales += 1
+    if unit(" ".join(words[scales:])):
+        return " ".join(words)
+    if changing(" ".join(words[scales : scales + 3])):
+        return " ".join(words[: scales + 3])
+    return " ".join(words[:scales])
 
 
 def _candidates(text: str) -> Iterator[tuple[int, str]]:
@@ -127,15 +246,16 @@ def _candidates(text: str) -> Iterator[tuple[int, str]]:
     for last in _SPAN.finditer(text):
         spans.append(last.span())
     if last is not None:
-        yield last.end(), _content(last)
-    number, at = None, 0
+        yield last.end(), _joined(text, last)
+    number, at, grown = None, 0, 0
     for match in _NUMBER.finditer(text):
         while at < len(spans) and spans[at][1] <= match.start():
             at += 1
-        if at == len(spans) or match.end() <= spans[at][0]:
+        if match.start() >= grown and (at == len(spans) or match.end() <= spans[at][0]):
             number = match
+            grown = more.end() if (more := _GROWN.match(text, match.end())) else 0
     if number is not None:
-        yield number.end(), number.group()
+        yield number.end(), _with_unit(text, number)
 
 
 def _content(span: re.Match[str]) -> str:

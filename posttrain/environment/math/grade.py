@@ -9,8 +9,9 @@ from functools import lru_cache
 from posttrain.core.verdict import Verdict
 from posttrain.environment.math.equal import Algebra, equal, standing
 from posttrain.environment.math.extract import final
-from posttrain.environment.math.reading import Other, TooLarge, Value, parts, read
+from posttrain.environment.math.reading import read
 from posttrain.environment.math.spelling import spelled
+from posttrain.environment.math.values import Other, TooLarge, Value, parts
 
 
 class UnreadableError(ValueError):
@@ -65,7 +66,7 @@ def gold_of(answer: str) -> Gold | None:
 def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | None:
     """The grade; None where only the algebra can tell and there is none here.
 
-    >>> grade(gold_of("0.5"), r"so \\\\boxed{\\\\frac{1}{2}}").score, grade(gold_of("4"), r"\\\\boxed{3}").kind
+    >>> grade(gold_of("0.5"), r"so \\boxed{\\frac{1}{2}}").score, grade(gold_of("4"), r"\\boxed{3}").kind
     (1.0, 'wrong')
     """
     found = final(response)

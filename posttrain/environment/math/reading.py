@@ -6,90 +6,42 @@ Whatever they do not understand is an `Other`, for the algebra to compare. Nothi
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import replace
 from fractions import Fraction
-from math import factorial
 
+from posttrain.environment.math.numerals import based, clock, constant, number
 from posttrain.environment.math.spelling import closing
-from posttrain.environment.math.units import unit
+from posttrain.environment.math.units import changing, tail
+from posttrain.environment.math.values import Choice, Items, Named, Number, Other, TooLarge, Union, Value, Words, parts
 
-MOST_DIGITS = 2000
-"""A power or factorial with more digits is not computed."""
 MOST_ITEMS = 64
 DEPTH = 4
 """Lists inside lists."""
 
-
-@dataclass(frozen=True)
-class Number:
-    """An exact number. `decimals`: digits after its decimal point; None where it was written in another way."""
-
-    value: Fraction
-    decimals: int | None = None
-    percent: bool = False
-    unit: str = ""
-
-
-@dataclass(frozen=True)
-class Words:
-    """A word answer, such as a day, true, or none."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class Items:
-    """Several values. `left` and `right` are brackets: `(`, `[`, `{` for a set, empty for a bare list."""
-
-    left: str
-    right: str
-    items: tuple[Value, ...]
-
-
-@dataclass(frozen=True)
-class Named:
-    """`x=3`. `simple`: the left side only names the value, as `x`, `f(2)` or `3+4` do, so that it may be left out."""
-
-    name: str
-    simple: bool
-    value: Value
-
-
-@dataclass(frozen=True)
-class Other:
-    """Only the algebra understands this."""
-
-    text: str
-
-
-@dataclass(frozen=True)
-class TooLarge:
-    """A number that nobody should compute."""
-
-    text: str
-
-
-Value = Number | Words | Items | Named | Other | TooLarge
-
-_D = r"(?:\d{1,3}(?:,\d{3})+|\d{1,3}(?: \d{3})+|\d+)(?:\.\d*)?|\.\d+"
-_DECIMAL = re.compile(rf"([-+]?)({_D})")
-_SCIENTIFIC = re.compile(rf"([-+]?)(?:({_D})(?: ?\\times ?| ?\\cdot ?|\*|x))?10\^(?:\{{([-+]?\d+)\}}|(\d+))|([-+]?)({_D})[eE]([-+]?\d+)")
-_FRACTION = re.compile(rf"([-+]?)(?:\\frac\{{([-+]?)({_D})\}}\{{([-+]?)({_D})\}}|({_D})[/:]([-+]?)({_D}))")
-_REPEATING = re.compile(r"([-+]?)(\d*)\.(\d*)\\overline\{(\d+)\}")
-_MIXED = re.compile(r"([-+]?)(\d+)(?: ?\\frac\{(\d+)\}\{(\d+)\}| (\d+)/(\d+))")
-_POWER = re.compile(r"(-?)(\d+)\^(?:\{(-?\d+)\}|(\d))")
-_FACTORIAL = re.compile(r"(\d+)!")
-_HUGE_FACTORIAL = re.compile(r"[)}!]!|\d{4}!")
-_TOWER = re.compile(r"[-+]?\d+(?:(?:\^|\*\*)\{*-?\d+)*(?:\^|\*\*)\{*-?\d+\}*")
-_CURRENCY = re.compile(r"([-+]?)(\$|€|£|\\pounds ?|\\euro ?)([-+]?)(.+)")
 _SIMPLE = re.compile(r"[A-Za-z](?:_(?:\w|\{\w+\}))?'?|\\[A-Za-z]+(?:_\w)?|\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z]{1,3}\([^()=]{0,30}\)")
-_CONSTANT = re.compile(r"(?:[-+*/^(){}\[\]\d.,!=%: ]|\\(?:times|cdot|frac|sqrt|div) ?)+")
 _WORDS = re.compile(r"[^\W\d_]{4,}|(?:[^\W\d_]+[ '-]){1,8}[^\W\d_]{2,}|yes|no|odd|one|two|six|ten|all", re.IGNORECASE)
-_TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _RELATION = re.compile(r"(?:([^<>=]+?)(<|>|\\le|\\ge) ?)?(?<![A-Za-z\\])([A-Za-z])(?: ?(<|>|\\le|\\ge) ?([^<>=]+))?")
 _SUCH_THAT = re.compile(r"\\\{[A-Za-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid ?|\||:)(.+)\\\}")
 _CHOICE = re.compile(r"\(?(?:\\text\{ ?\(?)?([A-Za-z])(?:\)? ?\})?[).]?")
-_AND = re.compile(r"(?: |\\text\{)(?:and|or)(?: |\})|\\text\{ ?(?:and|or) ?\}| ?\\(?:lor|vee|land) ?")
+_RELATED = re.compile(r"\\[lgn]e(?![A-Za-z])")
+_UNEQUAL = re.compile(r"([A-Za-z]) ?\\ne ?([^<>=,;]+)")
+_INFINITE = (Other("-\\infty"), Other("\\infty"))
+_OR = r"\\text\{ ?,? ?or ?\} ?| ?(?<![A-Za-z\\{])or(?![A-Za-z}]) ?| ?\\(?:lor|vee)(?![A-Za-z]) ?"
+_AND = re.compile(_OR + r"|\\text\{ ?,? ?and ?\} ?| ?(?<![A-Za-z\\{])and(?![A-Za-z}]) ?| ?\\(?:land|wedge)(?![A-Za-z]) ?")
+_EITHER = re.compile(_OR + r"| ?\\cup(?![A-Za-z]) ?")
+_TEXT = re.compile(r"\\text\{([^{}]*)\}")
+_WRITTEN_UNIT = re.compile(r"(.+?) ?(\\text\{[^{}]*\}(?:\\text\{[^{}]*\}|\^\{?-?\d\}?|/)*)")
+_BARE_UNIT = re.compile(
+    r"((?:[-+*/^(){}\[\]\d.,!: ]|\\(?:times|cdot|frac|sqrt|div|pi|ln|log)(?![A-Za-z]))+)"
+    r"((?:cm|mm|km|kg|ft|yd|in|mi|hr|m(?![A-Za-z])|[A-Za-z]{3,}).*)"
+)
+_MONEY = re.compile(r"([$€£])(.*[^\d.,].*)")
+_LETTER = re.compile(r"(?:\\text\{ ?\(([A-J])\)[.:]? ?\}|\(([A-J])\)|\(\\text\{([A-J])\}\))[.:]? ?(.+)")
+_BARE_LETTER = re.compile(r"(?:\\text\{ ?([A-J])\)?[.:]? ?\}[).:]? ?(?=[-$\d\\])|([A-J])(?:\)|\. |:(?=[-$\d\\]|[A-Za-z]{3}))) ?(.+)")
+_PRODUCT = re.compile(r"^-|(?<![\\A-Za-z])[a-z](?![A-Za-z])")
+_OPERATION = re.compile(
+    r"[+*/^_=<>!|,;:)\]}&']|\\(?:times|cdot|div|cup|cap|in|le|ge|ne|lor|land|to|sim|cong)(?![A-Za-z])|(?:\\text\{ ?)?(?:and|or)\b"
+)
 
 
 def read(text: str, depth: int = 0) -> tuple[Value, ...]:
@@ -107,142 +59,151 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
         return known
     if not text or not any(c.isalnum() or c in "\\$" for c in text):
         return ()
-    number = _number(text)
-    if isinstance(number, TooLarge):
-        return (number,)
-    if number is not None and "," not in text:
-        return (number,)
-    if named := _named(text, depth) or _between(text, depth):
+    if (choice := _choice(text, depth)) is not None:
+        return choice
+    if (told := clock(text) or based(text)) is not None:
+        return (told,)
+    found = number(text)
+    if isinstance(found, TooLarge) or (found is not None and "," not in text):
+        return (found,)
+    if named := _between(text, depth) or _named(text, depth):
         return named
-    items = _both(text, depth) or _items(text, depth)
-    return tuple(v for v in (number, items) if v is not None) or (_words(text) or Other(text),)
+    items = _both(text, depth) or _union(text, depth) or _items(text, depth)
+    return tuple(v for v in (found, items) if v is not None) or _measured(text, depth) or (_words(text) or Other(text),)
 
 
-# --- numbers ---------------------------------------------------------------------------------------------------------
-
-
-def _number(text: str) -> Number | TooLarge | None:
-    """A number with what may stand around it: currency, percent, unit, round brackets."""
-    if text.startswith("(") and text.endswith(")") and closing(text, 0) == len(text) - 1:
-        return _number(text[1:-1])
-    if (match := _CURRENCY.fullmatch(text)) is not None:
-        inner = _number((match[1] or match[3]) + match[4])
-        if isinstance(inner, Number) and not inner.unit and not inner.percent:
-            return Number(inner.value, inner.decimals, False, unit(match[2].strip().lstrip("\\")) or "$")
+def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
+    """`(C) 12`, `\\textbf{(C)}\\ 12`, `C) 12`: the letter of a choice and its value, or a product. None where it is neither."""
+    match = _LETTER.fullmatch(text) or _BARE_LETTER.fullmatch(text)
+    if match is None or depth >= DEPTH or _OPERATION.match(match[match.lastindex or 0]):
         return None
-    if text.endswith("%") or text.lower().endswith((" percent", "\\text{percent}")):
-        inner = _bare(re.sub(r"(?:%| percent|\\text\{percent\})$", "", text, flags=re.IGNORECASE).strip())
-        return Number(inner.value, inner.decimals, True) if isinstance(inner, Number) else inner
-    bare = _bare(text)
-    if bare is not None:
-        return bare
-    body, name = _split_unit(text)
-    if name is None:
+    *letters, said = (g for g in match.groups() if g)
+    if any(_LETTER.fullmatch(p) or _BARE_LETTER.fullmatch(p) for p in _parts(said)[1:]):
         return None
-    inner = _bare(body)
-    return Number(inner.value, inner.decimals, False, name) if isinstance(inner, Number) else inner
+    values = read(said.strip("$"), depth + 1)
+    if not values or (said.startswith("(") and not isinstance(values[0], Items)) or re.fullmatch(r"[A-Z]|\([A-Z]\)", said):
+        return None
+    other = (Other(text),) if _PRODUCT.search(said) else ()
+    return (*(Choice(letters[0], v) for v in values), *other)
 
 
-def _split_unit(text: str) -> tuple[str, str | None]:
-    """(number, unit): the unit is '' for a word that is none (`12 apples`), None where there is no word after a number."""
-    at = re.match(r"[-+]?(?:[\d.,/ ]|\\frac\{[\d.]+\}\{[\d.]+\}|\^\{?-?\d+\}?|\\times ?|\\cdot )*", text)
-    end = at.end() if at else 0
-    body, rest = text[:end], text[end:]
-    spaced = body.endswith(" ") or rest.startswith(("\\text", "^\\circ"))
-    body, rest = body.strip().rstrip(",."), rest.strip()
-    if not body or not rest:
-        return text, None
-    plain = _TEXT.sub(r"\1", rest).strip()
-    if (known := unit(plain)) and (spaced or len(plain) > 1 or not plain.isalpha()):
-        return body, known
-    words = re.fullmatch(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+){0,5}", plain)
-    return (body, "") if words and (spaced or rest.startswith("\\text")) else (text, None)
+def _measured(text: str, depth: int) -> tuple[Value, ...]:
+    """A value that only the algebra understands, and its unit: `12\\pi\\text{ cm}^2`, `\\$4\\sqrt{2}`, `\\frac{\\pi}{2} radians`."""
+    if depth >= DEPTH:
+        return ()
+    if (money := _MONEY.fullmatch(text)) is not None:
+        return tuple(replace(v, unit=money[1]) for v in read(money[2], depth + 1) if isinstance(v, Other) and not v.unit)
+    written = _WRITTEN_UNIT.fullmatch(text)
+    match = written or _BARE_UNIT.fullmatch(text)
+    words = _TEXT.sub(r"\1", match[2]).strip() if match else ""
+    if match is None or not any(c.isalpha() for c in words):
+        return ()
+    told = tail(words)
+    if told is None:
+        return (Words(text),) if changing(words) else ()
+    factor, name = told
+    if factor == 1 and not name and not (written and _BARE_UNIT.fullmatch(f"{match[1]}cm")):
+        return ()
+    return tuple(_with(v, factor, name) for v in read(match[1], depth + 1))
 
 
-def _bare(text: str) -> Number | TooLarge | None:
-    """A number alone."""
-    if (m := _DECIMAL.fullmatch(text)) is not None:
-        whole, _, part = m[2].partition(".")
-        return Number(_signed(m[1], _decimal(m[2])), len(part) if part or not whole else None)
-    if (m := _REPEATING.fullmatch(text)) is not None:
-        head, tail = m[3], m[4]
-        value = Fraction(int(m[2] or "0")) + Fraction(
-            int(head or "0") * (10 ** len(tail) - 1) + int(tail), 10 ** len(head) * (10 ** len(tail) - 1)
-        )
-        return Number(_signed(m[1], value))
-    if (m := _MIXED.fullmatch(text)) is not None:
-        above, below = int(m[3] or m[5]), int(m[4] or m[6])
-        return Number(_signed(m[1], int(m[2]) + Fraction(above, below))) if below else None
-    if (m := _FRACTION.fullmatch(text)) is not None:
-        above, below = _decimal(m[3] or m[6]), _decimal(m[5] or m[8])
-        value = _signed(m[1], _signed(m[2] or "", above)) if below else Fraction(0)
-        return Number(_signed(m[4] or m[7] or "", value / below)) if below else None
-    if (m := _SCIENTIFIC.fullmatch(text)) is not None:
-        power = int((m[3] or m[4] or m[7])[:9])
-        if abs(power) > MOST_DIGITS:
-            return TooLarge(text)
-        return Number(_signed(m[1] or m[5] or "", _decimal(m[2] or m[6] or "1")) * Fraction(10) ** power)
-    return _large(text)
-
-
-def _large(text: str) -> Number | TooLarge | None:
-    """A power or a factorial of naturals, where it is small enough to be written out."""
-    if (m := _POWER.fullmatch(text)) is not None:
-        base, power = int(m[2]), int((m[3] or m[4])[:9])
-        if abs(power) * len(m[2]) > MOST_DIGITS:
-            return TooLarge(text)
-        return Number(_signed(m[1], Fraction(base) ** power)) if base or power >= 0 else None
-    if (m := _FACTORIAL.fullmatch(text)) is not None:
-        return Number(Fraction(factorial(int(m[1])))) if len(m[1]) <= 3 and int(m[1]) <= 500 else TooLarge(text)
-    if _HUGE_FACTORIAL.search(text) and constant(text):
-        return TooLarge(text)
-    if text.count("^") + text.count("**") > 1 and _TOWER.fullmatch(text):
-        return TooLarge(text)
-    return None
-
-
-def _decimal(text: str) -> Fraction:
-    return Fraction(re.sub(r"[, ]", "", text).rstrip(".") or "0")
-
-
-def _signed(sign: str, value: Fraction) -> Fraction:
-    return -value if sign == "-" else value
-
-
-# --- what is more than a number --------------------------------------------------------------------------------------
+def _with(value: Value, factor: Fraction, name: str) -> Value:
+    if isinstance(value, Number) and not value.percent:
+        return Number(value.value * factor, value.decimals if factor == 1 else None, False, value.unit or name)
+    if isinstance(value, Other):
+        return Other(value.text if factor == 1 else rf"{factor}\cdot({value.text})", value.unit or name)
+    return value
 
 
 def _named(text: str, depth: int) -> tuple[Named, ...]:
     """`x=3`, `x=1,2`, `x\\in(1,2)`, and the last equals sign of a chain; nothing for a list of equations."""
-    parts = [p for p in _parts(text) if _equals(p)]
+    pieces = [p for p in _parts(text) if _equals(p)]
     at = _equals(text)
-    if len(parts) > 1 or (at and _equals(_parts(text)[0]) != at) or depth >= DEPTH:
+    if len(pieces) > 1 or (at and _equals(_parts(text)[0]) != at) or depth >= DEPTH:
         return ()
     split = (text[: at[-1]], text[at[-1] + 1 :]) if at else _member(text)
     if split is None or not split[0].strip():
         return ()
     name, first = split[0].strip(), split[0].partition("=")[0].strip()
     variable = _SIMPLE.fullmatch(first) is not None
-    simple = variable or constant(name)
+    simple = variable or constant(name) or based(name) is not None
     return tuple(Named(first if variable else name, simple, v) for v in read(split[1], depth + 1))
 
 
 def _between(text: str, depth: int) -> tuple[Named, ...]:
-    """`x<3`, `3>x` and `1<x\\le 2` as the intervals they are."""
-    match = _RELATION.fullmatch(text)
-    if match is None or depth >= DEPTH:
+    """`x<3`, `3>x`, `1<x\\le 2`, `x\\ne 1`, `x>1 and x<2` and `x<1 or x>2` as the intervals they are."""
+    pieces = [p.strip(" ,") for p in _EITHER.split(text)]
+    if depth >= DEPTH or len(pieces) > MOST_ITEMS:
         return ()
+    if len(pieces) == 1:
+        one = _unequal(text, depth) or _within(text, depth) or _relation(text, depth)
+        return (one,) if one else ()
+    named = [_unequal(p, depth) or _relation(p, depth) or _point(p, depth) for p in pieces]
+    known = [n for n in named if n is not None]
+    if len(known) < len(pieces) or len({n.name for n in known}) > 1 or all(len(parts(n.value)) == 1 for n in known):
+        return ()
+    joined = [i for n in known for i in (n.value.items if isinstance(n.value, Union) else (n.value,)) if isinstance(i, Items)]
+    return (Named(known[0].name, True, Union(tuple(joined))),)
+
+
+def _relation(text: str, depth: int) -> Named | None:
+    match = _RELATION.fullmatch(text)
+    if match is None:
+        return None
     low, below, name, above, high = match.groups()
     down = {below, above} & {">", "\\ge"}
-    if down and {below, above} & {"<", "\\le"}:
-        return ()
+    if _RELATED.search(f"{low} {high}") or (down and {below, above} & {"<", "\\le"}):
+        return None
     if down:
         low, below, above, high = high, above, below, low
     ends = [read(low or "-\\infty", depth + 1), read(high or "\\infty", depth + 1)]
     if not all(ends) or not (low or high):
-        return ()
+        return None
     left, right = ("[" if below in ("\\le", "\\ge") else "("), ("]" if above in ("\\le", "\\ge") else ")")
-    return (Named(name, True, Items(left, right, (ends[0][0], ends[1][0]))),)
+    return Named(name, True, Items(left, right, (ends[0][0], ends[1][0])))
+
+
+def _within(text: str, depth: int) -> Named | None:
+    """`x>1 and x<2`, where both ends are numbers and in this order."""
+    pieces = _AND.split(text)
+    named = [_relation(p.strip(" ,"), depth) for p in pieces]
+    if len(pieces) != 2 or named[0] is None or named[1] is None or named[0].name != named[1].name:
+        return None
+    ends = [n.value for n in named if n is not None and isinstance(n.value, Items)]
+    ends.sort(key=lambda i: i.items[0] == _INFINITE[0])
+    low, high = ends[0].items[0], ends[1].items[1]
+    if (ends[0].items[1], ends[1].items[0]) != (_INFINITE[1], _INFINITE[0]) or not (isinstance(low, Number) and isinstance(high, Number)):
+        return None
+    return Named(named[0].name, True, Items(ends[0].left, ends[1].right, (low, high))) if low.value < high.value else None
+
+
+def _unequal(text: str, depth: int) -> Named | None:
+    match = _UNEQUAL.fullmatch(text)
+    end = read(match[2], depth + 1) if match else ()
+    if match is None or not end or isinstance(end[0], Items):
+        return None
+    return Named(match[1], True, Union((Items("(", ")", (_INFINITE[0], end[0])), Items("(", ")", (end[0], _INFINITE[1])))))
+
+
+def _point(text: str, depth: int) -> Named | None:
+    """`x=3` or `x\\in(1,2)` beside an inequality."""
+    if (member := _member(text)) is not None:
+        inside = read(member[1], depth + 1)
+        bracketed = inside and (isinstance(inside[0], Union) or (isinstance(inside[0], Items) and inside[0].left))
+        return Named(member[0], True, inside[0]) if bracketed else None
+    name, equals, said = text.partition("=")
+    values = read(said, depth + 1) if equals and re.fullmatch(r"[A-Za-z] ?", name) else ()
+    return Named(name.strip(), True, Items("{", "}", (values[0],))) if values and not isinstance(values[0], Items) else None
+
+
+def _union(text: str, depth: int) -> Union | None:
+    """Intervals and sets joined by `\\cup`."""
+    if "\\cup" not in text or depth >= DEPTH:
+        return None
+    pieces = re.split(r" ?\\cup(?![A-Za-z]) ?", text)
+    items = [_items(p, depth + 1) if p and _brackets(p)[0] else None for p in pieces]
+    known = tuple(i for i in items if i is not None)
+    return Union(known) if len(known) == len(pieces) > 1 else None
 
 
 def _equals(text: str) -> list[int]:
@@ -282,12 +243,12 @@ def _items(text: str, depth: int) -> Items | None:
     left, inner, right = _brackets(text)
     if not left and len(_parts(text)) < 2:
         return None
-    parts = _parts(inner)
-    if len(parts) > MOST_ITEMS or (left in ("(", "[") and len(parts) < 2 and left + right != "[]"):
+    pieces = _parts(inner)
+    if len(pieces) > MOST_ITEMS or (left in ("(", "[") and len(pieces) < 2 and left + right != "[]"):
         return None
-    if any(re.fullmatch(r"0\d\d", p) for p in parts):
+    if any(re.fullmatch(r"0\d\d", p) for p in pieces):
         return None
-    values = [read(p, depth + 1) for p in parts]
+    values = [read(p, depth + 1) for p in pieces]
     return Items(left, right, tuple(v[0] for v in values)) if all(values) and values else None
 
 
@@ -316,13 +277,3 @@ def _words(text: str) -> Words | None:
     if (plain != text and "\\" not in plain and not any(c.isdigit() or c in "+*/^=<>" for c in plain)) or _WORDS.fullmatch(plain):
         return Words(plain if len(plain) == 1 else " ".join(plain.casefold().split()))
     return None
-
-
-def parts(value: Value) -> tuple[Value, ...]:
-    """What a value is made of."""
-    return value.items if isinstance(value, Items) else (value.value,) if isinstance(value, Named) else ()
-
-
-def constant(text: str) -> bool:
-    """Whether it is made of numbers only, so that it could have been worked out."""
-    return _CONSTANT.fullmatch(text) is not None

@@ -33,7 +33,12 @@ _NAMES = (
     (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
     (re.compile(r"\\(?:textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?|emph|rm|bf)\s*\{"), r"\\text{"),
     (re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"), " "),
-    (re.compile(r"\{\s*,\s*\}"), ","),
+    (re.compile(r"\\text\{([^{}]*[^{}\s,]),?\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
+    (re.compile(r"\{\s*([,:])\s*\}"), r"\1"),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[]|\\\{)"), r"\\cup "),
+    (re.compile(r"(?<![\d.,])(\d+) and a half(?![A-Za-z])"), r"\1\\frac{1}{2}"),
     (re.compile(r"(?<![\w)}\]])\+\s*\\infty"), r"\\infty"),
     (re.compile(r"<="), r"\\le "),
     (re.compile(r">="), r"\\ge "),
@@ -49,6 +54,10 @@ _PLAIN = (
 """What is written as in a program."""
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d|[A-Za-z])|(\{[^{}]*\}))\s*(?:(\d|[A-Za-z])|(\{[^{}]*\}))")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d+|[A-Za-z])")
+_ORDINAL = re.compile(
+    r"(?<!\d)(\d+)\s?(?:\^\s?\{\s?\\text\{\s?(st|nd|rd|th)\s?\}\s?\}"
+    r"|\^?\\text\{\s?(st|nd|rd|th)\s?\}|\^\{(st|nd|rd|th)\}|(st|nd|rd|th)(?![A-Za-z]))"
+)
 _POWER = re.compile(r"([\^_])\s*\{\s*([^{}\s])\s*\}")
 
 
@@ -60,13 +69,13 @@ def spelled(text: str) -> str:
     """
     if len(text) > LONGEST:
         return ""
-    text = _ascii(text)
-    text = _stripped(text)
+    text = _stripped(_ascii(text))
     for pattern, by in _NAMES:
         text = pattern.sub(by, text)
     text = _stripped(text)
     for pattern, by in _PLAIN:
         text = pattern.sub(by, text)
+    text = _ORDINAL.sub(_cardinal, text)
     text = _SHORT_FRACTION.sub(lambda m: rf"\frac{_braced(m[1], m[2])}{_braced(m[3], m[4])}", text)
     text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
     text = _POWER.sub(r"\1\2", text)
@@ -74,6 +83,13 @@ def spelled(text: str) -> str:
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
     return _unwrapped(text.strip())
+
+
+def _cardinal(match: re.Match[str]) -> str:
+    """`5` for `5^{\\text{th}}`; what has the wrong ending stays as it is."""
+    digits, ending = match[1], next(e for e in match.groups()[1:] if e)
+    right = "th" if digits[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(digits[-1], "th")
+    return digits if ending == right else match[0]
 
 
 def _braced(bare: str | None, braced: str | None) -> str:
