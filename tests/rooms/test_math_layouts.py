@@ -73,6 +73,7 @@ PAIRS: dict[str, list[tuple[str, str, int]]] = {
 }  # fmt: skip
 
 RESPONSES = [
+    ("15", "One costs $5, so 3 cost $15.", 1), ("5", "The answer is $5, not $6.", 1),
     ("72", "The answer is:\n\\[\n72\n\\]", 1), ("72", "Answer:\n$$\n72\n$$", 1), ("72", "#### Final Answer\n\n72", 1), ("72", "#### Step 1: add\n48+24=72\nThe answer is 72.", 1), ("72", "#### Answer: 72", 1), ("72", "#### 72", 1), ("Paris", "#### Paris", 1),
     ("71", "The answer is:\n\\[\n72\n\\]", 0), ("1", "#### Step 1: add\n48+24=72\nThe answer is 72.", 0), ("72", "#### Step 1: 72\n48+24=73\nThe answer is 73.", 0), ("72", "#### 72 apples\n(48 + 24 = 72, 3 steps)", 1), ("72", "#### 72 cm\n\nHope this helps!", 1),
     ("72", "#### Total: 72", 1), ("72", "#### Step 2\nWe add 3.\n#### 72", 1), ("Paris", "#### Final Answer\n\nParis", 1), ("72", "#### Conclusion\nSo $48+24=72$", 1), ("72", "**Final Answer**\n\n$72$, as 48 + 24", 1), ("3,5", "### Answer\n$x=3$ or $x=5$", 1),

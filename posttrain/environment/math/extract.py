@@ -31,7 +31,8 @@ _PHRASE = re.compile(
     re.IGNORECASE | re.MULTILINE,
 )
 _BELOW = re.compile(r"(?::|\b(?:below|by|follows|following)[.:]?)$", re.IGNORECASE)
-_SPAN = re.compile(r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500}?)(?<!\\)\$|\\\(([^\n]{1,500}?)\\\)|\\\[([^$]{1,500}?)\\\]")
+_SPAN = re.compile(r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500}?)(?<!\\)\$(?!\d)|\\\(([^\n]{1,500}?)\\\)|\\\[([^$]{1,500}?)\\\]")
+"""A formula. A dollar sign before a digit ends none: it is money."""
 _JOIN = re.compile(r"\s{0,4}(?:,\s{0,4}(?:(?:and|or)\b)?|and\b|or\b)\s{0,4}")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|max|min|gcd|lcm|mod|and|or)\b")
 _WORD = re.compile(r"[^\W\d_]{2,}")
