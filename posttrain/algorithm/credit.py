@@ -159,32 +159,33 @@ def _source(s: _Sample) -> str:
 def _by_samples(
     a: Algorithm, samples_P: Sequence[Sequence[_Sample]], groups: Sequence[ScoredGroup], ema: float
 ) -> tuple[list[Array], list[bool], float]:
-    """Credit [T] of every sample from its reward and its siblings'; a KL in the reward is charged to go or to the whole episode."""
+    """Credit [T] of every sample from its reward and its siblings'; a KL in the reward is charged to go or to the whole episode.
+
+    The scale is that of whole rewards, and divides all of credit: the KL still to pay and what was paid before, too."""
     to_go = isinstance(a.baseline, TO_GO)
     in_reward = a.kl_in_credit is not None and a.kl_in_credit.placement != "token"
     centred_P: list[Array]
+    divisors = [1.0] * len(samples_P)
     if a.rewards == "each":
         centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
         silent_P = [not np.any(c) for c in centred_P]
     else:
-        whole = [[0.0 if to_go or not in_reward else math.fsum(s.penalty_T) for s in samples] for samples in samples_P]
-        rewards_P = [
-            np.array([s.shaped - k for s, k in zip(samples, ks, strict=True)]) for samples, ks in zip(samples_P, whole, strict=True)
-        ]
+        rewards_P = [np.array([s.shaped - (math.fsum(s.penalty_T) if in_reward else 0.0) for s in samples]) for samples in samples_P]
         silent_P = [a.group_relative and not spread(r) for r in rewards_P]
         centred_P = []
         for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
             lengths = np.array([s.spoken for s in samples], np.float64)
-            centred, ema = (np.zeros_like(r), ema) if silent else _centred(a, r, lengths, group, ema)
+            uncharged = np.array([s.shaped for s in samples]) if to_go else r
+            centred, ema = (np.zeros_like(r), ema) if silent else _centred(a, uncharged, lengths, group, ema)
             centred_P.append(centred)
         divisors = _scales(a, rewards_P, samples_P)
-        centred_P = [c / d if d > 0 else np.zeros_like(c) for c, d in zip(centred_P, divisors, strict=True)]
     raw: list[Array] = []
-    for centred, samples in zip(centred_P, samples_P, strict=True):
+    for centred, d, samples in zip(centred_P, divisors, samples_P, strict=True):
         for x, s in zip(centred, samples, strict=True):
-            raw.append(x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken)))
+            x_T = x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken))
             if isinstance(a.baseline, ToGo):
-                raw[-1] -= np.cumsum(s.paid_T) - s.paid_T
+                x_T -= np.cumsum(s.paid_T) - s.paid_T
+            raw.append(x_T / d if d > 0 else np.zeros_like(x_T))
     return raw, silent_P, ema
 
 

@@ -222,13 +222,17 @@ def _completion(attempt: Attempt) -> str | list[Message]:
 
 
 def as_verdict(value: Any) -> Verdict:
-    """What a reward function returned for one sample. Numbers of any library pass; text does not pass for a number."""
+    """What a reward function returned for one sample. Numbers of any library pass; a text or a truth value does not pass for a number."""
     if value is None:
         return Verdict.abstain()
     if isinstance(value, Verdict):
         return value
     if not hasattr(value, "__float__"):
         return Verdict.failed("type", f"returned {type(value).__name__} {value!r:.80}, wanted a number, a Verdict or None")
+    if _truth(value):
+        return Verdict.failed(
+            "type", f"returned the truth value {value!r:.80}, wanted a number: return float(...) of it, or None to abstain"
+        )
     try:
         score = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
@@ -236,6 +240,11 @@ def as_verdict(value: Any) -> Verdict:
     if not math.isfinite(score):
         return Verdict.failed("nan", f"returned {score}")
     return Verdict.value(score)
+
+
+def _truth(value: Any) -> bool:
+    """True or False, or those of NumPy or torch: what a comparison said, and not what that is worth."""
+    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def _only(returned: Any) -> Verdict:

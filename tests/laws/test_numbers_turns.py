@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from statistics import stdev
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from law_toys import Answer, scored_group
 from test_numbers_credit import of
 
 from posttrain.algorithm.spread import compared
+from posttrain.core.algorithm import Scale
 from posttrain.core.ladder import GDPO, GIGPO, GRPO, MT_GRPO, PPO, REINFORCE
 from posttrain.core.pieces.baseline import AnchorMean, GroupMean, ToGo, TurnMean, Value
 from posttrain.core.pieces.pull import KL
@@ -74,6 +78,39 @@ def test_a_paid_turn_is_part_of_the_outcome_and_stands_where_it_was_paid() -> No
     assert of(replace(PPO, whiten=None, baseline=Value(gae_lambda=1.0)), group) == [[1.25, 1.0], [0.0, 0.0]]
     assert of(replace(REINFORCE, baseline=ToGo()), group) == [[1.25, 1.0], [0.0, 0.0]]
     assert of(replace(REINFORCE, baseline=GroupMean()), group) == [[0.625, 0.625], [-0.625, -0.625]]
+
+
+@given(
+    rows=st.lists(st.tuples(st.integers(-3, 3), st.lists(st.integers(-2, 2), min_size=1, max_size=3)), min_size=2, max_size=4),
+    scale=st.sampled_from(["one", "batch_std"]),
+    charged=st.booleans(),
+)
+@settings(max_examples=60, deadline=None)
+def test_reward_to_go_is_scaled_as_a_whole(rows: list[tuple[int, list[int]]], scale: Scale, charged: bool) -> None:
+    """An answer's first token has the credit it has under `Zero`, whatever the scale. Each later one has less by what was paid before
+    it and more by the KL charged before it, over the same scale; after the last payment, of an outcome of 0, that leaves exactly 0."""
+    pull = KL(coef=0.5, estimator="k1", placement="reward") if charged else None
+    group = [turned(reward / 4, *(p / 4 for p in paid)) for reward, paid in rows]
+    for i, a in enumerate(group):
+        a.start, a.reference = np.full(a.spoken, -1.0), np.full(a.spoken, -1.0 - i / 8)
+    plain = replace(REINFORCE, scale=scale, pull=pull)
+    whole, to_go = of(plain, scored_group("t", group)), of(replace(plain, baseline=ToGo()), scored_group("t", group))
+    outcomes = [r / 4 + math.fsum(paid) / 4 - (i * len(paid) / 16 if charged else 0.0) for i, (r, paid) in enumerate(rows)]
+    d = 1.0 if scale == "one" else stdev(outcomes)
+    for i, ((reward, paid), zero, own) in enumerate(zip(rows, whole, to_go, strict=True)):
+        assert own[0] == pytest.approx(zero[0], abs=1e-12)
+        before = [math.fsum(paid[:t]) / 4 - (i * t / 16 if charged else 0.0) for t in range(len(paid))]
+        assert own == pytest.approx([own[0] - (b / d if d > 1e-12 else 0.0) for b in before], abs=1e-9)
+        if not charged and reward == 0 and len(paid) > 1 and paid[-1] == 0:
+            assert own[-1] == 0.0
+
+
+def test_a_turn_after_the_last_payment_has_no_credit_under_a_scale() -> None:
+    """.5 for turn one and nothing after it, beside a sibling that earned nothing: over std .3536 turn one has 1.4142, turn two 0."""
+    group = scored_group("t", [turned(0.0, 0.5, 0.0), turned(0.0, 0.0, 0.0)])
+    assert of(replace(REINFORCE, baseline=ToGo(), scale="batch_std"), group) == [[pytest.approx(math.sqrt(2)), 0.0], [0.0, 0.0]]
+    alike = scored_group("t", [turned(0.0, 0.5, 0.0), turned(0.0, 0.0, 0.5)])
+    assert of(replace(REINFORCE, baseline=ToGo(), scale="batch_std"), alike) == [[0.0, 0.0], [0.0, 0.0]], "no spread, no scale, no credit"
 
 
 def test_gdpo_sums_what_a_source_paid() -> None:

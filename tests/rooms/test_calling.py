@@ -69,6 +69,28 @@ def test_an_answer_is_no_call(format: str, text: str) -> None:
 
 
 @pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "Ann", "age": 3}',
+        '{"name": "Ann"}',
+        '{"type": "circle", "r": 3}',
+        '{"parameters": {"period": 3}}',
+        '{"name": "Ann", "age": 3} and that is all',
+        '{"name": "Ann"}; {"name": "Bob"}',
+        '{"type": ["function"]}',
+    ],
+)
+def test_json_that_names_no_tool_is_an_answer(text: str) -> None:
+    """An object is a call by its keys, not by the word it begins with."""
+    assert parse(text, "llama") == Parsed("", text, ())
+
+
+def test_a_call_may_begin_with_any_of_its_keys() -> None:
+    for text in ('{"parameters": {"a": 1}, "name": "f"}', '{"id": "0", "type": "function", "name": "f", "parameters": {"a": 1}}'):
+        assert parse(text, "llama") == Parsed("", "", (ToolCall("f", {"a": 1}),))
+
+
+@pytest.mark.parametrize(
     ("format", "text", "why"),
     [
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": 1}', "never closed"),
@@ -88,6 +110,13 @@ def test_an_answer_is_no_call(format: str, text: str) -> None:
         ("hermes", '<tool_call>{"name": "f", "arguments": {"a": ' + "9" * 5000 + "}}</tool_call>", "not valid JSON"),
         ("llama", '{"name": "f", "parameters": {"a": }', "not valid JSON"),
         ("llama", '{"name": "f", "parameters": {}} {"name": "g", "parameters": {}}', "separated by ;"),
+        ("llama", '{"name": "f", "arguments": {"a": 1}}', "not 'arguments'"),
+        ("llama", '{"name": "f", "parameters": "a"}', "must be a JSON object, not str"),
+        ("llama", '{"name": "f g", "parameters": {}}', "no tool's name"),
+        ("llama", '{"name": "f", "parameters": {}, "why": "x"}', "not 'why'"),
+        ("llama", '{"type": "function", "name": "f"}', "has no arguments"),
+        ("llama", '{"type": "function", "function": {"name": "f", "parameters": {}}}', "not 'function'"),
+        ("llama", '<|python_tag|>{"name": "Ann", "age": 3}', "not 'age'"),
         ("llama", "<|python_tag|>print(1)", "not valid JSON"),
         ("pythonic", "[f(a=1), g(", "not a Python list of calls"),
         ("pythonic", "[f(1)]", "given by name"),

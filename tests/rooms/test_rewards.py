@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
@@ -64,7 +65,6 @@ def trl_only_keywords(**kwargs: Any) -> list[float]:
     ("function", "score"),
     [
         (lambda task, text: 0.5, 0.5),
-        (lambda task, text: True, 1.0),
         (lambda task, text: np.float32(0.5), 0.5),
         (lambda task, text: np.array(2), 2.0),
         (lambda task, text: Verdict.value(0.75), 0.75),
@@ -107,6 +107,11 @@ def test_none_abstains(function: Any) -> None:
         (lambda task, text: math.nan, "nan", "nan"),
         (lambda task, text: -math.inf, "nan", "-inf"),
         (lambda task, text: "1.0", "type", "str '1.0'"),
+        (lambda task, text: True, "type", r"truth value True, wanted a number: return float"),
+        (lambda task, text: text == "never", "type", "truth value False"),
+        (lambda task, text: np.bool_(True), "type", "truth value"),
+        (lambda task, text: torch.tensor(False), "type", "truth value"),
+        (lambda completions, **kw: [c == "never" for c in completions], "type", "truth value False"),
         (lambda task, text: [1.0], "type", "list"),
         (lambda task, text: np.array([1.0, 2.0]), "type", "not one number"),
         (lambda completions, **kw: [math.nan], "nan", "nan"),

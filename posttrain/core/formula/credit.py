@@ -109,11 +109,12 @@ def credit(a: Algorithm) -> str:
     by = SCALE[a.scale].replace("r of the group", "v of the group's steps") if isinstance(a.baseline, StepMean) else SCALE[a.scale]
     if isinstance(a.baseline, TurnMean | AnchorMean) and a.scale == "group_std":
         return f"{b}; each difference / std of what it compares" + (f"; then A <- {WHITEN[a.whiten]}" if a.whiten is not None else "")
+    if (kl := a.kl_in_credit) is not None and isinstance(a.baseline, ToGo | Greedy):
+        b = f"{b} - {kl.coef:g} sum_(k>=t) {kl.estimator}_k"
+        by = by.replace("(r of", f"(r - {kl.coef:g} sum_k {kl.estimator}_k of")
     whole = b if a.scale == "one" else f"({b}) / {by}" if " " in b else f"{b} / {by}"
     if a.rewards == "each":
         whole = f"sum over sources of w ({whole})"
-    if a.kl_in_credit is not None and isinstance(a.baseline, ToGo | Greedy):
-        whole = f"{whole} - {a.kl_in_credit.coef:g} sum_(k>=t) {a.kl_in_credit.estimator}_k"
     if a.whiten is not None:
         whole += f"; then A <- {WHITEN[a.whiten]}"
     if a.kl_in_credit is not None and a.kl_in_credit.placement == "token":

@@ -16,7 +16,11 @@ class Zero:
 
 @dataclass(frozen=True, kw_only=True)
 class ToGo:
-    """No baseline, and a token answers only for what follows it: the reward, less the KL paid from it on (A02)."""
+    """No baseline, and a token answers only for what follows it: the reward, less the KL paid from it on (A02).
+
+    What the world paid for earlier turns is not in it either. A scale divides all of that: it is the one of whole rewards, so that an
+    answer's first token has the credit it has under `Zero`.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)

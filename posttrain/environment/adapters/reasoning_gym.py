@@ -16,12 +16,12 @@ from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.run import Scalar
 from posttrain.core.seeds import key as seed_key
-from posttrain.core.types import Task
-from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.calls import Raised, TimedOut, call
-from posttrain.environment.own import where
-from posttrain.environment.reward import as_verdict
+from posttrain.core.types import Gauges, Task, merge
+from posttrain.core.verdict import Verdict
+from posttrain.environment.adapters import gym_scoring
+from posttrain.environment.adapters.gym_scoring import CHUNK, Asked
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn
+from posttrain.environment.workers.pool import Pool
 
 REFUSED = {
     "composite": "it is a mixture of other tasks; name one of them",
@@ -35,11 +35,7 @@ NO_GOLD = {
 """Tasks whose data hold no correct answer, so that their scorers cannot be proved with one."""
 _GOLD_KEY = {"graph_color": "possible_answer", "propositional_logic": "example_answer", "rubiks_cube": "example_correct_answer"}
 
-CHUNK = 1000
-"""Items generated under one reasoning-gym seed; some of its tasks slow down or refuse with very many."""
 RETRIES = 100
-SECONDS = 30.0
-"""Wall time of scoring one answer; beyond it the answer is worth 0, with kind `timeout`."""
 
 _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
@@ -49,8 +45,8 @@ class Gym(SingleTurn):
     """One reasoning-gym task. Its settings (`Env.args`) are the task's own configuration fields with plain values.
 
     The answer is the content of the last `<answer>...</answer>`, else the whole response, stripped. Scores are the
-    task's own and may be partial. Training items come in chunks of 1000, each under a seed of its own; an item whose
-    question is held out is drawn again.
+    task's own and may be partial, and are given in worker processes. Training items come in chunks of 1000, each under a seed of its
+    own; an item whose question is held out is drawn again.
     """
 
     task: str
@@ -127,10 +123,12 @@ class Gym(SingleTurn):
 
         @lru_cache(maxsize=8)
         def data(side: str, chunk: int) -> Any:
-            seed = seed_key(HELDOUT_SEED if side == "heldout" else self.seed, "gym", self.task, side, chunk) % 2**31
-            return _factory().create_dataset(self.task, seed=seed, size=CHUNK, **self.args)
+            return _factory().create_dataset(self.task, seed=self._seed(side, chunk), size=CHUNK, **self.args)
 
         return data
+
+    def _seed(self, side: str, chunk: int) -> int:
+        return seed_key(HELDOUT_SEED if side == "heldout" else self.seed, "gym", self.task, side, chunk) % 2**31
 
     @cached_property
     def _entry(self) -> Any:
@@ -143,26 +141,28 @@ class Gym(SingleTurn):
 
         return entry
 
-    async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """Scoring runs beside the event loop: some tasks search for a while."""
-        try:
-            own = await call(self.verify, SECONDS, attempt)
-        except TimedOut:
-            own = Verdict.value(0.0, "timeout", f"scoring took longer than {SECONDS:g} s")
-        except Raised as error:
-            own = Verdict.failed("raised", where(error))
-        return (Judged(self.name, 1.0, own), *await self.added(attempt))
+    @cached_property
+    def _pool(self) -> Pool:
+        return gym_scoring.workers()
 
-    def verify(self, attempt: Attempt) -> Verdict:
+    async def verdict(self, attempt: Attempt) -> Verdict:
+        """By the task's own scorer, in a worker: some search for a while, and some evaluate what they are given."""
+        return await gym_scoring.verdict(self._pool, self._asked(attempt))
+
+    def _asked(self, attempt: Attempt) -> Asked:
         place = attempt.task.info
         entry = self._entry(place["side"], place["chunk"], place["item"])
         tagged = _ANSWER.findall(attempt.text)
         answer = (tagged[-1] if tagged else attempt.text).strip()
-        try:
-            score = self._data(place["side"], place["chunk"]).score_answer(answer, entry)
-        except Exception as error:
-            return Verdict.value(0.0, "unparsable", where(error))
-        return as_verdict(score)
+        (gold,) = self.gold(attempt.task) if self.knows_gold(attempt.task) else self.distractor(attempt.task)
+        return Asked(self.task, tuple(self.args.items()), self._seed(place["side"], place["chunk"]), entry, answer, gold)
+
+    def gauges(self) -> Gauges:
+        return merge(super().gauges(), self._pool.gauges() if "_pool" in vars(self) else {})
+
+    def close(self) -> None:
+        super().close()
+        vars(self).pop("_pool", None)
 
     def key(self, task: Task) -> Any:
         return task.prompt

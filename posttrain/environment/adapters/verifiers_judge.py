@@ -148,7 +148,7 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
     watched.__name__ = name
     watched.__signature__ = inspect.signature(function)  # type: ignore[attr-defined]
     given = await rubric._call_individual_reward_func(watched, state)
-    verdict = _failed(raised[0], function) if raised else as_verdict(given)
+    verdict = _failed(raised[0], function) if raised else _numbered(given)
     if weight == 0 and verdict.state is State.FAILED:
         verdict = Verdict.abstain(f"{verdict.kind}: {verdict.why}")
     return Judged(name, float(weight), redacted(verdict))
@@ -161,12 +161,17 @@ async def _whole(rubric: Any, state: Any) -> list[Judged]:
         await rubric.score_rollout(state)
     except Exception as error:
         return [Judged(name, 1.0, redacted(_failed(error, None)))]
-    out = [Judged(name, 1.0, as_verdict(state["reward"]))]
+    out = [Judged(name, 1.0, _numbered(state["reward"]))]
     return out + [
         Judged(k, 0.0, v if v.state is State.VALUE else Verdict.abstain(v.why))
         for k, x in (state["metrics"] or {}).items()
-        for v in [as_verdict(x)]
+        for v in [_numbered(x)]
     ]
+
+
+def _numbered(given: Any) -> Verdict:
+    """What a function of the package gave, where a truth value is a number by its rules."""
+    return as_verdict(float(given) if isinstance(given, bool) else given)
 
 
 def _failed(error: Exception, function: Any) -> Verdict:

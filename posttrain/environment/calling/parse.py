@@ -139,7 +139,7 @@ def _llama(text: str) -> Found:
     announced = "<|python_tag|>" in text
     before, _, body = text.partition("<|python_tag|>") if announced else ("", "", text)
     stripped = body.strip()
-    if not announced and not re.match(r'\{\s*"(name|parameters|type)"', stripped):
+    if not announced and not _calls_a_tool(stripped):
         return text, []
     calls: list[ToolCall | Malformed] = []
     at = 0
@@ -156,6 +156,18 @@ def _llama(text: str) -> Found:
             break
         at = len(stripped) - len(rest.removeprefix(";").lstrip())
     return before, calls
+
+
+def _calls_a_tool(text: str) -> bool:
+    """Whether JSON that nothing announces is meant as a call, right or wrong: an object with a name and arguments, under either word for
+    them, or one that says it is a function. `{"name": "Ann", "age": 3}` is an answer. Of what cannot be read, the first key decides."""
+    if not text.startswith("{"):
+        return False
+    try:
+        value, _ = reading.json_prefix(text)
+    except Unreadable:
+        return re.match(r'\{\s*"(name|parameters|type)"', text) is not None
+    return ("name" in value and ("parameters" in value or "arguments" in value)) or value.get("type") == "function"
 
 
 def _pythonic(text: str) -> Found:

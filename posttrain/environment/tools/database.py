@@ -5,11 +5,17 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import threading
+import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
-from posttrain.environment.tools.tool import Toolbox, ToolError, tool
+from posttrain.environment.tools.tool import OutOfTime, Toolbox, ToolError, own_clock, tool
+from posttrain.environment.tools.turns import Job, Line
 
+SECONDS = 2.0
+"""Processor time of one statement, and of reading the tables after it: far more than any sensible one takes in so small a database."""
+LINE = Line()
+"""Statements of all databases of this process take turns."""
 MOST_ROWS = 50
 """Of one answer."""
 MOST_KEPT = 1000
@@ -43,65 +49,98 @@ _FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefi
 class Database(Toolbox):
     """One in-memory database, closed with the episode.
 
+    A statement runs in a thread while it lasts, at its turn, and takes as long as its own processor time says: SQL in memory waits for
+    nothing, so what is lost on the clock is others' doing. One that is stopped has no effect.
+
     Args:
         script: SQL that fills it first; trusted.
         tables: what `state` shows, all of them where None.
+        seconds: processor time of one statement, where a call may take longer.
     """
 
-    def __init__(self, script: str = "", tables: Sequence[str] | None = None) -> None:
-        self._tables = tables
-        self._stop = threading.Event()
-        self._running: asyncio.Future[Any] | None = None
+    def __init__(self, script: str = "", tables: Sequence[str] | None = None, seconds: float = SECONDS) -> None:
+        self._tables, self._seconds = tables, seconds
+        self._job: Job | None = None
+        self._reading = 0.0
+        """While the tables are read: the processor time of the thread at which that ends."""
+        self._guard = threading.Lock()
         self._connection = c = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         c.executescript(script)
         c.execute(f"PRAGMA max_page_count = {max(1, MOST_BYTES // 4096)}")
         c.execute(f"PRAGMA hard_heap_limit = {HEAP}")
+        self._state = self._read()
         for limit, value in _LIMITS.items():
             c.setlimit(limit, value)
         c.set_authorizer(_authorize)
-        c.set_progress_handler(lambda: self._stop.is_set(), 10_000)
+        c.set_progress_handler(self._over, 10_000)
 
     @tool
     async def query(self, sql: Annotated[str, "one statement of SQLite's SQL"]) -> str:
         """Runs one SQL statement. A query shows its columns and rows, a change the number of rows it changed."""
+        seconds = min(own_clock(), self._seconds)
         await self._idle()
-        self._running = asyncio.ensure_future(asyncio.to_thread(self._execute, sql))
-        self._running.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+        within = self._connection.in_transaction
+        self._job = job = Job(LINE, lambda: self._execute(sql), self._interrupt)
         try:
-            return await asyncio.shield(self._running)
-        except asyncio.CancelledError:
-            self._stop.set()
-            raise
+            return await job.run(seconds)
+        except (ToolError, InterruptedError):
+            if not job.stopped:
+                raise
+            undone = within and not self._connection.in_transaction
+            raise OutOfTime(seconds, "the transaction that was open was undone" if undone else "") from None
 
     def _execute(self, sql: str) -> str:
+        """In the job's thread: the answer, and the state that the statement leaves."""
+        c, changes = self._connection, self._connection.total_changes
         try:
-            cursor = self._connection.execute(sql)
-            if cursor.description is None:
-                return f"{max(cursor.rowcount, 0)} rows changed"
-            rows = cursor.fetchmany(MOST_ROWS + 1)
+            cursor = c.execute(sql)
+            looked = cursor.description is not None
+            rows = cursor.fetchmany(MOST_ROWS + 1) if looked else []
+            cursor.close()
         except (sqlite3.Error, sqlite3.Warning, MemoryError, ValueError) as error:
+            self._state = self._read()
             raise ToolError(str(error) or type(error).__name__) from None
+        if not looked or c.total_changes != changes:
+            self._state = self._read()
+        if not looked:
+            return f"{max(cursor.rowcount, 0)} rows changed"
         lines = [" | ".join(column[0] for column in cursor.description), *(" | ".join(map(_shown, row)) for row in rows[:MOST_ROWS])]
         return "\n".join(lines) + (f"\n(more than {MOST_ROWS} rows; the rest is not shown)" if len(rows) > MOST_ROWS else "")
 
+    def _over(self) -> bool:
+        """Whether what runs has to end; SQLite asks this every so often."""
+        stopped = self._job is not None and self._job.tick()
+        return time.thread_time() > self._reading if self._reading else stopped
+
+    def _interrupt(self) -> None:
+        """End the statement of the policy, from another thread; reading what it left goes on."""
+        with self._guard:
+            if not self._reading:
+                self._connection.interrupt()
+
     async def _idle(self) -> None:
         """A statement that was stopped has really ended."""
-        if self._running is not None:
-            await asyncio.wait([self._running])
-            self._running = None
-        self._stop.clear()
+        if self._job is not None:
+            await asyncio.wait([self._job.done])
+            self._job = None
 
     def state(self) -> dict[str, list[list[Any]]]:
-        """Rows of the tables in their order; {} while a statement that was stopped still runs."""
-        if self._running is not None and not self._running.done():
-            return {}
-        self._stop.clear()
-        c = self._connection
-        names = self._tables or [n for (n,) in c.execute("SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY name")]
-        return {name: self._rows(name) for name in names}
+        """Rows of the tables in their order, after the last statement that ended."""
+        return self._state
+
+    def _read(self) -> dict[str, list[list[Any]]]:
+        """The state. Where a statement ran: what the policy made of its tables may be slow to read, and must not hold up others."""
+        with self._guard:
+            self._reading = time.thread_time() + SECONDS
+        try:
+            c = self._connection
+            names = self._tables or [n for (n,) in c.execute("SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY name")]
+            return {name: self._rows(name) for name in names}
+        finally:
+            self._reading = 0.0
 
     def _rows(self, table: str) -> list[list[Any]]:
-        """[] where the policy left a table that cannot be read: one it dropped, or made of columns that fail."""
+        """[] where the policy left a table that cannot be read: one it dropped, or made of columns that fail or take too long."""
         quoted = table.replace('"', '""')
         try:
             return [list(row) for row in self._connection.execute(f'SELECT * FROM "{quoted}"').fetchmany(MOST_KEPT)]
@@ -109,9 +148,9 @@ class Database(Toolbox):
             return []
 
     async def close(self) -> None:
-        self._stop.set()
-        if self._running is not None:
-            await asyncio.wait([self._running])
+        if self._job is not None:
+            self._job.stop()
+            await asyncio.wait([self._job.done])
         self._connection.close()
 
 

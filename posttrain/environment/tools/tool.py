@@ -16,6 +16,7 @@ import inspect
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -32,6 +33,28 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 class ToolError(Exception):
     """The tool does not do what it was asked; the policy is told why, and the episode goes on."""
+
+
+class OutOfTime(Exception):
+    """The call took longer than it may, says a tool that keeps the time itself (`own_clock`). Its text, if any, is told as well."""
+
+    def __init__(self, seconds: float, text: str = "") -> None:
+        super().__init__(text)
+        self.seconds = seconds
+
+
+_clock: ContextVar[tuple[asyncio.Timeout, float] | None] = ContextVar("clock", default=None)
+"""Of the call that is running, and its seconds."""
+
+
+def own_clock() -> float:
+    """Seconds that the running call may take, which from here on the tool itself keeps: no clock ends it, so it has to raise `OutOfTime`.
+    For a tool that can tell its own work from its waiting for others, called before it waits for anything."""
+    if (running := _clock.get()) is None:
+        return Limits().tool_seconds
+    clock, seconds = running
+    clock.reschedule(None)
+    return seconds
 
 
 def tool(function: F) -> F:
@@ -170,16 +193,23 @@ class Counts:
 
 async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str, Kind]:
     given = {name: getattr(arguments, name) for name in type(arguments).model_fields}
+    before = _clock.set(None)
     try:
         async with asyncio.timeout(seconds) as clock:
+            _clock.set((clock, seconds))
             out = chosen.run(**given)
             return _text(await out if inspect.isawaitable(out) else out), "ok"
     except ToolError as error:
         return f"error: {error}", "refused"
+    except OutOfTime as error:
+        note = f"; {error}" if str(error) else ""
+        return f"error: {chosen.name} took longer than {error.seconds:g} s and was stopped{note}", "timeout"
     except TimeoutError:
         if not clock.expired():
             raise
         return f"error: {chosen.name} took longer than {seconds:g} s and was stopped", "timeout"
+    finally:
+        _clock.reset(before)
 
 
 def _tool(name: str, method: Callable[..., Any]) -> Tool:
