@@ -156,6 +156,7 @@ class EmbeddedEngine:
             said = await request.future
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
+            self._tell_drained()
             self._mark(request, None)
             raise
         self._counters.said(len(said.ids))
@@ -264,12 +265,16 @@ class EmbeddedEngine:
             except BaseException as error:
                 self._fail(EngineError(f"the engine was interrupted ({type(error).__name__})"))
                 raise
-            if not self._scheduler.busy:
-                for waiter in self._drained:
-                    if not waiter.done():
-                        waiter.set_result(None)
-                self._drained = []
+            self._tell_drained()
             await asyncio.sleep(0)
+
+    def _tell_drained(self) -> None:
+        """Let new weights come once nothing is being said. The last turn may end in a step, or by being cancelled between two."""
+        if not self._scheduler.busy:
+            for waiter in self._drained:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._drained = []
 
     def _fail(self, error: Exception) -> None:
         """Hand an error to everyone who waits, and start over with an empty cache."""
