@@ -161,6 +161,22 @@ def test_siblings_without_room_to_fork_take_turns() -> None:
     assert e.blocks_in_use == 0
 
 
+def test_a_sibling_is_not_admitted_to_a_prompt_that_makes_room_for_it() -> None:
+    """One long turn and the prompt fill the cache: each sibling waits for a block, and the prompt stays until the last has begun."""
+    e = engine(slots=2, context=64, cache_bytes=4 * BLOCK_BYTES)
+
+    async def main() -> None:
+        longest = e.generate(long(5), sampling(max_tokens=43), 0)
+        siblings = [e.generate(long(16, 1), sampling(max_tokens=1), i) for i in range(1, 61)]
+        await asyncio.wait_for(asyncio.gather(longest, *siblings), 20)
+
+    asyncio.run(main())
+    assert e.blocks_in_use == 0
+    gauges = e.gauges()
+    assert gauges["engine/shared"].sum == 59 * 16
+    assert gauges["engine/positions_linear"].sum == 5 + 42 + 16
+
+
 def check_mixed(prompt: np.ndarray, said: Said, models: dict[int, torch.nn.Module]) -> None:
     """Every token has the log-prob its own version gives it after everything before."""
     for version, model in models.items():

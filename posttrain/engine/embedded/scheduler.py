@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
@@ -19,6 +18,7 @@ from torch import Tensor
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for, rows_of
 from posttrain.engine.embedded.plan import Drafts, Pieces, Plan, make_plan
 from posttrain.engine.embedded.slots import Prompt, Request, Slots
+from posttrain.engine.embedded.tally import Tally
 from posttrain.engine.embedded.tree import PrefixTree
 
 BUDGET = 2048
@@ -30,21 +30,6 @@ FULL = 48, 256
 slots, reading the weights is what takes time, and with more positions a few idle lanes do not show."""
 SPARE = 64
 """Blocks given up at once, so that the search for them is rare."""
-
-
-@dataclass
-class Tally:
-    """What the scheduler counts; `counters` turns it into gauges."""
-
-    shared: int = 0
-    """Prompt tokens that were not computed because a sibling's were."""
-    found: int = 0
-    """Prompt tokens found in the prefix tree."""
-    asked: int = 0
-    """Prompt tokens admitted, those of resumed requests included."""
-    again: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(from, to): positions that are computed again, because their cache was given up."""
-    preempted: int = 0
 
 
 class Scheduler:
@@ -119,7 +104,7 @@ class Scheduler:
             if not request.gone:
                 prompt = None if request.begun else self.prompts.get(request.key)
                 if prompt is not None:
-                    if not self._room(1):
+                    if not self._room(1, keep=prompt):
                         break
                     self.tally.shared += len(prompt.ids)
                 elif (prompt := self._prompt(request)) is None:
@@ -366,10 +351,10 @@ class Scheduler:
         if self._users[key]:
             self._lost[key] = prompt.done
 
-    def _room(self, n: int) -> bool:
-        """Whether `n` more blocks can be had; gives up cached prompts no slot waits for if it must."""
+    def _room(self, n: int, keep: Prompt | None = None) -> bool:
+        """Whether `n` more blocks can be had; gives up cached prompts no slot waits for if it must, all but `keep`."""
         if not self.blocks.fits(n):
-            for prompt in [p for p in self.prompts.values() if not p.waiting]:
+            for prompt in [p for p in self.prompts.values() if not p.waiting and p is not keep]:
                 self._drop(prompt)
                 if self.blocks.fits(n):
                     break
