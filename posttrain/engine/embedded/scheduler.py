@@ -161,7 +161,7 @@ class Scheduler:
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
             prompt.done = to
             if full := to // BLOCK:
-                self.tree.insert(prompt.ids[: full * BLOCK], prompt.blocks[:full])
+                self._take_over(prompt, self.tree.insert(prompt.ids[: full * BLOCK], prompt.blocks[:full]))
             if to == len(prompt.ids):
                 prompt.hidden = hidden(end)
                 self._caching.remove(prompt)
@@ -282,11 +282,19 @@ class Scheduler:
         found = self.tree.match(prompt.ids, (len(prompt.ids) - 1) // BLOCK * BLOCK).blocks
         begun = prompt.done // BLOCK
         if len(found) > begun:
-            self.blocks.share(found[begun:])
-            self.blocks.release(prompt.blocks[begun : len(found)])
-            prompt.rows[begun * BLOCK : len(found) * BLOCK] = rows_of(found[begun:])
+            self._take_over(prompt, found)
             self.tally.found += len(found) * BLOCK - prompt.done
             prompt.done = len(found) * BLOCK
+
+    def _take_over(self, prompt: Prompt, found: np.ndarray) -> None:
+        """The prompt holds the tree's blocks of its beginning, `found`, in place of its own of the same tokens.
+
+        So whoever holds a block of the tree holds those before it too, also where two computed the same at once, and a block that
+        only the tree owns has none after it that somebody holds: spare blocks can be evicted, all of them."""
+        other = prompt.blocks[: len(found)] != found
+        self.blocks.share(found[other])
+        self.blocks.release(prompt.blocks[: len(found)][other])
+        prompt.rows[: len(found) * BLOCK] = rows_of(found)
 
     def _join(self, prompt: Prompt) -> bool:
         """The first waiting slot continues `prompt`: full blocks are shared, the partial one copied; the last sibling inherits both.
