@@ -396,6 +396,7 @@ def test_any_traffic_leaves_the_books_in_order(seed: int) -> None:
     assert len(done) > 20
     for prompt, said in done:
         check_mixed(prompt, said, models)
+        assert update == "inflight" or len(set(said.version.tolist())) == 1
     scheduler = e._scheduler
     assert e.blocks_in_use == 0 and scheduler.blocks.spare == len(scheduler.tree)
     assert not scheduler.prompts and not scheduler._users and not scheduler._caching and not scheduler._waits

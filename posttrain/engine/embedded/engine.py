@@ -175,7 +175,7 @@ class EmbeddedEngine:
         self._newer(version)
         self._loading += 1
         try:
-            if self._update == "drain" and self._scheduler.busy:
+            if self._update == "drain" and self._scheduler.unfinished:
                 if self._paused:
                     raise EngineError("new weights wait for the sequences being said, and the engine is paused: resume() it first")
                 self._wake()
@@ -257,7 +257,7 @@ class EmbeddedEngine:
     async def _pump(self) -> None:
         """Step until there is nothing to do, letting the loop run between steps."""
         await asyncio.sleep(0)
-        while not self._paused and (self._scheduler.busy or (self._scheduler.queue and not self._loading)):
+        while not self._paused and (self._scheduler.unfinished or (self._scheduler.queue and not self._loading)):
             try:
                 self._stepper.step(self._version, admit=not self._loading)
             except Exception as error:
@@ -270,7 +270,7 @@ class EmbeddedEngine:
 
     def _tell_drained(self) -> None:
         """Let new weights come once nothing is being said. The last turn may end in a step, or by being cancelled between two."""
-        if not self._scheduler.busy:
+        if not self._scheduler.unfinished:
             for waiter in self._drained:
                 if not waiter.done():
                     waiter.set_result(None)

@@ -83,6 +83,11 @@ class Scheduler:
         return len(self.slots.free) < self.slots.count
 
     @property
+    def unfinished(self) -> bool:
+        """Whether a turn has begun and not ended, in a slot or waiting for one to go on in."""
+        return self.busy or any(r.begun is not None and not r.gone for r in self.queue)
+
+    @property
     def filled(self) -> int:
         """Blocks it takes to hold what the slots and prompts have cached or are caching, shared blocks once."""
         s = self.slots
@@ -96,11 +101,19 @@ class Scheduler:
         self._users[request.key] += 1
         self.queue.append(request)
 
-    def admit(self) -> list[Request]:
-        """Fill free slots from the queue, in order, as far as there are blocks for their prompts; returns who got one."""
+    def admit(self, begun_only: bool = False) -> list[Request]:
+        """Fill free slots from the queue, in order, as far as there are blocks for their prompts; returns who got one.
+
+        Args:
+            begun_only: leave out who has said nothing yet, wherever in the queue: new weights wait for the others to end.
+        """
+        if begun_only:
+            self.queue = deque(sorted(self.queue, key=lambda r: r.begun is None))
         admitted: list[Request] = []
         while self.queue and self.slots.free:
             request = self.queue[0]
+            if begun_only and request.begun is None:
+                break
             if not request.gone:
                 prompt = None if request.begun else self.prompts.get(request.key)
                 if prompt is not None:

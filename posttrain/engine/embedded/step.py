@@ -35,11 +35,10 @@ class Stepper:
 
     @torch.inference_mode()
     def step(self, version: int, *, admit: bool) -> None:
-        """One forward pass by the weights of `version`."""
+        """One forward pass by the weights of `version`; without `admit` nobody begins, and who gave way still goes on."""
         scheduler, begun = self.scheduler, time.perf_counter()
         self._follow()
-        if admit:
-            self._admit()
+        self._admit(begun_only=not admit)
         self._copy()
         at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
         drafts = self._propose(at)
@@ -65,9 +64,9 @@ class Stepper:
                     self.timeline.phase(request, "speak")
         self._follow()
 
-    def _admit(self) -> None:
+    def _admit(self, begun_only: bool) -> None:
         now = time.perf_counter()
-        for request in self.scheduler.admit():
+        for request in self.scheduler.admit(begun_only):
             self.counters.spent("engine/queue", now - request.since)
             if self.timeline is not None:
                 self.timeline.phase(request, "prefill")
