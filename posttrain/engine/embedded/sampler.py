@@ -266,7 +266,8 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
 def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     """The kept mask from the n most probable tokens, and for which rows that was enough to know it.
 
-    It is not where the kept set reaches the value of the last candidate: others of that value may lie beyond.
+    It is not where the kept set reaches the value of the last candidate: others of that value may lie beyond. Nor where top-p is
+    a share of the mass that a top-k leaves which reaches beyond the candidates.
     """
     size = z.shape[-1]
     ids = torch.topk(z, n, sorted=False).indices.sort(-1).values if n < size else None
@@ -278,11 +279,14 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     wide = values.double().masked_fill_(~inside, INF)
     norm = wide.logsumexp(-1, keepdim=True)
     if n < size:
-        norm = torch.where(top_k < size, norm, z.double().logsumexp(-1, keepdim=True))
+        norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))
     q = (wide - norm).exp()
     inside &= q.cumsum(-1) - q < _to(c.top_p, z)[:, None]
     inside &= q >= _to(c.min_p, z)[:, None] * q[:, :1]
-    sure = ~(inside & (values == values[:, -1:])).any(-1) if n < size else torch.ones(len(z), dtype=torch.bool, device=z.device)
+    sure = torch.ones(len(z), dtype=torch.bool, device=z.device)
+    if n < size:
+        beyond = (top_k > n) & (top_k < size) & (_to(c.top_p, z)[:, None] < 1)
+        sure = ~(beyond | inside & (values == values[:, -1:])).any(-1)
     return torch.zeros_like(z, dtype=torch.bool).scatter_(1, order, inside), sure
 
 
