@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from posttrain.core.errors import DataError, EngineError
+from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
@@ -41,6 +41,8 @@ class Door:
                 raise EngineError("the sampling contract is not resolved: call sampling.resolve(stop_ids, spell) once, at load")
             sampling.check_vocabulary(self.vocabulary)
             check_strings(sampling, self.text)
+            if sampling.top > self.vocabulary:
+                raise ConfigError(f"sampling.top={sampling.top} of a vocabulary of {self.vocabulary} tokens: lower it to at most that")
             self._accepted = sampling
         room = self.context - len(ids)
         limit = min(sampling.max_tokens, room)

@@ -21,7 +21,8 @@ from posttrain.engine.embedded import native
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.counters import Counters
 from posttrain.engine.embedded.door import Door
-from posttrain.engine.embedded.scheduler import BUDGET, Scheduler
+from posttrain.engine.embedded.plan import BUDGET
+from posttrain.engine.embedded.scheduler import Scheduler
 from posttrain.engine.embedded.served import Served
 from posttrain.engine.embedded.slots import Heard, Request
 from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, PromptLookup, Proposer

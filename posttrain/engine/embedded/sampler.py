@@ -20,7 +20,7 @@ from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
 from posttrain.engine.embedded import native
-from posttrain.engine.embedded.rules import Rules
+from posttrain.engine.embedded.rules import NotFinite, Rules
 
 HEAD = 1024
 """Candidates sorted first where the vocabulary is large; rows that keep more are sorted whole."""
@@ -203,6 +203,7 @@ def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, compiled: bo
 
     Raises:
         NothingLeft: rows of which every token is banned.
+        NotFinite: rows whose probabilities are not finite.
     """
     return Spread.of(logits, contracts, compiled).draw(uniform)
 
@@ -223,11 +224,18 @@ def pick(logp: Tensor, uniform: np.ndarray, compiled: bool | None = None) -> Ten
     False for `compiled` keeps to torch's operations; otherwise the kernels work wherever they can.
 
     Only a token of positive probability can be the first to exceed anything, and the target stays below the total.
+
+    Raises:
+        NotFinite: rows whose probabilities are not finite.
     """
     kernels = None if compiled is False else native.choose(None, logp.device, logp.dtype)
     ids = _pick(logp, uniform) if kernels is None else kernels.pick(logp, uniform)
     if ids is None:
-        raise EngineError("the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded wrongly")
+        wrong = ~logp.exp().sum(-1, dtype=torch.float64).isfinite()
+        raise NotFinite(
+            np.flatnonzero(wrong.cpu().numpy() if wrong.any() else np.ones(len(logp))),
+            "the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded wrongly",
+        )
     return ids
 
 

@@ -16,18 +16,11 @@ import numpy as np
 from torch import Tensor
 
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for, rows_of
-from posttrain.engine.embedded.plan import Drafts, Pieces, Plan, make_plan
+from posttrain.engine.embedded.plan import SHORT, Drafts, Pieces, Plan, make_plan, room_in_lanes
 from posttrain.engine.embedded.slots import Prompt, Request, Slots
 from posttrain.engine.embedded.tally import Tally
 from posttrain.engine.embedded.tree import PrefixTree
 
-BUDGET = 2048
-"""Positions of one forward pass: the speaking slots', then pieces of prompts."""
-SHORT = 64
-"""Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and layer."""
-FULL = 48, 256
-"""A forward pass fills its lanes where at least so many slots speak and fewer positions than the second are to be computed: with fewer
-slots, reading the weights is what takes time, and with more positions a few idle lanes do not show."""
 SPARE = 64
 """Blocks given up at once, so that the search for them is rare."""
 
@@ -39,7 +32,7 @@ class Scheduler:
         grow: called with the number of blocks the pool must hold.
         rows: positions of every forward pass, idle ones included; None where passes are as large as their work.
         budget: most positions of a forward pass, where `rows` is None; the speaking slots come first.
-        lanes: positions that cost no more than one, wherever their multiple is not full; see `_room_for_prompts`.
+        lanes: positions that cost no more than one, wherever their multiple is not full; see `plan.room_in_lanes`.
         retain: blocks of ended sequences that are kept for later turns while nobody needs them.
         version: of the weights being served.
     """
@@ -67,6 +60,8 @@ class Scheduler:
         self.tally = Tally()
         self.moved: list[Request] = []
         """Requests that gave their slot up, or speak on in another, since this was emptied."""
+        self.failed: list[tuple[Request, Exception]] = []
+        """Requests that could not be admitted, and why, since this was emptied."""
         self._grow, self._rows, self._budget, self._retain, self._lanes = grow, rows, max(budget, slots), retain, lanes
         self._arrived = 0
         self._users: Counter[bytes] = Counter()
@@ -122,15 +117,27 @@ class Scheduler:
                     self.tally.shared += len(prompt.ids)
                 elif (prompt := self._prompt(request)) is None:
                     break
-                s = self.slots.assign(request)
-                admitted.append(request)
-                self._waits[s] = prompt
-                prompt.waiting.append(s)
-                if prompt.resumes and prompt.done == len(prompt.ids):
-                    self._caching.remove(prompt)
-                    self._resume(prompt)
+                if self._assign(request, prompt):
+                    admitted.append(request)
             self.queue.popleft()
         return admitted
+
+    def _assign(self, request: Request, prompt: Prompt) -> bool:
+        """A free slot for a request of `prompt`. False where its numbers cannot be written down, which fails it alone."""
+        s = self.slots.assign(request)
+        self._waits[s] = prompt
+        prompt.waiting.append(s)
+        try:
+            self.slots.follow(s, request)
+        except Exception as error:  # whatever the caller's numbers led to
+            self.free(s)
+            request.slot, request.gone = None, True
+            self.failed.append((request, error))
+            return False
+        if prompt.resumes and prompt.done == len(prompt.ids):
+            self._caching.remove(prompt)
+            self._resume(prompt)
+        return True
 
     def make_room(self, ahead: int = 0) -> np.ndarray:
         """Blocks for the next position of every speaking slot, the youngest giving way where there are too few; and for `ahead`
@@ -153,20 +160,9 @@ class Scheduler:
     def plan(self, at: np.ndarray, drafts: Drafts | None = None) -> Plan:
         """The next forward pass, for the slots `make_room` returned."""
         computed = len(at) + (int(drafts.counts.sum()) if drafts is not None else 0)
-        return make_plan(self.slots, at, drafts, self._pieces(self._room_for_prompts(computed)), self._rows or 0)
-
-    def _room_for_prompts(self, computed: int) -> int:
-        """Positions of prompts to compute beside `computed` others.
-
-        What would begin one more vector of lanes without filling it waits for the next pass, as long as this one has some part of a
-        prompt: with 64 slots and short prompts one lane in nine would be idle.
-        """
-        if self._rows is not None:
-            return self._rows - computed
-        wanted = computed + sum(len(p.ids) - p.done for p in self._caching)
-        whole = wanted // self._lanes * self._lanes
-        least, most = FULL
-        return (whole if least <= computed < whole and wanted < min(most, self._budget) else self._budget) - computed
+        left = sum(len(p.ids) - p.done for p in self._caching)
+        room = room_in_lanes(computed, left, self._budget, self._lanes) if self._rows is None else self._rows - computed
+        return make_plan(self.slots, at, drafts, self._pieces(room), self._rows or 0)
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
         """The pass is done: `hidden(i)` is the hidden state of its position i. Drafts count once they are said."""
