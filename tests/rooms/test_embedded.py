@@ -270,6 +270,26 @@ def test_prompts_that_cannot_be_served() -> None:
         asyncio.run(e.generate(np.ones(3, np.int32), replace(sampling(), stop_ids=None), 0))
 
 
+def test_sequences_that_cannot_be_scored() -> None:
+    """A whole context can; nothing is computed of what lies beyond it or beyond the vocabulary."""
+    e, whole = engine(context=32), np.arange(33, dtype=np.int32) % V
+    with torch.no_grad():
+        logp = module()(torch.from_numpy(whole[None, :32]).long()).logits[0].log_softmax(-1).numpy()
+    assert np.abs(asyncio.run(e.score(whole[:32])) - logp[np.arange(31), whole[1:32]]).max() < 2e-5
+    assert asyncio.run(e.score(whole[:1])).shape == (0,)
+    assert np.array_equal(asyncio.run(e.score(whole[:9].astype(np.uint64))), asyncio.run(e.score(whole[:9])))
+    far = [np.array([1, i, 2]) for i in (V, -1, 10**6, 2**32 + 7, -(2**32) + 7)]
+    for ids, message in ((whole, "does not fit a context of 32"), (whole[:0], "non-empty"), (whole[None, :3], "non-empty")):
+        with pytest.raises(DataError, match=message):
+            asyncio.run(e.score(ids))
+    for ids in far:
+        for refused in (e.score(ids), e.generate(ids, sampling(), 0)):
+            with pytest.raises(DataError, match="0..39"):
+                asyncio.run(refused)
+    with pytest.raises(DataError, match="float64"):
+        asyncio.run(e.score(np.array([1.5, 2.0])))
+
+
 def test_models_that_cannot_be_served() -> None:
     tiny = {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8, "num_layers": 1, "vocab_size": V}
     with pytest.raises(EngineError, match="T5.*encoder-decoder"):

@@ -149,7 +149,7 @@ class EmbeddedEngine:
 
         heard: called with the new ids and log-probs as soon as they are said.
         """
-        request = self._door.request(np.ascontiguousarray(ids, np.int32), sampling, place, heard)
+        request = self._door.request(ids, sampling, place, heard)
         self._wake()
         self._scheduler.submit(request)
         self._mark(request, "queued")
@@ -164,8 +164,8 @@ class EmbeddedEngine:
         return said
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: see `core.ports.Sampler`."""
-        return self._served.score(ids)
+        """float32 [T - 1]: see `core.ports.Sampler`; T at most the context."""
+        return self._served.score(self._door.ids(ids))
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version`; what is being said meanwhile ends first or goes on, as `update` says.
