@@ -13,9 +13,10 @@ from embedded_parts import FAMILIES, ROPE, V, ask, engine, module, one_thread, p
 
 from posttrain.core.errors import DataError, EngineError
 from posttrain.core.types import Stop
+from posttrain.engine import attention
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.models import named_tensors
+from posttrain.engine.models import check_read_out, named_tensors, read_out
 
 __all__ = ["one_thread"]
 
@@ -306,6 +307,38 @@ def test_models_that_cannot_be_served() -> None:
     with pytest.raises(EngineError, match="experts"):
         experts = tf.MixtralConfig(**ROPE, num_local_experts=2, num_experts_per_tok=1)
         EmbeddedEngine(tf.MixtralForCausalLM(experts), slots=1, context=64, deterministic=True)
+
+
+def phimoe(**changes: int | None) -> tf.PreTrainedModel:
+    return tf.PhimoeForCausalLM(tf.PhimoeConfig(**{**ROPE, "num_local_experts": 4, **changes})).eval()
+
+
+def test_a_window_that_only_a_mask_knows_is_refused() -> None:
+    """By the engine for its context, by the learner for all positions of the config."""
+    windowed = phimoe(sliding_window=8)
+    with pytest.raises(EngineError, match="Phimoe.* has sliding_window=8 .*max_position_embeddings=8"):
+        EmbeddedEngine(windowed, slots=1, context=64)
+    with pytest.raises(EngineError, match="sliding_window=8"):
+        check_read_out(windowed, read_out(windowed))
+    EmbeddedEngine(windowed, slots=1, context=8)
+    for harmless in (phimoe(sliding_window=None), phimoe(sliding_window=8, max_position_embeddings=8), phimoe(sliding_window=256)):
+        harmless.set_attn_implementation(attention.NAME)
+        check_read_out(harmless, read_out(harmless))
+    windowed.config.sliding_window, windowed.config.attention_chunk_size = None, 16
+    with pytest.raises(EngineError, match="attention_chunk_size=16"):
+        EmbeddedEngine(windowed, slots=1, context=64)
+
+
+def test_windows_that_layers_are_given_or_that_none_has_are_served() -> None:
+    """Of all layers, of some, and of none though the config names one."""
+    qwen = {"sliding_window": 8, "use_sliding_window": True}
+    for config in (
+        tf.Qwen3Config(**ROPE, **qwen, max_window_layers=1),
+        tf.Qwen3Config(**ROPE, **qwen, max_window_layers=2),
+        tf.Qwen3Config(**ROPE, **{**qwen, "use_sliding_window": False}),
+    ):
+        config.sliding_window = 8
+        EmbeddedEngine(tf.Qwen3ForCausalLM(config), slots=1, context=64)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])
