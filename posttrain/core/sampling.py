@@ -22,12 +22,15 @@ max_tokens) changes no probability.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 
 from posttrain.core.errors import ConfigError
 
+LEAST, MOST = 1e-6, 1e6
+"""Smallest and largest temperature and repetition penalty, and the largest bias: whatever is computed with them stays finite in float32."""
+LARGEST = 2**31 - 1
+"""Most tokens, and the largest id and count, of a contract: what engines hold in 32 bits."""
 Spell = Callable[[str], Sequence[Sequence[int]]]
 """The token sequences in which a tokenizer writes a word."""
 
@@ -37,7 +40,7 @@ class Sampling:
     """How a turn is sampled. All fields are explicit; what depends on the tokenizer is resolved once, at load (`resolve`)."""
 
     temperature: float = 1.0
-    """Divides the logits. Must be > 0; use greedy=true for the argmax."""
+    """Divides the logits. From 1e-6 to 1e6; use greedy=true for the argmax."""
     top_p: float = 1.0
     """Smallest set of most probable tokens whose mass reaches this. 1 keeps all."""
     top_k: int = 0
@@ -45,9 +48,9 @@ class Sampling:
     min_p: float = 0.0
     """Keep tokens with probability >= min_p * largest. 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Makes tokens that already stand in the sequence less probable (> 1) or more (< 1). 1: off."""
+    """Makes tokens that already stand in the sequence less probable (> 1) or more (< 1). From 1e-6 to 1e6; 1: off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit), each id once. On the command line `17:-2.5,3:1`."""
+    """(token id, what is added to its logit, at most 1e6 up or down), each id once. On the command line `17:-2.5,3:1`."""
     allowed_ids: tuple[int, ...] | None = None
     """Only these token ids can be said. None: all. Without a stop id among them a turn ends by length alone."""
     allowed_words: tuple[str, ...] = ()
@@ -73,22 +76,24 @@ class Sampling:
     command line `stop=;` or, with spaces, commas or escapes, `stop=["\\n\\n"]`."""
 
     def __post_init__(self) -> None:
-        if not self.temperature > 0:
-            raise ConfigError(f"sampling.temperature={self.temperature}: must be > 0 (for the argmax set greedy=true)")
+        if not LEAST <= self.temperature <= MOST:
+            raise ConfigError(
+                f"sampling.temperature={self.temperature}: must lie in [{LEAST:g}, {MOST:g}] (for the argmax set greedy=true)"
+            )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sampling.top_p={self.top_p}: must lie in (0, 1]")
         if not 0 <= self.min_p < 1:
             raise ConfigError(f"sampling.min_p={self.min_p}: must lie in [0, 1)")
-        if not 0 < self.repetition_penalty < math.inf:
-            raise ConfigError(f"sampling.repetition_penalty={self.repetition_penalty}: must be > 0 and finite (1: off)")
+        if not LEAST <= self.repetition_penalty <= MOST:
+            raise ConfigError(f"sampling.repetition_penalty={self.repetition_penalty}: must lie in [{LEAST:g}, {MOST:g}] (1: off)")
         for name, least, what in (
             ("top_k", 0, "0 keeps all tokens"),
             ("top", 0, "0 stores the said token alone"),
             ("max_tokens", 1, "a turn says something"),
             ("min_tokens", 0, "0: a turn may end at once"),
         ):
-            if getattr(self, name) < least:
-                raise ConfigError(f"sampling.{name}={getattr(self, name)}: must be >= {least} ({what})")
+            if not least <= getattr(self, name) <= LARGEST:
+                raise ConfigError(f"sampling.{name}={getattr(self, name)}: must be >= {least} and at most {LARGEST} ({what})")
         if self.min_tokens > self.max_tokens:
             raise ConfigError(f"sampling.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower it, or raise that")
         self._check_ids()
@@ -104,17 +109,18 @@ class Sampling:
             "bad_ids": [i for sequence in self.bad_ids for i in sequence],
         }
         for name, ids in named.items():
-            if low := [i for i in ids if i < 0]:
-                raise ConfigError(f"sampling.{name}: {low[0]} is no token id; ids are >= 0")
+            if wrong := [i for i in ids if not 0 <= i <= LARGEST]:
+                raise ConfigError(f"sampling.{name}: {wrong[0]} is no token id; ids are >= 0 and at most {LARGEST}")
         if not all(self.bad_ids):
             raise ConfigError("sampling.bad_ids: a sequence has no tokens; leave it out")
         if len(set(biased)) != len(biased):
             raise ConfigError(
                 f"sampling.logit_bias: token {next(i for i in biased if biased.count(i) > 1)} is listed twice; add the numbers up"
             )
-        if wrong := [(i, x) for i, x in self.logit_bias if not math.isfinite(x)]:
+        if far := [(i, x) for i, x in self.logit_bias if not -MOST <= x <= MOST]:
             raise ConfigError(
-                f"sampling.logit_bias: {wrong[0][1]} for token {wrong[0][0]} must be finite; to ban a token put it into bad_ids"
+                f"sampling.logit_bias: {far[0][1]} for token {far[0][0]} must be finite, at most {MOST:g} up or down; to ban a token put it "
+                "into bad_ids"
             )
 
     def _check_texts(self) -> None:

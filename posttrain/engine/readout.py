@@ -83,16 +83,60 @@ def read_out(module: PreTrainedModel) -> ReadOut:
     return ReadOut(decoder, head, scale, None if softcap is None else float(softcap))
 
 
+class _Windows(PackedLayout):
+    """A packed layout that notes whether any layer asked for a sliding window."""
+
+    seen = False
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        self.seen |= sliding_window is not None
+        return super().attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+
+
+def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> None:
+    """EngineError where the config limits what a position sees and no layer says so, which our attention would then not know.
+
+    Some architectures (Phi-3.5-MoE) put their window into transformers' mask alone, and chunked attention is nowhere else; the masks
+    are ours. A config may also name a window that none of its `layer_types` has.
+    """
+    config = module.config.get_text_config(decoder=True)
+    kinds = getattr(config, "layer_types", None)
+    for field, kind in (("sliding_window", "sliding"), ("attention_chunk_size", "chunked")):
+        size = getattr(config, field, None)
+        used = getattr(config, f"use_{field}", None) is not False and (not kinds or any(kind in k for k in kinds))
+        told = seen and kind == "sliding"
+        if isinstance(size, int) and size > 0 and used and not told and (context is None or size < context):
+            raise EngineError(
+                f"{type(module).__name__} has {field}={size} and keeps it by its attention mask alone, which is not used here: sequences beyond "
+                f"{size} tokens would be computed with full attention. Use an architecture whose layers are given their window (Mistral, Qwen, "
+                f"Gemma, ...); or, if no sequence is longer, set max_position_embeddings={size} in its config.json"
+            )
+
+
 @torch.no_grad()
-def check_read_out(module: PreTrainedModel, out: ReadOut) -> float:
-    """Largest difference between our logits and the module's own on a canary; EngineError where they are not the same.
+def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = None) -> float:
+    """Largest difference between our logits and the module's own on a canary; EngineError where they are not the same, or where
+    positions would see more than the config lets them.
+
+    Args:
+        context: most tokens of a sequence; None: as many as the config has positions.
 
     The bound is relative to the largest logit: 1e-4 in float32, 0.05 in bfloat16 (whose own head rounds its logits).
     """
     device = out.weight.device
     at = torch.arange(min(CANARY, positions(module) or CANARY), device=device)
     ids = at * 7919 % out.weight.shape[0]
-    layout = PackedLayout([len(at)])
+    layout = _Windows([len(at)])
     try:
         ours = out.logits(out.hidden(ids, at, layout))
         theirs = module(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).logits[0].to(ours.dtype)
@@ -101,6 +145,7 @@ def check_read_out(module: PreTrainedModel, out: ReadOut) -> float:
             f"{type(module).__name__} cannot run with packed segments ({type(error).__name__}: {error}). "
             "Use a decoder-only causal LM whose attention goes through transformers' attention interface (Llama, Qwen, Gemma, GPT-2, ...)"
         ) from error
+    _check_windows(module, context or positions(module), layout.seen)
     gap = float((ours - theirs).abs().max())
     bound = (1e-4 if out.weight.dtype in (torch.float32, torch.float64) else 0.05) * max(1.0, float(theirs.abs().max()))
     if not gap <= bound:

@@ -27,8 +27,8 @@ class Piece:
     logp: list[float] = field(default_factory=list[float])
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
     """(ids, log-probs) of the most probable tokens, where they were asked for."""
-    at: int = 0
-    """Characters of the answer before this."""
+    offsets: list[int] = field(default_factory=list[int])
+    """Characters of the answer that were complete before each token; the tokens of one character have the same."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.ids)
@@ -38,6 +38,7 @@ class Piece:
         self.ids += other.ids
         self.logp += other.logp
         self.top += other.top
+        self.offsets += other.offsets
 
 
 class Choice:
@@ -52,6 +53,8 @@ class Choice:
         """Called with each piece as it comes, where somebody listens before the end."""
         self._decoder, self._stops = Decoder(words), Stops(sampling.stop)
         self._waiting = Piece()
+        self._decoded = 0
+        """Characters that are complete, those held back for a stop string included."""
         self._heard = 0
         self._task: asyncio.Task[Said] | None = None
 
@@ -86,6 +89,7 @@ class Choice:
             if self._stops.found:
                 return
             self._waiting.ids.append(token)
+            self._waiting.offsets.append(self._decoded)
             if top is not None:
                 order = np.isfinite(top.logp[i])
                 self._waiting.top.append((top.ids[i][order], top.logp[i][order]))
@@ -94,7 +98,9 @@ class Choice:
             if token in (self.sampling.stop_ids or ()):
                 continue
             armed = len(self.whole.ids) + len(self._waiting.ids) > self.sampling.min_tokens
-            if text := self._stops.add(self._decoder.add(token), armed):
+            complete = self._decoder.add(token)
+            self._decoded += len(complete)
+            if text := self._stops.add(complete, armed):
                 self._waiting.text = text
                 self._release()
 
@@ -107,7 +113,6 @@ class Choice:
 
     def _release(self) -> None:
         piece, self._waiting = self._waiting, Piece()
-        piece.at = len(self.whole.text)
         if piece:
             self.whole.extend(piece)
             if self.told is not None:

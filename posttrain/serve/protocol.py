@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from posttrain.core.errors import nearest
-from posttrain.core.sampling import Sampling
+from posttrain.core.sampling import LARGEST, Sampling
 from posttrain.core.types import Message
 from posttrain.serve.refusal import Refusal
 
@@ -59,12 +59,12 @@ class Asked(_Strict):
     stream_options: StreamOptions | None = None
     temperature: float = Field(1.0, ge=0, le=HOTTEST, allow_inf_nan=False)
     top_p: float = Field(1.0, gt=0, le=1)
-    top_k: int = Field(0, ge=-1)
+    top_k: int = Field(0, ge=-1, le=LARGEST)
     min_p: float = Field(0.0, ge=0, lt=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = {}
     allowed_token_ids: list[int] | None = None
-    min_tokens: int = Field(0, ge=0)
+    min_tokens: int = Field(0, ge=0, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
     stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16), BeforeValidator(_one_or_many)] = []
     stop_token_ids: list[int] = []
@@ -129,7 +129,7 @@ class CompletionRequest(Asked):
     """POST /v1/completions."""
 
     prompt: Annotated[list[str | Tokens], BeforeValidator(_prompt)]
-    max_tokens: int = Field(16, ge=1)
+    max_tokens: int = Field(16, ge=1, le=LARGEST)
     logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
     prompt_logprobs: int | None = Field(None, ge=0, le=0)
     """0: the log-probs of the prompt's own tokens, at temperature 1."""
@@ -175,8 +175,8 @@ class ChatRequest(Asked):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1, le=LARGEST)
+    max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MOST_TOP)
 

@@ -96,16 +96,11 @@ class Shape:
                     for i, (t, p) in enumerate(zip(piece.ids, piece.logp, strict=True))
                 ]
             }
-        at = piece.at
-        offsets: list[int] = []
-        for token in piece.ids:
-            offsets.append(at)
-            at += len(self.words.bytes(token).decode(errors="ignore"))
         return {
             "tokens": [self._name(t) for t in piece.ids],
             "token_logprobs": piece.logp,
             "top_logprobs": [self._table(*top) for top in piece.top] if self.request.alternatives else None,
-            "text_offset": offsets,
+            "text_offset": piece.offsets,
         }
 
     def _prompt(self, c: Choice, logp: Any) -> list[Json | None]:

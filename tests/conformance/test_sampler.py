@@ -221,6 +221,31 @@ def test_a_large_vocabulary_keeps_what_a_full_sort_keeps() -> None:
         assert np.array_equal(np.sort(order[keep])[:20], np.flatnonzero(got[i].numpy())[:20])
 
 
+@pytest.mark.parametrize(
+    "s",
+    [
+        *(Sampling(top_k=k, top_p=p) for k, p in ((2000, 0.5), (1500, 0.7), (1024, 0.7), (1025, 0.9), (4000, 0.6), (8999, 0.4))),
+        *(Sampling(top_k=k, top_p=p) for k, p in ((9000, 0.4), (10_000, 0.4), (0, 0.4), (1025, 0.99), (700, 0.5))),
+        *(Sampling(top_k=k, top_p=p, min_p=0.02) for k, p in ((2000, 0.5), (2000, 1.0), (500, 0.9), (0, 0.3))),
+    ],
+    ids=str,
+)
+def test_a_large_vocabulary_keeps_the_whole_set_of_the_contract(s: Sampling) -> None:
+    """Worked in float64 over the whole row, also where top-k reaches beyond the candidates that are looked at first."""
+    size = 9000
+    z = torch.from_numpy(np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)) * torch.tensor([[1.0], [2.0], [4.0], [0.3]])
+    got = kept_mask(z, Contracts.of([s] * 4)).numpy()
+    for row, mask in zip(z.double().numpy(), got, strict=True):
+        order = np.lexsort((np.arange(size), -row))
+        p = np.exp(row)[order]
+        p[s.top_k or size :] = 0
+        p /= p.sum()
+        keep = (p > 0) & (np.cumsum(p) - p < s.top_p)
+        p[~keep] = 0
+        p /= p.sum()
+        assert np.array_equal(np.sort(order[keep & (p >= s.min_p * p[0])]), np.flatnonzero(mask))
+
+
 def test_extreme_uniforms_pick_possible_tokens() -> None:
     logp = torch.log(torch.tensor([[0.0, 0.3, 0.7, 0.0]] * 3))
     assert pick(logp, np.array([0.0, np.nextafter(1, 0), 0.3000001])).tolist() == [1, 2, 2]

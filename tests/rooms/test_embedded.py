@@ -13,9 +13,10 @@ from embedded_parts import FAMILIES, ROPE, V, ask, engine, module, one_thread, p
 
 from posttrain.core.errors import DataError, EngineError
 from posttrain.core.types import Stop
+from posttrain.engine import attention
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.models import named_tensors
+from posttrain.engine.models import check_read_out, named_tensors, read_out
 
 __all__ = ["one_thread"]
 
@@ -270,6 +271,26 @@ def test_prompts_that_cannot_be_served() -> None:
         asyncio.run(e.generate(np.ones(3, np.int32), replace(sampling(), stop_ids=None), 0))
 
 
+def test_sequences_that_cannot_be_scored() -> None:
+    """A whole context can; nothing is computed of what lies beyond it or beyond the vocabulary."""
+    e, whole = engine(context=32), np.arange(33, dtype=np.int32) % V
+    with torch.no_grad():
+        logp = module()(torch.from_numpy(whole[None, :32]).long()).logits[0].log_softmax(-1).numpy()
+    assert np.abs(asyncio.run(e.score(whole[:32])) - logp[np.arange(31), whole[1:32]]).max() < 2e-5
+    assert asyncio.run(e.score(whole[:1])).shape == (0,)
+    assert np.array_equal(asyncio.run(e.score(whole[:9].astype(np.uint64))), asyncio.run(e.score(whole[:9])))
+    far = [np.array([1, i, 2]) for i in (V, -1, 10**6, 2**32 + 7, -(2**32) + 7)]
+    for ids, message in ((whole, "does not fit a context of 32"), (whole[:0], "non-empty"), (whole[None, :3], "non-empty")):
+        with pytest.raises(DataError, match=message):
+            asyncio.run(e.score(ids))
+    for ids in far:
+        for refused in (e.score(ids), e.generate(ids, sampling(), 0)):
+            with pytest.raises(DataError, match="0..39"):
+                asyncio.run(refused)
+    with pytest.raises(DataError, match="float64"):
+        asyncio.run(e.score(np.array([1.5, 2.0])))
+
+
 def test_models_that_cannot_be_served() -> None:
     tiny = {"d_model": 16, "d_ff": 16, "num_heads": 2, "d_kv": 8, "num_layers": 1, "vocab_size": V}
     with pytest.raises(EngineError, match="T5.*encoder-decoder"):
@@ -286,6 +307,38 @@ def test_models_that_cannot_be_served() -> None:
     with pytest.raises(EngineError, match="experts"):
         experts = tf.MixtralConfig(**ROPE, num_local_experts=2, num_experts_per_tok=1)
         EmbeddedEngine(tf.MixtralForCausalLM(experts), slots=1, context=64, deterministic=True)
+
+
+def phimoe(**changes: int | None) -> tf.PreTrainedModel:
+    return tf.PhimoeForCausalLM(tf.PhimoeConfig(**{**ROPE, "num_local_experts": 4, **changes})).eval()
+
+
+def test_a_window_that_only_a_mask_knows_is_refused() -> None:
+    """By the engine for its context, by the learner for all positions of the config."""
+    windowed = phimoe(sliding_window=8)
+    with pytest.raises(EngineError, match="Phimoe.* has sliding_window=8 .*max_position_embeddings=8"):
+        EmbeddedEngine(windowed, slots=1, context=64)
+    with pytest.raises(EngineError, match="sliding_window=8"):
+        check_read_out(windowed, read_out(windowed))
+    EmbeddedEngine(windowed, slots=1, context=8)
+    for harmless in (phimoe(sliding_window=None), phimoe(sliding_window=8, max_position_embeddings=8), phimoe(sliding_window=256)):
+        harmless.set_attn_implementation(attention.NAME)
+        check_read_out(harmless, read_out(harmless))
+    windowed.config.sliding_window, windowed.config.attention_chunk_size = None, 16
+    with pytest.raises(EngineError, match="attention_chunk_size=16"):
+        EmbeddedEngine(windowed, slots=1, context=64)
+
+
+def test_windows_that_layers_are_given_or_that_none_has_are_served() -> None:
+    """Of all layers, of some, and of none though the config names one."""
+    qwen = {"sliding_window": 8, "use_sliding_window": True}
+    for config in (
+        tf.Qwen3Config(**ROPE, **qwen, max_window_layers=1),
+        tf.Qwen3Config(**ROPE, **qwen, max_window_layers=2),
+        tf.Qwen3Config(**ROPE, **{**qwen, "use_sliding_window": False}),
+    ):
+        config.sliding_window = 8
+        EmbeddedEngine(tf.Qwen3ForCausalLM(config), slots=1, context=64)
 
 
 @pytest.mark.parametrize("family", ["qwen3", "llama", "mistral"])

@@ -161,6 +161,48 @@ def test_siblings_without_room_to_fork_take_turns() -> None:
     assert e.blocks_in_use == 0
 
 
+def test_a_sibling_is_not_admitted_to_a_prompt_that_makes_room_for_it() -> None:
+    """One long turn and the prompt fill the cache: each sibling waits for a block, and the prompt stays until the last has begun."""
+    e = engine(slots=2, context=64, cache_bytes=4 * BLOCK_BYTES)
+
+    async def main() -> None:
+        longest = e.generate(long(5), sampling(max_tokens=43), 0)
+        siblings = [e.generate(long(16, 1), sampling(max_tokens=1), i) for i in range(1, 61)]
+        await asyncio.wait_for(asyncio.gather(longest, *siblings), 20)
+
+    asyncio.run(main())
+    assert e.blocks_in_use == 0
+    gauges = e.gauges()
+    assert gauges["engine/shared"].sum == 59 * 16
+    assert gauges["engine/positions_linear"].sum == 5 + 42 + 16
+
+
+def test_blocks_computed_twice_at_once_are_held_once() -> None:
+    """A prompt and one that begins with it are computed in one pass. The short turn ends, and its block is no spare one: the long
+    turn holds what comes after it."""
+    e = engine(slots=3, context=64, cache_bytes=5 * BLOCK_BYTES)
+    whole = long(33)
+    asked, contracts = [whole[:16], whole, long(5, 1)], [sampling(max_tokens=n) for n in (1, 25, 20)]
+    same(asyncio.run(ask(e, asked, contracts)), asyncio.run(ask(engine(slots=1), asked, contracts)))
+    assert e.blocks_in_use == 0
+
+
+def test_siblings_who_said_the_same_have_it_cached_once_and_go_on() -> None:
+    """Greedy siblings of other lengths: what the longer ones said after the shorter ones' end is found by their next turns too."""
+    e, lengths = engine(slots=4, context=160), (20, 36, 60, 60)
+    said = asyncio.run(ask(e, [long(21)] * 4, [sampling(greedy=True, max_tokens=n) for n in lengths]))
+    e.gauges()
+    later = [np.concatenate([long(21), s.ids, long(4, 2 + i)]) for i, s in enumerate(said)]
+    asyncio.run(ask(e, later, sampling(max_tokens=1)))
+    assert e.gauges()["engine/positions_linear"].sum == 4 * (4 + 1)
+
+
+def check_held(e: EmbeddedEngine) -> None:
+    """Whoever holds a block of the tree holds the one before it."""
+    owners, nodes = e._scheduler.blocks.owners, e._scheduler.tree._nodes.values()
+    assert all(owners(n.parent.block) > 1 for n in nodes if n.parent is not None and owners(n.block) > 1)
+
+
 def check_mixed(prompt: np.ndarray, said: Said, models: dict[int, torch.nn.Module]) -> None:
     """Every token has the log-prob its own version gives it after everything before."""
     for version, model in models.items():
@@ -313,12 +355,13 @@ def test_a_timeline_shows_who_gave_way(tmp_path: Path) -> None:
         assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(spans))
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_any_traffic_leaves_the_books_in_order(seed: int) -> None:
     """Requests of all lengths, siblings, continuations, cancellations and weight updates on a cache that is too small."""
     rng = np.random.default_rng(seed)
     update = ("drain", "inflight")[seed % 2]
-    e = engine(slots=5, context=96, cache_bytes=12 * BLOCK_BYTES, budget=int(rng.integers(8, 60)), update=update)
+    slots, blocks, budget = int(rng.integers(2, 6)), int(rng.integers(7, 13)), int(rng.integers(8, 60))
+    e = engine(slots=slots, context=96, cache_bytes=blocks * BLOCK_BYTES, budget=budget, update=update)
     models = {v: module(seed=v) for v in range(4)}
     beginnings = [long(40, i) for i in range(2)]
     done: list[tuple[np.ndarray, Said]] = []
@@ -332,23 +375,34 @@ def test_any_traffic_leaves_the_books_in_order(seed: int) -> None:
             if len(ids) > 80:
                 return
 
+    async def sibling(i: int) -> None:
+        """A short turn after a prompt of whole blocks, of which four are asked."""
+        ids = long((16, 32)[i % 2], 50 + i // 4)
+        done.append((ids, await e.generate(ids, sampling(max_tokens=int(rng.integers(1, 3))), 1000 + i)))
+
     async def main() -> None:
-        running = [asyncio.create_task(episode(i)) for i in range(40)]
+        running = [asyncio.create_task(job(i)) for i in range(40) for job in (episode, sibling)]
         for version in (1, 2, 3):
-            await ticks(int(rng.integers(5, 40)))
-            for t in rng.choice(running, 4, replace=False):  # type: ignore[arg-type]
+            for _ in range(int(rng.integers(5, 40))):
+                await ticks(1)
+                check_held(e)
+            for t in rng.choice(running, 8, replace=False):  # type: ignore[arg-type]
                 t.cancel()
             await e.load(version, named_tensors(models[version]))
-        await asyncio.gather(*running, return_exceptions=True)
+        ended = await asyncio.gather(*running, return_exceptions=True)
+        assert not [x for x in ended if isinstance(x, Exception)]
 
-    asyncio.run(main())
+    asyncio.run(asyncio.wait_for(main(), 30))
     assert len(done) > 20
     for prompt, said in done:
         check_mixed(prompt, said, models)
+        assert update == "inflight" or len(set(said.version.tolist())) == 1
     scheduler = e._scheduler
     assert e.blocks_in_use == 0 and scheduler.blocks.spare == len(scheduler.tree)
     assert not scheduler.prompts and not scheduler._users and not scheduler._caching and not scheduler._waits
     assert scheduler.blocks.capacity <= scheduler.blocks.most
+    spare = scheduler.blocks.spare
+    assert scheduler.tree.evict(10**6) == spare and not scheduler.blocks.spare
 
 
 def test_options_that_cannot_work() -> None:

@@ -50,6 +50,16 @@ def endpoint(u: Up | str) -> Endpoint:
 # --- by tokens ---------------------------------------------------------------------------------------------------------------
 
 
+async def test_min_tokens_beyond_the_context_end_with_it(model: Path) -> None:
+    """Six positions are left of the ten that must be said: as in the engine itself, the context ends the turn."""
+    async with up(model) as u, endpoint(u) as e:
+        contract, prompt = Sampling(max_tokens=20, min_tokens=10, stop_ids=tuple(range(60, 120))), np.full(90, 5, np.int32)
+        got = await TokenSampler(e, await look(e)).generate(prompt, contract, 3)
+        own = await u.engine.generate(prompt, contract, seeds.key(3, "serve", 0))
+        assert got.ids.tolist() == own.ids.tolist() and len(got.ids) == 6
+        assert got.stop is own.stop is Stop.CONTEXT
+
+
 @pytest.mark.parametrize(
     "contract",
     [

@@ -80,6 +80,14 @@ def test_the_least_recently_used_goes_first_and_nothing_in_use() -> None:
     assert blocks.free == 32
 
 
+def test_who_caches_what_is_cached_learns_where() -> None:
+    blocks, tree = made()
+    first = put(blocks, tree, tokens(32))
+    mine = blocks.take(3)
+    assert tree.insert(tokens(48), mine).tolist() == [*first.tolist(), mine[2]]
+    assert blocks.owners(mine[0]) == 1 and blocks.owners(mine[2]) == 2
+
+
 def test_a_block_is_released_as_often_as_it_is_owned() -> None:
     blocks, _ = made()
     own = blocks.take(2)

@@ -78,7 +78,7 @@ def accept(module: PreTrainedModel, context: int, deterministic: bool) -> tuple[
     if sorted(probe.seen) != list(range(layers)):
         missing = sorted(set(range(layers)) - set(probe.seen))
         raise EngineError(f"layers {missing} of {name} do not attend through the attention interface (recurrent?). {WANTED}")
-    check_read_out(module, out)
+    check_read_out(module, out, context)
     return out, [probe.seen[i] for i in range(layers)]
 
 

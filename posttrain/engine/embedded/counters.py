@@ -23,7 +23,8 @@ import numpy as np
 from posttrain.core.types import Gauge, Gauges
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.plan import Plan
-from posttrain.engine.embedded.scheduler import Scheduler, Tally
+from posttrain.engine.embedded.scheduler import Scheduler
+from posttrain.engine.embedded.tally import Tally
 
 
 class Counters:

@@ -7,7 +7,7 @@ import time
 
 import numpy as np
 
-from posttrain.core.errors import DataError, EngineError
+from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
@@ -28,19 +28,34 @@ class Door:
         self._accepted: Sampling | None = None
         """The contract that was checked last; all requests of a stage share one."""
 
+    def ids(self, ids: np.ndarray) -> np.ndarray:
+        """int32 [T]: these tokens of any integer type; DataError where they are no sequence this engine could compute.
+
+        They are compared before they become 32 bits wide, in which 2 ** 32 + 7 is token 7.
+        """
+        given = np.asarray(ids)
+        if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
+            raise DataError(
+                f"a prompt is a non-empty list of token ids, got shape {given.shape} of {given.dtype}: check the task and its chat template"
+            )
+        if len(given) > self.context:
+            raise DataError(f"a sequence of {len(given)} tokens does not fit a context of {self.context}: shorten one or raise the other")
+        if given.min() < 0 or given.max() >= self.vocabulary:
+            raise DataError(f"prompt ids span {given.min()}..{given.max()}, the model has 0..{self.vocabulary - 1}: use its own tokenizer")
+        return np.ascontiguousarray(given, np.int32)
+
     def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: Heard | None) -> Request:
-        """A request of the running loop for int32 [T] `ids`; DataError, ConfigError or EngineError where it cannot be served."""
-        if ids.ndim != 1 or len(ids) == 0:
-            raise DataError(f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template")
-        if len(ids) >= self.context:
+        """A request of the running loop for token ids [T]; DataError, ConfigError or EngineError where it cannot be served."""
+        if np.ndim(ids) == 1 and len(ids) >= self.context:
             raise DataError(f"a prompt of {len(ids)} tokens leaves no room in a context of {self.context}: shorten one or raise the other")
-        if ids.min() < 0 or ids.max() >= self.vocabulary:
-            raise DataError(f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{self.vocabulary - 1}: use its own tokenizer")
+        ids = self.ids(ids)
         if sampling is not self._accepted:
             if not sampling.resolved:
                 raise EngineError("the sampling contract is not resolved: call sampling.resolve(stop_ids, spell) once, at load")
             sampling.check_vocabulary(self.vocabulary)
             check_strings(sampling, self.text)
+            if sampling.top > self.vocabulary:
+                raise ConfigError(f"sampling.top={sampling.top} of a vocabulary of {self.vocabulary} tokens: lower it to at most that")
             self._accepted = sampling
         room = self.context - len(ids)
         limit = min(sampling.max_tokens, room)

@@ -21,7 +21,8 @@ from posttrain.engine.embedded import native
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.counters import Counters
 from posttrain.engine.embedded.door import Door
-from posttrain.engine.embedded.scheduler import BUDGET, Scheduler
+from posttrain.engine.embedded.plan import BUDGET
+from posttrain.engine.embedded.scheduler import Scheduler
 from posttrain.engine.embedded.served import Served
 from posttrain.engine.embedded.slots import Heard, Request
 from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, PromptLookup, Proposer
@@ -148,7 +149,7 @@ class EmbeddedEngine:
 
         heard: called with the new ids and log-probs as soon as they are said.
         """
-        request = self._door.request(np.ascontiguousarray(ids, np.int32), sampling, place, heard)
+        request = self._door.request(ids, sampling, place, heard)
         self._wake()
         self._scheduler.submit(request)
         self._mark(request, "queued")
@@ -156,14 +157,15 @@ class EmbeddedEngine:
             said = await request.future
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
+            self._tell_drained()
             self._mark(request, None)
             raise
         self._counters.said(len(said.ids))
         return said
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: see `core.ports.Sampler`."""
-        return self._served.score(ids)
+        """float32 [T - 1]: see `core.ports.Sampler`; T at most the context."""
+        return self._served.score(self._door.ids(ids))
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version`; what is being said meanwhile ends first or goes on, as `update` says.
@@ -174,7 +176,7 @@ class EmbeddedEngine:
         self._newer(version)
         self._loading += 1
         try:
-            if self._update == "drain" and self._scheduler.busy:
+            if self._update == "drain" and self._scheduler.unfinished:
                 if self._paused:
                     raise EngineError("new weights wait for the sequences being said, and the engine is paused: resume() it first")
                 self._wake()
@@ -256,7 +258,7 @@ class EmbeddedEngine:
     async def _pump(self) -> None:
         """Step until there is nothing to do, letting the loop run between steps."""
         await asyncio.sleep(0)
-        while not self._paused and (self._scheduler.busy or (self._scheduler.queue and not self._loading)):
+        while not self._paused and (self._scheduler.unfinished or (self._scheduler.queue and not self._loading)):
             try:
                 self._stepper.step(self._version, admit=not self._loading)
             except Exception as error:
@@ -264,12 +266,16 @@ class EmbeddedEngine:
             except BaseException as error:
                 self._fail(EngineError(f"the engine was interrupted ({type(error).__name__})"))
                 raise
-            if not self._scheduler.busy:
-                for waiter in self._drained:
-                    if not waiter.done():
-                        waiter.set_result(None)
-                self._drained = []
+            self._tell_drained()
             await asyncio.sleep(0)
+
+    def _tell_drained(self) -> None:
+        """Let new weights come once nothing is being said. The last turn may end in a step, or by being cancelled between two."""
+        if not self._scheduler.unfinished:
+            for waiter in self._drained:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._drained = []
 
     def _fail(self, error: Exception) -> None:
         """Hand an error to everyone who waits, and start over with an empty cache."""

@@ -10,6 +10,14 @@ from torch import Tensor
 from posttrain.engine.embedded.cache import ragged_arange
 from posttrain.engine.embedded.slots import Prompt, Slots
 
+BUDGET = 2048
+"""Positions of one forward pass: the speaking slots', then pieces of prompts."""
+SHORT = 64
+"""Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and layer."""
+FULL = 48, 256
+"""A forward pass fills its lanes where at least so many slots speak and fewer positions than the second are to be computed: with fewer
+slots, reading the weights is what takes time, and with more positions a few idle lanes do not show."""
+
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
@@ -89,3 +97,15 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: Pieces, l
         pieces=ordered,
         ends=(len(each) - 1 + np.cumsum([b - a for _, a, b in spans], dtype=np.int64)).tolist(),
     )
+
+
+def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
+    """Positions of prompts to compute beside `computed` others, where `left` of them are not cached yet.
+
+    What would begin one more vector of lanes without filling it waits for the next pass, as long as this one has some part of a
+    prompt: with 64 slots and short prompts one lane in nine would be idle.
+    """
+    wanted = computed + left
+    whole = wanted // lanes * lanes
+    least, most = FULL
+    return (whole if least <= computed < whole and wanted < min(most, budget) else budget) - computed

@@ -26,12 +26,20 @@ REMEMBERED = 16
 """Contracts whose masks over the vocabulary are kept ready."""
 
 
-class NothingLeft(EngineError):
-    """In some rows of a draw every token is banned."""
+class NoDraw(EngineError):
+    """From some rows of a draw nothing can be drawn; the others are as good as ever."""
 
     def __init__(self, rows: np.ndarray, message: str) -> None:
         super().__init__(message)
         self.rows = rows
+
+
+class NothingLeft(NoDraw):
+    """In some rows of a draw every token is banned."""
+
+
+class NotFinite(NoDraw):
+    """Some rows of a draw are no distribution."""
 
 
 @dataclass(frozen=True, eq=False)

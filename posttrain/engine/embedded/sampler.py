@@ -20,7 +20,7 @@ from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
 from posttrain.engine.embedded import native
-from posttrain.engine.embedded.rules import Rules
+from posttrain.engine.embedded.rules import NotFinite, Rules
 
 HEAD = 1024
 """Candidates sorted first where the vocabulary is large; rows that keep more are sorted whole."""
@@ -203,6 +203,7 @@ def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, compiled: bo
 
     Raises:
         NothingLeft: rows of which every token is banned.
+        NotFinite: rows whose probabilities are not finite.
     """
     return Spread.of(logits, contracts, compiled).draw(uniform)
 
@@ -223,11 +224,18 @@ def pick(logp: Tensor, uniform: np.ndarray, compiled: bool | None = None) -> Ten
     False for `compiled` keeps to torch's operations; otherwise the kernels work wherever they can.
 
     Only a token of positive probability can be the first to exceed anything, and the target stays below the total.
+
+    Raises:
+        NotFinite: rows whose probabilities are not finite.
     """
     kernels = None if compiled is False else native.choose(None, logp.device, logp.dtype)
     ids = _pick(logp, uniform) if kernels is None else kernels.pick(logp, uniform)
     if ids is None:
-        raise EngineError("the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded wrongly")
+        wrong = ~logp.exp().sum(-1, dtype=torch.float64).isfinite()
+        raise NotFinite(
+            np.flatnonzero(wrong.cpu().numpy() if wrong.any() else np.ones(len(logp))),
+            "the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded wrongly",
+        )
     return ids
 
 
@@ -266,7 +274,8 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
 def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     """The kept mask from the n most probable tokens, and for which rows that was enough to know it.
 
-    It is not where the kept set reaches the value of the last candidate: others of that value may lie beyond.
+    It is not where the kept set reaches the value of the last candidate: others of that value may lie beyond. Nor where top-p is
+    a share of the mass that a top-k leaves which reaches beyond the candidates.
     """
     size = z.shape[-1]
     ids = torch.topk(z, n, sorted=False).indices.sort(-1).values if n < size else None
@@ -278,11 +287,14 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     wide = values.double().masked_fill_(~inside, INF)
     norm = wide.logsumexp(-1, keepdim=True)
     if n < size:
-        norm = torch.where(top_k < size, norm, z.double().logsumexp(-1, keepdim=True))
+        norm = torch.where(top_k <= n, norm, z.double().logsumexp(-1, keepdim=True))
     q = (wide - norm).exp()
     inside &= q.cumsum(-1) - q < _to(c.top_p, z)[:, None]
     inside &= q >= _to(c.min_p, z)[:, None] * q[:, :1]
-    sure = ~(inside & (values == values[:, -1:])).any(-1) if n < size else torch.ones(len(z), dtype=torch.bool, device=z.device)
+    sure = torch.ones(len(z), dtype=torch.bool, device=z.device)
+    if n < size:
+        beyond = (top_k > n) & (top_k < size) & (_to(c.top_p, z)[:, None] < 1)
+        sure = ~(beyond | inside & (values == values[:, -1:])).any(-1)
     return torch.zeros_like(z, dtype=torch.bool).scatter_(1, order, inside), sure
 
 

@@ -11,40 +11,18 @@ from __future__ import annotations
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 import numpy as np
 from torch import Tensor
 
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for, rows_of
-from posttrain.engine.embedded.plan import Drafts, Pieces, Plan, make_plan
+from posttrain.engine.embedded.plan import SHORT, Drafts, Pieces, Plan, make_plan, room_in_lanes
 from posttrain.engine.embedded.slots import Prompt, Request, Slots
+from posttrain.engine.embedded.tally import Tally
 from posttrain.engine.embedded.tree import PrefixTree
 
-BUDGET = 2048
-"""Positions of one forward pass: the speaking slots', then pieces of prompts."""
-SHORT = 64
-"""Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and layer."""
-FULL = 48, 256
-"""A forward pass fills its lanes where at least so many slots speak and fewer positions than the second are to be computed: with fewer
-slots, reading the weights is what takes time, and with more positions a few idle lanes do not show."""
 SPARE = 64
 """Blocks given up at once, so that the search for them is rare."""
-
-
-@dataclass
-class Tally:
-    """What the scheduler counts; `counters` turns it into gauges."""
-
-    shared: int = 0
-    """Prompt tokens that were not computed because a sibling's were."""
-    found: int = 0
-    """Prompt tokens found in the prefix tree."""
-    asked: int = 0
-    """Prompt tokens admitted, those of resumed requests included."""
-    again: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])
-    """(from, to): positions that are computed again, because their cache was given up."""
-    preempted: int = 0
 
 
 class Scheduler:
@@ -54,7 +32,7 @@ class Scheduler:
         grow: called with the number of blocks the pool must hold.
         rows: positions of every forward pass, idle ones included; None where passes are as large as their work.
         budget: most positions of a forward pass, where `rows` is None; the speaking slots come first.
-        lanes: positions that cost no more than one, wherever their multiple is not full; see `_room_for_prompts`.
+        lanes: positions that cost no more than one, wherever their multiple is not full; see `plan.room_in_lanes`.
         retain: blocks of ended sequences that are kept for later turns while nobody needs them.
         version: of the weights being served.
     """
@@ -82,6 +60,8 @@ class Scheduler:
         self.tally = Tally()
         self.moved: list[Request] = []
         """Requests that gave their slot up, or speak on in another, since this was emptied."""
+        self.failed: list[tuple[Request, Exception]] = []
+        """Requests that could not be admitted, and why, since this was emptied."""
         self._grow, self._rows, self._budget, self._retain, self._lanes = grow, rows, max(budget, slots), retain, lanes
         self._arrived = 0
         self._users: Counter[bytes] = Counter()
@@ -98,6 +78,11 @@ class Scheduler:
         return len(self.slots.free) < self.slots.count
 
     @property
+    def unfinished(self) -> bool:
+        """Whether a turn has begun and not ended, in a slot or waiting for one to go on in."""
+        return self.busy or any(r.begun is not None and not r.gone for r in self.queue)
+
+    @property
     def filled(self) -> int:
         """Blocks it takes to hold what the slots and prompts have cached or are caching, shared blocks once."""
         s = self.slots
@@ -111,28 +96,48 @@ class Scheduler:
         self._users[request.key] += 1
         self.queue.append(request)
 
-    def admit(self) -> list[Request]:
-        """Fill free slots from the queue, in order, as far as there are blocks for their prompts; returns who got one."""
+    def admit(self, begun_only: bool = False) -> list[Request]:
+        """Fill free slots from the queue, in order, as far as there are blocks for their prompts; returns who got one.
+
+        Args:
+            begun_only: leave out who has said nothing yet, wherever in the queue: new weights wait for the others to end.
+        """
+        if begun_only:
+            self.queue = deque(sorted(self.queue, key=lambda r: r.begun is None))
         admitted: list[Request] = []
         while self.queue and self.slots.free:
             request = self.queue[0]
+            if begun_only and request.begun is None:
+                break
             if not request.gone:
                 prompt = None if request.begun else self.prompts.get(request.key)
                 if prompt is not None:
-                    if not self._room(1):
+                    if not self._room(1, keep=prompt):
                         break
                     self.tally.shared += len(prompt.ids)
                 elif (prompt := self._prompt(request)) is None:
                     break
-                s = self.slots.assign(request)
-                admitted.append(request)
-                self._waits[s] = prompt
-                prompt.waiting.append(s)
-                if prompt.resumes and prompt.done == len(prompt.ids):
-                    self._caching.remove(prompt)
-                    self._resume(prompt)
+                if self._assign(request, prompt):
+                    admitted.append(request)
             self.queue.popleft()
         return admitted
+
+    def _assign(self, request: Request, prompt: Prompt) -> bool:
+        """A free slot for a request of `prompt`. False where its numbers cannot be written down, which fails it alone."""
+        s = self.slots.assign(request)
+        self._waits[s] = prompt
+        prompt.waiting.append(s)
+        try:
+            self.slots.follow(s, request)
+        except Exception as error:  # whatever the caller's numbers led to
+            self.free(s)
+            request.slot, request.gone = None, True
+            self.failed.append((request, error))
+            return False
+        if prompt.resumes and prompt.done == len(prompt.ids):
+            self._caching.remove(prompt)
+            self._resume(prompt)
+        return True
 
     def make_room(self, ahead: int = 0) -> np.ndarray:
         """Blocks for the next position of every speaking slot, the youngest giving way where there are too few; and for `ahead`
@@ -155,20 +160,9 @@ class Scheduler:
     def plan(self, at: np.ndarray, drafts: Drafts | None = None) -> Plan:
         """The next forward pass, for the slots `make_room` returned."""
         computed = len(at) + (int(drafts.counts.sum()) if drafts is not None else 0)
-        return make_plan(self.slots, at, drafts, self._pieces(self._room_for_prompts(computed)), self._rows or 0)
-
-    def _room_for_prompts(self, computed: int) -> int:
-        """Positions of prompts to compute beside `computed` others.
-
-        What would begin one more vector of lanes without filling it waits for the next pass, as long as this one has some part of a
-        prompt: with 64 slots and short prompts one lane in nine would be idle.
-        """
-        if self._rows is not None:
-            return self._rows - computed
-        wanted = computed + sum(len(p.ids) - p.done for p in self._caching)
-        whole = wanted // self._lanes * self._lanes
-        least, most = FULL
-        return (whole if least <= computed < whole and wanted < min(most, self._budget) else self._budget) - computed
+        left = sum(len(p.ids) - p.done for p in self._caching)
+        room = room_in_lanes(computed, left, self._budget, self._lanes) if self._rows is None else self._rows - computed
+        return make_plan(self.slots, at, drafts, self._pieces(room), self._rows or 0)
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
         """The pass is done: `hidden(i)` is the hidden state of its position i. Drafts count once they are said."""
@@ -176,7 +170,7 @@ class Scheduler:
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
             prompt.done = to
             if full := to // BLOCK:
-                self.tree.insert(prompt.ids[: full * BLOCK], prompt.blocks[:full])
+                self._take_over(prompt, self.tree.insert(prompt.ids[: full * BLOCK], prompt.blocks[:full]))
             if to == len(prompt.ids):
                 prompt.hidden = hidden(end)
                 self._caching.remove(prompt)
@@ -297,11 +291,19 @@ class Scheduler:
         found = self.tree.match(prompt.ids, (len(prompt.ids) - 1) // BLOCK * BLOCK).blocks
         begun = prompt.done // BLOCK
         if len(found) > begun:
-            self.blocks.share(found[begun:])
-            self.blocks.release(prompt.blocks[begun : len(found)])
-            prompt.rows[begun * BLOCK : len(found) * BLOCK] = rows_of(found[begun:])
+            self._take_over(prompt, found)
             self.tally.found += len(found) * BLOCK - prompt.done
             prompt.done = len(found) * BLOCK
+
+    def _take_over(self, prompt: Prompt, found: np.ndarray) -> None:
+        """The prompt holds the tree's blocks of its beginning, `found`, in place of its own of the same tokens.
+
+        So whoever holds a block of the tree holds those before it too, also where two computed the same at once, and a block that
+        only the tree owns has none after it that somebody holds: spare blocks can be evicted, all of them."""
+        other = prompt.blocks[: len(found)] != found
+        self.blocks.share(found[other])
+        self.blocks.release(prompt.blocks[: len(found)][other])
+        prompt.rows[: len(found) * BLOCK] = rows_of(found)
 
     def _join(self, prompt: Prompt) -> bool:
         """The first waiting slot continues `prompt`: full blocks are shared, the partial one copied; the last sibling inherits both.
@@ -366,10 +368,10 @@ class Scheduler:
         if self._users[key]:
             self._lost[key] = prompt.done
 
-    def _room(self, n: int) -> bool:
-        """Whether `n` more blocks can be had; gives up cached prompts no slot waits for if it must."""
+    def _room(self, n: int, keep: Prompt | None = None) -> bool:
+        """Whether `n` more blocks can be had; gives up cached prompts no slot waits for if it must, all but `keep`."""
         if not self.blocks.fits(n):
-            for prompt in [p for p in self.prompts.values() if not p.waiting]:
+            for prompt in [p for p in self.prompts.values() if not p.waiting and p is not keep]:
                 self._drop(prompt)
                 if self.blocks.fits(n):
                     break

@@ -129,11 +129,20 @@ class Slots:
         self.top: list[list[Top]] = [[] for _ in range(count)]
 
     def assign(self, request: Request) -> int:
-        """Take a free slot for a request, which finds there what it had said before it lost another one."""
+        """Take a free slot for a request; it speaks once the slot can `follow` it."""
         s = self.free.pop()
         request.slot, self.request[s] = s, request
         self.listening += request.heard is not None
-        self.number[s], self.fresh[s] = request.number, True
+        self.number[s], self.fresh[s], self.strung[s] = request.number, True, False
+        self.said[s], self.limit[s], self.cached[s], self.held[s] = 0, request.limit, 0, 0
+        self.kept[s], self.top[s] = [], []
+        return s
+
+    def follow(self, s: int, request: Request) -> None:
+        """Write down the contract of the slot's request, and what it had said before it lost another one.
+
+        This reads numbers that callers gave, so it may raise; `clear` undoes whatever it has done.
+        """
         stops = request.sampling.stop_ids or ()
         if len(stops) > self.stops.shape[1]:
             wider = np.full((self.count, len(stops)), -1, np.int64)
@@ -143,16 +152,12 @@ class Slots:
         self.stops[s, : len(stops)] = stops
         self.contracts.put(s, request.sampling, request.ids, None if request.begun is None else request.begun.ids)
         self.strings.put(s, request.sampling)
-        self.strung[s] = False
         self.uniforms[s, : request.limit] = seeds.uniforms(request.place, request.limit)
-        self.said[s], self.limit[s], self.cached[s], self.held[s] = 0, request.limit, 0, 0
-        self.kept[s], self.top[s] = [], []
         if (before := request.begun) is not None:
             n = len(before.ids)
             self.ids[s, :n], self.logp[s, :n], self.version[s, :n] = before.ids, before.logp, before.version
             self.kept[s], self.top[s] = before.kept, before.top
             self.said[s], self.pending[s], request.begun = n, before.ids[-1], None
-        return s
 
     def begun(self, s: int) -> Begun | None:
         """What the slot's request needs to go on elsewhere; None where it has not said a token."""

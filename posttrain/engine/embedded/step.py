@@ -14,7 +14,7 @@ from posttrain.core.types import Said
 from posttrain.engine.embedded.cache import ragged_arange
 from posttrain.engine.embedded.counters import Counters
 from posttrain.engine.embedded.plan import Drafts, Plan
-from posttrain.engine.embedded.rules import NothingLeft
+from posttrain.engine.embedded.rules import NoDraw, NothingLeft
 from posttrain.engine.embedded.sampler import Drawn, Spread, draw
 from posttrain.engine.embedded.scheduler import Scheduler
 from posttrain.engine.embedded.served import Served
@@ -35,11 +35,10 @@ class Stepper:
 
     @torch.inference_mode()
     def step(self, version: int, *, admit: bool) -> None:
-        """One forward pass by the weights of `version`."""
+        """One forward pass by the weights of `version`; without `admit` nobody begins, and who gave way still goes on."""
         scheduler, begun = self.scheduler, time.perf_counter()
         self._follow()
-        if admit:
-            self._admit()
+        self._admit(begun_only=not admit)
         self._copy()
         at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
         drafts = self._propose(at)
@@ -65,12 +64,15 @@ class Stepper:
                     self.timeline.phase(request, "speak")
         self._follow()
 
-    def _admit(self) -> None:
+    def _admit(self, begun_only: bool) -> None:
         now = time.perf_counter()
-        for request in self.scheduler.admit():
+        for request in self.scheduler.admit(begun_only):
             self.counters.spent("engine/queue", now - request.since)
             if self.timeline is not None:
                 self.timeline.phase(request, "prefill")
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for request, error in failed:
+            self._answer(request, error)
 
     def _follow(self) -> None:
         """Tell the timeline of requests that gave their slot up, and of those that speak on."""
@@ -111,13 +113,13 @@ class Stepper:
         return hidden
 
     def _draw(self, at: np.ndarray, hidden: Tensor) -> tuple[np.ndarray, Drawn]:
-        """A token for each slot of `at`. A request whose contract leaves it nothing to say gets the error, and the others go on."""
+        """A token for each slot of `at`. A request that nothing can be drawn for gets the error, and the others go on."""
         slots = self.scheduler.slots
         while True:
             try:
                 contracts, uniform = slots.contracts.at(at), slots.uniforms[at, slots.said[at]]
                 return at, draw(self.served.logits(hidden), contracts, uniform, self.served.compiled)
-            except NothingLeft as error:
+            except NoDraw as error:
                 for s in at[error.rows].tolist():
                     request = slots.request[s]
                     self.scheduler.free(s)
@@ -134,14 +136,14 @@ class Stepper:
         each, step = np.repeat(np.arange(len(at)), widths), ragged_arange(widths)
         starts = np.cumsum(widths) - widths
         ahead = np.where(np.arange(padded.shape[1]) < step[:, None], padded[each], -1)
+        accept = self.proposer.accepts(slots, at[each], step) if isinstance(self.proposer, DraftModel) else None
         try:
             spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.compiled)
-        except NothingLeft:  # a slot has nothing left to say, whatever was drafted
+            drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
+        except NoDraw:  # nothing can be drawn for some slot, whatever was drafted: without drafts it is told apart from the others
             self._say(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
             self.counters.drafts(plan, 0, starts[: len(plan.speaking)])
             return
-        accept = self.proposer.accepts(slots, at[each], step) if isinstance(self.proposer, DraftModel) else None
-        drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
         rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
         said, needed = 0, [starts[: len(plan.speaking)]]
         for j in range(int(accepted.max()) + 1):
@@ -160,13 +162,23 @@ class Stepper:
         ended, stopped = slots.say(at, drawn, version)
         if slots.listening:
             for i, s in enumerate(at.tolist()):
-                request = slots.request[s]
-                if request is not None and request.heard is not None:
-                    request.heard(drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
+                self._hear(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
         for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
-            request, said = slots.request[s], slots.turn(s, by_id)
+            if (request := slots.request[s]) is not None:
+                said = slots.turn(s, by_id)
+                self.scheduler.free(s)
+                self._answer(request, said)
+
+    def _hear(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
+        """Tell who listens to a slot what it said. Where that fails, it alone gets the error."""
+        request = self.scheduler.slots.request[s]
+        if request is None or request.heard is None:
+            return
+        try:
+            request.heard(ids, logp)
+        except Exception as error:  # a caller's own code
             self.scheduler.free(s)
-            self._answer(request, said)
+            self._answer(request, error)
 
     def _answer(self, request: Request | None, answer: Said | Exception) -> None:
         assert request is not None

@@ -76,8 +76,12 @@ class PrefixTree:
         self._touch(path)
         return Match(np.array([n.block for n in (path[:-1] if extra else path)], np.int64), tail, extra)
 
-    def insert(self, ids: np.ndarray, blocks: np.ndarray) -> None:
-        """`blocks` hold the keys and values of all of `ids`; those the tree does not know yet become its own as well."""
+    def insert(self, ids: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """`blocks` hold the keys and values of all of `ids`; those the tree does not know yet become its own as well.
+
+        Returns int64, like `blocks`: the blocks in which the tree has `ids`. Who keeps blocks after this keeps these: a block whose
+        child somebody holds cannot be evicted, so it must not be spare.
+        """
         path, at = self._walk(ids, len(ids) // BLOCK)
         new: list[int] = []
         for i in range(len(path), len(blocks)):
@@ -96,6 +100,7 @@ class PrefixTree:
         if new:
             self._blocks.cache(np.array(new, np.int64))
         self._touch(path)
+        return np.array([n.block for n in path], np.int64)
 
     def evict(self, n: int) -> int:
         """Give up to `n` blocks free that nobody else owns, least recently used first; returns how many."""

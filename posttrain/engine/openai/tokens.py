@@ -48,6 +48,7 @@ class TokenSampler(Remote):
         body = self._body(sampling, place, chat=False) | {
             "prompt": prompt,
             "max_tokens": most,
+            "min_tokens": min(sampling.min_tokens, most),
             "logprobs": max(sampling.top, 1),
             "stop_token_ids": list(sampling.stop_ids),
             "ignore_eos": True,
