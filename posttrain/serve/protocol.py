@@ -22,6 +22,8 @@ MOST_TOP = 20
 """Most alternatives shown beside a token."""
 COLDEST, HOTTEST = 0.01, 100.0
 """Temperatures served beside 0; colder ones overflow the logits in float32."""
+WEAKEST = 0.01
+"""Smallest repetition penalty served; the largest is its inverse."""
 
 Tokens = list[int]
 
@@ -61,7 +63,7 @@ class Asked(_Strict):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=-1, le=LARGEST)
     min_p: float = Field(0.0, ge=0, lt=1)
-    repetition_penalty: float = Field(1.0, ge=0.01, le=100)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = {}
     allowed_token_ids: list[int] | None = None
     min_tokens: int = Field(0, ge=0, le=LARGEST)
@@ -78,6 +80,8 @@ class Asked(_Strict):
     def _consistent(self) -> Self:
         if 0 < self.temperature < COLDEST:
             raise ValueError(f"temperature must be 0 (the most probable token) or lie in [{COLDEST}, {HOTTEST:g}]")
+        if self.repetition_penalty < WEAKEST:
+            raise ValueError(f"repetition_penalty must lie in [{WEAKEST}, 100]")
         if self.stream_options is not None and not self.stream:
             raise ValueError("stream_options is only read with stream=true")
         return self

@@ -18,7 +18,7 @@ from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
 from posttrain.engine.embedded import EmbeddedEngine
-from posttrain.engine.embedded.plan import Drafts
+from posttrain.engine.embedded.plan import Drafts, Plan
 from posttrain.engine.embedded.sampler import Contracts, Spread
 from posttrain.engine.embedded.speculate import Draft, Lookup, verify
 
@@ -141,6 +141,27 @@ def test_accepted_drafts_save_passes_and_give_way_with_the_rest() -> None:
     for a, b in zip(asyncio.run(ask(small, prompts, asked)), plain, strict=True):
         assert np.array_equal(a.ids, b.ids)
     assert small.gauges()["engine/preempted"].sum > 0
+
+
+@pytest.mark.parametrize("budget", [1, 9, 20, 27])
+@pytest.mark.parametrize("kind", ["lookup", "draft"])
+def test_drafts_stay_within_the_budget_of_a_pass(kind: str, budget: int) -> None:
+    """Eight slots with up to six drafts each would compute 56 positions; one for each slot is always computed."""
+    speculate = Lookup(tokens=6) if kind == "lookup" else Draft(model(8, 0), tokens=6)
+    e, passes = engine(8, slots=8, budget=budget, speculate=speculate), []
+    run = e._served.run
+
+    def noted(plan: Plan) -> object:
+        passes.append(len(plan.ids))
+        return run(plan)
+
+    e._served.run = noted  # type: ignore[method-assign, assignment]
+    prompts, asked = looping(12, 8), contract(greedy=True, max_tokens=40)
+    said = asyncio.run(ask(e, prompts, asked))
+    assert max(passes) <= max(budget, 8)
+    assert (e.gauges()["engine/accepted"].sum > 20) if budget > 16 else True
+    for a, b in zip(said, asyncio.run(ask(engine(8), prompts, asked)), strict=True):
+        assert np.array_equal(a.ids, b.ids)
 
 
 def exact(target: tf.PreTrainedModel, prompt: np.ndarray, length: int, temperature: float) -> np.ndarray:

@@ -31,7 +31,7 @@ class Scheduler:
     Args:
         grow: called with the number of blocks the pool must hold.
         rows: positions of every forward pass, idle ones included; None where passes are as large as their work.
-        budget: most positions of a forward pass, where `rows` is None; the speaking slots come first.
+        budget: most positions of a forward pass, where `rows` is None; the speaking slots come first, and have one each at least.
         lanes: positions that cost no more than one, wherever their multiple is not full; see `plan.room_in_lanes`.
         retain: blocks of ended sequences that are kept for later turns while nobody needs them.
         version: of the weights being served.
@@ -62,7 +62,7 @@ class Scheduler:
         """Requests that gave their slot up, or speak on in another, since this was emptied."""
         self.failed: list[tuple[Request, Exception]] = []
         """Requests that could not be admitted, and why, since this was emptied."""
-        self._grow, self._rows, self._budget, self._retain, self._lanes = grow, rows, max(budget, slots), retain, lanes
+        self._grow, self._rows, self.budget, self._retain, self._lanes = grow, rows, max(budget, slots), retain, lanes
         self._arrived = 0
         self._users: Counter[bytes] = Counter()
         """Requests of each prompt that have not begun."""
@@ -161,7 +161,7 @@ class Scheduler:
         """The next forward pass, for the slots `make_room` returned."""
         computed = len(at) + (int(drafts.counts.sum()) if drafts is not None else 0)
         left = sum(len(p.ids) - p.done for p in self._caching)
-        room = room_in_lanes(computed, left, self._budget, self._lanes) if self._rows is None else self._rows - computed
+        room = room_in_lanes(computed, left, self.budget, self._lanes) if self._rows is None else self._rows - computed
         return make_plan(self.slots, at, drafts, self._pieces(room), self._rows or 0)
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:

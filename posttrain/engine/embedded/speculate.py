@@ -65,6 +65,17 @@ def positions_ahead(slots: Slots, at: np.ndarray, tokens: int) -> np.ndarray:
     return np.minimum(np.minimum(tokens, room), slots.limit[at] - slots.said[at] - 1).clip(0)
 
 
+def within(most: np.ndarray, room: int) -> np.ndarray:
+    """`most` [n] drafts a slot, no slot above the same level, so that all together are at most `room`.
+
+    Example: [4, 1, 4] in a room of 7 becomes [3, 1, 3].
+    """
+    level = int(most.max(initial=0))
+    while np.minimum(most, level).sum() > room:
+        level -= 1
+    return np.minimum(most, level)
+
+
 class PromptLookup:
     """`Lookup` at work."""
 

@@ -19,7 +19,7 @@ from posttrain.engine.embedded.sampler import Drawn, Spread, draw
 from posttrain.engine.embedded.scheduler import Scheduler
 from posttrain.engine.embedded.served import Served
 from posttrain.engine.embedded.slots import Request
-from posttrain.engine.embedded.speculate import DraftModel, Proposer, positions_ahead, verify
+from posttrain.engine.embedded.speculate import DraftModel, Proposer, positions_ahead, verify, within
 from posttrain.engine.embedded.timeline import Timeline
 
 
@@ -94,10 +94,10 @@ class Stepper:
             self.scheduler.copies = []
 
     def _propose(self, at: np.ndarray) -> Drafts | None:
-        """None where nobody drafts anything."""
+        """None where nobody drafts anything. Drafts have what the speaking slots leave of the budget of a pass."""
         if self.proposer is None or not len(at):
             return None
-        most = positions_ahead(self.scheduler.slots, at, self.proposer.tokens)
+        most = within(positions_ahead(self.scheduler.slots, at, self.proposer.tokens), self.scheduler.budget - len(at))
         try:
             return self.proposer.propose(self.scheduler.slots, at, most) if most.any() else None
         except NothingLeft:  # a slot has nothing left to say, which the draw will tell
