@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import re
 
-OPEN = re.compile(r"(?P<indent>[ \t]*)(?:[-*+>]|\d+[.)])?[ \t]*?(?P<fence>`{3,})[ \t]*(?P<language>\w*)[^\n`]*\n")
+OPEN = re.compile(r"(?P<fence>`{3,})[ \t]*(?P<language>\w*)[^\n`]*\n")
+BEFORE = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)*")
+"""What may stand before an opening fence so that the block is as far in: white space and marks of lists, no words."""
 LINE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,})[ \t]*(?P<more>[^\n]*)$", re.MULTILINE)
 DEEPER = 3
 """Columns that a closing fence may stand further in than its opening one; further in it belongs to the program (a docstring's)."""
@@ -29,7 +31,9 @@ def fenced(text: str) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     at = 0
     while opened := OPEN.search(text, at):
-        begin, column, fence = opened.end(), opened.start("fence") - (text.rfind("\n", 0, opened.start("fence")) + 1), opened["fence"]
+        begin, fence = opened.end(), opened["fence"]
+        before = text[text.rfind("\n", 0, opened.start()) + 1 : opened.start()]
+        column = len(before) if BEFORE.fullmatch(before) else 0
         end, at = _closed(text, begin, column, fence)
         body = text[begin:end]
         found.append((opened["language"], re.sub(rf"^[ \t]{{0,{column}}}", "", body, flags=re.MULTILINE) if column else body))

@@ -299,6 +299,7 @@ def test_the_program_of_a_response() -> None:
     assert program_in("```js\na\n```") == "a\n"
     assert program_in("```python\na```\nand\n```py\nb```") == "b" and program_in("```python\na```") == "a"
     assert program_in("1. Here:\n   ```python\n   def f():\n       return 1\n   ```\n") == "def f():\n    return 1\n"
+    assert program_in("Here it is: ```python\ndef f():\n    return 1\n```\n") == "def f():\n    return 1\n"
     assert program_in("- ```python\n  x = 1\n  ```\n") == "x = 1\n"
     assert program_in("```python\ndef f():\n    return '```'\n```\n") == "def f():\n    return '```'\n"
     doc = 'def f():\n    """\n    ```\n    f()\n    ```\n    """\n'
