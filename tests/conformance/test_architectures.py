@@ -12,6 +12,7 @@ from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.recipe.build import canary
+from posttrain.role.rounding import LEAST
 from posttrain.role.sync import Sync
 from tests.conformance import subjects
 from tests.conformance.subjects import contract, randomize, segment

@@ -172,7 +172,7 @@ def test_optimizer_that_moves_copies(tmp_path: Path, only: bool) -> None:
                 self._inner = inner
 
             def step(self) -> float:
-                name, tensor = list(self._inner.trained().items())[3]
+                tensor = list(self._inner.trained().values())[3]
                 before = tensor.detach().clone()
                 norm = self._inner.step()
                 tensor.data.copy_(before)
