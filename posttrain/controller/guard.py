@@ -21,7 +21,7 @@ from posttrain.core.types import Credit, Gauge, Gauges, Group, ScoredGroup, Step
 from posttrain.diagnose.gauges import failures
 from posttrain.diagnose.rules import findings
 from posttrain.role.agreement import Books, everyone_is_scored, loss_agrees, served_is_trained, update_agrees
-from posttrain.role.audit import opinions
+from posttrain.role.audit import opinions, same_outcome
 from posttrain.role.canaries import (
     failures_stay_out,
     filter_reads_outcomes,
@@ -254,11 +254,11 @@ def notes(asked: Asked, credit: Credit, wanted: int) -> tuple[str, ...]:
             f"only {len(asked.groups)} of {wanted} groups passed the filter after asking for {len(asked.played)}; "
             "the tasks are too easy or too hard for this policy (raise refill, or change the tasks)"
         )
-    rewards = sorted({float(r) for g in credit.groups for r in g.group.rewards})
-    shown = ", ".join(f"{r:g}" for r in rewards[:4])
+    rewards = sorted({f"{r:g}": float(r) for g in credit.groups for r in g.group.rewards}.items(), key=lambda row: row[1])
+    shown = ", ".join(text for text, _ in rewards[:4])
     if credit.groups and all(g.silent for g in credit.groups):
         out.append(f"no group has spread (all siblings agree; rewards seen: {shown}), so this step carries no credit")
-    elif len(rewards) == 1:
+    elif credit.groups and same_outcome([e for g in credit.groups for e in g.group.judged]):
         out.append(f"every sample got the same reward ({shown}), so nothing in this step tells good from bad")
     return tuple(out)
 

@@ -11,7 +11,7 @@ from posttrain.algorithm.steer import Memory
 from posttrain.controller.guard import Guard
 from posttrain.controller.house import Clock, House, Parts
 from posttrain.controller.lessons import Lessons
-from posttrain.controller.step import train_step
+from posttrain.controller.step import checked, train_step
 from posttrain.controller.stop import Interrupted, Stopper
 from posttrain.core import reader
 from posttrain.core.pieces.pull import KL
@@ -198,7 +198,7 @@ class Stages:
         await guard.begin(house)
         report = None
         while p.step < stage.steps and not p.ended:
-            step = await guard.after(house, await train_step(house, guard, p.step + 1))
+            step = await checked(house, guard, await train_step(house, guard, p.step + 1))
             p.step, p.version, p.cursor, p.memory = p.step + 1, house.trainer.version, house.prompts.cursor, asdict(house.memory)
             p.rates, p.visits, p.bets = dict(house.prompts.rates), dict(house.prompts.visits), asdict(guard.bets)
             step = self._refresh(stage, house, step)

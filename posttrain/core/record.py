@@ -26,6 +26,7 @@ import numpy as np
 
 from posttrain.core.errors import RunFolderError
 from posttrain.core.sampling import Sampling
+from posttrain.core.spread import RESOLUTION
 from posttrain.core.tree import from_plain, to_plain
 from posttrain.core.types import Credit, Episode, Gauge, Group, Kept, Segment, Step, Stop, Task, Top
 from posttrain.core.verdict import Judged, State, Verdict
@@ -118,7 +119,13 @@ def _verdict(j: Judged) -> dict[str, Any]:
         "why": v.why,
         "end": j.end,
         "paid": j.paid,
+        "resolution": j.resolution,
     }
+
+
+def _verdict_back(v: Mapping[str, Any]) -> Judged:
+    verdict = Verdict(State(v["state"]), v["score"], v["kind"], v["why"])
+    return Judged(v["source"], v["weight"], verdict, v["end"], v.get("paid", False), v.get("resolution", RESOLUTION))
 
 
 def to_columns(records: Sequence[Recorded]) -> Columns:
@@ -190,10 +197,7 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         about: int = m["task"]
         which: list[int] = m["samplings"]
         drawn = [cut.segment(samplings[i]) for i in which]
-        verdicts = tuple(
-            Judged(v["source"], v["weight"], Verdict(State(v["state"]), v["score"], v["kind"], v["why"]), v["end"], v.get("paid", False))
-            for v in m["verdicts"]
-        )
+        verdicts = tuple(_verdict_back(v) for v in m["verdicts"])
         segments = tuple(s for s, _ in drawn)
         said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
         episode = Episode(tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, *said)

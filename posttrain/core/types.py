@@ -1,7 +1,7 @@
 """What the rooms hold in their hands. Each type refuses to be born wrong.
 
-Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment,
-S segments in a batch, N packed positions, M spoken positions.
+Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment, S segments in a batch, N packed
+positions, M spoken positions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
+from posttrain.core.spread import rounding, spread
 from posttrain.core.stop import Stop as Stop
-from posttrain.core.verdict import Judged, outcome
+from posttrain.core.verdict import Judged, outcome, resolution, size
 
 
 class Message(TypedDict):
@@ -222,6 +223,16 @@ class Episode:
         return outcome(self.verdicts)
 
     @property
+    def size(self) -> float:
+        """Sum of the absolute terms of the reward (`core.spread`)."""
+        return size(self.verdicts)
+
+    @property
+    def resolution(self) -> float:
+        """Relative difference of rewards that says nothing: that of the coarsest source."""
+        return resolution(self.verdicts)
+
+    @property
     def spoken(self) -> int:
         return sum(s.spoken for s in self.segments)
 
@@ -265,9 +276,10 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether the judged siblings that the policy said differ in raw outcome (max != min, tested before any division)."""
-        r = np.array([e.reward for e in self.judged if not e.shown], dtype=np.float64)
-        return len(r) > 1 and bool(r.max() != r.min())
+        """Whether the judged siblings that the policy said differ in raw outcome, by more than rounding (`core.spread`)."""
+        own = [e for e in self.judged if not e.shown]
+        noise = rounding([e.size for e in own], max((e.resolution for e in own), default=0.0))
+        return spread([e.reward for e in own if e.reward is not None], noise)
 
 
 @dataclass(frozen=True, eq=False)

@@ -12,6 +12,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Scorer, TaskSource
 from posttrain.core.types import SHOWN, Gauge, Gauges, Group, Stop, Task
 from posttrain.core.verdict import SOLVED, State, outcome
+from posttrain.role.audit import same_outcome
 from posttrain.role.evaluate import Report
 from posttrain.role.rounding import Exact, Gap, allowed
 
@@ -136,11 +137,12 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
 
 
 def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
-    """filter=mixed keeps exactly the groups whose raw outcomes differ, whatever shaping makes of them."""
+    """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, whatever shaping makes of them."""
     for groups, wanted in ((kept, True), (refused, False)):
         for g in groups:
-            raw = {outcome(e.verdicts) for e in g.episodes if not e.shown} - {None}
-            if (len(raw) > 1) is not wanted:
+            own = [e for e in g.episodes if not e.shown]
+            if same_outcome(own) is wanted:
+                raw = {outcome(e.verdicts) for e in own}
                 raise InvariantError(
                     f"filter=mixed {'kept' if wanted else 'refused'} the group of task {g.task.id!r}, whose raw outcomes are {sorted(r for r in raw if r is not None)}. "
                     "It must look at outcomes before shaping: groups that differ in length alone teach length"
