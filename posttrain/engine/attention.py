@@ -28,8 +28,9 @@ from posttrain.core.errors import EngineError
 NAME = "posttrain"
 WASTE = 0.12
 """Most padding a bucket may hold, as a share of the positions it computes."""
-BIASES = ("s_aux", "position_bias", "head_mask", "sinks")
-"""Keyword arguments by which some architectures change the scores themselves; no layout applies them."""
+HARMLESS = ("position_ids", "cache_position")
+"""Tensors among an attention's keyword arguments that change no score. Any other (sinks, biases, chosen blocks) would, and no layout
+applies them."""
 
 
 class Layout(Protocol):
@@ -121,8 +122,8 @@ def attend(
         )
     if dropout:
         raise EngineError(f"attention dropout {dropout}: sampler and learner would differ. Set the config's attention dropout to 0")
-    if biases := [name for name in BIASES if kwargs.get(name) is not None]:
-        raise EngineError(f"{type(module).__name__} adds {', '.join(biases)} to its attention scores, which {NAME!r} does not apply")
+    if more := [n for n, x in kwargs.items() if isinstance(x, Tensor | tuple | list) and n not in HARMLESS]:
+        raise EngineError(f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
     scale = float(query.shape[-1] ** -0.5) if scaling is None else scaling

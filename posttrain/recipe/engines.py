@@ -97,7 +97,10 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
         return Lookup(how.lookup)
     if how.draft is None:
         return None
-    small = load_policy(replace(run.model, path=how.draft), None, run.seed)
+    try:
+        small = load_policy(replace(run.model, path=how.draft, context=policy.context), None, run.seed)
+    except ConfigError as error:
+        raise ConfigError(f"engine.draft={how.draft}, which must read all that the policy writes: {error}") from error
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one trained with it"
