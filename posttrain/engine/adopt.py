@@ -115,7 +115,9 @@ def _falcon(part: Any) -> None:
 
     def forward(self: Any, hidden_states: Tensor, alibi: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         if alibi is not None:
-            raise EngineError(f"{type(self).__name__} adds ALiBi's position biases to its attention scores, which are not applied here. {WANTED}")
+            raise EngineError(
+                f"{type(self).__name__} adds ALiBi's position biases to its attention scores, which are not applied here. {WANTED}"
+            )
         query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
         query, key = rotate(query, key, *kwargs["position_embeddings"])
         return self.dense(_seen(self, query, key, value, self.inv_norm_factor).transpose(1, 2).flatten(2)), None
@@ -125,7 +127,9 @@ def _falcon(part: Any) -> None:
 
 def _xglm(part: Any) -> None:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        heads = (p(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        heads = (
+            p(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         return self.out_proj(_seen(self, *heads, self.scaling).transpose(1, 2).flatten(2)), None
 
     part.forward = MethodType(forward, part)

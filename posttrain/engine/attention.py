@@ -118,12 +118,12 @@ def attend(
     if attention_mask is not None:
         raise EngineError(
             f"attention {NAME!r} takes no attention_mask: the layout says who attends to whom. Pass attention_mask=None; a "
-            f"{type(module).__name__} that makes a mask of its own cannot be served"
+            f"{type(module).__name__} that makes a mask of its own cannot be served. Use another architecture then"
         )
     if dropout:
         raise EngineError(f"attention dropout {dropout}: sampler and learner would differ. Set the config's attention dropout to 0")
     if more := [n for n, x in kwargs.items() if isinstance(x, Tensor | tuple | list) and n not in HARMLESS]:
-        raise EngineError(f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply")
+        raise EngineError(f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply. Use another architecture")
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
     scale = float(query.shape[-1] ** -0.5) if scaling is None else scaling

@@ -6,7 +6,6 @@ Axis letters: N packed positions, M of them read out, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -69,7 +68,7 @@ def read_out(module: PreTrainedModel) -> ReadOut:
     """The parts of `module`, without a check: `check_read_out` compares them with its own logits."""
     head = module.get_output_embeddings()
     decoder = module.get_decoder()
-    if head is None or not hasattr(head, "weight") or decoder is module:
+    if head is None or not hasattr(head, "weight") or decoder is module or decoder is head:
         raise EngineError(
             f"{type(module).__name__} has no separate decoder and language-model head, so its log-probs cannot be read out. "
             "Use a decoder-only causal LM with an lm_head (the *ForCausalLM architectures)"

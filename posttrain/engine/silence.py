@@ -50,7 +50,9 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
             )
         _check_same(module, out)
     module.eval()
-    return [f"{_named(found)} adds noise while training and is kept in evaluation mode: sampler and learner must be the same function"] * bool(found)
+    return [
+        f"{_named(found)} adds noise while training and is kept in evaluation mode: sampler and learner must be the same function"
+    ] * bool(found)
 
 
 def _keep_in_evaluation(part: nn.Module) -> None:
@@ -147,7 +149,7 @@ def _trail(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 def _state(module: PreTrainedModel) -> tuple[Any, ...]:
     """Where every random generator stands that a model could draw from without bringing its own."""
-    name, keys, *rest = np.random.get_state()  # noqa: NPY002 (the global generator is what others' code draws from)
+    name, keys, *rest = np.random.get_state()
     device = [torch.cuda.get_rng_state(module.device).numpy().tobytes()] if module.device.type == "cuda" else []
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest, *device
 
@@ -155,13 +157,13 @@ def _state(module: PreTrainedModel) -> tuple[Any, ...]:
 @contextmanager
 def _generators_kept(module: PreTrainedModel) -> Iterator[None]:
     """All of them afterwards as they were."""
-    python, numpy = random.getstate(), np.random.get_state()  # noqa: NPY002
+    python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([module.device] if module.device.type == "cuda" else []):
         try:
             yield
         finally:
             random.setstate(python)
-            np.random.set_state(numpy)  # noqa: NPY002
+            np.random.set_state(numpy)
 
 
 def _named(parts: dict[str, nn.Module]) -> str:
