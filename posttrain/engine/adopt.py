@@ -127,10 +127,9 @@ def _falcon(part: Any) -> None:
 
 def _xglm(part: Any) -> None:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
-        heads = (
-            p(hidden_states).unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        return self.out_proj(_seen(self, *heads, self.scaling).transpose(1, 2).flatten(2)), None
+        split = hidden_states.shape[-1] // self.head_dim, self.head_dim
+        query, key, value = (p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        return self.out_proj(_seen(self, query, key, value, self.scaling).transpose(1, 2).flatten(2)), None
 
     part.forward = MethodType(forward, part)
 

@@ -69,7 +69,7 @@ def carry_into_recomputation(module: nn.Module) -> None:
     for part in module.modules():
         checkpoint = part.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is not None:
-            part._gradient_checkpointing_func = partial(_carrying, checkpoint)
+            part.__dict__["_gradient_checkpointing_func"] = partial(_carrying, checkpoint)
 
 
 def _carrying(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
@@ -123,7 +123,9 @@ def attend(
     if dropout:
         raise EngineError(f"attention dropout {dropout}: sampler and learner would differ. Set the config's attention dropout to 0")
     if more := [n for n, x in kwargs.items() if isinstance(x, Tensor | tuple | list) and n not in HARMLESS]:
-        raise EngineError(f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply. Use another architecture")
+        raise EngineError(
+            f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply. Use another architecture"
+        )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
     scale = float(query.shape[-1] ** -0.5) if scaling is None else scaling

@@ -129,12 +129,13 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def load_policy(model: Model, alphabet: str | None, seed: int) -> Policy:
+def load_policy(model: Model, alphabet: str | None, seed: int, most: int | None = None) -> Policy:
     """The policy a run starts from: `model.path` read from disk or hub, or a small `model.arch` built on the spot.
 
     Args:
         alphabet: characters of the built tokenizer; None: bytes. Not read where `model.path` is given.
         seed: of the built weights.
+        most: tokens of the longest sequence it will ever see, where `model.context` says nothing; None: as many as it has positions.
 
     Raises:
         ConfigError: the path leads nowhere, the sizes do not fit together, or the device does not exist.
@@ -160,7 +161,7 @@ def load_policy(model: Model, alphabet: str | None, seed: int) -> Policy:
     stop_ids = resolve_stops(tokenizer, module.generation_config)
     notes += [*_check_vocabulary(tokenizer, module), *_turn_end(tokenizer, stop_ids)]
     module.generation_config.eos_token_id = list(stop_ids)
-    context = _context(model, module)
+    context = _context(model, module, most)
     out, _ = accept(module, context)
     notes += silence(module, out)
     return Policy(
@@ -176,10 +177,10 @@ def load_policy(model: Model, alphabet: str | None, seed: int) -> Policy:
     )
 
 
-def _context(model: Model, module: PreTrainedModel) -> int:
-    """`model.context`, else all positions the config has; BUILT_CONTEXT where neither says anything."""
+def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
+    """`model.context`, else all positions the config has, but no more than `most`; BUILT_CONTEXT where none says anything."""
     bound = positions(module)
-    wanted = model.context if model.context is not None else bound or BUILT_CONTEXT
+    wanted = model.context if model.context is not None else min(bound or most or BUILT_CONTEXT, most or bound or BUILT_CONTEXT)
     if wanted < 2:
         raise ConfigError(f"model.context={wanted}: a prompt and a token need at least 2")
     if bound is not None and wanted > bound:

@@ -118,15 +118,14 @@ def make_policy(run: Run, env: Environment) -> Policy:
 
 def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     """A frozen model from a directory or hub id, to compare the policy with token by token."""
-    try:
-        other = load_policy(replace(run.model, path=path, context=policy.context), None, run.seed)
-    except ConfigError as error:
-        raise ConfigError(f"reference={path}, which must read all that the policy writes: {error}") from error
+    other = load_policy(replace(run.model, path=path, context=None), None, run.seed, most=policy.context)
     if other.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"reference={path}: its tokenizer differs from the policy's, so their tokens cannot be compared. Use a model with the same "
             "tokenizer files, such as one exported from a run that built the same tokenizer"
         )
+    if other.context < policy.context:
+        raise ConfigError(f"reference={path}: its context of {other.context} tokens is shorter than the policy's {policy.context}")
     return FrozenScorer(other)
 
 

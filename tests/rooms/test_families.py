@@ -43,8 +43,8 @@ def write(folder: Path, family: str, **changes: Any) -> Path:
     return folder
 
 
-def load(path: Path, **model: Any) -> Policy:
-    return load_policy(Model(path=str(path), **({"context": CONTEXT} | model)), None, 0)
+def load(path: Path, context: int | None = CONTEXT) -> Policy:
+    return load_policy(Model(path=str(path), context=context), None, 0)
 
 
 def say(policy: Policy, contract: Sampling, count: int = 3) -> list[Segment]:

@@ -75,10 +75,14 @@ def test_layers_still_know_that_they_train(tmp_path: Path) -> None:
 
 def test_a_quiet_model_has_no_note_and_moves_no_generator(tmp_path: Path) -> None:
     path = write(tmp_path, "qwen3")
-    before = torch.get_rng_state(), random.getstate(), np.random.get_state()[1]
+    before = torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=False)["state"]["key"]
     notes = load(path).notes
     assert not [n for n in notes if "noise" in n]
-    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate() and np.array_equal(before[2], np.random.get_state()[1])
+    assert (
+        torch.equal(before[0], torch.get_rng_state())
+        and before[1] == random.getstate()
+        and np.array_equal(before[2], np.random.get_state(legacy=False)["state"]["key"])
+    )
 
 
 # --- noise of every kind, put into a layer -------------------------------------------------------------------------------
@@ -133,7 +137,9 @@ def test_noise_of_a_part_that_asks_its_child_is_silenced_with_the_child() -> Non
 
 def test_what_stays_random_is_refused_by_name() -> None:
     built = with_part(lambda mlp: Noisy(mlp, DRAWS["torch"], lambda part: True))
-    with pytest.raises(EngineError, match=r"Noisy \(model.layers.1.mlp\) draws random numbers in training mode, and in evaluation mode too"):
+    with pytest.raises(
+        EngineError, match=r"Noisy \(model.layers.1.mlp\) draws random numbers in training mode, and in evaluation mode too"
+    ):
         silence(built.module, read_out(built.module))
 
 
