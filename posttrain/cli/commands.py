@@ -5,13 +5,14 @@ from __future__ import annotations
 from argparse import Namespace
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.visible import tell
 
 
 def run(o: Namespace) -> int:
     if o.help:
-        print(o.text())
+        tell(o.text())
         if o.recipe:
-            print(_settings(o.recipe, o.overrides))
+            tell(_settings(o.recipe, o.overrides))
         return 0
     from posttrain.recipe import main
 
@@ -30,11 +31,11 @@ def ladder(o: Namespace) -> int:
     elif given := [f"--{n}" for n in ("against", "step", "stage", "checkpoint", "device", "json") if getattr(o, n)]:
         raise ConfigError(f"{', '.join(given)} belongs to a run: say which with --on RUN")
     elif o.diff:
-        print(view.diff(*o.diff))
+        tell(view.diff(*o.diff))
     elif o.table:
-        print(view.table())
+        tell(view.table())
     else:
-        print(view.one(o.name) if o.name else view.tree())
+        tell(view.one(o.name) if o.name else view.tree())
     return 0
 
 
@@ -65,9 +66,9 @@ def new(o: Namespace) -> int:
     from posttrain.recipe.new import class_name, new_env, next_steps
 
     env, test = new_env(o.name, o.folder)
-    print(f"wrote {env} and {test}: a working environment to change. What next:")
+    tell(f"wrote {env} and {test}: a working environment to change. What next:")
     for line in next_steps(env, test, class_name(o.name)):
-        print(f"  {line}")
+        tell(f"  {line}")
     return 0
 
 
@@ -76,14 +77,14 @@ def show(o: Namespace) -> int:
 
     wanted = view.Wanted(o.stage, o.step, "eval" if o.eval else None, o.episode, o.wrong, o.best, o.limit)
     for line in view.lines(o.run, wanted):
-        print(line)
+        tell(line, coloured=True)
     return 0
 
 
 def export(o: Namespace) -> int:
     from posttrain.recipe import main
 
-    print(f"wrote {main.export(o.run, o.folder, o.checkpoint)}")
+    tell(f"wrote {main.export(o.run, o.folder, o.checkpoint)}")
     return 0
 
 
@@ -93,14 +94,14 @@ def faults(o: Namespace) -> int:
     if o.name is None:
         width = max(map(len, FAULTS))
         for f in FAULTS.values():
-            print(f"{f.name:<{width}}  {f.what}")
+            tell(f"{f.name:<{width}}  {f.what}")
         return 0
     f = find(o.name)
     rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
     for name, text in (*rows, ("to see it", " ".join(("posttrain run arithmetic", *f.shows, f"fault={f.name}", "--allow-fault")))):
-        print(f"{name:<10} {text}")
+        tell(f"{name:<10} {text}")
     if f.needs:
-        print(f"{'needs':<10} {f.needs}")
+        tell(f"{'needs':<10} {f.needs}")
     return 0
 
 

@@ -10,18 +10,19 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import run_file, steps
 from posttrain.core.run import Env
+from posttrain.core.visible import tell
 from posttrain.environment import check as probes
 from posttrain.environment.build import environment
 from posttrain.environment.check import Mark, Report
 from posttrain.environment.single import SingleTurn
 from posttrain.recipe import overrides as dotted
+from posttrain.recipe.console import PlainConsole
 from posttrain.recipe.shipped import recipe as shipped
 
 COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
@@ -112,28 +113,28 @@ def _wait(env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], No
 
 def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool) -> int:
     """Print the report; 0 where nothing failed, else 1."""
-    console = Console(highlight=False)
     if as_json:
         report = check(target, *overrides, tasks=tasks, rate=rate)
-        print(json.dumps(report.plain(), indent=2))
+        tell(json.dumps(report.plain(), indent=2))
         return 0 if report.passed else 1
+    console = PlainConsole()
     with console.status("building") as status:
-        report = check(target, *overrides, tasks=tasks, rate=rate, progress=lambda name: status.update(escape(name)))
+        report = check(target, *overrides, tasks=tasks, rate=rate, progress=lambda name: status.update(Text(name)))
     console.print(table(report))
     for finding in report.findings:
         if finding.advice:
-            console.print(f"[{COLOURS[finding.mark]}]{escape(finding.probe)}[/]: {escape(finding.means)}. To do: {escape(finding.advice)}")
+            console.print(Text(finding.probe, COLOURS[finding.mark]) + Text(f": {finding.means}. To do: {finding.advice}"))
     failed, warned = report.marked(Mark.FAIL), report.marked(Mark.WARN)
     verdict = f"{len(failed)} of {len(report.findings)} probes failed: {', '.join(failed)}" if failed else "nothing failed"
-    console.print(f"[{'bold red' if failed else 'green'}]{escape(verdict)}[/]" + (f"; {len(warned)} to look at" if warned else ""))
+    console.print(Text(verdict, "bold red" if failed else "green") + Text(f"; {len(warned)} to look at" if warned else ""))
     return 1 if failed else 0
 
 
 def table(report: Report) -> Table:
     """A row a probe."""
-    out = Table(title=escape(f"{report.env}: {report.tasks} tasks, judged by {', '.join(report.sources)}"))
+    out = Table(title=f"{report.env}: {report.tasks} tasks, judged by {', '.join(report.sources)}")
     for name in ("", "probe", "what was seen"):
         out.add_column(name, overflow="fold")
     for f in report.findings:
-        out.add_row(f"[{COLOURS[f.mark]}]{f.mark.value}[/]", escape(f.probe), escape(f.detail))
+        out.add_row(Text(f.mark.value, COLOURS[f.mark]), f.probe, f.detail)
     return out

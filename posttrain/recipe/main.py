@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from rich.console import Console
-
 from posttrain.controller.stages import Progress, StageResult, Stages
 from posttrain.controller.stop import Stopper
 from posttrain.core.book import Book
@@ -26,6 +24,7 @@ from posttrain.engine.learner import HFLearner
 from posttrain.recipe import faults
 from posttrain.recipe import overrides as dotted
 from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads, words_in_tokens
+from posttrain.recipe.console import PlainConsole
 from posttrain.recipe.engines import check_engine
 from posttrain.recipe.progress import Terminal
 from posttrain.recipe.proofs import prove_start
@@ -198,7 +197,7 @@ def evaluate(
     environment = make_environment(run)
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
-    console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    console = PlainConsole(soft_wrap=True, quiet=quiet)
     if is_url(target):
         report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
         show_report(console, str(target), environment.name, report)

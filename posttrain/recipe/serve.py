@@ -17,6 +17,7 @@ from posttrain.core import seeds
 from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Run
+from posttrain.core.visible import guard_logs, tell
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy, named_tensors
@@ -81,7 +82,7 @@ def serve(
     where: Where | None = None,
     name: str | None = None,
     checkpoint: str = "last",
-    say: Callable[[str], None] = lambda line: print(line, flush=True),
+    say: Callable[[str], None] = tell,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; returns 130 or 143.
 
@@ -92,6 +93,7 @@ def serve(
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
     """
     check_installed()
+    guard_logs()
     from posttrain.serve.run import check_address
     from posttrain.serve.run import serve as listen
 
