@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ConfigError
@@ -48,13 +48,24 @@ class Teller:
             overwrite("", sys.stderr)
 
 
-def show(run: str, against: Sequence[str], steps: str, stage: str | None, checkpoint: str | None, device: str | None, plain: bool) -> None:
+@dataclass(frozen=True)
+class Where:
+    """Which steps of a run, at which weights, computed where; None and '' leave it to `recipe.ablate`."""
+
+    steps: str = ""
+    stage: str | None = None
+    checkpoint: str | None = None
+    device: str | None = None
+
+
+def show(run: str, against: Sequence[str], at: Where, plain: bool, trust: bool) -> None:
     """Evaluate and print; `plain` prints JSON."""
     from posttrain.recipe.ablate import ablate
 
     teller = Teller()
     try:
-        found = ablate(run, against, stage=stage, steps=numbers(steps), checkpoint=checkpoint, device=device, say=teller.say)
+        steps, say = numbers(at.steps), teller.say
+        found = ablate(run, against, stage=at.stage, steps=steps, checkpoint=at.checkpoint, device=at.device, say=say, trust=trust)
     finally:
         teller.close()
     if plain:

@@ -16,7 +16,7 @@ def run(o: Namespace) -> int:
         return 0
     from posttrain.recipe import main
 
-    main.run(o.recipe or "", *o.overrides, out=o.out, resume=o.resume, allow_fault=o.allow_fault)
+    main.run(o.recipe or "", *o.overrides, out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust)
     return 0
 
 
@@ -27,8 +27,8 @@ def ladder(o: Namespace) -> int:
         from posttrain.cli import ablate
 
         against = [w for w in (o.name or "", *o.against.split(",")) if w]
-        ablate.show(o.on, against, o.step, o.stage, o.checkpoint, o.device, o.json)
-    elif given := [f"--{n}" for n in ("against", "step", "stage", "checkpoint", "device", "json") if getattr(o, n)]:
+        ablate.show(o.on, against, ablate.Where(o.step, o.stage, o.checkpoint, o.device), o.json, o.trust)
+    elif given := [f"--{n}" for n in ("against", "step", "stage", "checkpoint", "device", "json", "trust") if getattr(o, n)]:
         raise ConfigError(f"{', '.join(given)} belongs to a run: say which with --on RUN")
     elif o.diff:
         tell(view.diff(*o.diff))
@@ -44,7 +44,7 @@ def evaluate(o: Namespace) -> int:
     from posttrain.recipe.remote import Remote
 
     remote = Remote(model=o.model, key_env=o.key_env, tokenizer=o.tokenizer, api=o.api, dialect=o.dialect)
-    how = {"samples": o.samples, "checkpoint": o.checkpoint, "max_tokens": o.max_tokens, "temperature": o.temperature}
+    how = {"samples": o.samples, "checkpoint": o.checkpoint, "max_tokens": o.max_tokens, "temperature": o.temperature, "trust": o.trust}
     main.evaluate(o.target, *o.overrides, **how, remote=remote)
     return 0
 
@@ -53,13 +53,13 @@ def serve(o: Namespace) -> int:
     from posttrain.recipe import serve as server
 
     where = server.Where(host=o.host, port=o.port, token=o.token, token_env=o.token_env, no_token=o.no_token)
-    return server.serve(o.target, *o.overrides, where=where, name=o.name, checkpoint=o.checkpoint)
+    return server.serve(o.target, *o.overrides, where=where, name=o.name, checkpoint=o.checkpoint, trust=o.trust)
 
 
 def check(o: Namespace) -> int:
     from posttrain.recipe import check as checker
 
-    return checker.show(o.target, *o.overrides, tasks=o.tasks, rate=o.rate, as_json=o.json)
+    return checker.show(o.target, *o.overrides, tasks=o.tasks, rate=o.rate, as_json=o.json, trust=o.trust)
 
 
 def new(o: Namespace) -> int:
@@ -84,7 +84,7 @@ def show(o: Namespace) -> int:
 def export(o: Namespace) -> int:
     from posttrain.recipe import main
 
-    tell(f"wrote {main.export(o.run, o.folder, o.checkpoint)}")
+    tell(f"wrote {main.export(o.run, o.folder, o.checkpoint, o.trust)}")
     return 0
 
 

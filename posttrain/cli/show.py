@@ -126,7 +126,9 @@ def _table(folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wante
         yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
     flag = " --eval" if chosen.kind == "eval" else ""
     yield paint(
-        f"token by token: posttrain show {visible(str(folder))} --stage {visible(chosen.stage)} --step {chosen.index}{flag} --episode {shown[0][0]}", "dim", on
+        f"token by token: posttrain show {visible(str(folder))} --stage {visible(chosen.stage)} --step {chosen.index}{flag} --episode {shown[0][0]}",
+        "dim",
+        on,
     )
 
 
