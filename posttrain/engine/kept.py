@@ -46,13 +46,13 @@ def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | 
             built: Any = AutoModelForCausalLM.from_config(
                 found, attn_implementation=attention.NAME, dtype=getattr(torch, model.dtype), trust_remote_code=False
             )
+            if (config / GENERATION).exists():
+                built.generation_config = GenerationConfig.from_pretrained(config)
     except Exception as error:  # broken files raise whatever their parser raises
         first = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise DataError(f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first})") from error
     module: PreTrainedModel = built
     if buffers := [n for n, t in named_tensors(module) if not isinstance(t, nn.Parameter)]:
         raise DataError(f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}")
-    if (config / GENERATION).exists():
-        module.generation_config = GenerationConfig.from_pretrained(config)
     stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
     return prepared(model, module, words, stops, f"kept in {config.parent}", [])

@@ -76,6 +76,8 @@ def built_policy(folder: Path, run: Run) -> Policy:
     environment is needed to know its alphabet."""
     if run.model.path is not None:
         return load_policy(run.model, None, run.seed)
+    if not (folder / TOKENIZER).is_dir():
+        raise RunFolderError(f"{folder} has no {TOKENIZER}/, which a run writes before its first step: copy the whole folder again")
     policy = load_policy(run.model, None, run.seed, folder / TOKENIZER)
     _same_tokenizer(folder, run_file(folder).facts.get("tokenizer_digest"), policy)
     return policy
