@@ -6,8 +6,10 @@ import argparse
 import re
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from itertools import pairwise
+from typing import NoReturn
 
 from posttrain.cli import commands
+from posttrain.core.visible import visible
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _VALUED = {
@@ -31,9 +33,16 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     return rest, overrides
 
 
+class _Parser(ArgumentParser):
+    """Words that nobody knows are quoted as text: a shell may have made them of the names of files."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
+
+
 def parser() -> ArgumentParser:
     """The whole command line."""
-    top = ArgumentParser(
+    top: ArgumentParser = _Parser(
         prog="posttrain",
         description="RL post-training for language models: the whole loop, from one laptop command.",
         epilog=f"example:\n  posttrain run ladder seed=1 algorithm=dapo rl.steps=40\n\n{EXIT_CODES}",

@@ -147,8 +147,9 @@ def values(run: Run) -> dict[str, tuple[str, Any]]:
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, str, Any]]:
-    for name in tree.hints(type(node)):
-        value, key = getattr(node, name), f"{type(node).__name__}.{name}"
+    cls = cast("type[Any]", type(node))
+    for name in tree.hints(cls):
+        value, key = getattr(node, name), f"{cls.__name__}.{name}"
         here = f"{path}{name}"
         if dataclasses.is_dataclass(value):
             yield from _walk(value, f"{here}.")
