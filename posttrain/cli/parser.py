@@ -6,7 +6,7 @@ import argparse
 import re
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from itertools import pairwise
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from posttrain.cli import commands
 from posttrain.core.visible import visible
@@ -42,7 +42,8 @@ class _Parser(ArgumentParser):
 
 def parser() -> ArgumentParser:
     """The whole command line."""
-    top: ArgumentParser = _Parser(
+    make = cast("type[ArgumentParser]", _Parser)
+    top = make(
         prog="posttrain",
         description="RL post-training for language models: the whole loop, from one laptop command.",
         epilog=f"example:\n  posttrain run ladder seed=1 algorithm=dapo rl.steps=40\n\n{EXIT_CODES}",
