@@ -57,10 +57,19 @@ class Reward:
     the trainer, which nothing can kill; `math` takes two processes."""
     timeout: float | None = None
     """Seconds one call may take: on the clock in a thread, of processor time in a worker. None: 30, and 3 for `math`."""
+    resolution: float | None = None
+    """Relative difference of two of its scores that says nothing: siblings that differ by less are alike. Set it for a function that asks
+    a model (1e-3, say: what its scores change by when nothing of meaning does). None: 2^-40, a verifier's."""
 
     def __post_init__(self) -> None:
         if self.workers < 0 or (self.timeout is not None and not self.timeout > 0):
             raise ConfigError(f"reward {self.function!r}: workers={self.workers} must be >= 0 and timeout={self.timeout} > 0")
+        _check_resolution(f"reward {self.function!r}", self.resolution)
+
+
+def _check_resolution(what: str, resolution: float | None) -> None:
+    if resolution is not None and not 0 <= resolution < 1:
+        raise ConfigError(f"{what}: resolution={resolution:g} is a relative difference, at least 0 and below 1 (1e-3 for a model, say)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,8 +99,13 @@ class Env:
     """Held-out tasks. 0: train without measuring."""
     limits: Limits = Limits()
     sandbox: Where = Where()
+    resolution: float | None = None
+    """As `Reward.resolution`, of the environment's own verdicts, where a model gives them."""
 
     def __post_init__(self) -> None:
+        _check_resolution(f"env {self.name}", self.resolution)
+        if self.resolution is not None and self.name == "prompts":
+            raise ConfigError("env.resolution: with env.name=prompts its rewards judge; set env.rewards.0.resolution")
         if self.heldout < 0:
             raise ConfigError(f"env.heldout={self.heldout}: must be >= 0 (0 trains without measuring)")
 

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.files import share
 from posttrain.core.run import Model
 from posttrain.engine import attention
 from posttrain.engine.attention import PackedLayout
@@ -98,6 +99,7 @@ class Policy:
         with quiet():
             self.module.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
+            share(Path(folder))
             again: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, trust_remote_code=self.remote_code).eval()
             words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
         _same_weights(self.module, again, Path(folder))
