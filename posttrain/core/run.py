@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +19,8 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Limits
 
 Scalar = str | int | float | bool
+NAME = re.compile(r"\w[\w-]{0,63}")
+"""Of a stage."""
 
 
 BUILT_CONTEXT = 512
@@ -313,6 +316,8 @@ class Run:
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")
+        if strange := [n for n in names if not NAME.fullmatch(n)]:
+            raise ConfigError(f"stage name {strange[0]!r}: use at most 64 letters, digits, - and _, since files of the run are named by it")
         if len(set(names)) != len(names):
             raise ConfigError(f"stage names must differ: {names}")
         if not self.env.heldout and (blind := [s.name for s in self.stages if isinstance(s, Reinforce) and s.target is not None]):

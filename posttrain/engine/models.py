@@ -18,7 +18,7 @@ from posttrain.core.run import BUILT_CONTEXT, Model
 from posttrain.engine.accept import accept
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.build import build_module
-from posttrain.engine.checkpoint import read_pretrained
+from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.silence import silence
@@ -131,11 +131,14 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def load_policy(model: Model, alphabet: str | None, seed: int, most: int | None = None) -> Policy:
+def load_policy(
+    model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None
+) -> Policy:
     """The policy a run starts from: `model.path` read from disk or hub, or a small `model.arch` built on the spot.
 
     Args:
         alphabet: characters of the built tokenizer; None: bytes. Not read where `model.path` is given.
+        tokenizer_files: a folder with the tokenizer of the built model, instead of an alphabet.
         seed: of the built weights.
         most: tokens of the longest sequence it will ever see, where `model.context` says nothing; None: as many as it has positions.
 
@@ -144,24 +147,43 @@ def load_policy(model: Model, alphabet: str | None, seed: int, most: int | None 
         DataError: what is there is no causal LM with a tokenizer that has an end and fits the embeddings.
         EngineError: the architecture cannot be learned and sampled alike (`accept`), or stays random (`silence`).
     """
-    device = _device(model.device)
+    _device(model.device)
     dtype = getattr(torch, model.dtype)
     if model.path is None:
-        tokenizer = raw_bytes() if alphabet is None else characters(alphabet)
+        tokenizer = _small(alphabet, tokenizer_files)
         module: PreTrainedModel = build_module(model, tokenizer, seed)
         notes: list[str] = []
         source = f"built with {model.layers} layers of width {model.hidden}"
     else:
         module, tokenizer, notes = read_pretrained(model.path, dtype, model.trust_remote_code)
         source = f"from {model.path}"
-    torch.nn.Module.to(module, device=device, dtype=dtype).eval()
+    return prepared(model, module, tokenizer, resolve_stops(tokenizer, module.generation_config), source, notes, most)
+
+
+def _small(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
+    """The tokenizer of a built model."""
+    if files is not None:
+        return read_tokenizer(str(files))[0]
+    return raw_bytes() if alphabet is None else characters(alphabet)
+
+
+def prepared(
+    model: Model,
+    module: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    stop_ids: tuple[int, ...],
+    source: str,
+    notes: list[str],
+    most: int | None = None,
+) -> Policy:
+    """A module and its tokenizer as a policy, checked: on its device, without dropout and padding, with its stops and context."""
+    torch.nn.Module.to(module, device=_device(model.device), dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         if isinstance(part, nn.Embedding):
             part.padding_idx = None
-    stop_ids = resolve_stops(tokenizer, module.generation_config)
-    notes += [*_check_vocabulary(tokenizer, module), *_turn_end(tokenizer, stop_ids)]
+    notes = [*notes, *_check_vocabulary(tokenizer, module), *_turn_end(tokenizer, stop_ids)]
     module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
     out, _ = accept(module, context)
