@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from posttrain.core import files, record
-from posttrain.core.errors import RunFolderError
+from posttrain.core.errors import PosttrainError, RunFolderError
 from posttrain.core.run import Run
 from posttrain.core.tree import from_plain
 from posttrain.core.types import Step
@@ -48,7 +49,22 @@ def run_file(folder: Path | str) -> RunFile:
     if data.get("schema") != SCHEMA:
         raise RunFolderError(f"{path} has schema {data.get('schema')}; this posttrain reads {SCHEMA}. Use the version that wrote it")
     facts = {k: v for k, v in data.items() if k not in ("schema", "run", "lineages")}
-    return RunFile(from_plain(Run, data["run"]), data["lineages"], facts)
+    with damage_is_named(str(path)):
+        return RunFile(from_plain(Run, data["run"]), data["lineages"], facts)
+
+
+@contextmanager
+def damage_is_named(place: str) -> Generator[None]:
+    """Around the making of objects from what a file says: whatever they cannot be made of, the file is damaged."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except RecursionError:
+        raise RunFolderError(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
+    except (PosttrainError, ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        told = str(error) if isinstance(error, PosttrainError) else repr(error)
+        raise RunFolderError(f"{place} is damaged: {told}") from error
 
 
 def steps(folder: Path | str) -> list[Step]:
@@ -56,10 +72,8 @@ def steps(folder: Path | str) -> list[Step]:
     path = Path(folder) / "steps.jsonl"
     out: list[Step] = []
     for number, data in files.read_lines(path):
-        try:
+        with damage_is_named(f"{path}:{number}"):
             out.append(record.step_from_plain(data))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RunFolderError(f"{path}:{number} is not a step of schema {SCHEMA}: {error!r}") from error
     return out
 
 
@@ -70,9 +84,11 @@ def episode_name(stage: str, index: int, kind: str) -> str:
 def episode_files(folder: Path | str) -> list[EpisodeFile]:
     """In the order they were written. A file that was written but not yet listed is left out."""
     where = Path(folder) / "episodes"
-    return [
-        EpisodeFile(where / d["file"], d["stage"], d["index"], d["kind"], d["episodes"]) for _, d in files.read_lines(where / "index.jsonl")
-    ]
+    out: list[EpisodeFile] = []
+    for number, d in files.read_lines(where / "index.jsonl"):
+        with damage_is_named(f"{where / 'index.jsonl'}:{number}"):
+            out.append(EpisodeFile(where / Path(d["file"]).name, str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"])))
+    return out
 
 
 def episodes(folder: Path | str, stage: str, index: int, kind: str = "train") -> tuple[record.Recorded, ...]:
@@ -82,10 +98,8 @@ def episodes(folder: Path | str, stage: str, index: int, kind: str = "train") ->
 
 def read_episodes(path: Path) -> tuple[record.Recorded, ...]:
     columns = record.read_columns(path)
-    try:
+    with damage_is_named(str(path)):
         return record.from_columns(columns)
-    except (KeyError, ValueError, StopIteration) as error:
-        raise RunFolderError(f"{path} is damaged: {error!r}") from error
 
 
 def record_digest(folder: Path | str) -> str:
