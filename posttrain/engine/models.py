@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.errors import ConfigError, DataError, InvariantError, PosttrainError
 from posttrain.core.run import Model
 from posttrain.engine import attention
 from posttrain.engine.attention import PackedLayout
@@ -21,6 +21,7 @@ from posttrain.engine.checkpoint import read_pretrained
 from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.vocabulary import characters, digest, quiet, raw_bytes
+from posttrain.environment import templates
 
 __all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out", "resolve_stops"]
 
@@ -227,8 +228,12 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> 
         return []
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception as error:  # a template may raise anything it likes
+        text = templates.apply(tokenizer, turns, generate=False)
+    except templates.RefusedError as error:
+        return [f"the chat template does not render a user and an assistant turn ({error})"]
+    except PosttrainError:
+        raise
+    except Exception as error:  # a tokenizer of the model's own code may raise anything it likes
         return [f"the chat template does not render a user and an assistant turn ({type(error).__name__}: {error})"]
     after = tokenizer.encode(str(text).rpartition("ok")[2], add_special_tokens=False)
     special = tokenizer.added_tokens_decoder
