@@ -187,7 +187,11 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
     """
     derived = bool(getattr(config, "_from_model_config", False))
     listed = None if config is None else config.eos_token_id
-    model_ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    model_ids: list[Any] = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in model_ids):
+        raise DataError(
+            f"eos_token_id={str(listed)[:80]} of generation_config.json (or config.json) is no token id and no list of them: correct it there"
+        )
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stops = dict.fromkeys([*(int(i) for i in own), *(int(i) for i in model_ids if not derived or i in special)])
