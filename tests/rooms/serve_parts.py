@@ -17,8 +17,9 @@ from posttrain.engine.build import build_module
 from posttrain.engine.models import load_policy
 from posttrain.engine.vocabulary import train_byte_level
 from posttrain.recipe.serve import make_served
-from posttrain.serve.app import Served, Server
+from posttrain.serve.app import Server
 from posttrain.serve.run import listening
+from posttrain.serve.served import Served
 
 TOKEN = "a-token-for-the-tests"
 TEXTS = [f"user says {a} and {b}; the assistant: " for a in range(20) for b in ("cat", "naïve café", "日本語の文", "42 + 7")]
