@@ -59,9 +59,8 @@ def _by_id(bias: Any) -> Any:
     if not isinstance(bias, dict) or not all(isinstance(k, str) and k.isdecimal() for k in bias):
         raise ValueError('logit_bias is an object from token ids to numbers, such as {"17": -2.5}')
     made = {int(k): x for k, x in bias.items()}
-    if wrong := next((k for k, x in made.items() if type(x) not in (int, float)), None):
-        raise ValueError(f"logit_bias of token {wrong} is no number")
-    return made
+    wrong = next((k for k, x in made.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)
+    return made if wrong is None else {wrong: made[wrong]}  # one is told, whatever their number
 
 
 Ids = Annotated[list[int], Field(fail_fast=True)]
