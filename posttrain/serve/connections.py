@@ -7,7 +7,7 @@ through asyncio, which writes a line for every connection in the backlog each ti
 from __future__ import annotations
 
 import asyncio
-import ipaddress
+import errno
 import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 from aiohttp import web
 
+from posttrain.core.net import network
 from posttrain.serve.limits import Limits, most_connections
 from posttrain.serve.quiet import LOG
 from posttrain.serve.refusal import Refusal, answer
@@ -261,15 +262,6 @@ class Listener:
         return True
 
 
-def network(address: str) -> str:
-    """Whom an address belongs to: itself, or the network of 64 bits that an IPv6 caller has to itself."""
-    with suppress(ValueError):
-        ip = ipaddress.ip_address(address.partition("%")[0])
-        if isinstance(ip, ipaddress.IPv6Address) and not ip.is_loopback:
-            return str(ip.ipv4_mapped or ipaddress.ip_network((ip, 64), strict=False))
-    return address
-
-
 def refuse(wire: socket.socket) -> None:
     """Say 429 to a connection that is not let in, if it can be said at once, and close it."""
     said = Refusal("too many connections from this address", status=429).bytes()
@@ -288,18 +280,31 @@ async def bind(host: str, port: int) -> list[socket.socket]:
     """
     made: list[socket.socket] = []
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    try:
-        for family, kind, proto, _, address in dict.fromkeys(found):
-            sock = socket.socket(family, kind, proto)
-            made.append(sock)
-            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if family == socket.AF_INET6:
-                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-            sock.bind((address[0], port or made[0].getsockname()[1], *address[2:]))
-            sock.listen(BACKLOG)
-            sock.setblocking(False)
-    except BaseException:
+    failed: OSError | None = None
+    for family, kind, proto, _, address in dict.fromkeys(found):
+        try:
+            made.append(_listening(family, kind, proto, (address[0], port or (made[0].getsockname()[1] if made else 0), *address[2:])))
+        except OSError as error:
+            failed = error
+            if error.errno == errno.EADDRINUSE:
+                break
+    if failed is not None and (not made or failed.errno == errno.EADDRINUSE):  # of a name's addresses, some need not be this machine's
         for sock in made:
             sock.close()
-        raise
+        raise failed
     return made
+
+
+def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> socket.socket:
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

@@ -76,22 +76,9 @@ def read_limits(words: Iterable[str]) -> Limits:
     return Limits(**given)  # type: ignore[arg-type]
 
 
-def raise_file_limit() -> int:
-    """Let this process open as many files as it is allowed to; returns how many those are."""
-    import resource  # not on every system that has a command line
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft != hard:
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-        except (OSError, ValueError):  # some systems name a hard limit that cannot be had
-            return soft
-    return hard if hard != resource.RLIM_INFINITY else 1 << 30
-
-
 def most_connections(limits: Limits) -> int:
     """How many connections can be held: the limit, or what the limit on files leaves."""
-    import resource
+    import resource  # not on every system that has a command line
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:

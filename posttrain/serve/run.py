@@ -18,9 +18,10 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.net import raise_file_limit
 from posttrain.serve.app import Server
 from posttrain.serve.connections import Listener, bind
-from posttrain.serve.limits import Limits, most_connections, raise_file_limit
+from posttrain.serve.limits import Limits, most_connections
 from posttrain.serve.quiet import quiet
 from posttrain.serve.served import Served
 

@@ -22,11 +22,11 @@ import pytest
 from serve_parts import TOKEN, Up, save_model, up
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.net import LINES, network, raise_file_limit
 from posttrain.core.types import Said, Stop
 from posttrain.serve import connections, run
-from posttrain.serve.connections import network
 from posttrain.serve.limits import Limits, most_connections, read_limits
-from posttrain.serve.quiet import LINES, LOG
+from posttrain.serve.quiet import LOG
 
 CALLERS = Path(__file__).with_name("hostile_callers.py")
 HALF = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nX-Slow: "
@@ -350,7 +350,7 @@ def test_connections_fit_the_limit_on_files() -> None:
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
         assert 16 <= most_connections(Limits()) < 512 - 128
-        assert run.raise_file_limit() >= hard > 0 or hard == resource.RLIM_INFINITY
+        assert raise_file_limit() >= hard > 0 or hard == resource.RLIM_INFINITY
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
