@@ -12,6 +12,7 @@ import socket
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from itertools import islice
 from typing import Any, Literal
 
 from aiohttp import web
@@ -27,8 +28,10 @@ AT_ONCE = 64
 """Connections accepted before those that are there are read again."""
 SWEEP = 0.5
 """Seconds between two looks at what has taken too long."""
-YOUNG = 1.0
-"""A connection is not closed for a new one before it has been silent for so many seconds."""
+YOUNG = 3.0
+"""A connection is not closed for a new one before it has been silent for so many seconds: an honest caller on a busy machine is."""
+LOOKED_AT = 16
+"""Silent connections that are looked at, the longest silent first, for one to close."""
 LINGER = 2.0
 """Seconds that the rest of a refused body is read and thrown away, so that the caller hears the refusal."""
 WRITTEN = 64 << 10
@@ -41,9 +44,9 @@ Phase = Literal["idle", "headers", "body", "answer"]
 class Connection(web.RequestHandler):
     """One connection, as aiohttp handles it, with what it is waiting for and since when."""
 
-    def __init__(self, listener: Listener, address: str, **how: Any) -> None:
+    def __init__(self, listener: Listener, address: str, sock: socket.socket, **how: Any) -> None:
         super().__init__(listener.server, **how)
-        self.address = address
+        self.address, self._sock = address, sock
         self.phase: Phase = "headers"
         self._clock: Callable[[], float] = self._loop.time
         self.since = self._clock()
@@ -56,6 +59,13 @@ class Connection(web.RequestHandler):
     def silent(self) -> bool:
         """Whether it asks for nothing yet."""
         return self.phase in ("idle", "headers")
+
+    def unread(self) -> bool:
+        """Whether it has said something that we did not come to read yet."""
+        try:
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
 
     def now(self, phase: Phase) -> None:
         """It begins to wait for something else."""
@@ -233,8 +243,9 @@ class Listener:
                 refuse(wire)
 
     def _admit(self, wire: socket.socket, address: str) -> None:
+        wire.setblocking(False)
         how = {"access_log": None, "keepalive_timeout": self.limits.idle_seconds, "lingering_time": LINGER, "auto_decompress": False}
-        connection = Connection(self, address, loop=self._loop, **how)
+        connection = Connection(self, address, wire, loop=self._loop, **how)
         self._held[connection] = None
         self._count[address] += 1
         self.changed(connection)
@@ -244,7 +255,6 @@ class Listener:
 
     async def _begin(self, connection: Connection, wire: socket.socket) -> None:
         try:
-            wire.setblocking(False)
             await self._loop.connect_accepted_socket(lambda: connection, wire)
         except OSError as error:  # it went away before it began
             self.left(connection)
@@ -255,10 +265,11 @@ class Listener:
         """Close the connection that has asked for nothing longest: from `address`, or from where most come."""
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
-        oldest = next(iter(self._silent.get(address or "", ())), None)
-        if oldest is None or self._loop.time() - oldest.since < YOUNG:
+        before = self._loop.time() - YOUNG
+        oldest = (c for c in islice(self._silent.get(address or "", ()), LOOKED_AT) if c.since <= before and not c.unread())
+        if (connection := next(oldest, None)) is None:
             return False
-        oldest.cut()
+        connection.cut()
         return True
 
 

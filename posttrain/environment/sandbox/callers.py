@@ -18,8 +18,8 @@ Phase = Literal["headers", "body", "answer", "idle"]
 """What is awaited: a first request's headers, a body, our answer, a next request."""
 SECONDS: dict[Phase, float] = {"headers": 10.0, "body": 60.0, "answer": float("inf"), "idle": 60.0}
 """How long each is waited for. What writes the answer has a time of its own (`Handler.timeout`)."""
-YOUNG = 1.0
-"""A connection is not closed for a new one before it has been silent for so many seconds."""
+YOUNG = 3.0
+"""A connection is not closed for a new one before it has been silent for so many seconds: an honest caller on a busy machine is."""
 
 
 class Callers:
