@@ -22,7 +22,7 @@ from posttrain.core.net import LINES
 from posttrain.environment.sandbox import callers, serve
 from posttrain.environment.sandbox.pool import Sandbox
 from posttrain.environment.sandbox.serve import Executor
-from tests.rooms.sandbox_parts import backend
+from tests.rooms.sandbox_parts import made
 
 SECRET = "a-token-of-some-length"
 CALLERS = Path(__file__).with_name("hostile_callers.py")
@@ -32,7 +32,7 @@ ABOUT = b"GET /v1/about HTTP/1.1\r\nConnection: close\r\n" + AUTH + b"\r\n"
 
 @contextmanager
 def executor(connections: int = 512, per_address: int = 256) -> Iterator[Executor]:
-    server = Executor(Sandbox(backend("namespaces"), workers=1), SECRET, connections=connections, per_address=per_address)
+    server = Executor(Sandbox(made("namespaces"), workers=1), SECRET, connections=connections, per_address=per_address)
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:
@@ -201,5 +201,5 @@ def test_a_bug_is_told_so_often_a_minute(monkeypatch: pytest.MonkeyPatch, caplog
     with caplog.at_level(logging.WARNING):
         serve.LOG.warning("after")
     assert caplog.records[-1].getMessage() == "after"
-    with pytest.raises(ConfigError, match="at least 1"), Sandbox(backend("namespaces"), workers=1) as box:
+    with pytest.raises(ConfigError, match="at least 1"), Sandbox(made("namespaces"), workers=1) as box:
         Executor(box, SECRET, connections=0)
