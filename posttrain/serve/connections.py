@@ -239,7 +239,9 @@ class Listener:
             if self._count[address] < self.limits.per_address or self._make_room(address):
                 self._admit(wire, address)
             else:
-                LOG.warning("%s has %d connections, all being answered: a further one was refused", address, self._count[address])
+                LOG.warning(
+                    "%s has %d connections, all being answered or just begun: a further one was refused", address, self._count[address]
+                )
                 refuse(wire)
 
     def _admit(self, wire: socket.socket, address: str) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
@@ -23,6 +24,8 @@ from posttrain.serve.served import Served
 
 SMALL = 64 << 10
 """Bytes of a request that is understood at once; larger ones wait for each other."""
+REST = 3.0
+"""Between two large requests their thread rests so many times as long as the first took: reading JSON keeps all other threads from running."""
 SHORTEST = 16
 """Bytes that a token is taken to have at least, when a text is refused by its bytes: many vocabularies have one for unknown words."""
 Understood = tuple[Asked, list[np.ndarray]]
@@ -36,6 +39,7 @@ class Intake:
         self._held = 0
         """Bytes of bodies that are being read or wait to be understood."""
         self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="posttrain-serve") for _ in range(2))
+        self._rests = 0.0
         self._most = served.sampler.context * max(SHORTEST, served.words.longest)
 
     def close(self) -> None:
@@ -65,10 +69,20 @@ class Intake:
     async def read(self, request: web.Request, kind: type[Asked]) -> Understood:
         """The request's fields, checked, and the ids of its prompts."""
         body = await self._body(request)
-        lane = self._small if len(body) <= SMALL else self._large
-        job = asyncio.get_running_loop().run_in_executor(lane, self.understood, body, kind)
+        lane, work = (self._small, self.understood) if len(body) <= SMALL else (self._large, self._rested)
+        job = asyncio.get_running_loop().run_in_executor(lane, work, body, kind)
         job.add_done_callback(lambda _: self._release(len(body)))
         return await job
+
+    def _rested(self, body: bytes, kind: type[Asked]) -> Understood:
+        """`understood` of a large request; its thread alone calls this."""
+        time.sleep(max(0.0, self._rests - time.monotonic()))
+        start = time.monotonic()
+        try:
+            return self.understood(body, kind)
+        finally:
+            now = time.monotonic()
+            self._rests = now + REST * (now - start)
 
     def understood(self, body: bytes, kind: type[Asked]) -> Understood:
         """What a body asks for; runs in a thread."""

@@ -485,6 +485,25 @@ async def test_tokenizing_holds_up_nobody(model: Path, monkeypatch: pytest.Monke
         assert (await work)[0] == 200 and longest < (time.monotonic() - start) / 2
 
 
+async def test_large_requests_leave_time_to_small_ones(model: Path) -> None:
+    """Reading megabytes of JSON keeps every other thread from running; before their thread rested, a small request waited half a minute."""
+    junk = post(b'{"model": "tiny", "prompt": [' + b",".join([b"300"] * 900_000) + b"]}")
+    async with up(model) as u:
+
+        async def again() -> None:
+            while True:
+                assert (await answered(u, junk, 120))[0] == 400
+
+        others = [asyncio.create_task(again()) for _ in range(4)]
+        await asyncio.sleep(1)
+        start = time.monotonic()
+        for _ in range(5):
+            assert (await answered(u, post({"prompt": "user", "max_tokens": 4})))[0] == 200
+        assert time.monotonic() - start < 20
+        for task in others:
+            task.cancel()
+
+
 # ------------------------------------------------------------------------------------------------------- leaving, and logs
 
 
