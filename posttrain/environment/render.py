@@ -15,6 +15,8 @@ from posttrain.core.types import Message
 from posttrain.environment.chat import SHIELD, After, Chat, Tools
 
 Content = str | Sequence[Message]
+LONG = 1 << 14
+"""Characters of a text that takes some milliseconds to tokenize."""
 History = Literal["append", "rewrite"]
 """What becomes of a conversation whose template writes earlier turns anew: refused, or a new sequence for each turn."""
 
@@ -166,6 +168,8 @@ class Renderer:
         return self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
+        if self._backend is not None and len(text) > LONG:  # the same ids, and other threads may run meanwhile
+            return np.array(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
         if self._backend is not None:
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
