@@ -1,0 +1,39 @@
+"""The code reward on two tables: right programs as models write them earn 1, and what only looks like one earns 0."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+
+import pytest
+from layout_parts import TASKS, table
+
+from posttrain.core.types import Task
+from posttrain.core.verdict import State
+from posttrain.environment.code import Code
+from posttrain.environment.sandbox.pool import Sandbox
+from posttrain.environment.sandbox.port import Limits
+from tests.rooms.sandbox_parts import backend
+
+
+@pytest.fixture(scope="module")
+def sandbox() -> Iterator[Sandbox]:
+    with Sandbox(backend("namespaces"), workers=1, limits=Limits(wall=2.0)) as pool:
+        yield pool
+
+
+def score(sandbox: Sandbox, task: str, response: str) -> float | None:
+    verdict = asyncio.run(Code(sandbox).verdict(Task("t", "write it", info={"tests": TASKS[task]}), response))
+    assert verdict.state is State.VALUE, verdict
+    return verdict.score
+
+
+@pytest.mark.parametrize(("task", "response"), table("code_honest"))
+def test_a_right_program_earns_one(sandbox: Sandbox, task: str, response: str) -> None:
+    assert score(sandbox, task, response) == 1.0
+
+
+@pytest.mark.parametrize(("task", "response"), table("code_tricky"))
+def test_what_is_no_right_program_earns_nothing(sandbox: Sandbox, task: str, response: str) -> None:
+    assert score(sandbox, task, response) == 0.0

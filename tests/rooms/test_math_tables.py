@@ -1,0 +1,44 @@
+"""The math reward on two tables: right answers as models write them earn 1, and answers that are none earn 0."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+
+pytest.importorskip("math_verify")
+
+from layout_parts import table
+
+from posttrain.core.types import Task
+from posttrain.core.verdict import State
+from posttrain.environment.math.source import MathSource, math_source
+
+SLOWEST = 3.0
+"""Seconds of one verdict, the algebra's time-out among them."""
+
+
+@pytest.fixture(scope="module")
+def reward() -> Iterator[MathSource]:
+    source = math_source(workers=1, timeout=2)
+    yield source
+    source.close()
+
+
+def score(reward: MathSource, gold: str, response: str) -> float | None:
+    """The score; the verdict has to come in time by this process's clock, and the worker's is bounded by its time-out."""
+    began = time.process_time()
+    verdict = reward.verdict(Task(id="t", prompt="p", answer=gold), response)
+    assert time.process_time() - began < SLOWEST and verdict.state is State.VALUE, verdict
+    return verdict.score
+
+
+@pytest.mark.parametrize(("gold", "response"), table("math_honest"))
+def test_a_right_answer_earns_one(reward: MathSource, gold: str, response: str) -> None:
+    assert score(reward, gold, response) == 1.0
+
+
+@pytest.mark.parametrize(("gold", "response"), table("math_tricky"))
+def test_what_is_no_right_answer_earns_nothing(reward: MathSource, gold: str, response: str) -> None:
+    assert score(reward, gold, response) == 0.0
