@@ -13,7 +13,7 @@ from layout_parts import table
 
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.environment.math.source import MathSource, math_source
+from posttrain.environment.math.source import SECONDS, MathSource, math_source
 
 SLOWEST = 3.0
 """Seconds of one verdict, the algebra's time-out among them."""
@@ -42,3 +42,8 @@ def test_a_right_answer_earns_one(reward: MathSource, gold: str, response: str) 
 @pytest.mark.parametrize(("gold", "response"), table("math_tricky"))
 def test_what_is_no_right_answer_earns_nothing(reward: MathSource, gold: str, response: str) -> None:
     assert score(reward, gold, response) == 0.0
+
+
+def test_the_algebra_is_stopped_in_time() -> None:
+    """By the kernel, which counts whole seconds of the worker's processor: at most one more than it is given."""
+    assert round(SECONDS) + 1 <= SLOWEST
