@@ -15,8 +15,12 @@ import pytest
 FOLDER = Path(__file__).parent / "layouts"
 
 
-def table(name: str) -> list[Any]:
-    """The rows of a table as test cases (target, response)."""
+def table(*names: str) -> list[Any]:
+    """The rows of tables as test cases (target, response). The `second` ones were written when all of the first held."""
+    return [case for name in names for case in _rows(name)]
+
+
+def _rows(name: str) -> list[Any]:
     text = (FOLDER / f"{name}.txt").read_bytes().decode()
     assert text.startswith("=== "), name
     cases: list[Any] = []
@@ -24,7 +28,8 @@ def table(name: str) -> list[Any]:
         head, _, response = row.partition("\n")
         title, _, targets = head.partition(" | ")
         assert targets, f"{name}: the row {head!r} names no target"
-        cases += [pytest.param(t, response, id=f"{title}-{t}") for t in targets.split(" ;; ")]
+        more = "2 " if "second" in name else ""
+        cases += [pytest.param(t, response, id=f"{more}{title}-{t}") for t in targets.split(" ;; ")]
     return cases
 
 

@@ -35,12 +35,12 @@ def score(sandbox: Sandbox, task: str, response: str) -> float | None:
     return verdict.score
 
 
-@pytest.mark.parametrize(("task", "response"), table("code_honest"))
+@pytest.mark.parametrize(("task", "response"), table("code_honest", "code_second_honest"))
 def test_a_right_program_earns_one(sandbox: Sandbox, task: str, response: str) -> None:
     assert score(sandbox, task, response) == 1.0
 
 
-@pytest.mark.parametrize(("task", "response"), table("code_tricky"))
+@pytest.mark.parametrize(("task", "response"), table("code_tricky", "code_second_tricky"))
 def test_what_is_no_right_program_earns_nothing(sandbox: Sandbox, task: str, response: str) -> None:
     assert score(sandbox, task, response) == 0.0
 

@@ -34,12 +34,12 @@ def score(reward: MathSource, gold: str, response: str) -> float | None:
     return verdict.score
 
 
-@pytest.mark.parametrize(("gold", "response"), table("math_honest"))
+@pytest.mark.parametrize(("gold", "response"), table("math_honest", "math_second_honest"))
 def test_a_right_answer_earns_one(reward: MathSource, gold: str, response: str) -> None:
     assert score(reward, gold, response) == 1.0
 
 
-@pytest.mark.parametrize(("gold", "response"), table("math_tricky"))
+@pytest.mark.parametrize(("gold", "response"), table("math_tricky", "math_second_tricky"))
 def test_what_is_no_right_answer_earns_nothing(reward: MathSource, gold: str, response: str) -> None:
     assert score(reward, gold, response) == 0.0
 
