@@ -65,7 +65,12 @@ _HEDGE = re.compile(
     re.IGNORECASE,
 )
 """What makes of the number behind it another answer than that number."""
-_DENIED = re.compile(r"(?:\bnot|n't|\bnever|\bneither|\banything but)\s{0,3}[$\\(\[\s*]{0,6}\Z", re.IGNORECASE)
+_DENIED = re.compile(
+    r"(?:\bnot|\bcannot|n['’]t|\bnever|\bneither|\banything but)(?:\s(?:be|equal))?\s{0,3}[$\\(\[\s*]{0,6}\Z", re.IGNORECASE
+)
+_IGNORANT = re.compile(r"\b(?:cannot|can['’]t|can not|unable to|do not know|don['’]t know|no idea|not sure)\b", re.IGNORECASE)
+"""That the answer is not known, said after the last number."""
+_UNSURE = re.compile(r"\b(?:perhaps|maybe|possibly)\b[^\d\n]{0,20}\d", re.IGNORECASE)
 _WITHDRAWN = re.compile(r"[\s$*.)\]\\]{0,8}(?:is|was)\s(?:wrong|incorrect|false|not (?:the|right|correct|true))\b", re.IGNORECASE)
 _RETRACTED = re.compile(r"\b(?:wait|actually|correction|wrong|incorrect|mistaken?|oops|rather)\b", re.IGNORECASE)
 _BETWEEN = re.compile(r"[\s$.]{0,6}(?:,|;|\band\b|\bor\b|,\s?and\b|,\s?or\b)[\s$]{0,6}(?:[A-Za-z](?:_\w)?\s?=\s?)?")
@@ -135,7 +140,9 @@ def final(text: str) -> Found | None:
     if (several := _SEVERAL.search(whole[-LONGEST_LINE:])) is not None:
         return Found(several[0].strip())
     found = max(_candidates(text), default=None)
-    return None if found is None else Found(found[1], told=True)
+    if found is None or _DENIED.search(text, max(0, found[1] - 24), found[1]) or _IGNORANT.search(text, found[0]):
+        return None
+    return Found(found[2], told=True)
 
 
 def prose(text: str) -> bool:
@@ -264,7 +271,7 @@ def _first(line: str) -> str:
     sentence = _SENTENCE.split(line, maxsplit=1)[0]
     if (fixed := _DATE.match(line) or _RATIO.match(line)) is not None:
         return fixed[0]
-    if _HEDGE.match(line):
+    if _HEDGE.match(line) or (number is not None and _UNSURE.search(sentence, number.end())):
         return rf"\text{{{sentence}}}"
     if not prose(line) or _measures(sentence):
         return line if not prose(line) else sentence
@@ -319,13 +326,13 @@ def _words_after(text: str, at: int) -> str:
     return " ".join(words[:scales])
 
 
-def _candidates(text: str) -> Iterator[tuple[int, str]]:
-    """(where it ends, what it is) of the last formula and of the last number outside of formulas."""
+def _candidates(text: str) -> Iterator[tuple[int, int, str]]:
+    """(where it ends, where it begins, what it is) of the last formula and of the last number outside of formulas."""
     last, spans = None, list[tuple[int, int]]()
     for last in _SPAN.finditer(text):
         spans.append(last.span())
     if last is not None:
-        yield last.end(), _joined(text, last)
+        yield last.end(), last.start(), _joined(text, last)
     number, at, grown = None, 0, 0
     for match in _NUMBER.finditer(text):
         while at < len(spans) and spans[at][1] <= match.start():
@@ -334,7 +341,7 @@ def _candidates(text: str) -> Iterator[tuple[int, str]]:
             number = match
             grown = more.end() if (more := _GROWN.match(text, match.end())) else 0
     if number is not None:
-        yield number.end(), _with_unit(text, number)
+        yield number.end(), number.start(), _with_unit(text, number)
 
 
 def _content(span: re.Match[str]) -> str:
