@@ -44,6 +44,20 @@ def test_what_is_no_right_answer_earns_nothing(reward: MathSource, gold: str, re
     assert score(reward, gold, response) == 0.0
 
 
+@pytest.mark.parametrize(
+    "piece",
+    ["<!--", "~~a", "~~", "\\text{ ", "\\text{a: }", "\\ ", " \\", "<b ", "</answer>", "<answer>", "| answer |", "0.11", "1.1...", "\\phantom{", "\\Rightarrow ", "x=", "=", "\\approx ",
+     "one hundred ", "and ", "(A) ", "C is correct ", "\\boxed{1} and ", "\\boxed{1}, ", "答案是", "1, ", "not ", "perhaps ", "\\begin{aligned}", "\\log_e ", "1 1/", "% ", "wait the answer is "],
+)  # fmt: skip
+def test_repeated_pieces_are_quick(reward: MathSource, piece: str) -> None:
+    """No pattern reads the same text in two ways: what the run's own process does with a long response takes linear time."""
+    began = time.process_time()
+    for text in (piece * (200_000 // len(piece)), f"answer is {piece * (9_000 // len(piece))}", f"\\boxed{{{piece * (900 // len(piece))}"):
+        score(reward, "7", text + " 7")
+    score(reward, "7", f"\\boxed{{{piece * (900 // len(piece))}7}}")
+    assert time.process_time() - began < SLOWEST
+
+
 def test_the_algebra_is_stopped_in_time() -> None:
     """By the kernel, which counts whole seconds of the worker's processor: at most one more than it is given."""
     assert round(SECONDS) + 1 <= SLOWEST

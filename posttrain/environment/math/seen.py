@@ -11,7 +11,7 @@ _LATEX_COMMENT = re.compile(r"^[ \t]*%[^\n]*$", re.MULTILINE)
 _STRUCK = re.compile(r"~~(?=\S)[^~\n]{1,200}~~")
 _UNSEEN = re.compile(r"\\(?:[hv]?phantom|[bx]?cancel|sout|st)(?![A-Za-z])\s*\{")
 _TAGS = re.compile(r"</?(?:b|i|u|p|em|strong|span|div|br|center|mark|small|big)(?:\s[^<>\n]{0,100})?\s?/?>", re.IGNORECASE)
-_LABEL = re.compile(r"(\$\$|\$|\\\[|\\\()?\s*\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}\n]{1,60}:)\s*\}")
+_LABEL = re.compile(r"(\$\$|\$|\\\[|\\\()?[ \t]{0,4}\\(?:text|textbf|textit|textrm|mathrm|mathbf|mbox)\s*\{([^{}\n]{1,60}:)\s*\}")
 _ELLIPSIS = re.compile(r"(?<![\w.])(\d{1,20}\.\d{0,20}?)(\d)\2{2,}(?:\.\.\.|…|\\ldots(?![A-Za-z])|\\dots(?![A-Za-z]))")
 
 

@@ -22,7 +22,7 @@ _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", stric
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
 _ALIGNED = re.compile(r"\\begin\{(aligned|align\*?|split|gathered|gather\*?|equation\*?)\}(.*)\\end\{\1\}", re.DOTALL)
-_ARROW = re.compile(r".*(?:\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])|[⇒⟹∴])", re.DOTALL)
+_ARROW = re.compile(r"(?:\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])|[⇒⟹∴])")
 _WRITTEN = (
     (re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE), r"\emptyset"),
     (re.compile(r"all real numbers|all reals|every real number", re.IGNORECASE), r"\mathbb{R}"),
@@ -99,7 +99,7 @@ def spelled(text: str) -> str:
     """
     if len(text) > LONGEST:
         return ""
-    text = _stripped(_last_line(_ARROW.sub("", text)))
+    text = _stripped(_last_line(_concluded(text)))
     text = _stripped(_ascii(text))
     for pattern, by in _NAMES:
         text = pattern.sub(by, text)
@@ -116,6 +116,12 @@ def spelled(text: str) -> str:
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
     return _unwrapped(text.strip())
+
+
+def _concluded(text: str) -> str:
+    """What comes after the last arrow or `therefore`."""
+    arrows = list(_ARROW.finditer(text))
+    return text[arrows[-1].end() :] if arrows else text
 
 
 def _last_line(text: str) -> str:
