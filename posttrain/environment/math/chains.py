@@ -6,7 +6,7 @@ import itertools
 import re
 from fractions import Fraction
 
-from posttrain.environment.math.numerals import number
+from posttrain.environment.math.numerals import clock, number
 from posttrain.environment.math.units import clash
 from posttrain.environment.math.values import Number
 
@@ -36,7 +36,7 @@ def agree(one: Number, two: Number) -> bool:
 
 def contradicts(pieces: list[str]) -> bool:
     """Whether two sides are numbers that differ, as in `43=42`."""
-    numbers = [n for n in (number(piece) for piece in pieces) if isinstance(n, Number)]
+    numbers = [n for n in (number(piece) for piece in pieces if clock(piece) is None) if isinstance(n, Number)]
     return any(not agree(one, two) for one, two in itertools.pairwise(numbers))
 
 

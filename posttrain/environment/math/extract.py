@@ -27,7 +27,7 @@ _BRACE = re.compile(
     r"|\\[\\{}]|[{}]"
 )
 _PHRASE = re.compile(
-    r"(?:\banswers?\b|\bresult\b|\b(?:correct|right|best)\s(?:option|choice)\b|\b(?:respuesta|resposta|risposta|réponse|antwort|ответ)\b|答案|答え|答)"
+    r"(?:\banswers?\b|\bresult\b|\b(?:correct|right|best)\s(?:option|choice)\b(?=[*_\s]{0,4}(?:is|:)[*_\s:]{0,6}\(?[A-J]\b)|\b(?:respuesta|resposta|risposta|réponse|antwort|ответ)\b|答案|答え|答)"
     r"[*_\s]{0,4}(?:\bis(?=n['’]t\b)|\bis\b|\bare\b|\bes\b|\bist\b|\best\b|[:=：是为は])[*_\s:=：]{0,6}"
     r"|\bsolution is[*_\s:]{0,6}(?=[$\\\d-])"
     r"|^[ \t]{0,3}\|?[ \t*_]{0,6}(?:final[ ])?answer[ \t*_]{0,6}\|"
@@ -53,7 +53,7 @@ _CORRECT = re.compile(
     r"\b(?:option|choice)\s\(?([A-J])\)?[*_]{0,3} is (?:the )?(?:correct|right|best)\b"
     r"|(?:^|[\s*_])(?:\(([A-J])\)|([A-J]))[*_]{0,3} is (?:the )?(?:correct|right|best)\b"
 )
-_ALONE = re.compile(r"(?:\*\*|__)[^*_\n]{1,80}(?:\*\*|__)|\*{0,2}\(?[A-J]\)?\*{0,2}")
+_ALONE = re.compile(r"\*{0,2}\(?[A-J]\)?\*{0,2}")
 _LABELLED = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s", re.MULTILINE)
 _DATE = re.compile(r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.? \d{1,2}(?:st|nd|rd|th)?(?:,? \d{4})?(?!\d)")
 _RATIO = re.compile(r"\d{1,9} to \d{1,9}(?=\W*$)")
@@ -68,7 +68,11 @@ _HEDGE = re.compile(
 _DENIED = re.compile(
     r"(?:\bnot|\bcannot|n['’]t|\bnever|\bneither|\banything but)(?:\s(?:be|equal))?\s{0,3}[$\\(\[\s*]{0,6}\Z", re.IGNORECASE
 )
-_IGNORANT = re.compile(r"\b(?:cannot|can['’]t|can not|unable to|do not know|don['’]t know|no idea|not sure)\b", re.IGNORECASE)
+_IGNORANT = re.compile(
+    r"\b(?:I|we)(?:[ ]am|['’]m|[ ]are)?[ ](?:(?:cannot|can['’]t|can not|unable to)[ ](?:answer|tell|say|solve|determine|find|know)"
+    r"|(?:do not|don['’]t)[ ]know|have no idea|not sure)\b",
+    re.IGNORECASE,
+)
 """That the answer is not known, said after the last number."""
 _UNSURE = re.compile(r"\b(?:perhaps|maybe|possibly)\b[^\d\n]{0,20}\d", re.IGNORECASE)
 _WITHDRAWN = re.compile(r"[\s$*.)\]\\]{0,8}(?:is|was)\s(?:wrong|incorrect|false|not (?:the|right|correct|true))\b", re.IGNORECASE)
@@ -99,7 +103,7 @@ def final(text: str) -> Found | None:
     3. the line after the last `####`, where it is no heading: it holds a value and no prose, or no answer comes after it;
     4. what follows the last `answer is`, `answer:`, `| answer |` or heading such as `**Final Answer**`: the formulas that stand first,
        on whatever line; else its line, all of it where it is no prose, else its first formula or number with its unit;
-    5. the last `option C is correct`; all of a response that is one line without prose; a last line of one letter or in bold;
+    5. the last `option C is correct`; all of a response that is one line without prose; a last line of one letter;
     6. the last formula in dollar signs, or the last number, whichever ends later, with its unit. Not where options are only listed,
        or the response was cut off behind an operator.
 
@@ -112,7 +116,9 @@ def final(text: str) -> Found | None:
         return None
     if boxes:
         after = text[boxes[-1].end :]
-        if not (_RETRACTED.search(after) and _PHRASE.search(after)):
+        taken_back = _RETRACTED.search(after)
+        other = _PHRASE.search(after, taken_back.end()) if taken_back else None
+        if other is None or not any(c.isdigit() for c in after[other.end() : other.end() + LONGEST_LINE]):
             return _boxed(text, boxes)
         text = after
     text = text[-TAIL:]
@@ -127,7 +133,7 @@ def final(text: str) -> Found | None:
             return Found(told, told=True)
         if not last.group().endswith("|"):
             break
-    if correct := list(_CORRECT.finditer(text)):
+    if correct := list(_CORRECT.finditer(text, max(0, len(text) - LONGEST_LINE))):
         return Found(next(g for g in correct[-1].groups() if g))
     whole = text.strip()
     if len(whole) <= LONGEST_LINE and "\n" not in whole and (not prose(whole) or not any(c.isdigit() or c == "$" for c in whole)):
@@ -135,14 +141,28 @@ def final(text: str) -> Found | None:
     line = whole.rpartition("\n")[2].strip()
     if _ALONE.fullmatch(line):
         return Found(line.strip("*_"))
-    if _CUT.search(whole) or len(set(_LABELLED.findall(text))) > 2:
+    if _CUT.search(whole):
         return None
     if (several := _SEVERAL.search(whole[-LONGEST_LINE:])) is not None:
         return Found(several[0].strip())
     found = max(_candidates(text), default=None)
-    if found is None or _DENIED.search(text, max(0, found[1] - 24), found[1]) or _IGNORANT.search(text, found[0]):
+    if (
+        found is None
+        or _listing(text, found[1])
+        or _DENIED.search(text, max(0, found[1] - 24), found[1])
+        or _IGNORANT.search(text, found[0])
+    ):
         return None
     return Found(found[2], told=True)
+
+
+def _listing(text: str, at: int) -> bool:
+    """Whether what stands at `at` belongs to the last of three or more options that are only listed."""
+    labels = [m for m in _LABELLED.finditer(text) if m.end() <= at]
+    if len({m[1] for m in labels}) < 3:
+        return False
+    between = text[labels[-1].end() : at]
+    return "\n" not in between and _SENTENCE.search(between) is None
 
 
 def prose(text: str) -> bool:
