@@ -25,7 +25,7 @@ _HUGE_FACTORIAL = re.compile(r"[)}!]!|\d{4}!")
 _TOWER = re.compile(r"[-+]?\d+(?:(?:\^|\*\*)\{*-?\d+)*(?:\^|\*\*)\{*-?\d+\}*")
 _CURRENCY = re.compile(r"([-+]?)(\$|€|£|₹|¥|\\pounds ?|\\euro ?)([-+]?)(.+)")
 _MONEY = {"$": "$", "€": "€", "£": "£", "₹": "₹", "¥": "¥", "\\pounds": "£", "\\euro": "€"}
-_VAST = re.compile(r"\^(?:\{[-+]?)?\d{7}|\d\^\{?\d+\^\{?\d|\\binom\{(?:\d{6}|\d+\^)|\\sqrt\[(?:\d+\^|\d{7})")
+_VAST = re.compile(r"\^(?:\{[-+]?)?\d{6}|\d\^\{?\d+\^\{?\d|\\binom\{(?:\d{6}|\d+\^)|\\sqrt\[(?:\d+\^|\d{7})")
 _CONSTANT = re.compile(r"(?:[-+*/^(){}\[\]\d.,!=%: ]|\\(?:times|cdot|frac|sqrt|div))+")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _BODY = re.compile(r"[-+]?(?:[\d.,/ ]|\\frac\{[\d.]+\}\{[\d.]+\}|\^\{?-?\d+\}?|\\times|\\cdot(?![A-Za-z]))*")
