@@ -96,7 +96,7 @@ def command(part: Part, table: Table, report: Path) -> list[str]:
 
 
 def play(part: Part, table: Table, seed: int, everything: bool) -> list[Result]:
-    """One part from start to end; its output goes where ours goes."""
+    """One part from start to end; its output goes where ours goes. Its wall time is shared out by the seconds of the suites' tests."""
     report = (table.root / REPORTS / f"{part.name.replace(' ', '-').replace(',', '')}.xml").absolute()
     own = {"OMP_NUM_THREADS": "1", "POSTTRAIN_SEED": str(seed), "POSTTRAIN_SWEEP_SEED": str(seed % 2**31)} | settings(
         part.suites, everything
@@ -109,16 +109,17 @@ def play(part: Part, table: Table, seed: int, everything: bool) -> list[Result]:
     wall = time.monotonic() - begun
     print(f"== {part.name}: {wall:.0f} s", flush=True)
     results = [Result(s) for s in part.suites]
-    lost = count(report, results, part.suites[0].marked) if report.exists() else []
+    lost = count(report, results) if report.exists() else []
     shared = not any(s.alone or s.make for s in part.suites)
+    total = sum(r.seconds for r in results)
     for r in results:
-        r.seconds = r.seconds / (int(jobs()) or 1) if shared else wall
+        r.seconds = wall * (r.seconds / total if total else 1 / len(results)) if shared else wall
         r.failed += lost
         r.code = 0 if done.returncode == 1 and any(x.failed for x in results) else done.returncode
     return results
 
 
-def count(report: Path, results: Sequence[Result], kind: str) -> list[str]:
+def count(report: Path, results: Sequence[Result]) -> list[str]:
     """Adds the tests of a report to their suites; what failed outside of any of them is returned."""
     lost: list[str] = []
     for case in xml.parse(report).iter("testcase"):
