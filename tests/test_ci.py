@@ -7,6 +7,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -160,7 +161,7 @@ def test_what_changed_goes_before_what_only_common_files_changed_for_and_that_be
         plan = choose(suites, known, inputs, 5, seed, 60 * 9)
         why = {c.suite.name: c.why for c in plan.runs}
         assert why["s7"] == "due: new" and why["s9"] == "due: last ran 4 landings ago"
-        assert why["s3"] in ("changed", "its turn: ran at the last landing") and why["s4"] == why["s3"]
+        assert why["s3"] in ("changed", "its turn: ran at the last landing, changed since") and why["s4"] == why["s3"]
         assert why["s5"].startswith(("common files changed", "its turn")) and len(why) == 9
     tight = choose(suites, known, inputs, 5, 0, 60)
     assert tight.seconds == 60 * 5, "what is due and the quarter in turn run whatever the time"
@@ -208,7 +209,8 @@ def tiny(tmp_path: Path) -> Path:
         "posttrain/lazy.py": "def f():\n    from . import b\n",
         "posttrain/b.py": "",
         "posttrain/named.py": "",
-        "tests/helper.py": "NAME = 'posttrain.named:Thing'\n",
+        "tests/helper.py": "NAME, FOLDER = 'posttrain.named:Thing', 'rows'\n",
+        "tests/rows/one.txt": "",
         "tests/test_a.py": "from posttrain.a import TYPE_CHECKING\ndef test_a():\n    pass\n",
         "tests/test_b.py": "import helper\nfrom posttrain import lazy\ndef test_b():\n    pass\n",
         ".ci/suites.toml": "minutes = 1\nkept = 0\n"
@@ -238,7 +240,7 @@ def test_imports_are_followed_and_packages_on_the_way_count_for_what_they_do_at_
     r = Reach(tiny)
     seen = {t: {str(p) for p in r.closure([Path(f"tests/test_{t}.py")])} for t in "ab"}
     assert seen["a"] == {"pyproject.toml", "tests/test_a.py", "posttrain/__init__.py", "posttrain/a.py"}
-    assert seen["b"] >= {"posttrain/lazy.py", "posttrain/b.py", "posttrain/named.py", "tests/helper.py"}
+    assert seen["b"] >= {"posttrain/lazy.py", "posttrain/b.py", "posttrain/named.py", "tests/helper.py", "tests/rows/one.txt"}
     assert digest(tiny, [Path("README.md"), Path("pyproject.toml")]) == digest(tiny, [Path("pyproject.toml"), Path("README.md")])
 
 
@@ -372,6 +374,13 @@ def test_what_did_not_run_or_failed_is_red(
     said = capfd.readouterr().out
     assert code == 1 and not passed.exists() and says in said, said
     assert "CI FAILED" in said.strip().splitlines()[-1]
+
+
+def test_what_hangs_or_cannot_start_is_ended_and_red(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    assert play.process(["sh", "-c", "sleep 60 & sleep 60"], tmp_path, {}, 0.2) == 124 and time.monotonic() - begun < 30
+    assert play.process([str(tmp_path / "no-python")], tmp_path, {}, 1) == 127
+    assert "ended after" in capfd.readouterr().out
 
 
 def test_the_entry_is_red_when_its_program_ends_early_without_a_word(tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ def choose(
     in_turn = taken(s.name for s in sampled if s.name in why)
     for s in sorted(drawn, key=lambda s: (-age[s.name], s.name not in near)):
         if s.name not in why and in_turn < taken(s.name for s in sampled) / EVERY:
-            why[s.name] = f"its turn: {_ago(age[s.name])}"
+            why[s.name] = f"its turn: {_left(age[s.name], s.name in near, s.name in far)}"
             in_turn += s.seconds
     for word in sorted({s.one for s in sampled if s.one}):
         group = [s for s in drawn if s.one == word]

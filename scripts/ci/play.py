@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ REPORTS = Path("runs/ci")
 PASSED = REPORTS / "passed.txt"
 """Written at the very end, and only where everything passed: how many suites and tests."""
 MEASURED = REPORTS / "seconds.json"
+LONGEST = 6
+"""A part that takes so many times its seconds in the table (and ten minutes at least) hangs, and is ended."""
 SLOW = 2.0
 """From this multiple of the table's seconds on, a suite's line says so."""
 
@@ -105,7 +108,7 @@ def play(part: Part, table: Table, seed: int, everything: bool) -> list[Result]:
         own = {"PYTEST_ADDOPTS": f"--junitxml={report}"} | own
     print(f"== {part.name}: {', '.join(s.name for s in part.suites)}", flush=True)
     begun = time.monotonic()
-    done = subprocess.run(command(part, table, report), cwd=table.root, env=os.environ | own, stdin=subprocess.DEVNULL)
+    status = process(command(part, table, report), table.root, own, max(LONGEST * sum(s.seconds for s in part.suites), 600))
     wall = time.monotonic() - begun
     print(f"== {part.name}: {wall:.0f} s", flush=True)
     results = [Result(s) for s in part.suites]
@@ -115,8 +118,26 @@ def play(part: Part, table: Table, seed: int, everything: bool) -> list[Result]:
     for r in results:
         r.seconds = wall * (r.seconds / total if total else 1 / len(results)) if shared else wall
         r.failed += lost
-        r.code = 0 if done.returncode == 1 and any(x.failed for x in results) else done.returncode
+        r.code = 0 if status == 1 and any(x.failed for x in results) else status
     return results
+
+
+def process(words: Sequence[str], folder: Path, settings: Mapping[str, str], limit: float) -> int:
+    """The exit status; what cannot be started or takes too long is ended with all it started, and is no success."""
+    try:
+        child = subprocess.Popen(words, cwd=folder, env=os.environ | settings, stdin=subprocess.DEVNULL, process_group=0)
+    except OSError as error:
+        print(f"cannot start {words[0]}: {error}", flush=True)
+        return 127
+    try:
+        return child.wait(limit)
+    except subprocess.TimeoutExpired:
+        print(f"ended after {limit:.0f} s, {LONGEST} times its seconds in the table", flush=True)
+        return 124
+    finally:
+        if child.poll() is None:
+            os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
 
 
 def count(report: Path, results: Sequence[Result]) -> list[str]:

@@ -1,7 +1,7 @@
 """Which files a test reads: what it imports, directly or not, and what lies beside that. A digest of them tells whether a suite changed.
 
 Read from the source alone: imports wherever they stand (except for type checkers), names of modules and of files in strings
-(`"posttrain.cli"`, `"papers.md"`), files of a package that nothing imports (programs and data that are opened by their path).
+(`"posttrain.cli"`, `"papers.md"`), folders that lie beside a module and that it names, files of a package that nothing imports (programs and data that are opened by their path).
 A package that is only passed on the way to a module (`posttrain` in `posttrain.core.run`) counts for what it imports at once.
 """
 
@@ -60,12 +60,14 @@ class Reach:
         self.modules = {_dotted(p): p for p in code}
         self.code = set(code)
         self.named: dict[str, list[Path]] = {}
+        self.inside: dict[Path, list[Path]] = {}
         for p in self.files:
             self.named.setdefault(p.name, []).append(p)
+            self.inside.setdefault(p.parent, []).append(p)
         self.direct = cache(self._direct)
         self.of = cache(self._of)
         self.beside_of = cache(lambda path: [p for p in self.beside if self._lies_beside(p, path)])
-        imported = {q for p in code for q, _ in self.direct(p, True)}
+        imported = {q for p in code for q, _ in self.direct(p, True) if q.suffix == ".py" or p.parts[0] != "tests"}
         self.beside = [p for p in self.files if p.parts[0] in CODE and p not in imported and not p.name.startswith("test_")]
 
     def closure(self, tests: Iterable[Path]) -> set[Path]:
@@ -145,6 +147,8 @@ class Reach:
             yield from ((self.modules[n], True) for n in ("posttrain", "posttrain.cli", "posttrain.__main__") if n in self.modules)
         for name in MODULE.findall(text):
             yield from (x for x in self._module(user, name) if x[0] != self.modules.get("posttrain"))
+        if text.strip("./") and "\0" not in text:
+            yield from ((p, True) for p in self.inside.get(user.parent / text, ()))
         name = text.rsplit("/", 1)[-1]
         if "." in name and len(self.named.get(name, ())) == 1 and self.named[name][0].suffix != ".py":
             yield self.named[name][0], True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import tomllib
 from collections.abc import Iterable, Sequence
@@ -148,9 +149,16 @@ def braces(pattern: str) -> list[str]:
 
 
 def kinds(text: str) -> set[str]:
-    """Which marks a file's tests have, read from its text: all prove, none, or both."""
-    whole = re.search(r"^pytestmark\s*=.*\bmark\.prove\b", text, re.MULTILINE)
-    return {PROVE} if whole else {QUICK, PROVE} if re.search(r"\bmark\.prove\b", text) else {QUICK}
+    """Which tests a file has, read from its text: those marked prove, those that are not, or both."""
+    tree = ast.parse(text)
+    whole = [n for n in tree.body if isinstance(n, ast.Assign) and ast.unparse(n.targets[0]) == "pytestmark"]
+    if any(_marks(n) for n in whole):
+        return {PROVE}
+    return {QUICK, PROVE} if _marks(tree) else {QUICK}
+
+
+def _marks(tree: ast.AST) -> bool:
+    return any(isinstance(n, ast.Attribute) and ast.unparse(n).endswith("mark.prove") for n in ast.walk(tree))
 
 
 def homeless(table: Table, files: Sequence[tuple[str, str]]) -> list[str]:
