@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import os
 import random
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -381,6 +383,28 @@ def test_what_hangs_or_cannot_start_is_ended_and_red(tmp_path: Path, capfd: pyte
     assert play.process(["sh", "-c", "sleep 60 & sleep 60"], tmp_path, {}, 0.2) == 124 and time.monotonic() - begun < 30
     assert play.process([str(tmp_path / "no-python")], tmp_path, {}, 1) == 127
     assert "ended after" in capfd.readouterr().out
+
+
+def test_the_entry_prints_the_plan_and_runs_it_without_anything_installed_for_it(tiny: Path) -> None:
+    shutil.copytree(ROOT / "scripts/ci", tiny / "scripts/ci", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / ".ci/run", tiny / ".ci/run")
+    (tiny / "tests/test_a.py").write_text(GOOD)
+    commit(tiny)
+    land(tiny, git(tiny, "rev-parse", "HEAD~1"))
+    own = {"PATH": os.environ["PATH"], "VENV": sys.prefix, "JOBS": "0", "CI": "true"}
+    isolated = f"{sys.base_prefix}/bin/python3"
+    done = subprocess.run(
+        ["bash", ".ci/run"], cwd=tiny, env=own | {"PYTHON": isolated}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    said = done.stdout
+    assert done.returncode == 0, said + done.stderr
+    assert said.startswith("landing 1\n") and "due: new" in said and "; seed " in said and "note:" not in said
+    assert said.strip().splitlines()[-1].startswith("CI passed: 2 suites, 2 tests passed")
+    (tiny / "tests/test_a.py").write_text("def test_good():\n    assert 0\n")
+    done = subprocess.run(
+        ["bash", ".ci/run"], cwd=tiny, env=own | {"PYTHON": isolated}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+    )
+    assert done.returncode == 1 and "call `make landing`" in done.stdout and "CI FAILED" in done.stdout
 
 
 def test_the_entry_is_red_when_its_program_ends_early_without_a_word(tmp_path: Path) -> None:
