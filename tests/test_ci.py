@@ -28,7 +28,9 @@ TABLE = Table.read(ROOT)
 
 
 def test_every_file_of_tests_is_in_exactly_one_suite() -> None:
-    assert homeless(TABLE, [(str(p), (ROOT / p).read_text()) for p in TABLE.tests]) == []
+    """Also the one that was written a minute ago and is not under version control."""
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    assert homeless(TABLE, [(str(p.relative_to(ROOT)), p.read_text()) for p in files]) == []
 
 
 def test_a_file_in_no_suite_or_in_two_is_named() -> None:

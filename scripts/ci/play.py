@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import shutil
 import signal
 import subprocess
@@ -105,7 +106,7 @@ def play(part: Part, table: Table, seed: int, everything: bool) -> list[Result]:
         part.suites, everything
     )
     if part.suites[0].make:
-        own = {"PYTEST_ADDOPTS": f"--junitxml={report}"} | own
+        own = {"PYTEST_ADDOPTS": shlex.quote(f"--junitxml={report}")} | own
     print(f"== {part.name}: {', '.join(s.name for s in part.suites)}", flush=True)
     begun = time.monotonic()
     status = process(command(part, table, report), table.root, own, max(LONGEST * sum(s.seconds for s in part.suites), 600))

@@ -158,7 +158,8 @@ def kinds(text: str) -> set[str]:
 
 
 def _marks(tree: ast.AST) -> bool:
-    return any(isinstance(n, ast.Attribute) and ast.unparse(n).endswith("mark.prove") for n in ast.walk(tree))
+    found = [n.value for n in ast.walk(tree) if isinstance(n, ast.Attribute) and n.attr == "prove"]
+    return any(ast.unparse(x).split(".")[-1] == "mark" for x in found)
 
 
 def homeless(table: Table, files: Sequence[tuple[str, str]]) -> list[str]:

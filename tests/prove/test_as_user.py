@@ -64,6 +64,12 @@ def opened(paths: list[Path], stage: Path) -> str:
     return "\n".join(lines)
 
 
+def namespace() -> list[str]:
+    """What begins a command in mounts of its own; nothing where that is not allowed."""
+    words = ["unshare", "--mount"]
+    return words if subprocess.run([*words, "true"], capture_output=True).returncode == 0 else []
+
+
 def play(suite: Suite, folder: Path) -> subprocess.CompletedProcess[str]:
     """All of it, by that user, who owns nothing but a folder in here."""
     folder.chmod(0o755)
@@ -73,6 +79,10 @@ def play(suite: Suite, folder: Path) -> subprocess.CompletedProcess[str]:
     for path in (home, home / "tmp"):
         os.chown(path, USER, USER)
     needed = [*PLACES, Path(os.path.realpath(home))]
+    small, disk = "", home / "small"
+    apart = namespace()
+    if apart:
+        small = f"mkdir {disk}; mount -t tmpfs -o size=256k,mode=755,uid={USER} none {disk}"
     own = {
         "PATH": f"{Path(sys.executable).parent}:/usr/bin:/bin:/usr/sbin:/sbin",
         "HOME": str(home),
@@ -81,12 +91,12 @@ def play(suite: Suite, folder: Path) -> subprocess.CompletedProcess[str]:
         "HYPOTHESIS_STORAGE_DIRECTORY": f"{home}/h",
         "PYTHONDONTWRITEBYTECODE": "1",
         "OMP_NUM_THREADS": "1",
+        **({"POSTTRAIN_SMALL_DISK": str(disk)} if apart else {}),
     } | suite.settings
     options = f"-m pytest -q -rs -p no:cacheprovider --basetemp {home}/t"
     test = [sys.executable, *options.split(), "-m", "prove or not prove", *suite.files]
     become = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "env", "-i", *(f"{k}={v}" for k, v in own.items())]
-    script = f"{opened(needed, folder / 'stage')}\ncd {shlex.quote(str(ROOT))}\nexec {shlex.join([*become, *test])}"
-    apart = ["unshare", "--mount"] if any(map(closed, needed)) else []
+    script = f"{opened(needed, folder / 'stage')}\n{small}\ncd {shlex.quote(str(ROOT))}\nexec {shlex.join([*become, *test])}"
     return subprocess.run([*apart, "bash", "-c", script], capture_output=True, text=True, timeout=1800)
 
 
@@ -97,7 +107,7 @@ def test_the_suite_holds_for_an_ordinary_user(name: str) -> None:
     if shutil.which("unshare") is None or shutil.which("setpriv") is None:
         pytest.skip("util-linux is not installed: unshare and setpriv make the ordinary user")
     hidden = next(filter(None, map(closed, PLACES)), None)
-    if hidden and subprocess.run(["unshare", "--mount", "true"], capture_output=True).returncode:
+    if hidden and not namespace():
         pytest.skip(f"only root may enter {hidden}, and without a mount namespace what lies there cannot be shown to another user")
     with tempfile.TemporaryDirectory(prefix="user", dir="/tmp") as short:  # where sockets fit: their paths have 108 bytes at most
         done = play(SUITES[name], Path(short))
