@@ -185,7 +185,7 @@ def near(path: str) -> set[str]:
 
 def test_a_change_touches_the_suites_whose_tests_import_it() -> None:
     sampled = {s.name for s in TABLE.suites if not s.always}
-    assert len(users("posttrain/core/types.py")) > 0.7 * len(sampled) and near("posttrain/core/types.py") == set()
+    assert len(users("posttrain/core/types.py")) > 0.7 * len(sampled)
     assert users("pyproject.toml") == sampled
     assert not {"learner", "engine", "effects", "sandbox, long"} & users("posttrain/environment/math/grade.py")
     assert {"sandbox", "code", "runs"} <= users("posttrain/environment/sandbox/cell/zygote.py"), "run by its path, imported by nobody"
@@ -193,10 +193,14 @@ def test_a_change_touches_the_suites_whose_tests_import_it() -> None:
 
 
 def test_what_is_near_is_what_the_tests_name_themselves() -> None:
-    assert near("posttrain/environment/math/grade.py") == {"math"}
+    assert "math" in near("posttrain/environment/math/grade.py") and not {"serve", "engine", "faults"} & near(
+        "posttrain/environment/math/grade.py"
+    )
     assert {"serve", "serve as a user", "conformance"} <= near("posttrain/serve/app.py") and "math" not in near("posttrain/serve/app.py")
     assert near("constraints-vllm.txt") == {"vllm"}
-    assert {"vllm", "conformance"} <= near("posttrain/engine/vllm/server.py") and near("posttrain/core/sampling.py") == {"vllm"}
+    assert {"vllm", "conformance"} <= near("posttrain/engine/vllm/server.py") and "vllm" in near("posttrain/core/sampling.py"), (
+        "the contract"
+    )
     assert "vllm" not in near("posttrain/engine/embedded/engine.py")
     assert {"sandbox", "sandbox, long", "sandbox as a user"} <= near("posttrain/environment/sandbox/cell/zygote.py")
 
