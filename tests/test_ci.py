@@ -102,6 +102,11 @@ def test_the_table_leaves_room_for_its_promises() -> None:
     )
 
 
+def test_what_make_test_runs_keeps_its_own_promise() -> None:
+    quick = sum(s.seconds for s in TABLE.suites if s.tests and s.marked == "quick")
+    assert quick <= 8 * 60, f"`make test` takes {quick:.0f} s by the table, and promises 8 minutes: mark what is long as prove"
+
+
 def years(suites: list[Suite], budget: float, rng: random.Random, landings: int = 60) -> list[Plan]:
     """Landings of trees in which anything may have changed; the first follows one that ran everything."""
     contents = {s.name: [0, 0] for s in suites}
