@@ -207,6 +207,15 @@ class Episode:
     error: str = ""
     state: Any = None
     """The world as the episode left it (`Talk.leave`), as verifiers saw it."""
+    turns: tuple[int, ...] = ()
+    """Tokens of each turn the policy said, in order; over all segments they are its spoken tokens. Empty for a demonstration."""
+
+    def __post_init__(self) -> None:
+        if self.turns and sum(self.turns) != self.spoken:
+            raise InvariantError(
+                f"task {self.task.id!r}: turns of {sum(self.turns)} tokens in an episode of {self.spoken} spoken ones. Every token of a turn enters "
+                "the transcript, and no other is spoken"
+            )
 
     @property
     def reward(self) -> float | None:

@@ -96,7 +96,8 @@ class Rollout:
         self, task: Task, visit: int, sibling: int, talk: Conversation, stop: Stop, verdicts: tuple[Judged, ...], error: str
     ) -> Episode:
         text = "\n".join(talk.turns)
-        return Episode(task, visit, sibling, talk.segments(), stop, verdicts, text, error, scrubbed_data(talk.state))
+        segments, state = talk.segments(), scrubbed_data(talk.state)
+        return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, tuple(talk.lengths))
 
     async def _judge(self, attempt: Attempt) -> tuple[Judged, ...]:
         """Judge, asking again where a source failed on our side. What the verdicts say goes into the record without our secrets."""
