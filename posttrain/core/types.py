@@ -215,7 +215,7 @@ class Episode:
 
     @property
     def size(self) -> float:
-        """Sum of the absolute terms of the reward (`core.spread`)."""
+        """Sum of the reward's absolute terms (`core.spread`)."""
         return size(self.verdicts)
 
     @property

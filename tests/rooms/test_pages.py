@@ -66,6 +66,7 @@ def test_sources_are_told_apart_and_paid_turns_summed() -> None:
         "reward/brief": (0.5, 1),
         "reward/right": (1.0, 2),
         "reward/turn": (0.75, 1),
-        "verdict/worker": (1, 8),
+        "abstained/brief": (1, 3),
+        "failed/worker": (1, 8),
         "verdict/wrong": (1, 8),
     }
