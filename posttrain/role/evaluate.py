@@ -162,7 +162,7 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Report:
     broken = sum(failed(e.verdicts) for e in episodes)
     argmax = None if greedy is None else [g for g in greedy if g.judged]
     return Report(
-        accuracy=Score.of([c / n for n, c in solved]),
+        accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
         reward=_rewards(judged),
         greedy=None if argmax is None else Score.of([float(np.mean(g.rewards >= SOLVED)) for g in argmax]),
         greedy_reward=None if argmax is None else _rewards(argmax),

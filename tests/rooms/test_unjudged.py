@@ -68,7 +68,7 @@ def test_a_graded_reward_and_accuracy_have_names_of_their_own(tmp_path: Path, ca
     own = [w for w in mine(tmp_path, reward=graded) if not w.startswith("env.heldout")]
     folder = play(tmp_path / "run", *own, "env.heldout=8")
     said = capsys.readouterr().out
-    assert "held-out accuracy after each stage, and mean reward" in said and "mean reward [95 %]" in said
+    assert "held-out accuracy after each stage, and mean reward" in " ".join(said.split())
     found = posttrain.evaluate(folder, samples=6)
     table = capsys.readouterr().out
     assert "mean reward (sampled)" in table and "accuracy (sampled)" in table
