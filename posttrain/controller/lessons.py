@@ -14,7 +14,8 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.run import Supervised
 from posttrain.core.types import Step
 from posttrain.role.agreement import demonstration_ends_once, same_question, served_is_trained
-from posttrain.role.canaries import Movement
+from posttrain.role.listening import listening
+from posttrain.role.movement import gradient_reaches, moved
 from posttrain.role.prompts import Prompts
 from posttrain.role.trainer import NAMED, NotFinite, Trainer
 
@@ -48,10 +49,12 @@ class Lessons:
             return
         self._fresh = False
         served_is_trained(dict(parts.learner.tensors()), trainer.trained())
+        gradient_reaches(parts.learner, parts.sync.canary)
         self._first_question(parts, stage, batch, index)
-        watch = Movement.watch(trainer.trained())
-        yield
-        watch.check(trainer.trained(), unread=("value_head.",))
+        lr, config = trainer.optimizer.lr, stage.optimizer
+        with listening(trainer, gradients=True) as heard:
+            yield
+        moved(heard, trainer.trained(), lr=lr, eps=config.eps, clip=config.clip)
 
     def _first_question(self, parts: Parts, stage: Supervised, batch: Demonstrations, index: int) -> None:
         """Compare the first demonstration's prompt with what a rollout shows; a document answers nothing."""

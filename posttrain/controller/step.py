@@ -78,7 +78,7 @@ async def _step(h: House, guard: Guard, begun: Begun) -> Step:
             siblings=stage.siblings,
             extra=stage.oversample,
             sampling=h.sampling,
-            stream=f"train/{stage.name}",
+            stream=h.stream,
             keep=(lambda group: group.mixed) if a.filter == "mixed" else None,
             most=stage.refill,
             greedy=isinstance(a.baseline, Greedy),

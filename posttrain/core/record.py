@@ -161,6 +161,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "text": e.text,
                 "error": e.error,
                 "state": e.state,
+                "turns": list(e.turns),
             }
         )
     meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}
@@ -198,9 +199,8 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         drawn = [cut.segment(samplings[i]) for i in which]
         verdicts = tuple(_verdict_back(v) for v in m["verdicts"])
         segments = tuple(s for s, _ in drawn)
-        episode = Episode(
-            tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, m["text"], m["error"], m.get("state")
-        )
+        said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
+        episode = Episode(tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, *said)
         out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
     return tuple(out)
 

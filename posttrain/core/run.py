@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +19,12 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Limits
 
 Scalar = str | int | float | bool
+NAME = re.compile(r"\w[\w-]{0,63}")
+"""Of a stage."""
+
+
+BUILT_CONTEXT = 512
+"""Positions of a built model, where nothing else is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +40,9 @@ class Model:
     heads: int = 4
     kv_heads: int = 4
     ffn: int = 384
-    context: int = 512
+    context: int | None = None
+    """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, 512 where one is built or names no bound.
+    A rope whose frequencies change with the length (dynamic, longrope) is served up to the length at which they begin to."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations; the head, its softmax and every loss are float32 regardless."""
@@ -307,6 +316,8 @@ class Run:
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")
+        if strange := [n for n in names if not NAME.fullmatch(n)]:
+            raise ConfigError(f"stage name {strange[0]!r}: use at most 64 letters, digits, - and _, since files of the run are named by it")
         if len(set(names)) != len(names):
             raise ConfigError(f"stage names must differ: {names}")
         if not self.env.heldout and (blind := [s.name for s in self.stages if isinstance(s, Reinforce) and s.target is not None]):

@@ -208,20 +208,19 @@ class Episode:
     error: str = ""
     state: Any = None
     """The world as the episode left it (`Talk.leave`), as verifiers saw it."""
+    turns: tuple[int, ...] = ()
+    """Tokens of each turn the policy said, in order; over all segments they are its spoken tokens. Empty for a demonstration."""
+
+    def __post_init__(self) -> None:
+        if self.turns and sum(self.turns) != self.spoken:
+            raise InvariantError(
+                f"task {self.task.id!r}: turns of {sum(self.turns)} tokens in an episode of {self.spoken} spoken ones. Every token of a turn enters "
+                "the transcript, and no other is spoken"
+            )
 
     @property
     def reward(self) -> float | None:
         return outcome(self.verdicts)
-
-    @property
-    def size(self) -> float:
-        """Sum of the reward's absolute terms (`core.spread`)."""
-        return size(self.verdicts)
-
-    @property
-    def resolution(self) -> float:
-        """Relative difference of rewards that says nothing: that of the coarsest source."""
-        return resolution(self.verdicts)
 
     @property
     def spoken(self) -> int:
@@ -269,7 +268,7 @@ class Group:
     def mixed(self) -> bool:
         """Whether the judged siblings that the policy said differ in raw outcome, by more than rounding (`core.spread`)."""
         own = [e for e in self.judged if not e.shown]
-        noise = rounding([e.size for e in own], max((e.resolution for e in own), default=0.0))
+        noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)
 
 

@@ -102,7 +102,8 @@ class Rollout:
         self, task: Task, visit: int, sibling: int, talk: Conversation, stop: Stop, verdicts: tuple[Judged, ...], error: str
     ) -> Episode:
         text = "\n".join(talk.turns)
-        return Episode(task, visit, sibling, talk.segments(), stop, verdicts, text, error, scrubbed_data(talk.state))
+        segments, state = talk.segments(), scrubbed_data(talk.state)
+        return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, tuple(talk.lengths))
 
     async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, bench: Bench) -> Episode:
         """An episode that a demonstration says instead of the policy, judged like any other."""
