@@ -26,8 +26,6 @@ def test_generated_pages_are_current(name: str) -> None:
 )
 def test_every_gauge_of_a_run_is_defined(words: tuple[str, ...], tmp_path: Path) -> None:
     words = tuple(w for w in mine(tmp_path / "data") if "eval_every" not in w and w != "sft=none") + words
-    rows = (tmp_path / "data" / "mine.jsonl").read_text().replace('"answer"', '"completion": "say", "answer"')
-    (tmp_path / "data" / "mine.jsonl").write_text(rows)
     folder = play(tmp_path / "run", *words, "rl.eval_every=1", "sft.steps=1", "sft.batch=4")
     seen = {name for step in reader.steps(folder) for name in step.gauges}
     assert not {name for name in seen if definition(name) is None}
