@@ -141,7 +141,7 @@ def _eval(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         sub,
         "eval",
         commands.evaluate,
-        "held-out accuracy and pass@k of a run, a model directory, a hub id, or of what is served at an address",
+        "held-out accuracy, mean reward and pass@k of a run, a model directory, a hub id, or of what is served at an address",
         "posttrain eval runs/mine --checkpoint best --samples 16\n  posttrain eval my-model env=arithmetic env.args.terms=4\n"
         "  posttrain eval http://127.0.0.1:8000/v1 env=arithmetic --tokenizer my-model --key-env MY_KEY",
     )
