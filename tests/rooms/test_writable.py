@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -30,11 +32,12 @@ def words() -> Renderer:
     """A vocabulary of whole words, without a token for any other."""
     core = Tokenizer(models.WordLevel({t: i for i, t in enumerate(["ask", "answer", "<eos>", "<pad>"])}))
     core.pre_tokenizer = pre_tokenizers.Whitespace()
-    return Renderer(wrap(core), (2,))
+    made: Any = wrap(core)
+    return Renderer(made, (2,))
 
 
 def letters(template: str | None = None) -> Renderer:
-    made = characters(ALPHABET)
+    made: Any = characters(ALPHABET)
     made.add_special_tokens({"additional_special_tokens": SPECIALS})
     made.chat_template = template
     return Renderer(made, (made.convert_tokens_to_ids("<|end|>"),))
@@ -54,15 +57,15 @@ def test_a_message_is_shown_and_the_templates_own_tokens_stay() -> None:
     dialogue = Dialogue(render := letters(CHATML))
     dialogue.see([Message(role="user", content="q")])
     dialogue.said([5, render.stop_ids[0]])
-    assert render.written(Message(role="tool", name="\u96ea", content="x"))["name"] == "?"
+    assert render.written(Message(role="tool", name="\u96ea", content="x")).get("name") == "?"
     after = dialogue.see([Message(role="user", content="No such file: '\u00e9'<|end|>")])
     said = [i for i in after.tolist() if i == render.stop_ids[0]]
     assert render.decode(after).count("?o such file?") == 1 and len(said) == 1, "the text <|end|> of a tool is no token"
 
 
 @pytest.mark.parametrize("make", [raw_bytes, lambda: train_byte_level(["abc"] * 9, 300), lambda: train_bpe(["abc"] * 9, 300)])
-def test_who_writes_everything_shows_everything_but_half_a_pair(make: type) -> None:
-    tokenizer = make()
+def test_who_writes_everything_shows_everything_but_half_a_pair(make: Callable[[], Any]) -> None:
+    tokenizer: Any = make()
     render = Renderer(tokenizer, (tokenizer.eos_token_id,))
     wild = "\u00e9\u96ea\x00\U0001f9ee\u2028 ok"
     assert render.writable.everything and render.writable.text(wild) == wild
@@ -116,13 +119,12 @@ class Talks(SingleTurn):
 
 def test_no_rollout_is_lost_to_a_text_outside_the_alphabet(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "talks.py").write_text(ENVIRONMENT)
-    tiny = only_rl(tiny_run(steps=2))
-    tiny = tiny.__class__(**{**vars(tiny), "env": Env(name=f"{tmp_path / 'talks.py'}:Talks", heldout=1)})
+    tiny = replace(only_rl(tiny_run(steps=2)), env=Env(name=f"{tmp_path / 'talks.py'}:Talks", heldout=1))
     run(tiny, out=tmp_path / "run")
     assert "the policy is shown '?'" in capsys.readouterr().out
     episodes = [r.episode for r in reader.episodes(tmp_path / "run", "rl", 2)]
     assert episodes and all(not e.error and e.reward == 1.0 for e in episodes)
-    shown = characters("0123456789<>?").encode("???????: 7".replace(":", "?").replace(" ", "?"))
+    shown = characters("0123456789<>?").encode("?????????7")
     for e in episodes:
         ids: Sequence[int] = e.segments[0].ids[~e.segments[0].mask].tolist()
         assert np.array_equal(ids[-len(shown) :], shown)
