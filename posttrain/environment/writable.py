@@ -37,7 +37,7 @@ class Writable:
         Raises:
             DataError: even so it cannot be written.
         """
-        if (self.everything and text.isascii()) or (not self._drops and self._ids(text) is not None):
+        if all(self._writes(c) for c in set(text)) or not (self.everything or self._drops or self._ids(text) is None):
             return text
         shown = "".join(c if self._writes(c) else self.stand_in for c in text)
         if self._ids(shown) is None or (shown != text and not self.stand_in):
@@ -53,6 +53,8 @@ class Writable:
 
     def _writes(self, character: str) -> bool:
         """Whether it has a token. Where unknown ones are dropped, space and control characters may be: tokenizers do so on purpose."""
+        if self.everything:
+            return not "\ud800" <= character <= "\udfff"
         if character not in self._has:
             ids = self._ids(character)
             self._has[character] = bool(ids) or (ids == [] and not (character.isprintable() and not character.isspace()))
