@@ -132,9 +132,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def load_policy(
-    model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None
-) -> Policy:
+def load_policy(model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None) -> Policy:
     """The policy a run starts from: `model.path` read from disk or hub, or a small `model.arch` built on the spot.
 
     Args:

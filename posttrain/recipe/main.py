@@ -156,7 +156,9 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
             terminal.say(_standing(run, progress))
     stopper = Stopper()
     try:
-        await prove_start(parts, policy.tokenizer)
+        told = await prove_start(parts, policy.tokenizer)
+        for note in told if not quiet else ():
+            terminal.say(f"note: {note}")
         with stopper.listening():
             results = await Stages(parts, progress, stopper).run(checkpoint.folder if checkpoint is not None else None)
         for tracker in trackers:
