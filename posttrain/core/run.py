@@ -23,6 +23,10 @@ NAME = re.compile(r"\w[\w-]{0,63}")
 """Of a stage."""
 
 
+BUILT_CONTEXT = 512
+"""Positions of a built model, where nothing else is said."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Model:
     """The policy: any Hugging Face causal LM by `path`, or, without one, a small config built on the spot."""
@@ -36,7 +40,9 @@ class Model:
     heads: int = 4
     kv_heads: int = 4
     ffn: int = 384
-    context: int = 512
+    context: int | None = None
+    """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, 512 where one is built or names no bound.
+    A rope whose frequencies change with the length (dynamic, longrope) is served up to the length at which they begin to."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations; the head, its softmax and every loss are float32 regardless."""

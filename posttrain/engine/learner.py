@@ -18,6 +18,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Odds, TokenScores
 from posttrain.core.types import Top
+from posttrain.engine import attention
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.logprob import candidates, energies, exact, logprobs, most_probable, odds
@@ -50,6 +51,7 @@ class HFLearner:
                 )
             try:
                 policy.module.activation_checkpointing_enable()
+                attention.carry_into_recomputation(policy.module)
             except ValueError as error:
                 raise ConfigError(
                     f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to false and lower "
@@ -112,7 +114,7 @@ class HFLearner:
         return fingerprint(self.tensors())
 
     def train_mode(self, on: bool) -> None:
-        """Activation checkpointing happens only while on. Dropout never does: it was set to 0 at load."""
+        """Activation checkpointing happens only while on. Noise never does: it was silenced at load (`silence`)."""
         self.policy.module.train(on)
 
     def _values(self, hidden: Tensor) -> Tensor:
