@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import files, record
-from posttrain.core.errors import RunFolderError
+from posttrain.core.errors import PosttrainError, RunFolderError
 from posttrain.core.run import Run
 from posttrain.core.tree import from_plain
 from posttrain.core.types import Step
@@ -66,8 +67,8 @@ def run_file(folder: Path | str) -> RunFile:
     if data.get("schema") != SCHEMA:
         raise RunFolderError(f"{path} has schema {data.get('schema')}; this posttrain reads {SCHEMA}. Use the version that wrote it")
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
-    run = from_plain(Run, data["run"])
-    return RunFile(run, data["lineages"], facts, data.get("identity"), _edited(data), _digest(data))
+    with damage_is_named(str(path)):
+        return RunFile(from_plain(Run, data["run"]), data["lineages"], facts, data.get("identity"), _edited(data), _digest(data))
 
 
 def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -89,15 +90,27 @@ def _digest(value: Any) -> str:
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
+@contextmanager
+def damage_is_named(place: str) -> Generator[None]:
+    """Around the making of objects from what a file says: whatever they cannot be made of, the file is damaged."""
+    try:
+        yield
+    except RunFolderError:
+        raise
+    except RecursionError:
+        raise RunFolderError(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
+    except (PosttrainError, ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+        told = str(error) if isinstance(error, PosttrainError) else repr(error)
+        raise RunFolderError(f"{place} is damaged: {told}") from error
+
+
 def steps(folder: Path | str) -> list[Step]:
     """All whole lines of the record. A last line that was being written is left out; damage before it is an error."""
     path = Path(folder) / "steps.jsonl"
     out: list[Step] = []
     for number, data in files.read_lines(path):
-        try:
+        with damage_is_named(f"{path}:{number}"):
             out.append(record.step_from_plain(data))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise RunFolderError(f"{path}:{number} is not a step of schema {SCHEMA}: {error!r}") from error
     return out
 
 
@@ -111,11 +124,9 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
     where = Path(folder) / "episodes"
     out: list[EpisodeFile] = []
     for number, d in files.read_lines(where / "index.jsonl"):
-        try:
-            row = EpisodeFile(where / d["file"], d["stage"], d["index"], d["kind"], d["episodes"])
+        with damage_is_named(f"{where / 'index.jsonl'}:{number}"):
+            row = EpisodeFile(where / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise RunFolderError(f"{where / 'index.jsonl'}:{number} is no line of its schema: {error!r}") from error
         if not named or row.kind not in ("train", "eval"):
             raise RunFolderError(f"{where / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run")
         out.append(row)
@@ -134,10 +145,8 @@ def episodes(folder: Path | str, stage: str, index: int, kind: str = "train") ->
 
 def read_episodes(path: Path) -> tuple[record.Recorded, ...]:
     columns = record.read_columns(path)
-    try:
+    with damage_is_named(str(path)):
         return record.from_columns(columns)
-    except (KeyError, ValueError, StopIteration) as error:
-        raise RunFolderError(f"{path} is damaged: {error!r}") from error
 
 
 def record_digest(folder: Path | str) -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.core.errors import ConfigError, DataError, InvariantError
+from posttrain.core.errors import ConfigError, DataError, InvariantError, PosttrainError
 from posttrain.core.files import share
 from posttrain.core.run import BUILT_CONTEXT, Model
 from posttrain.engine.accept import accept
@@ -23,6 +23,7 @@ from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.silence import silence
 from posttrain.engine.vocabulary import characters, digest, quiet, raw_bytes
+from posttrain.environment import templates
 
 __all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out", "resolve_stops"]
 
@@ -224,7 +225,11 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
     """
     derived = bool(getattr(config, "_from_model_config", False))
     listed = None if config is None else config.eos_token_id
-    model_ids = [] if listed is None else [listed] if isinstance(listed, int) else list(listed)
+    model_ids: list[Any] = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
+    if any(isinstance(i, bool) or not isinstance(i, int) for i in model_ids):
+        raise DataError(
+            f"eos_token_id={str(listed)[:80]} of generation_config.json (or config.json) is no token id and no list of them: correct it there"
+        )
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stops = dict.fromkeys([*(int(i) for i in own), *(int(i) for i in model_ids if not derived or i in special)])
@@ -265,8 +270,12 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> 
         return []
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
     try:
-        text = tokenizer.apply_chat_template(turns, tokenize=False)
-    except Exception as error:  # a template may raise anything it likes
+        text = templates.apply(tokenizer, turns, generate=False)
+    except templates.RefusedError as error:
+        return [f"the chat template does not render a user and an assistant turn ({error})"]
+    except PosttrainError:
+        raise
+    except Exception as error:  # a tokenizer of the model's own code may raise anything it likes
         return [f"the chat template does not render a user and an assistant turn ({type(error).__name__}: {error})"]
     after = tokenizer.encode(str(text).rpartition("ok")[2], add_special_tokens=False)
     special = tokenizer.added_tokens_decoder

@@ -376,9 +376,13 @@ def _source(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
     from posttrain.environment import tables
 
     file = Path(path)
-    if file.is_dir():
+    try:
+        folder, there = file.is_dir(), file.exists()
+    except OSError as error:
+        raise DataError(f"env.prompts={path[:200]}: {error.strerror}") from error
+    if folder:
         return tables.saved(path, split)
-    if file.is_file():
+    if there:
         return tables.parquet(file) if file.suffix == ".parquet" else tables.json_rows(file)
     if file.suffix in (".jsonl", ".json", ".parquet", ".ndjson") or path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise DataError(f"no such file or folder: {path}")

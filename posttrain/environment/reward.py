@@ -119,7 +119,7 @@ class FunctionSource:
                 )
 
 
-def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: Where = Where()) -> tuple[Source, ...]:
+def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: Where = Where()) -> tuple[Checked, ...]:
     """The configured reward sources, in order; `tasks` are checked for the columns they require, programs run in `where`."""
     out: list[Checked] = [_source(r, where) for r in rewards]
     names = [s.name for s in out]

@@ -16,7 +16,7 @@ from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint, find
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.ports import Tracker
-from posttrain.core.reader import folder_of
+from posttrain.core.reader import damage_is_named, folder_of
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.engine.embedded import EmbeddedEngine
@@ -144,7 +144,8 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
         terminal.say(parts.sampler.describe())
     progress = Progress()
     if checkpoint is not None:
-        progress = Progress(**checkpoint.state)
+        with damage_is_named(f"{checkpoint.folder}/state.json"):
+            progress = Progress(**checkpoint.state)
         load_weights(checkpoint.folder, parts.learner)
         parts.version = progress.version
         if not quiet:

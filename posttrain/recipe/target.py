@@ -81,7 +81,7 @@ def built_policy(folder: Path, run: Run) -> Policy:
         return load_policy(run.model, None, run.seed)
     if not (folder / TOKENIZER).is_dir():
         raise RunFolderError(f"{folder} has no {TOKENIZER}/, which a run writes before its first step: copy the whole folder again")
-    policy = load_policy(run.model, None, run.seed, folder / TOKENIZER)
+    policy = load_policy(run.model, None, run.seed, tokenizer_files=folder / TOKENIZER)
     _same_tokenizer(folder, run_file(folder).facts.get("tokenizer_digest"), policy)
     return policy
 

@@ -46,7 +46,7 @@ class Conversation:
         if self._dialogue.restarted:
             self._closed.append(self._transcript)
             self._transcript = Transcript(self._sampling)
-        self._transcript.see(ids)
+        self._transcript.see(ids[: max(0, self._sampler.context - len(self._transcript))])
 
     async def say(self, most: int | None = None) -> Utterance:
         allowed, limit = self._room(most)
