@@ -87,6 +87,8 @@ def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generato
     """A disk that takes no more as RunFolderError that says what was being written and what is still good."""
     try:
         yield
+    except RunFolderError:
+        raise
     except Exception as error:
         if (told := full(error)) is None:
             raise
