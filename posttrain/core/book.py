@@ -208,7 +208,7 @@ class Book:
             self._steps.sync()
             self._index.sync()
 
-    def beside(self, name: str, write: Callable[[Path], None]) -> None:
+    def beside(self, name: str, write: Callable[[Path], object]) -> None:
         """A folder of files for whoever reads this one, such as the tokenizer's; written once, whole or not at all."""
         if not (self.folder / name).is_dir():
             with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):

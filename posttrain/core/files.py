@@ -107,7 +107,7 @@ def digest(path: Path) -> str:
     return h.hexdigest()
 
 
-def write_directory(target: Path, write: Callable[[Path], None]) -> None:
+def write_directory(target: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a hidden sibling of `target`, add a digest per file, make it durable, and rename it into place.
 
     An existing `target` is replaced: it is moved out of the way just before.
