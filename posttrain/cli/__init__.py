@@ -14,6 +14,7 @@ from types import FrameType
 
 from posttrain.cli.parser import parser, split_overrides
 from posttrain.core.errors import PosttrainError
+from posttrain.core.visible import guard_errors, guard_logs, tell
 
 
 class Terminated(BaseException):
@@ -26,6 +27,8 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    guard_logs()
+    guard_errors()
     words, overrides = split_overrides(list(sys.argv[1:] if argv is None else argv))
     options = parser().parse_args(words)
     options.overrides = overrides
@@ -33,13 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return options.command(options)
     except PosttrainError as error:
-        print(f"posttrain: {error}", file=sys.stderr)
+        tell(f"posttrain: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("posttrain: interrupted", file=sys.stderr)
+        tell("posttrain: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Terminated:
-        print("posttrain: terminated", file=sys.stderr)
+        tell("posttrain: terminated", file=sys.stderr)
         return 128 + signal.SIGTERM
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -12,13 +12,16 @@ Reading is `core.reader`, needs no lock, and works while a run is being written.
 
 from __future__ import annotations
 
+import errno
+import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from posttrain.core import files, reader, record
 from posttrain.core.algorithm import Algorithm, differences
-from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position
+from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position, newest_good
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.tree import to_plain
@@ -32,6 +35,11 @@ def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:
         changed = differences(a.parent, a) if a.parent else {}
         rows.append({"name": a.name, "paper": a.paper, "changes": {name: to_plain(a)[name] for name in changed}})
     return rows
+
+
+def _unwritable(folder: Path, error: OSError) -> str:
+    """What the system says against writing in a run folder."""
+    return f"cannot write {error.filename or folder}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}"
 
 
 class Book:
@@ -69,9 +77,13 @@ class Book:
             if foreign := sorted(p.name for p in folder.iterdir() if p.name != "lock"):
                 raise RunFolderError(f"{folder} is not empty ({', '.join(foreign[:3])}). Choose another --out")
             lineages = {s.name: lineage(s.algorithm) for s in run.stages if isinstance(s, Reinforce)}
+            data = {"schema": reader.SCHEMA, "identity": secrets.token_hex(16), "run": to_plain(run), "lineages": lineages, **facts}
             with files.disk_full_is_reported(folder / "run.json", lambda: "Nothing was run"):
-                files.write_json(folder / "run.json", {"schema": reader.SCHEMA, "run": to_plain(run), "lineages": lineages, **facts})
+                files.write_json(folder / "run.json", {**data, "digests": reader.digests(json.loads(json.dumps(data)))})
             return Book(folder, run, lock)
+        except OSError as error:
+            lock.release()
+            raise RunFolderError(_unwritable(folder, error)) from error
         except BaseException:
             lock.release()
             raise
@@ -83,9 +95,7 @@ class Book:
         `path` is a run folder, or one checkpoint inside it: then everything after that checkpoint is removed.
         A damaged checkpoint is an error that names the file and the one before it; nothing is skipped silently.
         """
-        path = Path(path)
-        chosen = path.name if path.parent.name == "checkpoints" and (path.parent.parent / "run.json").exists() else None
-        folder = path.parent.parent if chosen else path
+        folder, chosen = reader.folder_of(path)
         run = reader.run_file(folder).run
         lock = files.Lock(folder)
         try:
@@ -94,22 +104,42 @@ class Book:
                 checkpoint = book._choose(chosen)
                 book._cut_back(checkpoint)
             return book, checkpoint
+        except OSError as error:
+            lock.release()
+            raise RunFolderError(_unwritable(folder, error)) from error
         except BaseException:
             lock.release()
             raise
 
     def _choose(self, name: str | None) -> Checkpoint | None:
-        found = self._checkpoints.all
-        if not found and name is None:
-            return None
+        found, damaged = self._checkpoints.all, self._checkpoints.damaged
         names = [c.name for c in found]
-        if name is not None and name not in names:
+        if name is None:
+            last = found[-1] if found else None
+            newer = [d for d in damaged if last is None or d.name > last.name]
+            if newer:
+                raise RunFolderError(self._way_out(newer[-1].name, newer[-1].why, found))
+            if last is None:
+                return None
+            i = len(found) - 1
+        elif name in names:
+            i = names.index(name)
+        else:
+            if unread := [d for d in damaged if d.name == name]:
+                raise RunFolderError(self._way_out(name, unread[0].why, [c for c in found if c.name < name]))
             raise RunFolderError(f"{self.folder} has no checkpoint {name!r}; {nearest(name, names)}")
-        i = names.index(name) if name is not None else len(found) - 1
         if wrong := files.damage(found[i].folder):
-            older = f"Go on from the one before it with --resume {found[i - 1].folder}" if i else "There is none before it"
-            raise RunFolderError(f"checkpoint {found[i].name}: {wrong}. {older}")
+            raise RunFolderError(self._way_out(found[i].name, wrong, found[:i]))
         return found[i]
+
+    def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:
+        """What is wrong with a checkpoint, and the command that goes on from the newest one before it that is whole."""
+        if good := newest_good(older):
+            return f"checkpoint {name}: {wrong}. Go on from the newest one that is whole with: posttrain run --resume {good.folder}"
+        return (
+            f"checkpoint {name}: {wrong}. No checkpoint before it is whole: remove {self.folder / 'checkpoints' / name} to begin this run again "
+            "from its start with --resume"
+        )
 
     def _cut_back(self, checkpoint: Checkpoint | None) -> None:
         position = checkpoint.position if checkpoint else Position(0, 0)

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+import os
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from posttrain.core import files
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
@@ -45,27 +46,59 @@ class Checkpoint:
         return self
 
 
-def scan(folder: Path) -> list[Checkpoint]:
-    """All checkpoints of a run folder, oldest first. Reads state.json only; `verify` reads the rest.
+@dataclass(frozen=True)
+class Damaged:
+    """A checkpoint whose state cannot be read, and why. Its name tells its place: names begin with the version of the weights."""
 
-    One that its writer removes meanwhile is not there.
+    name: str
+    folder: Path
+    why: str
+
+
+def survey(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
+    """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only; `verify` reads
+    the rest.
+
+    Links, files and folders that hold no part of a checkpoint are somebody else's. One that its writer removes meanwhile is not there.
     """
     found: list[Checkpoint] = []
-    for path in (folder / "checkpoints").glob("[!.]*/"):
+    damaged: list[Damaged] = []
+    for path in sorted((folder / "checkpoints").glob("[!.]*")):
+        if path.is_symlink() or not path.is_dir() or not any(os.path.lexists(path / n) for n in ("state.json", files.DIGESTS)):
+            continue
         try:
             found.append(_read(path))
-        except RunFolderError:
+        except RunFolderError as error:
             if path.exists():
-                raise
-    return sorted(found, key=lambda c: c.order)
+                damaged.append(Damaged(path.name, path, str(error)))
+    return sorted(found, key=lambda c: (c.order, c.name)), damaged
+
+
+def scan(folder: Path) -> list[Checkpoint]:
+    """The checkpoints of `survey` whose state can be read."""
+    return survey(folder)[0]
 
 
 def _read(path: Path) -> Checkpoint:
-    data = files.read_json(path / "state.json")
+    file = path / "state.json"
+    data = files.read_json(file)
     if data.get("schema") != SCHEMA:
-        raise RunFolderError(f"{path}/state.json has schema {data.get('schema')}; this posttrain reads {SCHEMA}")
-    position = Position(data["position"]["steps"], data["position"]["episodes"])
-    return Checkpoint(path.name, path, data["order"], data["metric"], position, data["state"])
+        raise RunFolderError(f"{file} has schema {data.get('schema')}; this posttrain reads {SCHEMA}")
+    match data:
+        case {
+            "position": {"steps": int(steps), "episodes": int(episodes)},
+            "order": int(order),
+            "metric": int() | float() | None as metric,
+            "state": dict() as state,  # pyright: ignore[reportUnknownVariableType]
+        } if steps >= 0 and episodes >= 0 and not isinstance(metric, bool):
+            return Checkpoint(path.name, path, order, metric, Position(steps, episodes), cast("dict[str, Any]", state))
+        case _:
+            raise RunFolderError(f"{file} is damaged: it does not say position, order, metric and state as a checkpoint does")
+
+
+def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
+    """The last one whose files are all as they were written."""
+    return next((c for c in reversed(checkpoints) if not files.damage(c.folder)), None)
 
 
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
@@ -75,18 +108,30 @@ def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
 
 
 def find(folder: Path, which: str = "last") -> Checkpoint:
-    """`last`, `best` or a name; verified."""
-    found = scan(folder)
-    if not found:
+    """`last`, `best` or a name; verified. RunFolderError names what is damaged, and the newest one that is not."""
+    found, damaged = survey(folder)
+    if not found and not damaged:
         raise RunFolderError(f"{folder} has no checkpoint yet")
-    if which == "last":
-        return found[-1].verify()
-    if which == "best":
-        return (best(found) or found[-1]).verify()
     named = {c.name: c for c in found}
-    if which not in named:
-        raise RunFolderError(f"{folder} has no checkpoint {which!r}; {nearest(which, ['last', 'best', *named])}")
-    return named[which].verify()
+    chosen = named.get(which)
+    if which == "last":
+        chosen = found[-1] if found else None
+        damaged = [d for d in damaged if chosen is None or d.name > chosen.name]
+    elif which == "best":
+        chosen, damaged = best(found) or (found[-1] if found else None), [] if found else damaged
+    else:
+        damaged = [d for d in damaged if d.name == which]
+        if chosen is None and not damaged:
+            raise RunFolderError(f"{folder} has no checkpoint {which!r}; {nearest(which, ['last', 'best', *named])}")
+    if damaged or chosen is None:
+        name, why = damaged[-1].name, damaged[-1].why
+    else:
+        name, why = chosen.name, files.damage(chosen.folder)
+    if chosen is not None and not why:
+        return chosen
+    good = newest_good([c for c in found if c.name != name])
+    way = f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}" if good else "No other one is whole"
+    raise RunFolderError(f"checkpoint {name}: {why}. {way}")
 
 
 class Checkpoints:
@@ -98,7 +143,7 @@ class Checkpoints:
         for path in (self.folder, self.kept_folder):
             path.mkdir(exist_ok=True)
             files.sweep(path)
-        self.all = scan(folder)
+        self.all, self.damaged = survey(folder)
 
     def still_good(self) -> str:
         return f"The last good checkpoint is {self.all[-1].name}" if self.all else "There is no checkpoint yet"
@@ -135,10 +180,14 @@ class Checkpoints:
         files.write_json(self.folder / "index.json", {"best": champion.name if champion else None, "checkpoints": rows})
 
     def forget_after(self, chosen: Checkpoint) -> None:
-        """Remove what was written after `chosen`: the run goes on from there and writes it again."""
+        """Remove what was written after `chosen`, damaged ones too: the run goes on from there and writes it again."""
         for c in self.all:
             if c.order > chosen.order:
                 files.remove_directory(c.folder)
+        for d in self.damaged:
+            if d.name > chosen.name:
+                files.remove_directory(d.folder)
+        self.damaged = [d for d in self.damaged if d.name <= chosen.name]
         self.all = [c for c in self.all if c.order <= chosen.order]
         self.retain()
 

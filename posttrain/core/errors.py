@@ -34,10 +34,20 @@ class DataError(PosttrainError):
     exit_code = 4
 
 
+class LimitError(PosttrainError):
+    """A model's chat template needed more time or memory than a stranger's program is given. Exit code 4."""
+
+    exit_code = 4
+
+
 class RunFolderError(PosttrainError):
     """A run folder exists, is in use, is damaged, or cannot be written. Exit code 5."""
 
     exit_code = 5
+
+
+class UntrustedError(RunFolderError):
+    """A run folder that this user did not make here asks for code, addresses, secrets or files elsewhere. Exit code 5."""
 
 
 class EngineError(PosttrainError):

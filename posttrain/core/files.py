@@ -5,11 +5,13 @@ A kill at any instant leaves the old or the new; what a kill leaves behind begin
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
 import socket
 import time
@@ -19,9 +21,22 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from posttrain.core import foreign
 from posttrain.core.errors import RunFolderError
 
 DIGESTS = "digests.json"
+LARGEST_JSON = 256 * foreign.MiB
+"""Of a run folder's JSON files; a checkpoint's state holds what a curriculum has seen of every task."""
+LONGEST_LINE = 64 * foreign.MiB
+"""Of the record."""
+FULL = {
+    errno.ENOSPC: ("the disk is full", "Free some space"),
+    errno.EDQUOT: ("the quota of the disk is used up", "Free some space"),
+    errno.EFBIG: ("a file has reached the largest size that is allowed here", "Raise the limit (ulimit -f)"),
+    errno.EROFS: ("the disk cannot be written", "Mount it for writing"),
+    errno.EIO: ("the disk failed (input/output error)", "Mend it"),
+}
+"""Why a disk takes no more, and what helps, by error number."""
 
 
 def sync(path: Path) -> None:
@@ -52,34 +67,30 @@ def write_json(path: Path, data: Any) -> None:
     write_file(path, json.dumps(data, indent=1).encode() + b"\n")
 
 
-def read_json(path: Path) -> Any:
-    """RunFolderError names the file that is missing or is no JSON."""
-    try:
-        return json.loads(path.read_bytes())
-    except OSError as error:
-        raise RunFolderError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise RunFolderError(f"{path} is damaged: {error}") from error
+def read_json(path: Path) -> dict[str, Any]:
+    """RunFolderError names the file that is missing, is no file, or holds no JSON object."""
+    return foreign.parse_object(foreign.read_bytes(path, LARGEST_JSON, RunFolderError), str(path), RunFolderError)
 
 
-def is_full(error: BaseException) -> bool:
-    """Whether the disk (or the quota) is full; libraries in other languages say so only in their message."""
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return True
-    return "os error 28" in str(error) or "No space left on device" in str(error)
+def full(error: BaseException) -> tuple[str, str] | None:
+    """Why the disk takes no more, and what helps; None for another error. Libraries in other languages say it only in their message."""
+    if isinstance(error, OSError) and error.errno in FULL:
+        return FULL[error.errno]
+    told = re.search(r"\bos error (\d+)\b", str(error))
+    if told and int(told[1]) in FULL:
+        return FULL[int(told[1])]
+    return FULL[errno.ENOSPC] if "No space left on device" in str(error) else None
 
 
 @contextmanager
 def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generator[None]:
-    """A full disk as RunFolderError that says what was being written and what is still good."""
+    """A disk that takes no more as RunFolderError that says what was being written and what is still good."""
     try:
         yield
     except Exception as error:
-        if not is_full(error):
+        if (told := full(error)) is None:
             raise
-        raise RunFolderError(
-            f"the disk is full: {what} was not written. {still_good()}. Free some space and go on with --resume"
-        ) from error
+        raise RunFolderError(f"{told[0]}: {what} was not written. {still_good()}. {told[1]} and go on with --resume") from error
 
 
 # --- directories written whole -----------------------------------------------------------------------------------------
@@ -94,6 +105,17 @@ def digest(path: Path) -> str:
     return h.hexdigest()
 
 
+def share(folder: Path) -> None:
+    """Give every file under a folder the mode that a new file gets there (the user's umask): libraries write theirs as 0600."""
+    probe = folder / ".mode.part"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_mode != mode:
+            path.chmod(mode & 0o777)
+
+
 def write_directory(target: Path, write: Callable[[Path], None]) -> None:
     """Let `write` fill a hidden sibling of `target`, add a digest per file, make it durable, and rename it into place.
 
@@ -104,6 +126,7 @@ def write_directory(target: Path, write: Callable[[Path], None]) -> None:
     staged.mkdir(parents=True)
     try:
         write(staged)
+        share(staged)
         files = sorted(p for p in staged.rglob("*") if p.is_file())
         (staged / DIGESTS).write_text(json.dumps({p.relative_to(staged).as_posix(): digest(p) for p in files}, indent=1))
         for path in (*files, staged / DIGESTS, *(p for p in staged.rglob("*") if p.is_dir()), staged):
@@ -128,15 +151,20 @@ def remove_directory(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove what a kill left behind."""
     for path in folder.glob(".*"):
-        if path.name.startswith((".staged-", ".trash-")):
+        if path.name.startswith((".staged-", ".trash-")) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
-        elif path.name.endswith(".part"):
+        elif path.name.startswith((".staged-", ".trash-")) or (path.name.endswith(".part") and not path.is_dir()):
             path.unlink()
 
 
 def damage(folder: Path) -> str:
     """The first file of a written directory that is not as it was written, and how; '' where all are."""
-    listed = read_json(folder / DIGESTS)
+    try:
+        listed = read_json(folder / DIGESTS)
+    except RunFolderError as error:
+        return str(error)
+    if not listed:
+        return f"{folder / DIGESTS} is damaged: it lists no file"
     for name, expected in listed.items():
         path = folder / name
         if not path.is_file():
@@ -154,7 +182,8 @@ class Lines:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+        foreign.require_regular(path, os.fstat(self._fd), RunFolderError)
         self.position = os.fstat(self._fd).st_size
 
     def append(self, data: Any) -> None:
@@ -183,14 +212,11 @@ class Lines:
 
 def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
     """(line number, data) of every whole line. A last line without its end was being written, and is left out."""
-    if not path.exists():
+    if not os.path.lexists(path):
         return
-    lines = path.read_bytes().split(b"\n")
-    for number, line in enumerate(lines[:-1], start=1):
-        try:
-            yield number, json.loads(line)
-        except ValueError as error:
-            raise RunFolderError(f"{path}:{number} is damaged: {error}") from error
+    for number, line in foreign.read_lines(path, LONGEST_LINE, RunFolderError):
+        if line.endswith(b"\n"):
+            yield number, foreign.parse(line, f"{path}:{number}", RunFolderError)
 
 
 # --- one owner at a time -------------------------------------------------------------------------------------------------
@@ -202,7 +228,8 @@ class Lock:
     def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
         try:
-            self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
+            self._fd: int | None = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
+            foreign.require_regular(self.path, os.fstat(self._fd), RunFolderError)
         except OSError as error:
             raise RunFolderError(f"cannot write {self.path}: {error.strerror}") from error
         try:
@@ -213,7 +240,8 @@ class Lock:
             raise RunFolderError(f"{folder} is in use by another process ({owner}). Wait for it, or stop it") from error
         text = f"pid {os.getpid()} on {socket.gethostname()} since {time.strftime('%Y-%m-%d %H:%M:%S')}\n"
         os.ftruncate(self._fd, 0)
-        os.pwrite(self._fd, text.encode(), 0)
+        with contextlib.suppress(OSError):  # on a full disk the lock holds without the owner's name
+            os.pwrite(self._fd, text.encode(), 0)
         _HELD.add(self)
 
     def release(self) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
 import zipfile
 import zlib
@@ -24,8 +25,10 @@ from typing import Any, cast
 
 import numpy as np
 
+from posttrain.core import foreign
 from posttrain.core.errors import RunFolderError
 from posttrain.core.sampling import Sampling
+from posttrain.core.spread import RESOLUTION
 from posttrain.core.tree import from_plain, to_plain
 from posttrain.core.types import Credit, Episode, Gauge, Group, Kept, Segment, Step, Stop, Task, Top
 from posttrain.core.verdict import Judged, State, Verdict
@@ -118,7 +121,13 @@ def _verdict(j: Judged) -> dict[str, Any]:
         "why": v.why,
         "end": j.end,
         "paid": j.paid,
+        "resolution": j.resolution,
     }
+
+
+def _verdict_back(v: Mapping[str, Any]) -> Judged:
+    verdict = Verdict(State(v["state"]), v["score"], v["kind"], v["why"])
+    return Judged(v["source"], v["weight"], verdict, v["end"], v.get("paid", False), v.get("resolution", RESOLUTION))
 
 
 def to_columns(records: Sequence[Recorded]) -> Columns:
@@ -154,6 +163,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "text": e.text,
                 "error": e.error,
                 "state": e.state,
+                "turns": list(e.turns),
             }
         )
     meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}
@@ -189,14 +199,10 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         about: int = m["task"]
         which: list[int] = m["samplings"]
         drawn = [cut.segment(samplings[i]) for i in which]
-        verdicts = tuple(
-            Judged(v["source"], v["weight"], Verdict(State(v["state"]), v["score"], v["kind"], v["why"]), v["end"], v.get("paid", False))
-            for v in m["verdicts"]
-        )
+        verdicts = tuple(_verdict_back(v) for v in m["verdicts"])
         segments = tuple(s for s, _ in drawn)
-        episode = Episode(
-            tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, m["text"], m["error"], m.get("state")
-        )
+        said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
+        episode = Episode(tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, *said)
         out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
     return tuple(out)
 
@@ -257,13 +263,49 @@ def pack_columns(columns: Columns) -> bytes:
     return out.getvalue()
 
 
+DTYPES = {
+    **dict.fromkeys(("ids", "version", "kept_ids", "top_ids", "in_turn"), np.dtype(np.int32)),
+    **dict.fromkeys(("length", "kept_length"), np.dtype(np.int64)),
+    **dict.fromkeys(("logp", "top_logp"), np.dtype(np.float32)),
+    "mask": np.dtype(np.bool_),
+    "advantage": np.dtype(np.float64),
+    "meta": np.dtype(np.uint8),
+}
+"""Column -> its type. A file that holds anything else was not written by `pack_columns`."""
+UNQUESTIONED = 256 << 20
+"""Bytes that may be inflated from however few."""
+MOST_INFLATED = 200
+"""Above `UNQUESTIONED`: most inflated bytes for each byte of the file. Real steps of that size inflate to a few."""
+
+
 def read_columns(path: Path) -> Columns:
-    """RunFolderError names a file that is missing or damaged."""
+    """RunFolderError names a file that is missing or damaged, or would inflate to more than a step can hold. Sizes, types and shapes are
+    read and compared before anything is inflated."""
+    if not os.path.lexists(path):
+        raise RunFolderError(f"{path} is missing")
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            names = cast("list[str]", archive.files)
-            return {name: archive[name] for name in names}
-    except FileNotFoundError as error:
-        raise RunFolderError(f"{path} is missing") from error
-    except (OSError, ValueError, EOFError, zipfile.BadZipFile, zlib.error) as error:
+        with foreign.opened(path, RunFolderError) as file, zipfile.ZipFile(file) as archive:
+            size = os.fstat(file.fileno()).st_size
+            entries = {info.filename.removesuffix(".npy"): info for info in archive.infolist()}
+            if len(entries) != len(archive.infolist()) or not entries.keys() <= DTYPES.keys():
+                raise RunFolderError(f"{path} is damaged: it holds other columns than an episode file does")
+            total = sum(info.file_size for info in entries.values())
+            if total > UNQUESTIONED and total > MOST_INFLATED * size:
+                raise RunFolderError(f"{path} is damaged: its {size:,} bytes claim to hold {total:,}, which no step does")
+            return {name: _column(archive, info, DTYPES[name]) for name, info in entries.items()}
+    except (OSError, ValueError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
         raise RunFolderError(f"{path} is damaged: {error}") from error
+
+
+def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[Any]) -> np.ndarray:
+    """One column, one-dimensional and of its type; ValueError where its header says otherwise or does not fit its size."""
+    with archive.open(info) as entry:
+        if np.lib.format.read_magic(entry) != (1, 0):
+            raise ValueError(f"{info.filename} has another version than 1.0")
+        shape, _, dtype = np.lib.format.read_array_header_1_0(entry)
+        if dtype != wanted or len(shape) != 1 or shape[0] < 0 or entry.tell() + shape[0] * dtype.itemsize != info.file_size:
+            raise ValueError(f"{info.filename} of {info.file_size:,} bytes says it is {dtype} {shape}")
+        data = entry.read()
+    if len(data) != shape[0] * dtype.itemsize:
+        raise ValueError(f"{info.filename} ends early")
+    return np.frombuffer(data, dtype)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 import re
 from pathlib import Path
 from typing import Any
@@ -17,8 +18,10 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError, DataError, EngineError, PosttrainError
 from posttrain.engine import attention
+from posttrain.engine.adopt import WANTED, implementation
+from posttrain.engine.folder import check_layers, examine
 from posttrain.engine.vocabulary import quiet
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
@@ -32,6 +35,7 @@ def read_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> t
     make them up.
     """
     where = _locate(path)
+    attention.register()
     with quiet():
         config = _config(where, trust_remote_code)
         notes = _silence_dropout(config)
@@ -43,6 +47,8 @@ def read_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> t
 def read_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
     """The tokenizer of a local directory or hub id, and the generation config beside it where there is one; no weights."""
     folder = Path(path).expanduser()
+    if folder.is_dir():
+        examine(folder)
     where = str(folder.resolve()) if folder.is_dir() else _locate(path)
     tokenizer = _tokenizer(where, trust_remote_code)
     try:
@@ -69,6 +75,8 @@ def _locate(path: str) -> str:
                 f"model.path={path}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the tokenizer there too: "
                 "tokenizer.save_pretrained"
             )
+        examine(folder)
+        check_layers(folder)
         return str(folder.resolve())
     if folder.is_file():
         raise ConfigError(f"model.path={path} is a file: give the directory that holds config.json, the weights and the tokenizer")
@@ -94,6 +102,8 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
             f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own code, set "
             "model.trust_remote_code=true"
         ) from error
+    except Exception as error:  # a config's own checks raise classes of their own
+        raise DataError(f"{where}/config.json describes no model ({type(error).__name__}: {_first(error)})") from error
     if getattr(config, "is_encoder_decoder", False):
         raise DataError(
             f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one (Qwen, Llama, "
@@ -103,10 +113,13 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
 
 
 def _silence_dropout(config: PreTrainedConfig) -> list[str]:
-    """Sets every dropout rate of the config to 0; says so where one was not."""
-    rates = {n: v for n, v in config.to_dict().items() if ("dropout" in n or n.endswith("pdrop")) and isinstance(v, float) and v > 0}
-    for name in rates:
-        setattr(config, name, 0.0)
+    """Sets every dropout rate of the config, and of the configs inside it, to 0; says so where one was not."""
+    rates: dict[str, float] = {}
+    for part in (config, *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))):
+        for name, rate in part.to_dict().items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(rate, float) and rate > 0:
+                rates[name] = rate
+                setattr(part, name, 0.0)
     named = ", ".join(f"{n}={v:g}" for n, v in rates.items())
     return [f"dropout is off ({named} in the config): sampler and learner must be the same function"] if rates else []
 
@@ -128,15 +141,17 @@ def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
 def _weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str]) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust, output_loading_info=True
+            where, config=config, dtype=dtype, attn_implementation=implementation(config), trust_remote_code=trust, output_loading_info=True
         )
         module, info = loaded
-    except (OSError, ValueError, RuntimeError, KeyError, AssertionError, IndexError) as error:
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise DataError(f"{where}: no causal LM could be loaded (KeyError: {_first(error)})") from error
+        raise EngineError(f"{where}: {config.model_type} computes attention in code of its own and takes no other. {WANTED}") from error
+    except (OSError, ValueError, RuntimeError, AssertionError, IndexError) as error:
         raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
     except Exception as error:
-        if type(error).__name__ != "SafetensorError":
-            raise
-        raise DataError(f"{where}: its weights are damaged ({_first(error)}). Copy or download them again") from error
+        raise _unreadable(where, error) from error
     if missing := sorted(info["missing_keys"]):
         raise DataError(
             f"{where}: {len(missing)} tensors of {type(module).__name__} are not in its weights and would be random: "
@@ -146,6 +161,20 @@ def _weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bo
     if extra := sorted(info["unexpected_keys"]):
         notes.append(f"{len(extra)} tensors of the checkpoint are not used by {type(module).__name__}: {', '.join(extra[:3])}")
     return module
+
+
+def _unreadable(where: str, error: Exception) -> PosttrainError:
+    """What to say of weights that raised something while they were read: broken files raise whatever their parser raises."""
+    if isinstance(error, PosttrainError):
+        return error
+    if isinstance(error, pickle.UnpicklingError):
+        return DataError(
+            f"{where}: its weights are a pickle of more than tensors (or a broken one), which could run programs, so it is not read. Ask for "
+            "safetensors, or save it again with save_pretrained on a machine that trusts it"
+        )
+    if isinstance(error, EOFError) or type(error).__name__ == "SafetensorError":
+        return DataError(f"{where}: its weights are damaged ({_first(error)}). Copy or download them again")
+    return DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})")
 
 
 def _first(error: BaseException) -> str:

@@ -12,8 +12,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from posttrain.core.errors import DataError
+from posttrain.core.errors import DataError, PosttrainError
 from posttrain.core.types import Message
+from posttrain.environment import templates
 from posttrain.environment.calling.parse import FORMATS, THOUGHTS, Parsed, ToolCall, parse
 
 PROBE = "ok"
@@ -85,20 +86,18 @@ class Chat:
         """Turns with reasoning as this template knows it; others write it like any text."""
 
     def render(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
-        """Messages through the template; DataError where there is none or it refuses."""
+        """Messages through the template; DataError where there is none or it refuses, LimitError where it does not end."""
         if not self._tokenizer.chat_template:
             raise DataError(
                 "the prompt is a list of messages, but this tokenizer has no chat template: give text prompts, or a model whose tokenizer has one"
             )
-        more = {"tools": [dict(t) for t in tools]} if tools else {}
         try:
-            return self._tokenizer.apply_chat_template(
-                [Message(**self._shielded(m)) for m in messages], tokenize=False, add_generation_prompt=generate, **more
-            )
+            return templates.apply(self._tokenizer, [self._shielded(m) for m in messages], generate=generate, tools=tools)
+        except PosttrainError:
+            raise
         except Exception as error:
-            raise DataError(
-                f"the chat template refused messages with roles {[m['role'] for m in messages]}: {type(error).__name__}: {error}"
-            ) from error
+            told = str(error) if isinstance(error, templates.RefusedError) else f"{type(error).__name__}: {error}"
+            raise DataError(f"the chat template refused messages with roles {[m['role'] for m in messages]}: {told}") from error
 
     def _shielded(self, message: Message) -> Message:
         text = message.get("content")

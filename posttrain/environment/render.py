@@ -5,7 +5,7 @@ A prompt is encoded when it is first seen, an observation on its own when it arr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, Protocol, cast
 
 import numpy as np
@@ -19,6 +19,10 @@ LONG = 1 << 14
 """Characters of a text that takes some milliseconds to tokenize."""
 History = Literal["append", "rewrite"]
 """What becomes of a conversation whose template writes earlier turns anew: refused, or a new sequence for each turn."""
+
+
+PIECE = 1 << 16
+"""Characters of a long text that are encoded at once while it is being found out whether the text can fit."""
 
 
 class Tokenizer(Protocol):
@@ -79,8 +83,9 @@ class Renderer:
         if not len(ids):
             raise DataError(f"{_named(task)}: the prompt has no tokens; the policy cannot speak after nothing")
         if self.context is not None and len(ids) >= self.context:
+            many = f"{len(ids)}" if len(ids) <= 2 * self.context else f"more than {2 * self.context}"
             raise DataError(
-                f"{_named(task)}: the prompt has {len(ids)} tokens, and a context of {self.context} leaves no room to answer; shorten it or raise model.context"
+                f"{_named(task)}: the prompt has {many} tokens, and a context of {self.context} leaves no room to answer; shorten it or raise model.context"
             )
         return ids
 
@@ -152,14 +157,37 @@ class Renderer:
         return ids if ids and self.decode(ids).strip() == text.strip() else None
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 of a text on its own, nothing added. No token reaches over a `SHIELD`, which itself has none."""
+        """int32 of a text on its own, nothing added. No token reaches over a `SHIELD`, which itself has none. Of a text that cannot fit
+        the context only the beginning is encoded: more than twice as many tokens as fit."""
+        if self.context is not None and len(text) > PIECE:
+            pieces = (part[i : i + PIECE] for part in text.split(SHIELD) for i in range(0, len(part), PIECE))
+            if (ids := self._until_too_long(pieces, 2 * self.context)) is not None:
+                return ids
         if SHIELD in text:
-            return np.concatenate([self.encode(part) for part in text.split(SHIELD)])
+            return np.concatenate([self._encode(part) for part in text.split(SHIELD)])
+        return self._encode(text)
+
+    def _encode(self, text: str) -> np.ndarray:
         if self._backend is not None and len(text) > LONG:  # the same ids, and other threads may run meanwhile
             return np.array(self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids, np.int32)
         if self._backend is not None:
             return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
         return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def _until_too_long(self, pieces: Iterable[str], most: int) -> np.ndarray | None:
+        """The ids of the first pieces of a text that have more than `most`; None where all of them have fewer.
+
+        A tokenizer takes up to 500 bytes of memory for a character, so a text is not given to it whole before it is known that its
+        tokens may fit. Where a piece ends a word may be cut, which adds a few tokens: hence `most` is twice the context.
+        """
+        found: list[np.ndarray] = []
+        count = 0
+        for piece in pieces:
+            found.append(self._encode(piece))
+            count += len(found[-1])
+            if count > most:
+                return np.concatenate(found)
+        return None
 
     def chat(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
         """Messages through the chat template; DataError where the tokenizer has none or the template refuses."""

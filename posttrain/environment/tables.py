@@ -9,35 +9,49 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from posttrain.core import foreign
 from posttrain.core.errors import ConfigError, DataError, nearest
 
 Rows = Iterator[tuple[str, Mapping[str, Any]]]
+MARK = b"\xef\xbb\xbf"
+"""UTF-8's byte-order mark."""
+LONGEST_ROW = 16 * foreign.MiB
+"""Bytes of a line, characters of a row: more than any context holds."""
+LARGEST_ARRAY = 256 * foreign.MiB
+"""Bytes of a file that is one JSON array, which has to be read whole."""
+DEEPEST = 100
+"""Lists and objects inside each other."""
+ROWS_AT_ONCE = 16
+"""Of a parquet file."""
 
 
 def json_rows(path: Path) -> Rows:
-    """JSON lines (or one JSON array), UTF-8 with or without a byte-order mark, any line ends; blank lines are skipped."""
-    raw = path.read_bytes()
-    if raw.startswith((b"\xff\xfe", b"\xfe\xff")):
+    """JSON lines (or one JSON array), UTF-8 with or without a byte-order mark, any line ends; blank lines are skipped. Lines are read
+    one at a time; one over `LONGEST_ROW` is refused before it is read."""
+    with foreign.opened(path, DataError) as file:
+        start = file.read(1 << 16)
+    if start.startswith((b"\xff\xfe", b"\xfe\xff")):
         raise DataError(f"{path}: this is UTF-16; save it as UTF-8")
-    raw = raw.removeprefix(b"\xef\xbb\xbf")
-    if raw.lstrip()[:1] == b"[":
-        yield from _array(path, raw)
+    if start.removeprefix(MARK).lstrip()[:1] == b"[":
+        yield from _array(path)
         return
-    for number, line in enumerate(raw.split(b"\n"), 1):
+    for number, line in foreign.read_lines(path, LONGEST_ROW, DataError):
         place = f"{path}:{number}"
+        line = line.removeprefix(MARK) if number == 1 else line
         if line.strip():
-            yield place, _object(place, _parse(place, line))
+            yield place, _bounded(place, _object(place, _parse(place, line.rstrip(b"\r\n"))))
 
 
-def _array(path: Path, raw: bytes) -> Rows:
+def _array(path: Path) -> Rows:
+    raw = foreign.read_bytes(path, LARGEST_ARRAY, DataError).removeprefix(MARK)
     for number, value in enumerate(_parse(str(path), raw), 1):
         place = f"{path} row {number}"
-        yield place, _object(place, value)
+        yield place, _bounded(place, _object(place, value))
 
 
 def _parse(place: str, raw: bytes) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _once(place, pairs))
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
@@ -47,20 +61,55 @@ def _parse(place: str, raw: bytes) -> Any:
         raise DataError(f"{place}: cannot be read as JSON: {error}") from None
 
 
+def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; JSON allows a key twice, and all but the last value would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [k for k, _ in pairs]
+        raise DataError(f"{place}: key {next(k for k in keys if keys.count(k) > 1)!r} is given twice; keep one of the two")
+    return made
+
+
 def _object(place: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f'{place}: a row is an object such as {{"prompt": "..."}}, but this is {type(value).__name__}')
     return value
 
 
+def _bounded(place: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The row, where it is no larger and no more deeply nested than one may be."""
+    size = 0
+    rest: list[tuple[Any, int]] = [(row, 1)]
+    while rest:
+        value, depth = rest.pop()
+        if depth > DEEPEST:
+            raise DataError(f"{place}: lists and objects in lists and objects, more than {DEEPEST} deep; make the row flatter")
+        size += len(value) if isinstance(value, str | bytes) else 8
+        if isinstance(value, Mapping):
+            size += sum(len(str(name)) for name in value)
+            rest += [(v, depth + 1) for v in value.values()]
+        elif isinstance(value, list | tuple):
+            rest += [(v, depth + 1) for v in value]
+        if size > LONGEST_ROW:
+            raise DataError(f"{place}: the row has more than {LONGEST_ROW:,} characters; shorten it or leave it out")
+    return row
+
+
 def parquet(path: Path) -> Rows:
-    """A parquet file."""
+    """A parquet file, a few rows at a time."""
     reader = _package("pyarrow.parquet", "pyarrow", f"reading {path}")
+    with foreign.opened(path, DataError):
+        pass
+    number = 0
     try:
-        table = reader.read_table(path)
+        for batch in reader.ParquetFile(path).iter_batches(batch_size=ROWS_AT_ONCE):
+            for row in batch.to_pylist():
+                number += 1
+                yield f"{path} row {number}", _bounded(f"{path} row {number}", row)
+    except DataError:
+        raise
     except Exception as error:
         raise DataError(f"{path}: cannot be read as parquet: {error}") from error
-    yield from _numbered(str(path), table.to_pylist())
 
 
 def saved(path: str, split: str) -> Rows:
@@ -89,7 +138,7 @@ def hub(name: str, split: str) -> Rows:
 
 def _numbered(name: str, rows: Any) -> Rows:
     for number, row in enumerate(rows, 1):
-        yield f"{name} row {number}", row
+        yield f"{name} row {number}", _bounded(f"{name} row {number}", row)
 
 
 def _package(module: str, package: str, purpose: str) -> ModuleType:

@@ -18,6 +18,7 @@ from posttrain.core.errors import DataError, InvariantError, PosttrainError
 from posttrain.core.ports import Attempt, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Task
+from posttrain.environment import templates
 from posttrain.environment.chat import PROBE
 from posttrain.environment.script import attempt
 from posttrain.environment.single import SingleTurn
@@ -63,7 +64,7 @@ def prompts_begin_once(parts: Parts, tokenizer: Any, tasks: Sequence[Task]) -> N
             options = [full[: len(full) - n] for n in range(len(full)) if all(i in special for i in full[len(full) - n :])]
             options += [bare] if bare[:1] and bare[0] in special else []
         else:
-            text = tokenizer.apply_chat_template(list(task.prompt), tokenize=False, add_generation_prompt=True)
+            text = templates.apply(tokenizer, task.prompt, generate=True)
             options = [tokenizer(text, add_special_tokens=False)["input_ids"]]
         if got not in options:
             raise InvariantError(

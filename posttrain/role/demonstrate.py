@@ -66,8 +66,9 @@ def demonstration(renderer: PairRenderer, task: Task, prompt: str | Sequence[Mes
 
 def _fits(segment: Segment, task: Task, context: int) -> Segment:
     if len(segment.ids) > context:
+        many = f"{len(segment.ids)}" if len(segment.ids) <= 2 * context else f"more than {2 * context}"
         raise DataError(
-            f"the demonstration of task {task.id!r} has {len(segment.ids)} tokens and the model's context is {context}: shorten it, or use a longer context"
+            f"the demonstration of task {task.id!r} has {many} tokens and the model's context is {context}: shorten it, or use a longer context"
         )
     return segment
 

@@ -6,8 +6,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from posttrain.core import foreign
 from posttrain.core.errors import RunFolderError
 from posttrain.core.ports import Learner
 from posttrain.role.trainer import Optimizer
@@ -23,7 +25,7 @@ def save_weights(folder: Path, learner: Learner) -> None:
 
 def load_weights(folder: Path, learner: Learner) -> None:
     """Into the learner, in place; refuses weights of another shape or set."""
-    _copy(load_file(folder / WEIGHTS), learner.parameters(), folder / WEIGHTS)
+    _copy(_load(folder / WEIGHTS), learner.parameters(), folder / WEIGHTS)
 
 
 def save_optimizer(folder: Path, optimizer: Optimizer) -> None:
@@ -31,7 +33,17 @@ def save_optimizer(folder: Path, optimizer: Optimizer) -> None:
 
 
 def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
-    optimizer.load_state_tensors(load_file(folder / OPTIMIZER))
+    optimizer.load_state_tensors(_load(folder / OPTIMIZER))
+
+
+def _load(path: Path) -> dict[str, torch.Tensor]:
+    """The tensors of a file; RunFolderError where it is missing, no file, cut or damaged."""
+    with foreign.opened(path, RunFolderError):
+        pass
+    try:
+        return load_file(path)
+    except (SafetensorError, OSError, ValueError, RuntimeError, KeyError, TypeError) as error:
+        raise RunFolderError(f"{path} is damaged ({error}). Go on from another checkpoint") from error
 
 
 def snapshot(learner: Learner) -> dict[str, torch.Tensor]:

@@ -10,6 +10,8 @@ import os
 import shutil
 import subprocess
 import sys
+import tracemalloc
+import zipfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -344,7 +346,8 @@ def test_damage_is_named_with_the_way_out(book: Book, harm: str) -> None:
     folder = book.folder
     crash(book)
     with pytest.raises(
-        RunFolderError, match=rf"checkpoint b: .*{target.name} is .*Go on from the one before it with --resume .*checkpoints/a"
+        RunFolderError,
+        match=rf"checkpoint b: .*{target.name} is .*Go on from the newest one that is whole with: posttrain run --resume .*checkpoints/a",
     ):
         Book.open_for_resume(folder)
     again, checkpoint = Book.open_for_resume(folder / "checkpoints" / "a")
@@ -527,9 +530,227 @@ def test_a_really_full_disk(small_disk: Path) -> None:
 
 
 def test_a_full_disk_as_safetensors_reports_it() -> None:
-    assert files.is_full(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
-    assert not files.is_full(OSError(errno.EACCES, "Permission denied"))
+    assert files.full(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")) == files.FULL[errno.ENOSPC]
+    assert files.full(RuntimeError("I/O error: File too large (os error 27)")) == files.FULL[errno.EFBIG]
+    assert files.full(OSError(errno.EACCES, "Permission denied")) is None and files.full(RuntimeError("os error 2")) is None
 
 
 def test_the_default_algorithm_is_recorded_without_a_user_patch(book: Book) -> None:
     assert reader.run_file(book.folder).lineages["rl"][-1]["name"] == GRPO.name
+
+
+# --- folders that somebody else made, or that something damaged ------------------------------------------------------------
+
+
+def three(book: Book) -> Path:
+    """Checkpoints a, b and c; the owner is gone."""
+    for name in "abc":
+        book.write(step(1))
+        book.checkpoint(f"0000000{ord(name) - 96}-{name}", weights(ord(name)), {"at": name}, 0.5)
+    crash(book)
+    return book.folder
+
+
+STATES = {
+    "empty": b"",
+    "cut": b'{"schema": 1, "order"',
+    "a list": b"[]",
+    "another object": b'{"schema": 1}',
+    "nested": b'{"schema":' + b"[" * 100_000,
+    "no place": b'{"schema": 1, "order": 0, "metric": null, "position": {"steps": -1, "episodes": 0}, "state": {}}',
+    "a long number": b'{"schema": 1, "order": ' + b"9" * 5000 + b"}",
+    "no text": b"\xff\xfe\x00\x00",
+}
+
+
+@pytest.mark.parametrize("harm", STATES)
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_damaged_state_of_an_older_checkpoint_blocks_nothing(tmp_path: Path, harm: str, which: int) -> None:
+    folder = three(Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
+    path = sorted((folder / "checkpoints").glob("0*"))[which]
+    (path / "state.json").write_bytes(STATES[harm])
+    assert cp.find(folder).state == cp.find(folder, "best").state == {"at": "c"} and len(cp.scan(folder)) == 2
+    again, checkpoint = Book.open_for_resume(folder)
+    assert checkpoint is not None and checkpoint.state == {"at": "c"}
+    again.checkpoint("00000004-d", weights(9), {"at": "d"})
+    again.close()
+    with pytest.raises(RunFolderError, match=rf"checkpoint {path.name}: .*state\.json .*--checkpoint 00000004-d"):
+        cp.find(folder, path.name)
+
+
+@pytest.mark.parametrize("harm", STATES)
+def test_a_damaged_state_of_the_newest_checkpoint_names_the_newest_good_one(tmp_path: Path, harm: str) -> None:
+    folder = three(Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
+    newest, good = folder / "checkpoints" / "00000003-c", folder / "checkpoints" / "00000002-b"
+    (newest / "state.json").write_bytes(STATES[harm])
+    with pytest.raises(
+        RunFolderError, match=r"checkpoint 00000003-c: .*state\.json .*whole is 00000002-b: take it with --checkpoint 00000002-b"
+    ):
+        cp.find(folder)
+    with pytest.raises(RunFolderError, match=rf"checkpoint 00000003-c: .*state\.json .*with: posttrain run --resume {good}$"):
+        Book.open_for_resume(folder)
+    again, checkpoint = Book.open_for_resume(good)
+    assert checkpoint is not None and checkpoint.state == {"at": "b"} and not newest.exists()
+    again.close()
+    again, checkpoint = Book.open_for_resume(folder)
+    assert checkpoint is not None and checkpoint.state == {"at": "b"}
+    again.close()
+
+
+def test_the_newest_good_one_is_one_whose_files_are_whole(tmp_path: Path) -> None:
+    folder = three(Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
+    for name in ("00000003-c/state.json", "00000002-b/weights.bin"):
+        os.truncate(folder / "checkpoints" / name, 10)
+    with pytest.raises(RunFolderError, match=r"00000003-c: .*--resume .*00000001-a$"):
+        Book.open_for_resume(folder)
+    os.truncate(folder / "checkpoints" / "00000001-a" / "digests.json", 10)
+    with pytest.raises(RunFolderError, match=r"No checkpoint before it is whole"):
+        Book.open_for_resume(folder)
+    with pytest.raises(RunFolderError, match=r"No other one is whole"):
+        cp.find(folder)
+
+
+def test_what_else_lies_among_the_checkpoints_is_left_alone(tmp_path: Path) -> None:
+    folder = three(Book.create(tmp_path / "run", replace(RUN, keep_checkpoints=3), FACTS))
+    place, outside = folder / "checkpoints", tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    shutil.copytree(place / "00000003-c", outside / "copy")
+    (place / "lost+found").mkdir()
+    (place / "notes.txt").write_text("mine")
+    (place / "away").symlink_to(tmp_path / "nowhere")
+    (place / "99999999-link").symlink_to(outside / "copy")
+    (place / "me").symlink_to(place)
+    (place / ".staged-link").symlink_to(outside)
+    (place / ".trash-file").write_text("x")
+    (folder / ".run.json.part").symlink_to(outside / "precious")
+    again, checkpoint = Book.open_for_resume(folder)
+    assert checkpoint is not None and checkpoint.state == {"at": "c"} and cp.find(folder).state == {"at": "c"}
+    for i in range(4, 9):
+        again.checkpoint(f"0000000{i}-d", weights(i), {"at": "d"})
+    again.close()
+    assert (outside / "precious").read_text() == "x" and (outside / "copy" / "state.json").exists()
+    assert sorted(p.name for p in place.iterdir())[-5:] == ["away", "index.json", "lost+found", "me", "notes.txt"]
+
+
+@pytest.mark.parametrize(
+    "name", ["run.json", "steps.jsonl", "episodes/index.jsonl", "episodes/rl-000000.npz", "checkpoints/a/state.json", "lock"]
+)
+@pytest.mark.parametrize("kind", ["pipe", "device", "directory", "link", "loop"])
+def test_no_file_is_waited_for_and_no_link_is_written_through(book: Book, name: str, kind: str, tmp_path: Path) -> None:
+    book.write_episodes("rl", 0, *a_step(0))
+    book.write(step(1))
+    book.checkpoint("a", weights(1), {"at": "a"})
+    crash(book)
+    path, outside = book.folder / name, tmp_path / "precious"
+    outside.write_text("precious")
+    path.unlink()
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "directory":
+            path.mkdir()
+        case "link":
+            path.symlink_to(outside)
+        case _:
+            path.symlink_to(path)
+    with pytest.raises(RunFolderError, match=path.name.replace(".", r"\.")):
+        reader.run_file(book.folder)
+        reader.steps(book.folder)
+        for row in reader.episode_files(book.folder):
+            reader.read_episodes(row.path)
+        again, _ = Book.open_for_resume(book.folder)
+        again.close()
+    assert outside.read_text() == "precious"
+
+
+def bomb(path: Path, columns: dict[str, bytes], sizes: dict[str, int] | None = None) -> None:
+    """An .npz whose columns are headers and so many zeros."""
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED, compresslevel=1) as archive:
+        for name, head in columns.items():
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as entry:
+                entry.write(head)
+                for _ in range((sizes or {}).get(name, 0) >> 20):
+                    entry.write(bytes(1 << 20))
+
+
+def head(dtype: str, shape: str, order: str = "False") -> bytes:
+    text = f"{{'descr': {dtype}, 'fortran_order': {order}, 'shape': {shape}, }}"
+    text += " " * (118 - len(text) - 1 if len(text) < 117 else 0) + "\n"
+    return b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text.encode()
+
+
+BOMBS: dict[str, tuple[dict[str, bytes], dict[str, int]]] = {
+    "zeros": ({"ids": head("'<i4'", f"({75 << 20},)")}, {"ids": 300 << 20}),
+    "many columns": (
+        {n: head("'<i4'", f"({25 << 20},)") for n in ("ids", "version", "kept_ids")},
+        dict.fromkeys(("ids", "version", "kept_ids"), 100 << 20),
+    ),
+    "a shape of its own": ({"ids": head("'<i4'", f"({1 << 40},)")}, {"ids": 1 << 20}),
+    "two axes": ({"ids": head("'<i4'", "(1048576, 0)")}, {}),
+    "below nothing": ({"ids": head("'<i4'", "(-1,)")}, {}),
+    "objects": ({"ids": head("'|O'", "(1,)") + b"cos\nsystem\n(S'touch owned'\ntR."}, {}),
+    "another type": ({"ids": head("'<i8'", "(0,)")}, {}),
+    "another name": ({"../ids": head("'<i4'", "(0,)")}, {}),
+    "no header": ({"ids": b"x" * 200}, {}),
+    "keys that cannot be sorted": ({"ids": b"\x93NUMPY\x01\x00\x76\x00" + b"{1: 2, 'a': 3}".ljust(117) + b"\n"}, {}),
+    "a deep header": ({"ids": b"\x93NUMPY\x01\x00" + (9000).to_bytes(2, "little") + b"-" * 8999 + b"\n"}, {}),
+    "deep words": ({"meta": head("'|u1'", "(200000,)") + b"[" * 200_000}, {}),
+    "no words": ({"meta": head("'|u1'", "(2,)") + b"[]"}, {}),
+}
+
+
+@pytest.mark.parametrize("name", BOMBS)
+def test_sizes_and_types_are_read_before_anything_is_inflated(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "rl-000000.npz"
+    bomb(path, *BOMBS[name])
+    tracemalloc.start()
+    with pytest.raises(RunFolderError, match=r"rl-000000\.npz is damaged"):
+        reader.read_episodes(path)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert most < 16 << 20 and not (tmp_path / "owned").exists()
+
+
+def test_an_entry_that_lies_about_its_size_is_refused(tmp_path: Path) -> None:
+    """The archive's directory says a few bytes; what follows is no longer read."""
+    path = tmp_path / "rl-000000.npz"
+    bomb(path, {"ids": head("'<i4'", "(2,)") + bytes(8)}, {"ids": 1 << 26})
+    raw = bytearray(path.read_bytes())
+    at = raw.rindex(b"PK\x01\x02")
+    raw[at + 24 : at + 28] = (len(head("'<i4'", "(2,)")) + 8).to_bytes(4, "little")
+    path.write_bytes(raw)
+    with pytest.raises(RunFolderError, match="is damaged"):
+        reader.read_episodes(path)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"[]",
+        b"{}",
+        b'{"schema": 1}',
+        b'{"schema": 1, "run": 3, "lineages": {}}',
+        b"[" * 100_000,
+        b'{"schema": 1, "run": {"seed": ' + b"[" * 900 + b"]" * 900 + b'}, "lineages": {}}',
+        b"\xff",
+        b"",
+        b"9" * 5000,
+        b'{"schema": 1, "run": {"seed": {"float": []}}, "lineages": 1}',
+    ],
+    ids=["list", "empty object", "no run", "number", "nested", "nested inside", "no text", "empty", "long number", "no float"],
+)
+def test_a_run_file_of_anything_is_refused_with_its_name(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "run.json").write_bytes(data)
+    with pytest.raises(RunFolderError, match=r"run\.json"):
+        reader.run_file(tmp_path)
+
+
+def test_a_line_without_end_is_refused_by_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "LONGEST_LINE", 1000)
+    (tmp_path / "steps.jsonl").write_bytes(json.dumps(record.step_to_plain(step(1))).encode() + b"\n" + b"x" * 2000)
+    with pytest.raises(RunFolderError, match=r"steps\.jsonl:2: the line has more than 1,000 bytes"):
+        reader.steps(tmp_path)

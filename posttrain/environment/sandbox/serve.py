@@ -30,6 +30,7 @@ from typing import Any
 
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.net import Rate, raise_file_limit
+from posttrain.core.visible import tell
 from posttrain.environment.sandbox.callers import Callers
 from posttrain.environment.sandbox.choose import open_sandbox
 from posttrain.environment.sandbox.pool import IDLE, SESSIONS, Sandbox
@@ -328,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         most = min(o.connections, max(1, raise_file_limit() - SPARE_FILES))
         executor = Executor(box, os.environ[o.token], o.host, o.port, connections=most, per_address=o.per_address)
     except PosttrainError as error:
-        print(error, file=sys.stderr)
+        tell(str(error), file=sys.stderr)
         return error.exit_code
     if o.certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -336,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where whoever started it had them ignored
         signal.signal(number, _end)
-    print(f"{box.name} at {o.host}:{executor.server_address[1]}", flush=True)
+    tell(f"{box.name} at {o.host}:{executor.server_address[1]}")
     try:
         executor.serve_forever()
     except _Ended as ended:

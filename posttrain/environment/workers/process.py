@@ -49,6 +49,8 @@ class Spec:
     preload: bool = False
     """Build the handler once, before the process that answers is forked, so that a new one starts in milliseconds. Only for
     a maker that starts no thread."""
+    most: int = MOST_BYTES
+    """Bytes of its longest reply."""
     quiet: bool = False
     """Drop what it prints; otherwise standard output and error arrive on the trainer's standard error."""
 
@@ -149,7 +151,7 @@ class Worker:
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
-        if length > MOST_BYTES:
+        if length > self.spec.most:
             raise WorkerError("crash", f"the worker replied with {length} bytes")
         try:
             return dict(json.loads(self._read(length, deadline)))

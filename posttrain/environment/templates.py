@@ -1,0 +1,119 @@
+"""Chat templates are programs that somebody else wrote: they are rendered in a process of their own, within limits.
+
+jinja2's sandbox keeps a template from files and from Python, but not from looping or from filling the memory. One process serves all
+templates of a program: asking it takes less than a millisecond more than rendering here, it may use `SPEC.cpu` seconds for a rendering, and a new one
+takes its place in milliseconds where it had to be ended. It starts when the first template is rendered.
+"""
+
+from __future__ import annotations
+
+import atexit
+import importlib
+import os
+import pickle
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.core.errors import DataError, LimitError
+from posttrain.environment.workers.process import EndedError, Spec, Worker, WorkerError
+
+LARGEST = 16 << 20
+"""Characters that a template may write."""
+SPEC = Spec(f"{__name__}:handler", cpu=2, wall=60.0, memory=1024, preload=True, quiet=True, most=8 * LARGEST)
+"""The limits of a rendering. Real templates take a few milliseconds."""
+TOLD = 1000
+"""Characters of a template's own message that are passed on."""
+
+
+class RefusedError(Exception):
+    """The template raised; the message says what."""
+
+
+def apply(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
+    """What `tokenizer.apply_chat_template` writes, in the process apart. A tokenizer with a method of its own is asked itself: that
+    method is code its user trusted.
+
+    Raises:
+        RefusedError: the template raised.
+        LimitError: it needed more time or memory than it is given.
+    """
+    listed = [dict(t) for t in tools] or None
+    if getattr(type(tokenizer).apply_chat_template, "__module__", "") != "transformers.tokenization_utils_base":
+        more = {"tools": listed} if listed else {}
+        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate, **more)
+    source = tokenizer.get_chat_template(None, listed)
+    named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
+    reply = _ask(pickle.dumps((source, named, [dict(m) for m in messages], listed, generate)), len(messages))
+    if "text" not in reply:
+        raise RefusedError(reply.get("error", "it wrote nothing"))
+    return str(reply["text"])
+
+
+def _ask(request: bytes, messages: int) -> dict[str, Any]:
+    """The process's reply. One that is gone, such as with the thread that started it, is started again, once."""
+    with _SERVER.lock:
+        for last in (False, True):
+            try:
+                return _SERVER.worker().ask(request)
+            except WorkerError as error:
+                if error.kind == "start":
+                    raise DataError(f"the process that renders chat templates did not start: {error.why}") from None
+                if error.kind == "crash" and not isinstance(error, EndedError) and not last:
+                    continue
+                raise LimitError(
+                    f"the chat template was stopped while it wrote {messages} messages: its process {error.why.removeprefix('the worker ')}. "
+                    "Templates take milliseconds; correct this one (chat_template.jinja, or chat_template in tokenizer_config.json), or "
+                    "use another model"
+                ) from None
+    raise AssertionError("unreachable")
+
+
+class _Server:
+    """The one process, and who may ask it."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._worker: Worker | None = None
+
+    def worker(self) -> Worker:
+        if self._worker is None or not self._worker.usable:
+            self._worker = Worker(SPEC)
+        return self._worker
+
+    def end(self) -> None:
+        if self._worker is not None:
+            self._worker.kill()
+            self._worker = None
+
+    def forget(self) -> None:
+        """In a forked child: the process belongs to the parent."""
+        self.lock, self._worker = threading.Lock(), None
+
+
+_SERVER = _Server()
+atexit.register(_SERVER.end)
+os.register_at_fork(after_in_child=_SERVER.forget)
+
+
+# --- in the process -----------------------------------------------------------------------------------------------------
+
+
+def handler(_: str) -> Callable[[Any], dict[str, Any]]:
+    """Renders with transformers' own function, which is what `apply_chat_template` calls."""
+    render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
+
+    def answer(request: Any) -> dict[str, Any]:
+        source, named, messages, tools, generate = request
+        conversation = [{name: value for name, value in m.items() if value is not None} for m in messages]
+        try:
+            written, _ = render(conversations=[conversation], tools=tools, chat_template=source, add_generation_prompt=generate, **named)
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise anything it likes
+            return {"error": f"{type(error).__name__}: {error}"[:TOLD]}
+        if len(written[0]) > LARGEST:
+            return {"error": f"it wrote {len(written[0]):,} characters, and at most {LARGEST:,} are taken"}
+        return {"text": written[0]}
+
+    return answer
