@@ -22,10 +22,10 @@ class Limits:
     Behind a proxy all callers come from its address: `per_address` is then a limit on all of them, so its default is high.
     """
 
-    connections: int = 4096
+    connections: int = 8192
     """Connections held at once, fewer where the process may not open so many files. At the limit, one that asks for nothing is
     closed for a new one; where all are being answered, new ones wait to be accepted."""
-    per_address: int = 2048
+    per_address: int = 4096
     """Of them from one address (IPv6: from one network of 64 bits). At the limit, one from there that asks for nothing is
     closed for a new one; where all are being answered, the new one is refused with status 429."""
     answers: int = 16384

@@ -24,7 +24,7 @@ from serve_parts import TOKEN, Up, save_model, up
 from posttrain.core.errors import ConfigError
 from posttrain.core.net import LINES, network, raise_file_limit
 from posttrain.core.types import Said, Stop
-from posttrain.serve import connections, run
+from posttrain.serve import connections, intake, run
 from posttrain.serve.limits import Limits, most_connections, read_limits
 from posttrain.serve.quiet import LOG
 
@@ -420,7 +420,10 @@ ODD: dict[str, tuple[bytes, int]] = {
 }
 
 
-async def test_odd_bytes_are_refused_by_what_they_are_and_never_a_bug(model: Path, caplog: pytest.LogCaptureFixture) -> None:
+async def test_odd_bytes_are_refused_by_what_they_are_and_never_a_bug(
+    model: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(intake, "REST", 0.0)
     wrong: dict[str, Any] = {}
     async with up(model, sampler=Brief()) as u:
         for name, (sent, wanted) in ODD.items():
