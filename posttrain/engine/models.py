@@ -132,9 +132,7 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def load_policy(
-    model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None
-) -> Policy:
+def load_policy(model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None) -> Policy:
     """The policy a run starts from: `model.path` read from disk or hub, or a small `model.arch` built on the spot.
 
     Args:
@@ -178,6 +176,8 @@ def prepared(
     most: int | None = None,
 ) -> Policy:
     """A module and its tokenizer as a policy, checked: on its device, without dropout and padding, with its stops and context."""
+    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may hold either, and what is saved later must be what was read
+    tokenizer.backend_tokenizer.no_padding()
     torch.nn.Module.to(module, device=_device(model.device), dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
         if isinstance(part, nn.Dropout):

@@ -301,6 +301,9 @@ def test_export_writes_what_the_run_learned(made: Path, tmp_path: Path) -> None:
     base = model_at(tmp_path / "base")
     settings = json.loads((base / "generation_config.json").read_text()) | {"do_sample": True, "temperature": 0.7}
     (base / "generation_config.json").write_text(json.dumps(settings))
+    words = json.loads((base / "tokenizer.json").read_text())
+    cut = {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0}
+    (base / "tokenizer.json").write_text(json.dumps(words | {"truncation": cut}))
     run = play(
         tmp_path / "run",
         "verifiable",
