@@ -459,7 +459,7 @@ def test_a_link_in_a_folder_is_followed_by_nobody_who_writes(
 def test_a_stage_is_named_by_a_plain_word(name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of the run are named by it."""
     theirs = copied(made, tmp_path, lambda run: run["stages"][0].update(name=name))
-    assert main(["show", str(theirs)]) == 2
+    assert main(["show", str(theirs)]) == 5
     assert "stage name" in capsys.readouterr().err
 
 
