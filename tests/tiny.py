@@ -54,7 +54,7 @@ def tiny_parts(folder: Path, run: Run | None = None) -> Parts:
     environment = make_environment(run)
     policy = make_policy(run, environment)
     book = Book.create(folder, run, facts(policy, run.threads))
-    keep_policy(folder, policy)
+    keep_policy(book, policy)
     return make_parts(run, policy, environment, book, [])
 
 

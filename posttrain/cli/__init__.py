@@ -6,6 +6,7 @@ keeps its traceback.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -13,7 +14,8 @@ from collections.abc import Sequence
 from types import FrameType
 
 from posttrain.cli.parser import parser, split_overrides
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import PosttrainError, RunFolderError
+from posttrain.core.files import full
 from posttrain.core.visible import guard_errors, guard_logs, tell
 
 
@@ -25,6 +27,15 @@ def _terminate(number: int, frame: FrameType | None) -> None:
     raise Terminated
 
 
+def _full(error: OSError, why: str, helps: str) -> int:
+    """A disk that takes no more, where no run folder was written: a file, or what stands behind the terminal."""
+    if not error.filename:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with contextlib.suppress(OSError):
+        tell(f"posttrain: {why}: {error.filename or 'the output'} was not written. {helps}", file=sys.stderr)
+    return RunFolderError.exit_code
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     guard_logs()
@@ -34,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.overrides = overrides
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
-        return options.command(options)
+        code = options.command(options)
+        sys.stdout.flush()
+        return code
     except PosttrainError as error:
         tell(f"posttrain: {error}", file=sys.stderr)
         return error.exit_code
@@ -47,5 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + signal.SIGPIPE
+    except OSError as error:
+        if (told := full(error)) is None:
+            raise
+        return _full(error, *told)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -10,13 +10,16 @@ from pathlib import Path
 
 import numpy as np
 
-from posttrain.core.errors import ConfigError, nearest
+from posttrain.core import foreign
+from posttrain.core.errors import ConfigError, RunFolderError, nearest
 from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file
 from posttrain.core.record import Recorded
 from posttrain.core.types import Segment
 from posttrain.core.visible import visible
 
 _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
+LARGEST_TOKENIZER = 512 * foreign.MiB
+"""Bytes of a tokenizer.json."""
 UNLIKELY = 0.1
 """Probability below which a spoken token is marked."""
 
@@ -158,11 +161,15 @@ def _short(text: str, most: int) -> str:
 def decoder(folder: Path) -> Callable[[Sequence[int]], str] | None:
     """Ids to text with the tokenizer saved in the run folder; None where there is none that can be read without a model."""
     path = folder / "tokenizer" / "tokenizer.json"
-    if not path.exists():
+    if not os.path.lexists(path):
         return None
     from tokenizers import Tokenizer
 
-    tokenizer = Tokenizer.from_file(str(path))
+    text = foreign.read_bytes(path, LARGEST_TOKENIZER, RunFolderError)
+    try:
+        tokenizer = Tokenizer.from_str(text.decode())
+    except Exception as error:  # the tokenizers library raises plain exceptions
+        raise RunFolderError(f"{path} is damaged: {error}. Remove it to read the run without its tokenizer") from error
     return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
 
 

@@ -200,19 +200,28 @@ class Book:
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """The record so far survives a power cut."""
-        for path in self._unsynced:
-            files.sync(path)
-        self._unsynced.clear()
-        files.sync(self._episodes)
-        self._steps.sync()
-        self._index.sync()
+        """The record so far survives a power cut. A disk may say only now that it is full."""
+        with files.disk_full_is_reported(self._steps.path, self._checkpoints.still_good):
+            for path in self._unsynced:
+                files.sync(path)
+            self._unsynced.clear()
+            files.sync(self._episodes)
+            self._steps.sync()
+            self._index.sync()
+
+    def beside(self, name: str, write: Callable[[Path], object]) -> None:
+        """A folder of files for whoever reads this one, such as the tokenizer's; written once, whole or not at all."""
+        if not (self.folder / name).is_dir():
+            with files.disk_full_is_reported(self.folder / name, self._checkpoints.still_good):
+                files.write_directory(self.folder / name, write)
 
     def close(self) -> None:
-        self.sync()
-        self._steps.close()
-        self._index.close()
-        self._lock.release()
+        try:
+            self.sync()
+        finally:
+            self._steps.close()
+            self._index.close()
+            self._lock.release()
 
     def __enter__(self) -> Book:
         return self

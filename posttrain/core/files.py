@@ -87,6 +87,8 @@ def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generato
     """A disk that takes no more as RunFolderError that says what was being written and what is still good."""
     try:
         yield
+    except RunFolderError:
+        raise
     except Exception as error:
         if (told := full(error)) is None:
             raise
@@ -116,7 +118,7 @@ def share(folder: Path) -> None:
             path.chmod(mode & 0o777)
 
 
-def write_directory(target: Path, write: Callable[[Path], None]) -> None:
+def write_directory(target: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a hidden sibling of `target`, add a digest per file, make it durable, and rename it into place.
 
     An existing `target` is replaced: it is moved out of the way just before.

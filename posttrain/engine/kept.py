@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, Pre
 from posttrain.core.errors import DataError
 from posttrain.core.run import Model
 from posttrain.engine import attention
+from posttrain.engine.adopt import implementation
 from posttrain.engine.checkpoint import read_tokenizer
 from posttrain.engine.models import Policy, named_tensors, prepared, resolve_stops
 from posttrain.engine.vocabulary import quiet
@@ -20,12 +21,11 @@ from posttrain.engine.vocabulary import quiet
 GENERATION = "generation_config.json"
 
 
-def write_kept(policy: Policy, config: Path, tokenizer: Path) -> None:
-    """Configuration and generation config into the one folder, the tokenizer into the other."""
-    policy.tokenizer.save_pretrained(tokenizer)
-    policy.module.config.save_pretrained(config)
+def write_config(policy: Policy, folder: Path) -> None:
+    """Configuration and generation config."""
+    policy.module.config.save_pretrained(folder)
     if policy.module.generation_config is not None:
-        policy.module.generation_config.to_json_file(config / GENERATION)
+        policy.module.generation_config.to_json_file(folder / GENERATION)
 
 
 def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | None) -> Policy:
@@ -46,7 +46,7 @@ def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | 
             if getattr(found, "quantization_config", None) is not None:
                 raise ValueError("it is quantized, and what a run learned never is")
             built: Any = AutoModelForCausalLM.from_config(
-                found, attn_implementation=attention.NAME, dtype=getattr(torch, model.dtype), trust_remote_code=False
+                found, attn_implementation=implementation(found), dtype=getattr(torch, model.dtype), trust_remote_code=False
             )
             if (config / GENERATION).exists():
                 built.generation_config = GenerationConfig.from_pretrained(config)

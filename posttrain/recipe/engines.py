@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from posttrain.core import files
 from posttrain.core.engines import GIB, VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
@@ -71,7 +72,8 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> 
 def keep_timeline(sampler: Sampler, folder: Path) -> None:
     """Write the engine's timeline into the run folder, where it was asked for one."""
     if isinstance(sampler, EmbeddedEngine) and sampler.timeline is not None:
-        sampler.timeline.write(folder / TIMELINE)
+        with files.disk_full_is_reported(folder / TIMELINE, lambda: "The run's record is whole"):
+            sampler.timeline.write(folder / TIMELINE)
 
 
 def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.ndarray], str]) -> EmbeddedEngine:

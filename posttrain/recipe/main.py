@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
 import threading
 import time
 from collections.abc import Coroutine, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,12 +17,14 @@ from posttrain.controller.stop import Stopper
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint, find
 from posttrain.core.errors import ConfigError, RunFolderError
+from posttrain.core.files import disk_full_is_reported, full
 from posttrain.core.ports import Tracker
 from posttrain.core.reader import damage_is_named, folder_of
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import Policy
 from posttrain.recipe import faults
 from posttrain.recipe import overrides as dotted
 from posttrain.recipe.admit import admitted, gone, noted, told
@@ -51,9 +55,13 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """Held-out accuracy of the weights the run ended with."""
-        own = [s for s in self.stages if s.beside is None and s.accuracy is not None]
-        return own[-1].accuracy[0] if own and own[-1].accuracy else None
+        """Share of held-out answers that are right, of the weights the run ended with; None where nothing was measured."""
+        return next((s.accuracy[0] for s in reversed(self.stages) if s.beside is None and s.accuracy is not None), None)
+
+    @property
+    def reward(self) -> float | None:
+        """Mean held-out reward of the same weights: another number where a reward grades."""
+        return next((s.reward[0] for s in reversed(self.stages) if s.beside is None and s.reward is not None), None)
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:
@@ -132,8 +140,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
         folder = out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         book = Book.create(folder, run, facts(policy, threads, getattr(environment, "contained", ())))
         said = [*said, *noted(folder, run)]
-        keep_policy(folder, policy)
-    trackers: list[Tracker] = [*make_trackers(run, book.folder)]
+    trackers = _beside(run, policy, book)
     terminal = Terminal(run)
     if not quiet:
         trackers.insert(0, terminal)
@@ -152,19 +159,37 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
             terminal.say(_standing(run, progress))
     stopper = Stopper()
     try:
-        await prove_start(parts, policy.tokenizer)
+        told = await prove_start(parts, policy.tokenizer)
+        for note in told if not quiet else ():
+            terminal.say(f"note: {note}")
         with stopper.listening():
             results = await Stages(parts, progress, stopper).run(checkpoint.folder if checkpoint is not None else None)
         for tracker in trackers:
-            tracker.close({f"final/{r.name}": r.accuracy[0] for r in results if r.accuracy})
+            tracker.close(final(results))
     finally:
-        terminal.close({})
-        parts.close()
-        parts.environment.close()
-        book.close()
+        with ExitStack() as closing:  # each is closed, whatever another one raises
+            for close in (book.close, parts.environment.close, parts.close, lambda: terminal.close({})):
+                closing.callback(close)
     if not quiet:
         show(terminal.console, run, results, book.folder)
     return Result(book.folder, run, tuple(results))
+
+
+def final(results: Sequence[StageResult]) -> dict[str, float]:
+    """What trackers keep of a run: accuracy and mean reward on held-out tasks after each stage."""
+    both = [(r.name, what, x) for r in results for what, x in (("accuracy", r.accuracy), ("reward", r.reward))]
+    return {f"final/{name}/{what}": x[0] for name, what, x in both if x is not None}
+
+
+def _beside(run: Run, policy: Policy, book: Book) -> list[Tracker]:
+    """The run's trackers, with the tokenizer and the model's config beside the record; where they cannot be written, the book is closed."""
+    try:
+        keep_policy(book, policy)
+        with disk_full_is_reported(book.folder / "trackers", lambda: "Nothing was lost"):
+            return [*make_trackers(run, book.folder)]
+    except BaseException:
+        book.close()
+        raise
 
 
 def _standing(run: Run, p: Progress) -> str:
@@ -186,7 +211,7 @@ def evaluate(
     quiet: bool = False,
     trust: bool = False,
 ) -> Report:
-    """Held-out accuracy and pass@k of a run, of any model directory or hub id, or of what is served at an address.
+    """Held-out accuracy, mean reward and pass@k of a run, of any model directory or hub id, or of what is served at an address.
 
     Args:
         target: a run folder, a model, or the address of an OpenAI-compatible endpoint; the last two are asked the `arithmetic`
@@ -246,5 +271,14 @@ def export(run_folder: str | Path, folder: str | Path, checkpoint: str = "last",
     weights = find(source, checkpoint).folder
     policy = kept_policy(source, allow=trust)
     load_weights(weights, HFLearner(policy))
-    policy.save(target)
+    try:
+        policy.save(target)
+    except Exception as error:
+        if (told := full(error)) is None:
+            raise
+        for path in target.glob("*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise RunFolderError(
+            f"{told[0]}: {target} was not written, and what was begun of it is removed. {told[1]} and export again"
+        ) from error
     return target

@@ -6,11 +6,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.book import Book
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import DataError, RunFolderError, UntrustedError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
-from posttrain.engine.kept import kept, write_kept
+from posttrain.engine.kept import kept, write_config
 from posttrain.engine.models import Policy, load_policy
 from posttrain.recipe import overrides as dotted
 from posttrain.recipe.admit import admitted
@@ -46,9 +47,10 @@ def model_run(target: str | Path) -> Run:
 # --- what a run folder keeps of its policy -----------------------------------------------------------------------------
 
 
-def keep_policy(folder: Path, policy: Policy) -> None:
+def keep_policy(book: Book, policy: Policy) -> None:
     """Write what `kept_policy` and `show` read."""
-    write_kept(policy, folder / MODEL, folder / TOKENIZER)
+    book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
+    book.beside(MODEL, lambda folder: write_config(policy, folder))
 
 
 def kept_policy(folder: Path, allow: bool) -> Policy:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class Chatter(Calculator):
     opened: list[int]
     slow: float = 0.0
     most: int | None = None
+    shows: str = "="
 
     async def play(self, task: Task, talk: Talk) -> Stop:
         talk.see(task.prompt)
@@ -45,7 +47,7 @@ class Chatter(Calculator):
                 talk.pay("turn", 0.25)
                 talk.leave({"turns": turns})
                 await asyncio.sleep(self.slow)
-                talk.see("=")
+                talk.see(self.shows)
         finally:
             self.opened.append(-1)
 
@@ -205,3 +207,14 @@ def test_stage_limits_reach_the_environment() -> None:
 
     env = environment(Env(name="shop", heldout=6, limits=Limits(tool_seconds=3.0)), 0)
     assert env.limits.tool_seconds == 3.0 and isinstance(tool_run("shop", "tools").stages[1], Reinforce)
+
+
+def test_what_is_shown_past_the_context_ends_the_episode_and_is_cut_there(tmp_path: Path) -> None:
+    """A tool's answer of two million characters: its tokens are not all made, and the episode, which may be trained on, ends with the context."""
+    tracemalloc.start()
+    said, _ = episodes(tmp_path, Limits(), shows="12+" * 700_000)
+    most = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert said and most < 100 << 20
+    for e in said:
+        assert e.stop is Stop.CONTEXT and sum(len(s.ids) for s in e.segments) == 96 and 0 < sum(s.spoken for s in e.segments) < 96

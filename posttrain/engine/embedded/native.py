@@ -157,17 +157,26 @@ def find() -> Kernels | str:
     text = [path.read_text() for path in sorted(SOURCES.glob("*.[ch]"))]
     key = "\n".join([*text, told.stdout, *FLAGS, _processor()])
     library = _folder() / f"kernels-{hashlib.sha256(key.encode()).hexdigest()[:16]}.so"
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
-            fresh = Path(temporary) / library.name
-            made = subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(MAIN), "-lm"], capture_output=True, text=True)
-            if made.returncode:
-                return f"{compiler} does not compile {MAIN.name}: {made.stderr.strip()[:400]}"
-            fresh.replace(library)
+    try:
+        if not library.exists() and (wrong := _compile(compiler, library)):
+            return wrong
+    except OSError as error:
+        return f"{library.parent} cannot be written: {error.strerror}"
     try:
         return Kernels(ctypes.CDLL(str(library)))
     except OSError as error:
         return f"{library} cannot be loaded: {error}"
+
+
+def _compile(compiler: str, library: Path) -> str:
+    """Make the library; why it could not be made, or ''."""
+    with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
+        fresh = Path(temporary) / library.name
+        made = subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(MAIN), "-lm"], capture_output=True, text=True)
+        if made.returncode:
+            return f"{compiler} does not compile {MAIN.name}: {made.stderr.strip()[:400]}"
+        fresh.replace(library)
+    return ""
 
 
 def _folder() -> Path:
