@@ -176,6 +176,8 @@ def prepared(
     most: int | None = None,
 ) -> Policy:
     """A module and its tokenizer as a policy, checked: on its device, without dropout and padding, with its stops and context."""
+    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may hold either, and what is saved later must be what was read
+    tokenizer.backend_tokenizer.no_padding()
     torch.nn.Module.to(module, device=_device(model.device), dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
         if isinstance(part, nn.Dropout):

@@ -301,6 +301,9 @@ def test_export_writes_what_the_run_learned(made: Path, tmp_path: Path) -> None:
     base = model_at(tmp_path / "base")
     settings = json.loads((base / "generation_config.json").read_text()) | {"do_sample": True, "temperature": 0.7}
     (base / "generation_config.json").write_text(json.dumps(settings))
+    words = json.loads((base / "tokenizer.json").read_text())
+    cut = {"direction": "Right", "max_length": 512, "strategy": "LongestFirst", "stride": 0}
+    (base / "tokenizer.json").write_text(json.dumps(words | {"truncation": cut}))
     run = play(
         tmp_path / "run",
         "verifiable",
@@ -456,7 +459,7 @@ def test_a_link_in_a_folder_is_followed_by_nobody_who_writes(
 def test_a_stage_is_named_by_a_plain_word(name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of the run are named by it."""
     theirs = copied(made, tmp_path, lambda run: run["stages"][0].update(name=name))
-    assert main(["show", str(theirs)]) == 2
+    assert main(["show", str(theirs)]) == 5
     assert "stage name" in capsys.readouterr().err
 
 
