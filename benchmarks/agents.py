@@ -18,17 +18,15 @@ import platform
 import shutil
 import tempfile
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import posttrain
-from posttrain.controller import stages
+from benchmarks.blind import unwatched
 from posttrain.core.errors import InvariantError
 from posttrain.core.run import Reinforce
-from posttrain.core.types import Gauges, Step
 from posttrain.recipe import faults
 from posttrain.recipe.shipped import recipe
 
@@ -56,45 +54,6 @@ class Row:
     seconds: float
     stopped: str = ""
     """What stopped the same run while the canaries watched."""
-
-
-class Blind:
-    """In place of the controller's guard: it looks at nothing."""
-
-    def __init__(self, history: Any = ()) -> None:
-        pass
-
-    def take(self) -> Gauges:
-        return {}
-
-    async def begin(self, h: Any) -> None:
-        pass
-
-    async def after(self, h: Any, step: Step) -> Step:
-        return step
-
-    def rolled_out(self, h: Any, asked: Any) -> None:
-        h.sync.sampler.gauges()
-
-    def scored(self, h: Any, groups: Any) -> None:
-        pass
-
-    def observer(self, h: Any, minibatch: Any) -> None:
-        return None
-
-    @contextmanager
-    def first_move(self, h: Any, batch: Any) -> Iterator[None]:
-        yield
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    watching = stages.Guard
-    stages.Guard = Blind  # type: ignore[misc,assignment]
-    try:
-        yield
-    finally:
-        stages.Guard = watching  # type: ignore[misc]
 
 
 def stopped(run: Any, start: Path, folder: Path) -> str:

@@ -88,6 +88,10 @@ class ForcedLengths:
         return self._inner.keeps_sets
 
     @property
+    def draws_by_place(self) -> bool:
+        return self._inner.draws_by_place
+
+    @property
     def context(self) -> int:
         return self._inner.context
 

@@ -36,7 +36,7 @@ from posttrain.core.ladder import LADDER
 from posttrain.diagnose import rules
 from posttrain.recipe import proofs
 from posttrain.recipe.faults import FAULTS
-from posttrain.role import agreement, canaries, rehearsal
+from posttrain.role import agreement, canaries, draws, movement, rehearsal, rounding
 from posttrain.role.audit import plain
 from posttrain.role.listening import demand
 from tests.faulty import STEPS, catch, named, smallest, start
@@ -46,6 +46,8 @@ RESULTS = ROOT / "benchmarks" / "results" / "trust.json"
 PAGE = ROOT / "docs" / "trust.md"
 HEALTHY = ("reinforce", "reinforce_ema", "rloo", "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "maxrl")
 SEEDS = (0, 1, 2)
+CHECKS = (draws.drawn_again, draws.bet_on_draws, draws.bet_on_siblings, movement.gradient_reaches, movement.moved)
+"""Of the modules beside `canaries`, the functions that are checks."""
 HEALTHY_STEPS = 12
 
 
@@ -233,11 +235,12 @@ def page(data: dict[str, Any]) -> str:
             "check",
             "what holds",
         ),
-        "**In every step** (`posttrain/role/canaries.py`, `posttrain/controller/guard.py`); a violated one stops the run with exit code 3 and says what to look at:",
+        "**In every step** (`posttrain/role/canaries.py`, `draws.py`, `movement.py`, `posttrain/controller/guard.py`); a violated one stops the run with exit code 3 and says what to look at:",
         "",
         *table(
             [(f"`{n}`", t) for n, t in functions(canaries)]
-            + [("`Chance`", summary(canaries.Chance)), ("`Movement`", summary(canaries.Movement)), ("`Judges`", summary(judges.Judges))],
+            + [(f"`{f.__name__}`", summary(f)) for f in CHECKS]
+            + [("`Judges`", summary(judges.Judges))],
             "check",
             "what holds",
         ),
@@ -261,7 +264,7 @@ def page(data: dict[str, Any]) -> str:
         f"{len(HEALTHY)} algorithms x {len(SEEDS)} seeds, {HEALTHY_STEPS} steps each: {len(tripped)} tripped anything"
         + (": " + "; ".join(f"{r['algorithm']} seed {r['seed']}: {r['tripped'][:80]}" for r in tripped) if tripped else "")
         + f". Largest difference between the loss and its second opinion {max(gaps):.1e} (bound {agreement.LOSS_BOUND:g}), of a log-prob between sampler and learner "
-        f"{max(r['logp_gap'] for r in runs):.1e} (bound {canaries.BOUND['float32']:g}), of a first update {max(r['update_gap'] or 0 for r in runs):.1e} learning rates (bound {agreement.UPDATE_BOUND:g}).",
+        f"{max(r['logp_gap'] for r in runs):.1e} (bound {rounding.LEAST['float32'].worst:g}), of a first update {max(r['update_gap'] or 0 for r in runs):.1e} learning rates (bound {agreement.UPDATE_BOUND:g}).",
         "",
         f"Algorithms: {', '.join(HEALTHY)}.",
         "",

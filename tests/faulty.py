@@ -110,7 +110,8 @@ def reached(out: Path, error: BaseException) -> int:
     """The step of its stage in which a run broke; 0 before the first one."""
     inside = {"train_step", "after", "watch"} & {f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)}
     steps = reader.steps(out) if (out / "run.json").exists() else []
-    return len([s for s in steps if s.stage == steps[-1].stage]) + bool(inside)
+    stopped = bool(steps) and any(note.startswith("stopped: ") for note in steps[-1].notes)  # the broken step is the last of them
+    return len([s for s in steps if s.stage == steps[-1].stage]) + (bool(inside) and not stopped)
 
 
 def named(out: Path) -> Caught | None:

@@ -14,6 +14,7 @@ from posttrain.core.ladder import GRPO
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, use_threads
+from posttrain.recipe.target import keep_policy
 
 MODEL = Model(hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, context=64)
 
@@ -53,6 +54,7 @@ def tiny_parts(folder: Path, run: Run | None = None) -> Parts:
     environment = make_environment(run)
     policy = make_policy(run, environment)
     book = Book.create(folder, run, facts(policy, run.threads))
+    keep_policy(book, policy)
     return make_parts(run, policy, environment, book, [])
 
 

@@ -2,8 +2,9 @@
 
     A = (r - baseline) / scale
 
-A baseline, a scale or a shaping is one `case` here. Group-relative baselines without spread (max == min of the rewards
-they compare, tested before any division, or fewer than two of them) give exactly 0.
+A baseline, a scale or a shaping is one `case` here. Group-relative baselines without spread give exactly 0: fewer than two rewards to
+compare, or max - min of them not above their resolution times the largest sum of absolute terms, tested before any division
+(`core.spread`). Scales and whitening say "no spread" by the same rule.
 
 Worked example, rewards [1, 0, 0, 1] of one prompt: groupmean [.5, -.5, -.5, .5], with group_std +-.8660, others +-.6667.
 """
@@ -12,19 +13,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
-import torch
 
-from posttrain.algorithm import kl
-from posttrain.algorithm.shape import best_spread, shaped
-from posttrain.algorithm.spread import Array, spread
+from posttrain.algorithm.sample import Sample, joined, noise_of, penalty
+from posttrain.algorithm.shape import best_spread, shaped, sizes
+from posttrain.algorithm.spread import Array, above, compared
 from posttrain.algorithm.spread import mean as _mean
 from posttrain.algorithm.spread import std as _std
 from posttrain.algorithm.turns import by_state, by_turn, earned
 from posttrain.algorithm.value import gae, v_trace
-from posttrain.core.algorithm import Algorithm, Whiten
+from posttrain.algorithm.whiten import whitened
+from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.baseline import (
     TO_GO,
@@ -44,24 +45,8 @@ from posttrain.core.pieces.baseline import (
     Zero,
 )
 from posttrain.core.pieces.shape import BestOf
+from posttrain.core.spread import rounding, spread
 from posttrain.core.types import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
-
-
-@dataclass(frozen=True, eq=False)
-class _Sample:
-    """A judged episode between shaping and credit."""
-
-    scored: Scored
-    shaped: float
-    penalty_T: Array
-    """coef * KL estimate of each spoken token; zeros where credit carries no KL."""
-    paid_T: Array
-    """What the world paid for turns, at the last token of each; zeros where the world's rewards are not learned from."""
-    dropped: str
-
-    @property
-    def spoken(self) -> int:
-        return self.scored.episode.spoken
 
 
 def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float) -> Credit:
@@ -93,7 +78,11 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
     else:
         raw, silent_P, ema = _by_samples(a, samples_P, groups, ema)
     flat = [s for samples in samples_P for s in samples]
-    final = raw if a.whiten is None else whitened(a.whiten, raw, [_source(s) for s in flat])
+    final = (
+        raw
+        if a.whiten is None
+        else whitened(a.whiten, raw, [_source(s) for s in flat], [_doubt(a, s, x) for s, x in zip(flat, raw, strict=True)])
+    )
     if a.kl_in_credit is not None and a.kl_in_credit.placement == "token":
         final = [x - s.penalty_T for x, s in zip(final, flat, strict=True)]
     rows = iter(zip(final, returns, strict=True))
@@ -115,49 +104,39 @@ def without_credit(credit: Credit) -> Credit:
     return replace(credit, groups=groups)
 
 
-# --- samples -----------------------------------------------------------------------------------------------------
-
-
-def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[_Sample]:
+def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     """One prompt's judged siblings, shaped; without the greedy answer it is compared with, nobody can learn from the group."""
     episodes = [s.episode for s in group.episodes]
     raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
+    terms = np.array([0.0 if a.rewards == "none" else e.size for e in episodes], np.float64)
     rewards, dropped = shaped(a.shape, raw, episodes, max_tokens)
+    terms = sizes(a.shape, raw, terms, episodes, max_tokens)
     if isinstance(a.baseline, Greedy) and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
     paid = [np.zeros(e.spoken) if a.rewards == "none" else earned(e) for e in episodes]
-    rows = zip(group.episodes, rewards, paid, dropped, strict=True)
-    return [_Sample(s, float(r), _penalty(a, s), paid_T, why) for s, r, paid_T, why in rows]
+    rows = zip(group.episodes, rewards, terms, paid, dropped, strict=True)
+    return [Sample(s, float(r), float(size), penalty(a, s), paid_T, why) for s, r, size, paid_T, why in rows]
 
 
-def _penalty(a: Algorithm, scored: Scored) -> Array:
-    """coef * estimate per spoken token [T] of a KL in the credit (A34), under the anchor's log-probs; else zeros."""
-    pull = a.kl_in_credit
-    if pull is None:
-        return np.zeros(scored.episode.spoken)
-    mu = tuple(s.logp[s.mask] for s in scored.episode.segments)
-    said_T = _joined(scored.start if a.anchor == "start" else mu, "start", a)
-    gap_T = said_T - _joined(scored.reference, "reference", a)
-    return pull.coef * kl.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
-
-
-def _joined(parts: tuple[np.ndarray, ...] | None, name: str, a: Algorithm) -> Array:
-    """Per-segment arrays as one [T] over the episode's spoken tokens."""
-    if parts is None:
-        raise InvariantError(f"credit of {a.name!r} reads the stream {name!r}, which was not scored")
-    return np.concatenate([np.zeros(0), *parts]).astype(np.float64)
-
-
-def _source(s: _Sample) -> str:
+def _source(s: Sample) -> str:
     """Where a task came from, for whitening per source: its column `source`."""
     return str(s.scored.episode.task.info.get("source", ""))
+
+
+def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
+    """The width up to which a sample's credit says nothing, for whitening: from the terms of its reward, its baseline and its values.
+    Where siblings were compared it is 0, for what they agree in was rounded away before."""
+    if a.group_relative:
+        return 0.0
+    values = max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.values or ()), default=0.0) if a.learns_values else 0.0
+    return rounding([s.charged_size + float(np.max(np.abs(credit_T), initial=0.0)) + 2 * values], s.scored.episode.resolution)
 
 
 # --- one number a sample -------------------------------------------------------------------------------------------
 
 
 def _by_samples(
-    a: Algorithm, samples_P: Sequence[Sequence[_Sample]], groups: Sequence[ScoredGroup], ema: float
+    a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], ema: float
 ) -> tuple[list[Array], list[bool], float]:
     """Credit [T] of every sample from its reward and its siblings'; a KL in the reward is charged to go or to the whole episode.
 
@@ -170,15 +149,16 @@ def _by_samples(
         centred_P = [_each_source(a, [s.scored for s in samples]) for samples in samples_P]
         silent_P = [not np.any(c) for c in centred_P]
     else:
-        rewards_P = [np.array([s.shaped - (math.fsum(s.penalty_T) if in_reward else 0.0) for s in samples]) for samples in samples_P]
-        silent_P = [a.group_relative and not spread(r) for r in rewards_P]
+        rewards_P = [np.array([s.shaped - (s.charged if in_reward else 0.0) for s in samples]) for samples in samples_P]
+        noise_P = [noise_of(samples, charged=in_reward) for samples in samples_P]
+        silent_P = [a.group_relative and not spread(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
         centred_P = []
         for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
             lengths = np.array([s.spoken for s in samples], np.float64)
             uncharged = np.array([s.shaped for s in samples]) if to_go else r
             centred, ema = (np.zeros_like(r), ema) if silent else _centred(a, uncharged, lengths, group, ema)
             centred_P.append(centred)
-        divisors = _scales(a, rewards_P, samples_P)
+        divisors = _scales(a, rewards_P, noise_P, samples_P)
     raw: list[Array] = []
     for centred, d, samples in zip(centred_P, divisors, samples_P, strict=True):
         for x, s in zip(centred, samples, strict=True):
@@ -190,7 +170,9 @@ def _by_samples(
 
 
 def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
-    """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may be permuted."""
+    """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may be permuted, and
+    of differences from the lowest reward, so that rewards which nearly agree are still centred."""
+    over = above(r)
     match a.baseline:
         case Zero() | ToGo():
             return r, ema
@@ -201,15 +183,15 @@ def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: fl
                 ema = decay * ema + (1 - decay) * float(x)
             return r - np.array(before), ema
         case GroupMean():
-            return r - _mean(r), ema
+            return over - _mean(over), ema
         case Others():
-            return r - (math.fsum(r) - r) / (len(r) - 1), ema
+            return over - (math.fsum(over) - over) / (len(r) - 1), ema
         case LengthMean():
             total = math.fsum(lengths)
-            return r - (math.fsum(lengths * r) / total if total else 0.0), ema
+            return over - (math.fsum(lengths * over) / total if total else 0.0), ema
         case SoftMean(tau=tau):
-            top = r.max()
-            return r - (top + tau * math.log(math.fsum(np.exp((r - top) / tau)) / len(r))), ema
+            under = r - r.max()
+            return under - tau * math.log(math.fsum(np.exp(under / tau)) / len(r)), ema
         case SecondBest():
             order = np.argsort(r, kind="stable")
             only = np.zeros_like(r)
@@ -232,10 +214,12 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
     for source in sources:
         valued = _of_source(scored, source)
         r = np.array([score for _, _, score in valued], np.float64)
-        if not spread(r):
+        noise = _noise_of_source(scored, source)
+        if not spread(r, noise):
             continue
-        centred = r - _mean(r) if isinstance(a.baseline, GroupMean) else r - (math.fsum(r) - r) / (len(r) - 1)
-        scale = _std(r) if a.scale == "group_std" else 1.0
+        over = above(r)
+        centred = over - _mean(over) if isinstance(a.baseline, GroupMean) else over - (math.fsum(over) - over) / (len(r) - 1)
+        scale = _std(r, noise) if a.scale == "group_std" else 1.0
         for (i, weight, _), x in zip(valued, centred, strict=True):
             total[i] += weight * x / scale
     return total
@@ -249,31 +233,39 @@ def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, 
     return [(i, j.weight, j.verdict.score) for i, js in enumerate(given) for j in js if j.verdict.score is not None]
 
 
-def _scales(a: Algorithm, rewards_P: Sequence[Array], samples_P: Sequence[Sequence[_Sample]]) -> list[float]:
+def _noise_of_source(scored: Sequence[Scored], source: str) -> float:
+    """The width up to which the siblings' scores of one source do not differ."""
+    given = [[j for j in s.episode.verdicts if j.source == source and j.counts and j.verdict.score is not None] for s in scored]
+    one = [math.fsum(abs(j.verdict.score or 0.0) * (abs(j.weight) if j.paid else 1.0) for j in js) for js in given]
+    return rounding(one, max((j.resolution for js in given for j in js), default=0.0))
+
+
+def _scales(a: Algorithm, rewards_P: Sequence[Array], noise_P: Sequence[float], samples_P: Sequence[Sequence[Sample]]) -> list[float]:
     """What each group's credit is divided by; 0 or less where there is no scale, and credit is then exactly 0."""
     match a.scale:
         case "one":
             return [1.0] * len(rewards_P)
         case "group_std":
-            return [_std(r) for r in rewards_P]
+            return [_std(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
         case "batch_std":
-            return [_std(np.concatenate([np.zeros(0), *rewards_P]))] * len(rewards_P)
+            return [_std(np.concatenate([np.zeros(0), *rewards_P]), max(noise_P, default=0.0))] * len(rewards_P)
         case "group_mean":
-            return [_mean(r) if len(r) else 0.0 for r in rewards_P]
+            means = [_mean(r) if len(r) else 0.0 for r in rewards_P]
+            return [m if m > noise else 0.0 for m, noise in zip(means, noise_P, strict=True)]
         case "best_std":
             k = next(s.k for s in a.shape if isinstance(s, BestOf))
             outcomes = [np.array([s.scored.episode.reward for s in samples], np.float64) for samples in samples_P]
-            return [min(k, len(r)) * best_spread(r, k) for r in outcomes]
+            return [min(k, len(r)) * best_spread(r, k) if spread(r, n) else 0.0 for r, n in zip(outcomes, noise_P, strict=True)]
         case "mixed_share":
             every = sum(len(r) for r in rewards_P)
-            valid = sum(len(r) for r in rewards_P if spread(r))
+            valid = sum(len(r) for r, noise in zip(rewards_P, noise_P, strict=True) if spread(r, noise))
             return [valid / every if every else 0.0] * len(rewards_P)
 
 
 # --- several numbers a sample --------------------------------------------------------------------------------------
 
 
-def _with_values(value: Value, s: _Sample) -> tuple[Array, Array]:
+def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
     """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken token, the KL
     where it was paid (A05)."""
     if s.scored.values is None:
@@ -302,38 +294,41 @@ def credit_lambda(value: Value, length: int) -> float:
     return value.gae_lambda if value.credit_lambda is None else value.credit_lambda
 
 
-def _by_steps(a: Algorithm, samples_P: Sequence[Sequence[_Sample]]) -> tuple[list[Array], list[bool]]:
+def _by_steps(a: Algorithm, samples_P: Sequence[Sequence[Sample]]) -> tuple[list[Array], list[bool]]:
     """Process-supervised credit (A07): steps normalised over all steps of the group; a token sums those that end at or after it."""
     raw: list[Array] = []
     silent: list[bool] = []
     for samples in samples_P:
         steps = [_steps(s) for s in samples]
         if not any(steps):
-            steps = [[(s.spoken, s.shaped - math.fsum(s.penalty_T))] for s in samples]
+            steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
+            noise = noise_of(samples)
+        else:
+            noise = rounding([abs(v) for each in steps for _, v in each], max(s.scored.episode.resolution for s in samples))
         values = np.array([v for each in steps for _, v in each], np.float64)
-        flat = not spread(values)
-        mean, scale = (0.0, 1.0) if flat else (_mean(values), _std(values) if a.scale == "group_std" else 1.0)
-        silent.append(flat)
+        silent.append(not spread(values, noise))
+        credits = iter(compared(values, noise, scaled=a.scale == "group_std").tolist())
         for s, each in zip(samples, steps, strict=True):
             ends_T = np.zeros(s.spoken)
-            for end, v in each if not flat else []:
+            for (end, _), x in zip(each, credits, strict=False):
                 if 0 < end <= s.spoken:
-                    ends_T[end - 1] += (v - mean) / scale
+                    ends_T[end - 1] += x
             raw.append(np.cumsum(ends_T[::-1])[::-1].copy())
     return raw, silent
 
 
-def _by_energy(a: Algorithm, samples: Sequence[_Sample]) -> tuple[list[Array], bool]:
+def _by_energy(a: Algorithm, samples: Sequence[Sample]) -> tuple[list[Array], bool]:
     """(credit [T] of each sibling, whether nobody differs): less the mean at t of those that still speak, weighted by W_t (OTB, A04).
 
     Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and -1/4, -1/3.
     """
-    rewards = np.array([s.shaped - math.fsum(s.penalty_T) for s in samples])
-    if not spread(rewards):
+    rewards = np.array([s.shaped - s.charged for s in samples])
+    if not spread(rewards, noise_of(samples)):
         return [np.zeros(s.spoken) for s in samples], True
     weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
     for row_T, s in zip(weight_GT, samples, strict=True):
-        row_T[: s.spoken] = np.cumsum(_joined(s.scored.energy, "energy", a))
+        row_T[: s.spoken] = np.cumsum(joined(s.scored.energy, "energy", a))
+    rewards = above(rewards)
     total_T = np.array([math.fsum(w) for w in weight_GT.T])
     earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])
     speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)
@@ -342,55 +337,22 @@ def _by_energy(a: Algorithm, samples: Sequence[_Sample]) -> tuple[list[Array], b
     return [np.where(compared_T, r - mean_T, 0.0)[: s.spoken] for r, s in zip(rewards, samples, strict=True)], False
 
 
-def _by_turns(a: Algorithm, samples: Sequence[_Sample]) -> list[Array]:
+def _by_turns(a: Algorithm, samples: Sequence[Sample]) -> list[Array]:
     episodes, rewards = [s.scored.episode for s in samples], np.array([s.shaped for s in samples], np.float64)
-    scaled = a.scale == "group_std"
+    scaled, noise = a.scale == "group_std", noise_of(samples, charged=False)
     if isinstance(a.baseline, TurnMean):
-        return by_turn(a.baseline, episodes, rewards, scaled=scaled)
+        return by_turn(a.baseline, episodes, rewards, noise, scaled=scaled)
     assert isinstance(a.baseline, AnchorMean)
-    return by_state(a.baseline, episodes, rewards, scaled=scaled)
+    return by_state(a.baseline, episodes, rewards, noise, scaled=scaled)
 
 
-def _steps(s: _Sample) -> list[tuple[int, float]]:
+def _steps(s: Sample) -> list[tuple[int, float]]:
     """(spoken tokens up to the step's end, value) of every judged step of an episode."""
     found = s.scored.episode.verdicts
     return [(j.end, j.weight * j.verdict.score) for j in found if j.end is not None and not j.paid and j.verdict.score is not None]
 
 
-# --- numbers -------------------------------------------------------------------------------------------------------
-
-
-def whitened(whiten: Whiten, credit: Sequence[Array], sources: Sequence[str]) -> list[Array]:
-    """Credit less its mean, over its standard deviation (ddof 1); centred zeros where all agree.
-
-    Over the whole step: `token` counts every token once, so long episodes weigh more; `sample` every episode once, its
-    tokens sharing that one. `source` is `sample` within the episodes of one source.
-    """
-    out = list(credit)
-    for source in dict.fromkeys(sources) if whiten == "source" else [None]:
-        at = [i for i, s in enumerate(sources) if source in (None, s)]
-        for i, x in zip(at, _whitened("token" if whiten == "token" else "sample", [credit[i] for i in at]), strict=True):
-            out[i] = x
-    return out
-
-
-def _whitened(whiten: Whiten, credit: Sequence[Array]) -> list[Array]:
-    spoken = [x for x in credit if len(x)]
-    if not spoken:
-        return list(credit)
-    flat = np.concatenate(spoken)
-    if flat.max() == flat.min():
-        return [np.zeros_like(x) for x in credit]
-    weight = np.concatenate([np.full(len(x), 1.0 if whiten == "token" else 1 / len(x)) for x in spoken])
-    count = float(len(flat) if whiten == "token" else len(spoken))
-    mean = math.fsum(weight * flat) / count
-    if count < 2:
-        return [x - mean for x in credit]
-    std = math.sqrt(math.fsum(weight * (flat - mean) ** 2) / (count - 1))
-    return [(x - mean) / std for x in credit]
-
-
-def _episode_credit(s: _Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:
+def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:
     """The per-token arrays cut back into the episode's segments."""
     cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])[:-1]
     parts = tuple(np.split(advantage_T, cuts))

@@ -43,6 +43,31 @@ def shaped(pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode
     return rewards, dropped
 
 
+def sizes(pieces: Sequence[Shaping], rewards: Array, terms: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    """Sums of absolute terms [G] of the rewards after all pieces; `terms` are those of the raw `rewards`.
+
+    Signed makes 2 * .6 + 1 of a .1 + .2 - .3 whose terms are .6: its 0 is known to 2.2 times the resolution.
+    """
+    for piece in pieces:
+        after = shape(piece, rewards, episodes, max_tokens)
+        match piece:
+            case Signed():
+                terms = 2 * terms + 1
+            case BestOf(k=k, gain=gain):
+                terms = np.full(len(terms), min(k, len(terms)) * (1 + gain) * np.max(terms, initial=0.0))
+            case TargetLength(form="most"):
+                pass  # a share of them
+            case Gate() | Cosine():
+                terms = np.maximum(terms, np.abs(after))
+            case RelativeLength(coef=coef):
+                known = _references(episodes)
+                terms = known[:, 0] + 1 + coef * (terms + np.abs(known[:, 1]))
+            case _:
+                terms = terms + np.abs(after - rewards)
+        rewards = after
+    return terms
+
+
 def cut_off(episode: Episode) -> bool:
     return episode.stop.cut
 
@@ -84,7 +109,7 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
         case Gate(source=source, otherwise=otherwise):
             return np.where([_opened(e, source) for e in episodes], rewards, otherwise)
         case RelativeLength(coef=coef):
-            known = np.array([[_reference(e, "reference_length"), _reference(e, "reference_accuracy")] for e in episodes]).reshape(-1, 2)
+            known = _references(episodes)
             return known[:, 0] / np.maximum(length, 1.0) - 1 + coef * (rewards - known[:, 1])
 
 
@@ -154,6 +179,11 @@ def _opened(episode: Episode, source: str) -> bool:
         named = ", ".join(sorted({j.source for j in episode.verdicts}))
         raise DataError(f"shape=gate reads the reward source {source!r}, and there are {named}: add it to env.rewards, with weight 0")
     return all(s is not None and s >= SOLVED for s in scores)
+
+
+def _references(episodes: Sequence[Episode]) -> Array:
+    """[G, 2]: mean length and mean reward of the reference policy on each episode's task."""
+    return np.array([[_reference(e, "reference_length"), _reference(e, "reference_accuracy")] for e in episodes]).reshape(-1, 2)
 
 
 def _reference(episode: Episode, name: str) -> float:

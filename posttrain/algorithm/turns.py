@@ -55,29 +55,30 @@ def earned(episode: Episode) -> Array:
     return out
 
 
-def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, *, scaled: bool) -> list[Array]:
+def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
     """MT-GRPO (2505.11821, Eq. 7): a turn's own reward among the siblings' same turn, plus the outcome's credit in every turn.
 
-    `rewards` [G] are the siblings' whole rewards; what was paid for turns is taken out of them before they are compared.
+    `rewards` [G] are the siblings' whole rewards, `noise` the width up to which they do not differ; what was paid for turns is taken
+    out of them before they are compared. Every part of a reward has that width, because what is paid is among its terms.
     """
     own = [turns(e) for e in episodes]
-    outcome = compared(np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, own, strict=True)]), scaled=scaled)
+    outcome = compared(np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, own, strict=True)]), noise, scaled=scaled)
     out = [np.full(e.spoken, b.outcome * a) for e, a in zip(episodes, outcome, strict=True)]
     for number in range(max(map(len, own), default=0)):
         there = [i for i, ts in enumerate(own) if number < len(ts)]
-        credit = compared(np.array([own[i][number].paid for i in there]), scaled=scaled)
+        credit = compared(np.array([own[i][number].paid for i in there]), noise, scaled=scaled)
         for i, a in zip(there, credit, strict=True):
             out[i][own[i][number].begin : own[i][number].end] += a
     return out
 
 
-def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, *, scaled: bool) -> list[Array]:
+def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
     """GiGPO (2505.10978): the episode's credit, plus that of each turn among all turns that began in the same state.
 
     A turn's return is what was paid from it on, the rest of the reward at the last turn, discounted once a turn.
     """
     own = [turns(e) for e in episodes]
-    out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, scaled=scaled), strict=True)]
+    out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]
     same: defaultdict[bytes, list[tuple[int, Turn, float]]] = defaultdict(list)
     for i, (ts, reward) in enumerate(zip(own, rewards, strict=True)):
         to_go = 0.0
@@ -87,6 +88,6 @@ def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, *, scal
             rest = 0.0
             same[t.observation if b.by == "observation" else t.history].append((i, t, to_go))
     for members in same.values():
-        for (i, t, _), a in zip(members, compared(np.array([x for *_, x in members]), scaled=scaled), strict=True):
+        for (i, t, _), a in zip(members, compared(np.array([x for *_, x in members]), noise, scaled=scaled), strict=True):
             out[i][t.begin : t.end] += b.omega * a
     return out

@@ -16,6 +16,7 @@ from types import FrameType
 from posttrain.cli.parser import parser, split_overrides
 from posttrain.core.errors import PosttrainError, RunFolderError
 from posttrain.core.files import full
+from posttrain.core.visible import guard_errors, guard_logs, tell
 
 
 class Terminated(BaseException):
@@ -31,12 +32,14 @@ def _full(error: OSError, why: str, helps: str) -> int:
     if not error.filename:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with contextlib.suppress(OSError):
-        print(f"posttrain: {why}: {error.filename or 'the output'} was not written. {helps}", file=sys.stderr)
+        tell(f"posttrain: {why}: {error.filename or 'the output'} was not written. {helps}", file=sys.stderr)
     return RunFolderError.exit_code
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
+    guard_logs()
+    guard_errors()
     words, overrides = split_overrides(list(sys.argv[1:] if argv is None else argv))
     options = parser().parse_args(words)
     options.overrides = overrides
@@ -46,13 +49,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except PosttrainError as error:
-        print(f"posttrain: {error}", file=sys.stderr)
+        tell(f"posttrain: {error}", file=sys.stderr)
         return error.exit_code
     except KeyboardInterrupt:
-        print("posttrain: interrupted", file=sys.stderr)
+        tell("posttrain: interrupted", file=sys.stderr)
         return 128 + signal.SIGINT
     except Terminated:
-        print("posttrain: terminated", file=sys.stderr)
+        tell("posttrain: terminated", file=sys.stderr)
         return 128 + signal.SIGTERM
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -8,11 +8,12 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.formula.picture import WIDTH
+from posttrain.core.visible import overwrite, tell
 
 if TYPE_CHECKING:
     from posttrain.recipe.ablate import Ablation, Row
@@ -37,33 +38,44 @@ class Teller:
 
     def say(self, line: str) -> None:
         if self._live:
-            print(f"\r\x1b[K{line}", end="", file=sys.stderr, flush=True)
+            overwrite(line, sys.stderr)
         elif time.monotonic() - self._last > 5:
-            print(line, file=sys.stderr, flush=True)
+            tell(line, file=sys.stderr)
             self._last = time.monotonic()
 
     def close(self) -> None:
         if self._live:
-            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
+            overwrite("", sys.stderr)
 
 
-def show(run: str, against: Sequence[str], steps: str, stage: str | None, checkpoint: str | None, device: str | None, plain: bool) -> None:
+@dataclass(frozen=True)
+class Where:
+    """Which steps of a run, at which weights, computed where; None and '' leave it to `recipe.ablate`."""
+
+    steps: str = ""
+    stage: str | None = None
+    checkpoint: str | None = None
+    device: str | None = None
+
+
+def show(run: str, against: Sequence[str], at: Where, plain: bool, trust: bool) -> None:
     """Evaluate and print; `plain` prints JSON."""
     from posttrain.recipe.ablate import ablate
 
     teller = Teller()
     try:
-        found = ablate(run, against, stage=stage, steps=numbers(steps), checkpoint=checkpoint, device=device, say=teller.say)
+        steps, say = numbers(at.steps), teller.say
+        found = ablate(run, against, stage=at.stage, steps=steps, checkpoint=at.checkpoint, device=at.device, say=say, trust=trust)
     finally:
         teller.close()
     if plain:
-        print(json.dumps([_plain(asdict(a)) for a in found], indent=1))
+        tell(json.dumps([_plain(asdict(a)) for a in found], indent=1))
         return
     for a in found:
-        print("\n".join((*lines(a), "")))
+        tell("\n".join((*lines(a), "")))
     if len(found) > 1:
-        print("\n".join(means(found)))
-    print("\n".join(LEGEND))
+        tell("\n".join(means(found)))
+    tell("\n".join(LEGEND))
 
 
 def numbers(word: str) -> list[int]:

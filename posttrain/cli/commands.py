@@ -5,17 +5,18 @@ from __future__ import annotations
 from argparse import Namespace
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.visible import tell
 
 
 def run(o: Namespace) -> int:
     if o.help:
-        print(o.text())
+        tell(o.text())
         if o.recipe:
-            print(_settings(o.recipe, o.overrides))
+            tell(_settings(o.recipe, o.overrides))
         return 0
     from posttrain.recipe import main
 
-    main.run(o.recipe or "", *o.overrides, out=o.out, resume=o.resume, allow_fault=o.allow_fault)
+    main.run(o.recipe or "", *o.overrides, out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust)
     return 0
 
 
@@ -26,15 +27,15 @@ def ladder(o: Namespace) -> int:
         from posttrain.cli import ablate
 
         against = [w for w in (o.name or "", *o.against.split(",")) if w]
-        ablate.show(o.on, against, o.step, o.stage, o.checkpoint, o.device, o.json)
-    elif given := [f"--{n}" for n in ("against", "step", "stage", "checkpoint", "device", "json") if getattr(o, n)]:
+        ablate.show(o.on, against, ablate.Where(o.step, o.stage, o.checkpoint, o.device), o.json, o.trust)
+    elif given := [f"--{n}" for n in ("against", "step", "stage", "checkpoint", "device", "json", "trust") if getattr(o, n)]:
         raise ConfigError(f"{', '.join(given)} belongs to a run: say which with --on RUN")
     elif o.diff:
-        print(view.diff(*o.diff))
+        tell(view.diff(*o.diff))
     elif o.table:
-        print(view.table())
+        tell(view.table())
     else:
-        print(view.one(o.name) if o.name else view.tree())
+        tell(view.one(o.name) if o.name else view.tree())
     return 0
 
 
@@ -43,7 +44,7 @@ def evaluate(o: Namespace) -> int:
     from posttrain.recipe.remote import Remote
 
     remote = Remote(model=o.model, key_env=o.key_env, tokenizer=o.tokenizer, api=o.api, dialect=o.dialect)
-    how = {"samples": o.samples, "checkpoint": o.checkpoint, "max_tokens": o.max_tokens, "temperature": o.temperature}
+    how = {"samples": o.samples, "checkpoint": o.checkpoint, "max_tokens": o.max_tokens, "temperature": o.temperature, "trust": o.trust}
     main.evaluate(o.target, *o.overrides, **how, remote=remote)
     return 0
 
@@ -52,22 +53,22 @@ def serve(o: Namespace) -> int:
     from posttrain.recipe import serve as server
 
     where = server.Where(host=o.host, port=o.port, token=o.token, token_env=o.token_env, no_token=o.no_token)
-    return server.serve(o.target, *o.overrides, where=where, name=o.name, checkpoint=o.checkpoint)
+    return server.serve(o.target, *o.overrides, where=where, name=o.name, checkpoint=o.checkpoint, trust=o.trust)
 
 
 def check(o: Namespace) -> int:
     from posttrain.recipe import check as checker
 
-    return checker.show(o.target, *o.overrides, tasks=o.tasks, rate=o.rate, as_json=o.json)
+    return checker.show(o.target, *o.overrides, tasks=o.tasks, rate=o.rate, as_json=o.json, trust=o.trust)
 
 
 def new(o: Namespace) -> int:
     from posttrain.recipe.new import class_name, new_env, next_steps
 
     env, test = new_env(o.name, o.folder)
-    print(f"wrote {env} and {test}: a working environment to change. What next:")
+    tell(f"wrote {env} and {test}: a working environment to change. What next:")
     for line in next_steps(env, test, class_name(o.name)):
-        print(f"  {line}")
+        tell(f"  {line}")
     return 0
 
 
@@ -76,14 +77,14 @@ def show(o: Namespace) -> int:
 
     wanted = view.Wanted(o.stage, o.step, "eval" if o.eval else None, o.episode, o.wrong, o.best, o.limit)
     for line in view.lines(o.run, wanted):
-        print(line)
+        tell(line, coloured=True)
     return 0
 
 
 def export(o: Namespace) -> int:
     from posttrain.recipe import main
 
-    print(f"wrote {main.export(o.run, o.folder, o.checkpoint)}")
+    tell(f"wrote {main.export(o.run, o.folder, o.checkpoint, o.trust)}")
     return 0
 
 
@@ -93,14 +94,14 @@ def faults(o: Namespace) -> int:
     if o.name is None:
         width = max(map(len, FAULTS))
         for f in FAULTS.values():
-            print(f"{f.name:<{width}}  {f.what}")
+            tell(f"{f.name:<{width}}  {f.what}")
         return 0
     f = find(o.name)
     rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
     for name, text in (*rows, ("to see it", " ".join(("posttrain run arithmetic", *f.shows, f"fault={f.name}", "--allow-fault")))):
-        print(f"{name:<10} {text}")
+        tell(f"{name:<10} {text}")
     if f.needs:
-        print(f"{'needs':<10} {f.needs}")
+        tell(f"{'needs':<10} {f.needs}")
     return 0
 
 

@@ -6,8 +6,10 @@ import argparse
 import re
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from itertools import pairwise
+from typing import NoReturn, cast
 
 from posttrain.cli import commands
+from posttrain.core.visible import visible
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _VALUED = {
@@ -31,9 +33,17 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
     return rest, overrides
 
 
+class _Parser(ArgumentParser):
+    """Words that nobody knows are quoted as text: a shell may have made them of the names of files."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(visible(message))
+
+
 def parser() -> ArgumentParser:
     """The whole command line."""
-    top = ArgumentParser(
+    make = cast("type[ArgumentParser]", _Parser)
+    top = make(
         prog="posttrain",
         description="RL post-training for language models: the whole loop, from one laptop command.",
         epilog=f"example:\n  posttrain run ladder seed=1 algorithm=dapo rl.steps=40\n\n{EXIT_CODES}",
@@ -68,6 +78,15 @@ def _command(
     return p
 
 
+def _trust(p: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
+    """The one option about folders that somebody else made."""
+    p.add_argument(
+        "--trust",
+        action="store_true",
+        help="of a run folder that was not made here by you: allow the code, addresses, secrets and files that it asks for, which are listed",
+    )
+
+
 def _run(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p = _command(
         sub,
@@ -85,6 +104,7 @@ def _run(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         action="store_true",
         help="start although fault=NAME plants a bug on purpose (posttrain faults lists them); its numbers mean nothing",
     )
+    _trust(p)
     p.add_argument("-h", "--help", action="store_true", help="this text; after a recipe's name also its settings")
     p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER] | posttrain run --resume RUN"
     p.set_defaults(text=p.format_help)
@@ -110,6 +130,7 @@ def _ladder(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     on.add_argument("--checkpoint", metavar="NAME", help="evaluate at these weights instead: a checkpoint, last, best, or a kept name")
     on.add_argument("--device", metavar="NAME", help="compute here instead of on the run's device")
     on.add_argument("--json", action="store_true", help="print JSON")
+    _trust(on)
 
 
 def _eval(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
@@ -127,6 +148,7 @@ def _eval(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("--checkpoint", default="last", metavar="NAME", help="of a run folder: last (default), best, or a checkpoint's name")
     p.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
     p.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
+    _trust(p)
     at = p.add_argument_group("at an address (slots=N: requests at once)")
     at.add_argument("--model", metavar="NAME", help="which of its models (default: the only one)")
     at.add_argument("--key-env", metavar="NAME", help="environment variable that holds the key; it is never written down")
@@ -152,6 +174,7 @@ def _serve(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("--no-token", action="store_true", help="serve everybody on this machine; refused on any other address")
     p.add_argument("--name", help="what callers call the model (default: the last part of TARGET)")
     p.add_argument("--checkpoint", default="last", metavar="NAME", help="of a run folder: last (default), best, or a checkpoint's name")
+    _trust(p)
 
 
 def _check(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
@@ -177,6 +200,7 @@ def _check(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         help="answers that must be judged a second (default: as many as the rollouts of a run brought, else 16)",
     )
     p.add_argument("--json", action="store_true", help="print JSON")
+    _trust(p)
 
 
 def _new(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
@@ -221,6 +245,7 @@ def _export(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("run", help="a run folder")
     p.add_argument("folder", help="where to write; must not exist or be empty")
     p.add_argument("--checkpoint", default="last", metavar="NAME", help="last (default), best, or a checkpoint's name")
+    _trust(p)
 
 
 def _faults(sub: argparse._SubParsersAction[ArgumentParser]) -> None:

@@ -15,6 +15,7 @@ from posttrain.core.errors import ConfigError, RunFolderError, nearest
 from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file
 from posttrain.core.record import Recorded
 from posttrain.core.types import Segment
+from posttrain.core.visible import visible
 
 _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 LARGEST_TOKENIZER = 512 * foreign.MiB
@@ -59,7 +60,7 @@ def lines(folder: str | Path, wanted: Wanted, colour: bool | None = None) -> Ite
         )
         yield f"no episodes in {folder} yet: {why}"
         return
-    what = f"{chosen.stage} step {chosen.index}" + (", held-out evaluation" if chosen.kind == "eval" else "")
+    what = f"{visible(chosen.stage)} step {chosen.index}" + (", held-out evaluation" if chosen.kind == "eval" else "")
     records = read_episodes(chosen.path)
     if wanted.episode is not None:
         if not 0 <= wanted.episode < len(records):
@@ -128,7 +129,9 @@ def _table(folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wante
         yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
     flag = " --eval" if chosen.kind == "eval" else ""
     yield paint(
-        f"token by token: posttrain show {folder} --stage {chosen.stage} --step {chosen.index}{flag} --episode {shown[0][0]}", "dim", on
+        f"token by token: posttrain show {visible(str(folder))} --stage {visible(chosen.stage)} --step {chosen.index}{flag} --episode {shown[0][0]}",
+        "dim",
+        on,
     )
 
 
@@ -136,7 +139,7 @@ def _row(i: int, r: Recorded, on: bool) -> str:
     e = r.episode
     prompt = e.task.prompt if isinstance(e.task.prompt, str) else e.task.prompt[-1]["content"]
     said = f"{_short(prompt, 40)} -> {_short(e.text, 60)}"
-    notes = [f"dropped: {r.dropped}"] * bool(r.dropped) + [f"error: {_short(e.error, 60)}"] * bool(e.error)
+    notes = [f"dropped: {visible(r.dropped or '')}"] * bool(r.dropped) + [f"error: {_short(e.error, 60)}"] * bool(e.error)
     mean = None if r.advantage is None else float(np.mean(np.concatenate([*r.advantage, np.zeros(0)]))) if e.spoken else 0.0
     reward = paint(f"{_number(e.reward):>7}", "" if e.reward is None else "yellow" if is_wrong(r) else "green", on)
     tail = f"  [{'; '.join(notes)}]" if notes else ""
@@ -150,11 +153,6 @@ def _number(x: float | None) -> str:
 def _short(text: str, most: int) -> str:
     flat = visible(text)
     return flat if len(flat) <= most else flat[: most - 3] + "..."
-
-
-def visible(text: str) -> str:
-    """One line, with control characters written out, so that nothing a model said can steer the terminal."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
 
 
 # --- token by token ------------------------------------------------------------------------------------------------------
@@ -178,14 +176,14 @@ def decoder(folder: Path) -> Callable[[Sequence[int]], str] | None:
 def episode_lines(i: int, r: Recorded, decode: Callable[[Sequence[int]], str] | None, on: bool) -> Iterator[str]:
     """Summary, verdicts, and every spoken token on a line of its own; what the world wrote is one line a stretch."""
     e = r.episode
-    yield paint(f"episode {i}: task {e.task.id}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}", "bold", on)
-    yield f"reward {_number(e.reward)}, shaped {_number(r.shaped)}" + (f", dropped: {r.dropped}" if r.dropped else "")
+    yield paint(f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}", "bold", on)
+    yield f"reward {_number(e.reward)}, shaped {_number(r.shaped)}" + (f", dropped: {visible(r.dropped)}" if r.dropped else "")
     if e.task.answer is not None:
         yield f"answer {_short(str(e.task.answer), 200)}"
     for j in e.verdicts:
         v = j.verdict
-        why = ": ".join(x for x in (v.kind, visible(v.why)) if x)
-        yield f"  {j.source} (weight {j.weight:g}): {_number(v.score) if v.score is not None else v.state.value}" + (
+        why = ": ".join(x for x in (visible(v.kind), visible(v.why)) if x)
+        yield f"  {visible(j.source)} (weight {j.weight:g}): {_number(v.score) if v.score is not None else v.state.value}" + (
             f"  {why}" if why else ""
         )
     if e.error:

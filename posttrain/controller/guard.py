@@ -17,14 +17,12 @@ from posttrain.controller.house import House
 from posttrain.controller.judges import Judges
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError, RewardError
-from posttrain.core.types import Credit, Gauge, Gauges, Group, ScoredGroup, Segment, Step, Task, merge
+from posttrain.core.types import Credit, Gauge, Gauges, Group, ScoredGroup, Step, Task, merge
 from posttrain.diagnose.gauges import failures
 from posttrain.diagnose.rules import findings
 from posttrain.role.agreement import Books, everyone_is_scored, loss_agrees, served_is_trained, update_agrees
-from posttrain.role.audit import opinions
+from posttrain.role.audit import opinions, same_outcome
 from posttrain.role.canaries import (
-    Chance,
-    Movement,
     failures_stay_out,
     filter_reads_outcomes,
     goes_on,
@@ -37,16 +35,17 @@ from posttrain.role.canaries import (
     sampler_agrees,
     stops_are_true,
 )
-from posttrain.role.listening import listening
+from posttrain.role.draws import TEMPERATURES, Bets, all_seen, bet_on_draws, bet_on_siblings, drawn_again, look, uniforms
+from posttrain.role.listening import SAMPLED, listening
+from posttrain.role.movement import gradient_reaches, moved, watched
 from posttrain.role.noise import noise_band
 from posttrain.role.pack import Minibatch
 from posttrain.role.rehearsal import rehearse
 from posttrain.role.rollout import Asked
+from posttrain.role.rounding import LEAST, noise
 
 WALK = 16
 """Tasks whose order is compared with that of their source."""
-PROBED = 256
-"""Packed tokens of a step whose entropy is computed to see whether the sampler draws as it says (steps 1 to 16, then every 8th)."""
 
 
 def due(index: int) -> bool:
@@ -57,13 +56,14 @@ def due(index: int) -> bool:
 class Guard:
     """Watches one stage. `history` is its record so far: empty where learner, sampler and reference still hold the same weights."""
 
-    def __init__(self, history: Sequence[Step] = ()) -> None:
+    def __init__(self, history: Sequence[Step] = (), bets: Bets | None = None) -> None:
+        self.bets = bets or Bets()
+        """Of the run so far: they go on from stage to stage."""
         self._history = list(history)
         self._index = len(self._history)
         self._fresh = not self._history
         self._moved = any("canary/moved" in s.gauges for s in self._history)
         self._gauges: Gauges = {}
-        self._chance = Chance()
         self._judges = Judges()
         self._held: Mapping[Hashable, str] = {}
         self._asked_before: set[tuple[str, int]] = set()
@@ -88,6 +88,7 @@ class Guard:
             goes_on(walked.sum if walked else None, h.prompts.cursor, taken, None if remembered is None else int(remembered))
         rehearse(h.stage.algorithm)
         served_is_trained(dict(h.learner.tensors()), h.trainer.trained())
+        gradient_reaches(h.learner, h.sync.canary)
         same = sameness(h)
         self._held = {same(t): t.id for t in h.rollout.environment.heldout}
         await self._judges.begin(h.rollout.environment, self._index)
@@ -125,7 +126,9 @@ class Guard:
         in_order_of_the_file(self._walk, h.prompts.source)
         if h.stage.algorithm.filter == "mixed":
             filter_reads_outcomes(asked.groups, asked.refused)
-        self._chance.compared(asked.played)
+        if not h.stage.oversample and all_seen(asked.played):
+            apart = LEAST[h.run.model.dtype].worst
+            self._gauges = merge(self._gauges, bet_on_siblings(self.bets.siblings, asked.played, apart))
         self._enough_judged(h, asked)
 
     def never_asked_before(self, played: Sequence[Group]) -> None:
@@ -168,31 +171,32 @@ class Guard:
         learner = h.learner.score(packed)
         version = np.concatenate([s.version[s.mask] for s in segments])
         mu = np.concatenate([s.logp[s.mask] for s in segments])
-        self._gauges = merge(
-            self._gauges, sampler_agrees(packed, mu, learner, version == h.trainer.version, dtype=h.run.model.dtype, text=h.text)
-        )
-        own = version == h.trainer.version
-        band = noise_band(
-            h.stage.algorithm, mu[own], learner[own], np.unique(packed.sequence_M[own], return_inverse=True)[1], h.run.model.dtype
-        )
+        own, dtype = version == h.trainer.version, h.run.model.dtype
+        exact = lambda: h.learner.exact(packed)  # noqa: E731
+        self._gauges = merge(self._gauges, sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=h.text))
+        band = noise_band(h.stage.algorithm, mu[own], learner[own], np.unique(packed.sequence_M[own], return_inverse=True)[1], dtype)
         self._gauges = merge(self._gauges, band)
         if h.reference is not None and episodes[0].reference is not None:
             reference = np.concatenate([x for e in episodes for x in e.reference or ()])
             if h.own_reference:
-                no_distance_yet(learner, reference, h.run.model.dtype)
+                no_distance_yet(learner, reference, dtype, exact)
 
     def _probe(self, h: House) -> None:
-        """Entropies of a few episodes' tokens, whatever became of them, against the log-probs of what was drawn."""
-        chosen: list[Segment] = []
-        for s in (s for g in self._played for e in g.episodes for s in e.segments):
-            if chosen and sum(len(x.ids) for x in chosen) + len(s.ids) > PROBED:
-                break
-            if s.spoken and not s.shown:
-                chosen.append(s)
-        if not chosen:
+        """Whether some of the step's tokens, whatever became of them, were drawn as the engine says."""
+        episodes = [e for g in self._played for e in g.episodes]
+        looked = look(episodes, self._index * 7 % max(1, len(episodes)))
+        if looked is None:
             return
-        entropy = h.learner.entropy(Packed.of(chosen))
-        self._gauges = merge(self._gauges, self._chance.surprised(np.concatenate([s.logp[s.mask] for s in chosen]), entropy))
+        dtype = h.run.model.dtype
+        if h.sync.sampler.draws_by_place:
+            uniform = uniforms(looked, h.run.seed, h.stream)
+            seen = drawn_again(looked, h.learner.odds(looked.packed), uniform, lambda: noise(dtype, h.learner, looked.packed), h.text)
+        elif h.stage.oversample or not all_seen(self._played):
+            return
+        else:
+            apart = LEAST[dtype].worst if dtype == "float32" else noise(dtype, h.learner, looked.packed)
+            seen = bet_on_draws(self.bets.draws, h.learner.odds(looked.packed, TEMPERATURES), apart)
+        self._gauges = merge(self._gauges, seen)
 
     def observer(self, h: House, minibatch: Minibatch) -> Callable[[Batch, np.ndarray], None] | None:
         """On the first optimizer step after a push, every token the current weights said has rho = 1."""
@@ -202,7 +206,8 @@ class Guard:
 
         def observe(batch: Batch, learner_M: np.ndarray) -> None:
             fresh = batch.version_M == version
-            seen = sampler_agrees(batch, batch.logp_mu_M, learner_M, fresh, dtype=h.run.model.dtype, text=h.text)
+            exact = lambda: h.learner.exact(batch)  # noqa: E731
+            seen = sampler_agrees(batch, batch.logp_mu_M, learner_M, fresh, dtype=h.run.model.dtype, exact=exact, text=h.text)
             self._gauges = merge(self._gauges, seen)
 
         return observe
@@ -210,29 +215,30 @@ class Guard:
     @contextmanager
     def first_move(self, h: House, batch: Batch) -> Iterator[None]:
         """Around an optimizer step: second opinions on the batch and on its gradient where they are due. In the first step of the
-        stage that carries credit every trainable parameter moves, as far as the optimizer's settings say and no further.
+        stage that carries credit whatever has a gradient moves, as far as the optimizer's settings say and no further.
 
         Without credit there may be nothing to follow: the gradient of a KL pull is 0 at the reference itself.
         """
         if self._books is not None:
             self._books.check(batch)
         first = not self._moved and bool(np.any(batch.advantage_M))
+        lr, config = h.trainer.optimizer.lr, h.stage.optimizer
         with ExitStack() as stack:
             heard = stack.enter_context(listening(h.trainer, gradients=first)) if first or due(self._index) else None
             from_rest = first and not h.trainer.optimizer.state_tensors().get("steps", 1)
-            watch = Movement.watch(h.trainer.trained()) if first else None
+            before = watched(h.trainer.trained(), SAMPLED) if from_rest else {}
             yield
-        if heard is not None and due(self._index):
+        if heard is None:
+            return
+        if due(self._index):
             self._gauges = merge(self._gauges, loss_agrees(h.stage.algorithm, batch, heard))
-        if watch is not None and heard is not None:
-            unread = () if h.stage.algorithm.learns_values else ("value_head.",)
-            self._gauges = merge(self._gauges, watch.check(h.trainer.trained(), unread=unread))
-            if from_rest:
-                optimizer: Any = h.trainer.optimizer
-                self._gauges = merge(
-                    self._gauges, update_agrees(h.stage.optimizer, heard, watch.before, h.trainer.trained(), optimizer.state_tensors())
-                )
-            self._moved = True
+        if first:
+            seen = moved(heard, h.trainer.trained(), lr=lr, eps=config.eps, clip=config.clip)
+            self._gauges = merge(self._gauges, seen)
+            self._moved = bool(seen)
+        if from_rest:
+            optimizer: Any = h.trainer.optimizer
+            self._gauges = merge(self._gauges, update_agrees(config, heard, before, h.trainer.trained(), optimizer.state_tensors()))
 
 
 def sameness(h: House) -> Callable[[Task], Hashable]:
@@ -248,11 +254,11 @@ def notes(asked: Asked, credit: Credit, wanted: int) -> tuple[str, ...]:
             f"only {len(asked.groups)} of {wanted} groups passed the filter after asking for {len(asked.played)}; "
             "the tasks are too easy or too hard for this policy (raise refill, or change the tasks)"
         )
-    rewards = sorted({float(r) for g in credit.groups for r in g.group.rewards})
-    shown = ", ".join(f"{r:g}" for r in rewards[:4])
+    rewards = sorted({f"{r:g}": float(r) for g in credit.groups for r in g.group.rewards}.items(), key=lambda row: row[1])
+    shown = ", ".join(text for text, _ in rewards[:4])
     if credit.groups and all(g.silent for g in credit.groups):
         out.append(f"no group has spread (all siblings agree; rewards seen: {shown}), so this step carries no credit")
-    elif len(rewards) == 1:
+    elif credit.groups and same_outcome([e for g in credit.groups for e in g.group.judged]):
         out.append(f"every sample got the same reward ({shown}), so nothing in this step tells good from bad")
     return tuple(out)
 

@@ -71,6 +71,11 @@ class House:
     """Whether the reference began as the policy itself, so that nothing lies between them before the first step."""
     clock: Clock = field(default_factory=Clock)
 
+    @property
+    def stream(self) -> str:
+        """Of the random numbers of this stage's rollouts."""
+        return f"train/{self.stage.name}"
+
 
 @dataclass
 class Parts:

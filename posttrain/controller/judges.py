@@ -147,13 +147,16 @@ def _turns(e: Episode) -> tuple[str, ...]:
 
 def _same(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
     """Whether all sources that could judge both times gave the same. A weight of 0 makes a source a number to look at, such as a time."""
-    scores = [{j.source: j.verdict.score for j in x if j.counts and j.weight and j.verdict.state is not State.FAILED} for x in (one, two)]
-    both = scores[0].keys() & scores[1].keys()
-    return all(_equal(scores[0][s], scores[1][s]) for s in both)
+    was, now = ({j.source: j for j in x if j.counts and j.weight and j.verdict.state is not State.FAILED} for x in (one, two))
+    return all(_equal(was[s], now[s]) for s in was.keys() & now.keys())
 
 
-def _equal(a: float | None, b: float | None) -> bool:
-    return a == b if a is None or b is None else abs(a - b) <= 1e-9 * max(1.0, abs(a))
+def _equal(one: Judged, two: Judged) -> bool:
+    """Up to rounding, and up to the resolution of a source that is a model."""
+    a, b = one.verdict.score, two.verdict.score
+    if a is None or b is None:
+        return a == b
+    return abs(a - b) <= max(1e-9 * max(1.0, abs(a)), one.resolution * max(abs(a), abs(b)))
 
 
 def _shown(verdicts: Sequence[Judged]) -> str:

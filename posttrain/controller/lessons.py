@@ -10,11 +10,14 @@ import numpy as np
 from posttrain.controller.house import Parts
 from posttrain.core import seeds
 from posttrain.core.batch import Demonstrations
+from posttrain.core.errors import InvariantError
 from posttrain.core.run import Supervised
+from posttrain.core.types import Step
 from posttrain.role.agreement import demonstration_ends_once, same_question, served_is_trained
-from posttrain.role.canaries import Movement
+from posttrain.role.listening import listening
+from posttrain.role.movement import gradient_reaches, moved
 from posttrain.role.prompts import Prompts
-from posttrain.role.trainer import Trainer
+from posttrain.role.trainer import NAMED, NotFinite, Trainer
 
 
 class Lessons:
@@ -26,17 +29,32 @@ class Lessons:
     @contextmanager
     def watch(self, parts: Parts, trainer: Trainer, stage: Supervised, batch: Demonstrations, index: int) -> Iterator[None]:
         """Around one optimizer step of imitation: every demonstration ends once; at the first, the first demonstration's
-        prompt is the one a rollout is shown, and every parameter moves."""
+        prompt is the one a rollout is shown, and every parameter moves. A gradient that is not finite names the demonstrations that make
+        it, and the step is in the record."""
         demonstration_ends_once(batch, parts.stop_ids, parts.text)
+        try:
+            with self._first(parts, trainer, stage, batch, index):
+                yield
+        except NotFinite as error:
+            names = [f"demonstration {e} ({parts.text(batch.select([e]).ids_N)[:60]!r})" for e in error.culprits[:NAMED]]
+            told = error.told([*names, *[""] * (len(error.culprits) - len(names))], f" ({stage.name} step {index})")
+            parts.book.write(Step(stage.name, index, trainer.version, {}, notes=(f"stopped: {told}",)))
+            raise InvariantError(told) from error
+
+    @contextmanager
+    def _first(self, parts: Parts, trainer: Trainer, stage: Supervised, batch: Demonstrations, index: int) -> Iterator[None]:
+        """Around the first step of the stage: the first demonstration's prompt is the one a rollout is shown, and every parameter moves."""
         if not self._fresh:
             yield
             return
         self._fresh = False
         served_is_trained(dict(parts.learner.tensors()), trainer.trained())
+        gradient_reaches(parts.learner, parts.sync.canary)
         self._first_question(parts, stage, batch, index)
-        watch = Movement.watch(trainer.trained())
-        yield
-        watch.check(trainer.trained(), unread=("value_head.",))
+        lr, config = trainer.optimizer.lr, stage.optimizer
+        with listening(trainer, gradients=True) as heard:
+            yield
+        moved(heard, trainer.trained(), lr=lr, eps=config.eps, clip=config.clip)
 
     def _first_question(self, parts: Parts, stage: Supervised, batch: Demonstrations, index: int) -> None:
         """Compare the first demonstration's prompt with what a rollout shows; a document answers nothing."""

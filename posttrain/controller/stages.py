@@ -11,7 +11,7 @@ from posttrain.algorithm.steer import Memory
 from posttrain.controller.guard import Guard
 from posttrain.controller.house import Clock, House, Parts
 from posttrain.controller.lessons import Lessons
-from posttrain.controller.step import train_step
+from posttrain.controller.step import checked, train_step
 from posttrain.controller.stop import Interrupted, Stopper
 from posttrain.core import reader
 from posttrain.core.pieces.pull import KL
@@ -21,6 +21,7 @@ from posttrain.core.types import Step, merge
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.role.canaries import came_back, measured_right, said_by_these_weights
 from posttrain.role.demonstrate import demonstrations
+from posttrain.role.draws import Bets
 from posttrain.role.evaluate import Report
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts
@@ -61,6 +62,8 @@ class Progress:
     rates: dict[str, float] | None = None
     visits: dict[str, int] | None = None
     """What a curriculum has seen of each task."""
+    bets: dict[str, Any] | None = None
+    """What the statistical checks have seen (`role.draws.Bets`), over all stages."""
     reference: str = ""
     """Name of the kept weights the reference was last refreshed with; '' where it never was."""
     optimizer_steps: int = 0
@@ -184,7 +187,8 @@ class Stages:
                 p.before, p.accuracy = report.accuracy.mean, (report.accuracy.mean, report.accuracy.low, report.accuracy.high)
             parts.say(productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)")
         house = self._house(stage, checkpoint)
-        guard = Guard([] if fresh else [s for s in reader.steps(parts.book.folder) if s.stage == stage.name])
+        history = [] if fresh else [s for s in reader.steps(parts.book.folder) if s.stage == stage.name]
+        guard = Guard(history, Bets.of(p.bets))
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
         if stage.algorithm.curriculum is not None and house.prompts.curriculum is None:
             parts.say(
@@ -194,9 +198,9 @@ class Stages:
         await guard.begin(house)
         report = None
         while p.step < stage.steps and not p.ended:
-            step = await guard.after(house, await train_step(house, guard, p.step + 1))
+            step = await checked(house, guard, await train_step(house, guard, p.step + 1))
             p.step, p.version, p.cursor, p.memory = p.step + 1, house.trainer.version, house.prompts.cursor, asdict(house.memory)
-            p.rates, p.visits = dict(house.prompts.rates), dict(house.prompts.visits)
+            p.rates, p.visits, p.bets = dict(house.prompts.rates), dict(house.prompts.visits), asdict(guard.bets)
             step = self._refresh(stage, house, step)
             p.optimizer_steps += int(step.gauges["optim/steps"].sum)
             parts.version = p.version

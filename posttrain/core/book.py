@@ -13,6 +13,8 @@ Reading is `core.reader`, needs no lock, and works while a run is being written.
 from __future__ import annotations
 
 import errno
+import json
+import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -75,8 +77,9 @@ class Book:
             if foreign := sorted(p.name for p in folder.iterdir() if p.name != "lock"):
                 raise RunFolderError(f"{folder} is not empty ({', '.join(foreign[:3])}). Choose another --out")
             lineages = {s.name: lineage(s.algorithm) for s in run.stages if isinstance(s, Reinforce)}
+            data = {"schema": reader.SCHEMA, "identity": secrets.token_hex(16), "run": to_plain(run), "lineages": lineages, **facts}
             with files.disk_full_is_reported(folder / "run.json", lambda: "Nothing was run"):
-                files.write_json(folder / "run.json", {"schema": reader.SCHEMA, "run": to_plain(run), "lineages": lineages, **facts})
+                files.write_json(folder / "run.json", {**data, "digests": reader.digests(json.loads(json.dumps(data)))})
             return Book(folder, run, lock)
         except OSError as error:
             lock.release()
@@ -92,9 +95,7 @@ class Book:
         `path` is a run folder, or one checkpoint inside it: then everything after that checkpoint is removed.
         A damaged checkpoint is an error that names the file and the one before it; nothing is skipped silently.
         """
-        path = Path(path)
-        chosen = path.name if path.parent.name == "checkpoints" and (path.parent.parent / "run.json").exists() else None
-        folder = path.parent.parent if chosen else path
+        folder, chosen = reader.folder_of(path)
         run = reader.run_file(folder).run
         lock = files.Lock(folder)
         try:

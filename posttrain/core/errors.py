@@ -46,6 +46,10 @@ class RunFolderError(PosttrainError):
     exit_code = 5
 
 
+class UntrustedError(RunFolderError):
+    """A run folder that this user did not make here asks for code, addresses, secrets or files elsewhere. Exit code 5."""
+
+
 class EngineError(PosttrainError):
     """An engine could not do what its port promises (out of cache, unsupported architecture). Exit code 6."""
 

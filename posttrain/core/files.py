@@ -107,6 +107,17 @@ def digest(path: Path) -> str:
     return h.hexdigest()
 
 
+def share(folder: Path) -> None:
+    """Give every file under a folder the mode that a new file gets there (the user's umask): libraries write theirs as 0600."""
+    probe = folder / ".mode.part"
+    probe.touch()
+    mode = probe.stat().st_mode
+    probe.unlink()
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.is_symlink() and path.stat().st_mode != mode:
+            path.chmod(mode & 0o777)
+
+
 def write_directory(target: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a hidden sibling of `target`, add a digest per file, make it durable, and rename it into place.
 
@@ -117,6 +128,7 @@ def write_directory(target: Path, write: Callable[[Path], object]) -> None:
     staged.mkdir(parents=True)
     try:
         write(staged)
+        share(staged)
         files = sorted(p for p in staged.rglob("*") if p.is_file())
         (staged / DIGESTS).write_text(json.dumps({p.relative_to(staged).as_posix(): digest(p) for p in files}, indent=1))
         for path in (*files, staged / DIGESTS, *(p for p in staged.rglob("*") if p.is_dir()), staged):

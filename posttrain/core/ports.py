@@ -29,13 +29,19 @@ class Sampler(Protocol):
         ...
 
     @property
+    def draws_by_place(self) -> bool:
+        """Whether the token at position t of a turn is the one that `seeds.uniforms(place, ...)[t]` picks through the inverse of the
+        cumulative distribution, ids ascending, so that anyone can draw it again."""
+        ...
+
+    @property
     def context(self) -> int:
         """Most tokens a sequence may have, prompt included."""
         ...
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
-        """Continue int32 [T] `ids` by one turn. The token at position t of the turn is drawn with
-        `seeds.uniforms(place, ...)[t]`. Raises DataError for an empty or over-long prompt."""
+        """Continue int32 [T] `ids` by one turn, with random numbers that belong to `place`. Raises DataError for an empty or
+        over-long prompt."""
         ...
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
@@ -82,6 +88,24 @@ class TokenScores:
     """[M, K]: log-probs of the candidate tokens that were asked for."""
 
 
+@dataclass(frozen=True, eq=False)
+class Odds:
+    """Where each of M spoken tokens lies in the distribution p it was drawn from; float64.
+
+    Ids are summed in ascending order: the token is what a uniform in [below, upto) picks through the inverse of p's cumulative
+    distribution.
+    """
+
+    below_M: np.ndarray
+    """Mass of the ids below the token's."""
+    upto_M: np.ndarray
+    """The same with the token's own."""
+    log_ratio_MK: np.ndarray
+    """log q - log p of the token, for each q proportional to p^(1 / temperature) that was asked for."""
+    distance_MK: np.ndarray
+    """Total variation between q and p."""
+
+
 class Examiner(Scorer, Protocol):
     """A scorer that also tells of whole next-token distributions."""
 
@@ -110,6 +134,14 @@ class Learner(Examiner, Protocol):
 
     def value(self, packed: Packed) -> np.ndarray:
         """float32 [M]: the value head's estimate before each spoken token, without gradient."""
+        ...
+
+    def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
+        """Where each spoken token lies in the distribution it was drawn from."""
+        ...
+
+    def exact(self, packed: Packed) -> np.ndarray | None:
+        """float64 [M]: log-probs by a float64 copy of the weights, made for this call; None where the model is too large for one."""
         ...
 
     def parameters(self) -> Mapping[str, Any]:

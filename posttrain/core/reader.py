@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from posttrain.core import files, record
 from posttrain.core.errors import PosttrainError, RunFolderError
@@ -27,6 +27,12 @@ class RunFile:
     run: Run
     lineages: Mapping[str, list[dict[str, Any]]]
     facts: Mapping[str, Any]
+    identity: str | None = None
+    """Random, made with the run: what `core.trust` knows it by."""
+    edited: tuple[str, ...] = ()
+    """Entries that are not as they were written (`run.seed`), by their digests."""
+    digest: str = ""
+    """Of the whole file."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +46,18 @@ class EpisodeFile:
     episodes: int
 
 
+def is_run(path: Path | str) -> bool:
+    """Whether a path is that of a run folder."""
+    return (Path(path) / "run.json").is_file()
+
+
+def folder_of(path: Path | str) -> tuple[Path, str | None]:
+    """The run folder that a path means, and the checkpoint, where the path is that of one inside it."""
+    path = Path(path)
+    inside = path.parent.name == "checkpoints" and is_run(path.parent.parent)
+    return (path.parent.parent, path.name) if inside else (path, None)
+
+
 def run_file(folder: Path | str) -> RunFile:
     folder = Path(folder)
     path = folder / "run.json"
@@ -48,9 +66,28 @@ def run_file(folder: Path | str) -> RunFile:
     data = files.read_json(path)
     if data.get("schema") != SCHEMA:
         raise RunFolderError(f"{path} has schema {data.get('schema')}; this posttrain reads {SCHEMA}. Use the version that wrote it")
-    facts = {k: v for k, v in data.items() if k not in ("schema", "run", "lineages")}
+    facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     with damage_is_named(str(path)):
-        return RunFile(from_plain(Run, data["run"]), data["lineages"], facts)
+        return RunFile(from_plain(Run, data["run"]), data["lineages"], facts, data.get("identity"), _edited(data), _digest(data))
+
+
+def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
+    """Names of entries whose digest is another one; () where an older version wrote none."""
+    then: Any = data.get("digests")
+    if not isinstance(then, dict):
+        return ()
+    now, names = digests(data), {*digests(data), *map(str, cast("dict[Any, Any]", then))}
+    return tuple(n for n in sorted(names) if now.get(n) != cast("dict[Any, Any]", then).get(n))
+
+
+def digests(data: Mapping[str, Any]) -> dict[str, str]:
+    """One digest an entry of run.json, and one a field of the tree, so that an edit can be told by name."""
+    parts = {k: v for k, v in data.items() if k not in ("run", "digests")}
+    return {name: _digest(value) for name, value in {**{f"run.{k}": v for k, v in data["run"].items()}, **parts}.items()}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
 @contextmanager
@@ -82,13 +119,23 @@ def episode_name(stage: str, index: int, kind: str) -> str:
 
 
 def episode_files(folder: Path | str) -> list[EpisodeFile]:
-    """In the order they were written. A file that was written but not yet listed is left out."""
+    """In the order they were written. A file that was written but not yet listed is left out, and one that is gone is not
+    (`missing_episodes`). A name that a run would not have given, such as a path out of the folder, is an error."""
     where = Path(folder) / "episodes"
     out: list[EpisodeFile] = []
     for number, d in files.read_lines(where / "index.jsonl"):
         with damage_is_named(f"{where / 'index.jsonl'}:{number}"):
-            out.append(EpisodeFile(where / Path(d["file"]).name, str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"])))
+            row = EpisodeFile(where / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
+            named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
+        if not named or row.kind not in ("train", "eval"):
+            raise RunFolderError(f"{where / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run")
+        out.append(row)
     return out
+
+
+def missing_episodes(folder: Path | str) -> list[EpisodeFile]:
+    """Listed episode files that are not there."""
+    return [row for row in episode_files(folder) if not row.path.is_file()]
 
 
 def episodes(folder: Path | str, stage: str, index: int, kind: str = "train") -> tuple[record.Recorded, ...]:

@@ -28,6 +28,7 @@ import numpy as np
 from posttrain.core import foreign
 from posttrain.core.errors import RunFolderError
 from posttrain.core.sampling import Sampling
+from posttrain.core.spread import RESOLUTION
 from posttrain.core.tree import from_plain, to_plain
 from posttrain.core.types import Credit, Episode, Gauge, Group, Kept, Segment, Step, Stop, Task, Top
 from posttrain.core.verdict import Judged, State, Verdict
@@ -120,7 +121,13 @@ def _verdict(j: Judged) -> dict[str, Any]:
         "why": v.why,
         "end": j.end,
         "paid": j.paid,
+        "resolution": j.resolution,
     }
+
+
+def _verdict_back(v: Mapping[str, Any]) -> Judged:
+    verdict = Verdict(State(v["state"]), v["score"], v["kind"], v["why"])
+    return Judged(v["source"], v["weight"], verdict, v["end"], v.get("paid", False), v.get("resolution", RESOLUTION))
 
 
 def to_columns(records: Sequence[Recorded]) -> Columns:
@@ -156,6 +163,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "text": e.text,
                 "error": e.error,
                 "state": e.state,
+                "turns": list(e.turns),
             }
         )
     meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}
@@ -191,14 +199,10 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         about: int = m["task"]
         which: list[int] = m["samplings"]
         drawn = [cut.segment(samplings[i]) for i in which]
-        verdicts = tuple(
-            Judged(v["source"], v["weight"], Verdict(State(v["state"]), v["score"], v["kind"], v["why"]), v["end"], v.get("paid", False))
-            for v in m["verdicts"]
-        )
+        verdicts = tuple(_verdict_back(v) for v in m["verdicts"])
         segments = tuple(s for s, _ in drawn)
-        episode = Episode(
-            tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, m["text"], m["error"], m.get("state")
-        )
+        said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
+        episode = Episode(tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, *said)
         out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
     return tuple(out)
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
@@ -18,6 +19,12 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Limits
 
 Scalar = str | int | float | bool
+NAME = re.compile(r"\w[\w-]{0,63}")
+"""Of a stage."""
+
+
+BUILT_CONTEXT = 512
+"""Positions of a built model, where nothing else is said."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +40,9 @@ class Model:
     heads: int = 4
     kv_heads: int = 4
     ffn: int = 384
-    context: int = 512
+    context: int | None = None
+    """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, 512 where one is built or names no bound.
+    A rope whose frequencies change with the length (dynamic, longrope) is served up to the length at which they begin to."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations; the head, its softmax and every loss are float32 regardless."""
@@ -54,10 +63,19 @@ class Reward:
     the trainer, which nothing can kill; `math` takes two processes."""
     timeout: float | None = None
     """Seconds one call may take: on the clock in a thread, of processor time in a worker. None: 30, and 3 for `math`."""
+    resolution: float | None = None
+    """Relative difference of two of its scores that says nothing: siblings that differ by less are alike. Set it for a function that asks
+    a model (1e-3, say: what its scores change by when nothing of meaning does). None: 2^-40, a verifier's."""
 
     def __post_init__(self) -> None:
         if self.workers < 0 or (self.timeout is not None and not self.timeout > 0):
             raise ConfigError(f"reward {self.function!r}: workers={self.workers} must be >= 0 and timeout={self.timeout} > 0")
+        _check_resolution(f"reward {self.function!r}", self.resolution)
+
+
+def _check_resolution(what: str, resolution: float | None) -> None:
+    if resolution is not None and not 0 <= resolution < 1:
+        raise ConfigError(f"{what}: resolution={resolution:g} is a relative difference, at least 0 and below 1 (1e-3 for a model, say)")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +105,13 @@ class Env:
     """Held-out tasks. 0: train without measuring."""
     limits: Limits = Limits()
     sandbox: Where = Where()
+    resolution: float | None = None
+    """As `Reward.resolution`, of the environment's own verdicts, where a model gives them."""
 
     def __post_init__(self) -> None:
+        _check_resolution(f"env {self.name}", self.resolution)
+        if self.resolution is not None and self.name == "prompts":
+            raise ConfigError("env.resolution: with env.name=prompts its rewards judge; set env.rewards.0.resolution")
         if self.heldout < 0:
             raise ConfigError(f"env.heldout={self.heldout}: must be >= 0 (0 trains without measuring)")
 
@@ -293,6 +316,8 @@ class Run:
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")
+        if strange := [n for n in names if not NAME.fullmatch(n)]:
+            raise ConfigError(f"stage name {strange[0]!r}: use at most 64 letters, digits, - and _, since files of the run are named by it")
         if len(set(names)) != len(names):
             raise ConfigError(f"stage names must differ: {names}")
         if not self.env.heldout and (blind := [s.name for s in self.stages if isinstance(s, Reinforce) and s.target is not None]):

@@ -1,7 +1,7 @@
 """What the rooms hold in their hands. Each type refuses to be born wrong.
 
-Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment,
-S segments in a batch, N packed positions, M spoken positions.
+Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment, S segments in a batch, N packed
+positions, M spoken positions.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import numpy as np
 
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
+from posttrain.core.spread import rounding, spread
 from posttrain.core.stop import Stop as Stop
-from posttrain.core.verdict import Judged, outcome
+from posttrain.core.verdict import Judged, outcome, resolution, size
 
 
 class Message(TypedDict):
@@ -207,10 +208,29 @@ class Episode:
     error: str = ""
     state: Any = None
     """The world as the episode left it (`Talk.leave`), as verifiers saw it."""
+    turns: tuple[int, ...] = ()
+    """Tokens of each turn the policy said, in order; over all segments they are its spoken tokens. Empty for a demonstration."""
+
+    def __post_init__(self) -> None:
+        if self.turns and sum(self.turns) != self.spoken:
+            raise InvariantError(
+                f"task {self.task.id!r}: turns of {sum(self.turns)} tokens in an episode of {self.spoken} spoken ones. Every token of a turn enters "
+                "the transcript, and no other is spoken"
+            )
 
     @property
     def reward(self) -> float | None:
         return outcome(self.verdicts)
+
+    @property
+    def size(self) -> float:
+        """Sum of the absolute terms of the reward (`core.spread`)."""
+        return size(self.verdicts)
+
+    @property
+    def resolution(self) -> float:
+        """Relative difference of rewards that says nothing: that of the coarsest source."""
+        return resolution(self.verdicts)
 
     @property
     def spoken(self) -> int:
@@ -256,9 +276,10 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether the judged siblings that the policy said differ in raw outcome (max != min, tested before any division)."""
-        r = np.array([e.reward for e in self.judged if not e.shown], dtype=np.float64)
-        return len(r) > 1 and bool(r.max() != r.min())
+        """Whether the judged siblings that the policy said differ in raw outcome, by more than rounding (`core.spread`)."""
+        own = [e for e in self.judged if not e.shown]
+        noise = rounding([e.size for e in own], max((e.resolution for e in own), default=0.0))
+        return spread([e.reward for e in own if e.reward is not None], noise)
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from posttrain.core.errors import InvariantError
+from posttrain.core.spread import RESOLUTION
 
 SOLVED = 1.0 - 1e-9
 """A raw outcome of at least this counts as solved."""
@@ -58,6 +59,7 @@ class Judged:
     With `end` it is about a part: the episode up to its spoken token number `end`. A judge's opinion of a step never enters the
     outcome; only a baseline that compares steps reads it. With `paid` it is a reward that the world gave for the turn that ends
     there: a part of the outcome, and credit that knows turns gives it to what was said up to there.
+    `resolution` is the relative difference up to which two scores of this source say the same (`core.spread`).
     """
 
     source: str
@@ -65,8 +67,11 @@ class Judged:
     verdict: Verdict
     end: int | None = None
     paid: bool = False
+    resolution: float = RESOLUTION
 
     def __post_init__(self) -> None:
+        if not 0 <= self.resolution < 1:
+            raise InvariantError(f"reward source {self.source!r}: resolution={self.resolution} must be in [0, 1)")
         if self.paid and self.end is None:
             raise InvariantError(f"reward source {self.source!r}: a paid turn needs the spoken token at which it ended")
 
@@ -86,3 +91,13 @@ def outcome(verdicts: Sequence[Judged]) -> float | None:
         return None
     scores = [j.weight * j.verdict.score for j in verdicts if j.verdict.score is not None]
     return math.fsum(scores) if scores else None
+
+
+def size(verdicts: Sequence[Judged]) -> float:
+    """What rounding of the outcome is relative to: the sum of the absolute values of its terms."""
+    return math.fsum(abs(j.weight * j.verdict.score) for j in verdicts if j.counts and j.verdict.score is not None)
+
+
+def resolution(verdicts: Sequence[Judged]) -> float:
+    """The coarsest of the sources that gave a value."""
+    return max((j.resolution for j in verdicts if j.counts and j.verdict.score is not None), default=RESOLUTION)

@@ -1,8 +1,9 @@
 """One attention function for learner, reference and embedded engine, registered with transformers.
 
 A Hugging Face model built with `attn_implementation=attention.NAME` hands every layer's queries, keys and values to
-`attend` below, together with the keyword arguments of its own forward; the `layout` among them decides who sees whom.
-`PackedLayout` is the learner's (segments back to back); the embedded engine brings its own, with a key-value cache.
+`attend` below. The layout in use (`using`) decides who sees whom; it does not travel through the model's own arguments, which some
+architectures do not pass on. `PackedLayout` is the learner's (segments back to back); the embedded engine brings its own, with a
+key-value cache.
 
 Shapes: N packed positions, H query heads, K key-value heads (H = K * groups), D head width, S segments;
 a bucket is B segments padded to L positions.
@@ -10,7 +11,10 @@ a bucket is B segments padded to L positions.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -24,8 +28,9 @@ from posttrain.core.errors import EngineError
 NAME = "posttrain"
 WASTE = 0.12
 """Most padding a bucket may hold, as a share of the positions it computes."""
-BIASES = ("s_aux", "position_bias", "head_mask", "sinks")
-"""Keyword arguments by which some architectures change the scores themselves; no layout applies them."""
+HARMLESS = ("position_ids", "cache_position")
+"""Tensors among an attention's keyword arguments that change no score. Any other (sinks, biases, chosen blocks) would, and no layout
+applies them."""
 
 
 class Layout(Protocol):
@@ -44,6 +49,39 @@ class Layout(Protocol):
     ) -> Tensor:
         """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
         ...
+
+
+_IN_USE: ContextVar[Layout | None] = ContextVar("layout", default=None)
+
+
+@contextmanager
+def using(layout: Layout) -> Iterator[None]:
+    """Every layer attends by this layout inside."""
+    token = _IN_USE.set(layout)
+    try:
+        yield
+    finally:
+        _IN_USE.reset(token)
+
+
+def carry_into_recomputation(module: nn.Module) -> None:
+    """Layers that are computed again in the backward pass (activation checkpointing) then attend by the layout of their forward."""
+    for part in module.modules():
+        checkpoint = part.__dict__.get("_gradient_checkpointing_func")
+        if checkpoint is not None:
+            part.__dict__["_gradient_checkpointing_func"] = partial(_carrying, checkpoint)
+
+
+def _carrying(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+    layout = _IN_USE.get()
+
+    def again(*given: Any) -> Any:
+        if layout is None:
+            return function(*given)
+        with using(layout):
+            return function(*given)
+
+    return checkpoint(again, *args)
 
 
 def register() -> None:
@@ -69,20 +107,25 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention signature; the work is `kwargs["layout"]`'s. Returns ([1, N, H, D], None).
+    """Transformers' attention signature; the work is the layout's. Returns ([1, N, H, D], None).
 
     Refuses what a layout would otherwise ignore in silence: a mask, attention dropout (sampler and learner would
     differ), score biases, attention that is not causal.
     """
-    layout: Layout | None = kwargs.get("layout")
+    layout = _IN_USE.get()
     if layout is None:
-        raise EngineError(f"attention {NAME!r} needs a layout: call the model with layout=PackedLayout(lengths)")
+        raise EngineError(f"attention {NAME!r} needs a layout: call the model inside attention.using(PackedLayout(lengths))")
     if attention_mask is not None:
-        raise EngineError(f"attention {NAME!r} takes no attention_mask: the layout says who attends to whom. Pass attention_mask=None")
+        raise EngineError(
+            f"attention {NAME!r} takes no attention_mask: the layout says who attends to whom. Pass attention_mask=None; a "
+            f"{type(module).__name__} that makes a mask of its own cannot be served. Use another architecture then"
+        )
     if dropout:
         raise EngineError(f"attention dropout {dropout}: sampler and learner would differ. Set the config's attention dropout to 0")
-    if biases := [name for name in BIASES if kwargs.get(name) is not None]:
-        raise EngineError(f"{type(module).__name__} adds {', '.join(biases)} to its attention scores, which {NAME!r} does not apply")
+    if more := [n for n, x in kwargs.items() if isinstance(x, Tensor | tuple | list) and n not in HARMLESS]:
+        raise EngineError(
+            f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply. Use another architecture"
+        )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
     scale = float(query.shape[-1] ** -0.5) if scaling is None else scaling

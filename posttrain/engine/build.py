@@ -19,7 +19,7 @@ from transformers import (
 
 from posttrain.core import seeds
 from posttrain.core.errors import ConfigError
-from posttrain.core.run import Model
+from posttrain.core.run import BUILT_CONTEXT, Model
 from posttrain.engine import attention
 
 ROTARY = {"qwen3": Qwen3Config, "llama": LlamaConfig, "gemma": GemmaConfig}
@@ -38,6 +38,7 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
     Weights start at 0.5 / sqrt(hidden): at these widths transformers' 0.02 leaves the first hundred steps to waking up.
     """
     _check(model)
+    context = BUILT_CONTEXT if model.context is None else model.context
     tokens = {
         "vocab_size": len(tokenizer),
         "eos_token_id": tokenizer.eos_token_id,
@@ -51,7 +52,7 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
             n_layer=model.layers,
             n_head=model.heads,
             n_inner=model.ffn,
-            n_positions=model.context,
+            n_positions=context,
             attn_pdrop=0.0,
             embd_pdrop=0.0,
             resid_pdrop=0.0,
@@ -65,7 +66,7 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
         num_key_value_heads=model.kv_heads,
         head_dim=model.hidden // model.heads,
         intermediate_size=model.ffn,
-        max_position_embeddings=model.context,
+        max_position_embeddings=context,
         tie_word_embeddings=model.arch != "llama",
         **tokens,
     )
@@ -73,7 +74,7 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
 
 def _check(model: Model) -> None:
     for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context"):
-        if getattr(model, name) < 1:
+        if (size := getattr(model, name)) is not None and size < 1:
             raise ConfigError(f"model.{name}={getattr(model, name)}: must be >= 1")
     if model.hidden % model.heads:
         raise ConfigError(f"model.hidden={model.hidden} cannot be split over model.heads={model.heads}: use a multiple of {model.heads}")

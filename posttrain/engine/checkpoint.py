@@ -18,8 +18,9 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from posttrain.core.errors import ConfigError, DataError, PosttrainError
+from posttrain.core.errors import ConfigError, DataError, EngineError, PosttrainError
 from posttrain.engine import attention
+from posttrain.engine.adopt import WANTED, implementation
 from posttrain.engine.folder import check_layers, examine
 from posttrain.engine.vocabulary import quiet
 
@@ -34,6 +35,7 @@ def read_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> t
     make them up.
     """
     where = _locate(path)
+    attention.register()
     with quiet():
         config = _config(where, trust_remote_code)
         notes = _silence_dropout(config)
@@ -111,10 +113,13 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
 
 
 def _silence_dropout(config: PreTrainedConfig) -> list[str]:
-    """Sets every dropout rate of the config to 0; says so where one was not."""
-    rates = {n: v for n, v in config.to_dict().items() if ("dropout" in n or n.endswith("pdrop")) and isinstance(v, float) and v > 0}
-    for name in rates:
-        setattr(config, name, 0.0)
+    """Sets every dropout rate of the config, and of the configs inside it, to 0; says so where one was not."""
+    rates: dict[str, float] = {}
+    for part in (config, *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))):
+        for name, rate in part.to_dict().items():
+            if ("dropout" in name or name.endswith("pdrop")) and isinstance(rate, float) and rate > 0:
+                rates[name] = rate
+                setattr(part, name, 0.0)
     named = ", ".join(f"{n}={v:g}" for n, v in rates.items())
     return [f"dropout is off ({named} in the config): sampler and learner must be the same function"] if rates else []
 
@@ -136,10 +141,14 @@ def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
 def _weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str]) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, attn_implementation=attention.NAME, trust_remote_code=trust, output_loading_info=True
+            where, config=config, dtype=dtype, attn_implementation=implementation(config), trust_remote_code=trust, output_loading_info=True
         )
         module, info = loaded
-    except (OSError, ValueError, RuntimeError, KeyError, AssertionError, IndexError) as error:
+    except KeyError as error:
+        if error.args != (attention.NAME,):
+            raise DataError(f"{where}: no causal LM could be loaded (KeyError: {_first(error)})") from error
+        raise EngineError(f"{where}: {config.model_type} computes attention in code of its own and takes no other. {WANTED}") from error
+    except (OSError, ValueError, RuntimeError, AssertionError, IndexError) as error:
         raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
     except Exception as error:
         raise _unreadable(where, error) from error

@@ -5,7 +5,7 @@ Axis letters: N packed positions, M spoken tokens, H hidden width.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,17 +16,20 @@ from torch import Tensor, nn
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.ports import TokenScores
+from posttrain.core.ports import Odds, TokenScores
 from posttrain.core.types import Top
+from posttrain.engine import attention
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.engine.logprob import candidates, energies, exact, logprobs, most_probable
+from posttrain.engine.logprob import candidates, energies, exact, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
 from posttrain.engine.rules import Rules
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
+EXACT = 100_000_000
+"""Most parameters of a model of which a float64 copy is made (0.8 GB)."""
 
 
 class HFLearner:
@@ -48,6 +51,7 @@ class HFLearner:
                 )
             try:
                 policy.module.activation_checkpointing_enable()
+                attention.carry_into_recomputation(policy.module)
             except ValueError as error:
                 raise ConfigError(
                     f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to false and lower "
@@ -84,6 +88,18 @@ class HFLearner:
         with _forward_only(self.policy.module):
             return _joined([self._values(self._reader.hidden(part)) for part in packed.split(SCORE_TOKENS)])
 
+    def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
+        """Where each spoken token lies in the distribution it was drawn from."""
+        return self._reader.odds(packed, temperatures)
+
+    def exact(self, packed: Packed) -> np.ndarray | None:
+        """float64 [M] log-probs by a float64 copy of the weights; None beyond `EXACT` parameters."""
+        if sum(tensor.numel() for _, tensor in self.tensors()) > EXACT:
+            return None
+        copy = self.policy.clone()
+        copy.module.double().eval()
+        return _Reader(copy).score(packed, torch.float64)
+
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters in the module's order, ties once, then `value_head.`."""
         policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
@@ -98,7 +114,7 @@ class HFLearner:
         return fingerprint(self.tensors())
 
     def train_mode(self, on: bool) -> None:
-        """Activation checkpointing happens only while on. Dropout never does: it was set to 0 at load."""
+        """Activation checkpointing happens only while on. Noise never does: it was silenced at load (`silence`)."""
         self.policy.module.train(on)
 
     def _values(self, hidden: Tensor) -> Tensor:
@@ -174,16 +190,27 @@ class _Reader:
             **self._contract(packed),
         )
 
-    def score(self, packed: Packed) -> np.ndarray:
-        """float32 [M], forward only, in parts of at most `SCORE_TOKENS`."""
+    def score(self, packed: Packed, dtype: torch.dtype = torch.float32) -> np.ndarray:
+        """[M], forward only, in parts of at most `SCORE_TOKENS`."""
         with _forward_only(self.module):
-            return _joined([self.head(part, self.hidden(part), False)[0] for part in packed.split(SCORE_TOKENS)])
+            parts = [self.head(part, self.hidden(part), False)[0] for part in packed.split(SCORE_TOKENS)]
+            return torch.cat(parts).to(dtype).cpu().numpy()
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M], forward only."""
         with _forward_only(self.module):
             found = (self.head(part, self.hidden(part), True)[1] for part in packed.split(SCORE_TOKENS))
             return _joined([x for x in found if x is not None])
+
+    def odds(self, packed: Packed, temperatures: Sequence[float]) -> Odds:
+        """float64, forward only."""
+        out, parts = self.out, list[tuple[Tensor, ...]]()
+        with _forward_only(self.module):
+            for part in packed.split(SCORE_TOKENS):
+                hidden = self.hidden(part)
+                target = _to(part.target_M, hidden.device)
+                parts.append(odds(hidden, out.weight, out.bias, target, temperatures, **self._contract(part)))
+            return Odds(*(torch.cat(column).cpu().numpy() for column in zip(*parts, strict=True)))
 
     def energy(self, packed: Packed) -> np.ndarray:
         """float32 [M], forward only."""

@@ -9,6 +9,7 @@ Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens of one chu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -159,6 +160,43 @@ def energies(
         p.scatter_add_(1, targets[at : at + rows, None].long(), p.new_full((len(p), 1), -1.0))
         out.append(torch.linalg.vecdot(p, p))
     return torch.cat(out)
+
+
+@torch.no_grad()
+def odds(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperatures: Sequence[float],
+    *,
+    sampling: Sampling,
+    kept: Kept | None = None,
+    rules: Rules | None = None,
+    softcap: float | None = None,
+    scale: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Where each target lies in the distribution p it was drawn from, float64: the mass of the ids below it [M], and of those up to
+    it [M]; for each q proportional to p^(1 / temperature), log q - log p of it [M, K], and the total variation between q and p [M, K]."""
+    dtype = exact(weight.dtype)
+    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device))
+    w, b, rows = weight.to(dtype), None if bias is None else bias.to(dtype), _rows(hidden, weight)
+    ids = torch.arange(weight.shape[0], device=weight.device)
+    none = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
+    out = [[none.new_zeros(0)], [none.new_zeros(0)], [none], [none]]
+    for at in range(0, len(hidden), rows):
+        logp = torch.log_softmax(transform.scores(hidden[at : at + rows].to(dtype), w, b, at).double(), 1)
+        target = targets[at : at + rows, None].long()
+        p, said = logp.exp(), logp.gather(1, target)[:, 0]
+        below = torch.where(ids < target, p, 0.0).sum(1)
+        ratios, apart = p.new_zeros(len(p), len(temperatures)), p.new_zeros(len(p), len(temperatures))
+        for k, t in enumerate(temperatures):
+            q = torch.log_softmax(logp / t, 1)
+            ratios[:, k], apart[:, k] = q.gather(1, target)[:, 0] - said, 0.5 * (q.exp() - p).abs().sum(1)
+        for part, x in zip(out, (below, below + said.exp(), ratios, apart), strict=True):
+            part.append(x)
+    below, upto, ratio, apart = (torch.cat(part) for part in out)
+    return below, upto, ratio, apart
 
 
 def _rows(hidden: Tensor, weight: Tensor) -> int:

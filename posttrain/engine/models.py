@@ -13,13 +13,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
 from posttrain.core.errors import ConfigError, DataError, InvariantError, PosttrainError
-from posttrain.core.run import Model
-from posttrain.engine import attention
+from posttrain.core.files import share
+from posttrain.core.run import BUILT_CONTEXT, Model
+from posttrain.engine.accept import accept
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.build import build_module
-from posttrain.engine.checkpoint import read_pretrained
+from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
+from posttrain.engine.silence import silence
 from posttrain.engine.vocabulary import characters, digest, quiet, raw_bytes
 from posttrain.environment import templates
 
@@ -42,7 +44,7 @@ class Policy:
     stop_ids: tuple[int, ...]
     """Ids that end a turn: see `resolve_stops`."""
     context: int
-    """Most tokens of a sequence: the positions the config has, or `model.context` where it names no bound."""
+    """Most tokens of a sequence: `model.context`, else the positions the config has."""
     tokenizer_digest: str
     template_digest: str
     source: str
@@ -99,6 +101,7 @@ class Policy:
         with quiet():
             self.module.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
+            share(Path(folder))
             again: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, trust_remote_code=self.remote_code).eval()
             words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
         _same_weights(self.module, again, Path(folder))
@@ -129,50 +132,83 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def load_policy(model: Model, alphabet: str | None, seed: int) -> Policy:
+def load_policy(model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None) -> Policy:
     """The policy a run starts from: `model.path` read from disk or hub, or a small `model.arch` built on the spot.
 
     Args:
         alphabet: characters of the built tokenizer; None: bytes. Not read where `model.path` is given.
+        tokenizer_files: a folder with the tokenizer of the built model, instead of an alphabet.
         seed: of the built weights.
+        most: tokens of the longest sequence it will ever see, where `model.context` says nothing; None: as many as it has positions.
 
     Raises:
         ConfigError: the path leads nowhere, the sizes do not fit together, or the device does not exist.
         DataError: what is there is no causal LM with a tokenizer that has an end and fits the embeddings.
-        EngineError: the architecture's log-probs cannot be read out.
+        EngineError: the architecture cannot be learned and sampled alike (`accept`), or stays random (`silence`).
     """
-    device = _device(model.device)
-    attention.register()
+    _device(model.device)
     dtype = getattr(torch, model.dtype)
     if model.path is None:
-        tokenizer = raw_bytes() if alphabet is None else characters(alphabet)
+        tokenizer = _small(alphabet, tokenizer_files)
         module: PreTrainedModel = build_module(model, tokenizer, seed)
         notes: list[str] = []
         source = f"built with {model.layers} layers of width {model.hidden}"
     else:
         module, tokenizer, notes = read_pretrained(model.path, dtype, model.trust_remote_code)
         source = f"from {model.path}"
-    torch.nn.Module.to(module, device=device, dtype=dtype).eval()
+    return prepared(model, module, tokenizer, resolve_stops(tokenizer, module.generation_config), source, notes, most)
+
+
+def _small(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
+    """The tokenizer of a built model."""
+    if files is not None:
+        return read_tokenizer(str(files))[0]
+    return raw_bytes() if alphabet is None else characters(alphabet)
+
+
+def prepared(
+    model: Model,
+    module: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    stop_ids: tuple[int, ...],
+    source: str,
+    notes: list[str],
+    most: int | None = None,
+) -> Policy:
+    """A module and its tokenizer as a policy, checked: on its device, without dropout and padding, with its stops and context."""
+    torch.nn.Module.to(module, device=_device(model.device), dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
         if isinstance(part, nn.Dropout):
             part.p = 0.0
         if isinstance(part, nn.Embedding):
             part.padding_idx = None
-    stop_ids = resolve_stops(tokenizer, module.generation_config)
-    notes += [*_check_vocabulary(tokenizer, module), *_turn_end(tokenizer, stop_ids)]
+    notes = [*notes, *_check_vocabulary(tokenizer, module), *_turn_end(tokenizer, stop_ids)]
     module.generation_config.eos_token_id = list(stop_ids)
-    check_read_out(module, read_out(module))
+    context = _context(model, module, most)
+    out, _ = accept(module, context)
+    notes += silence(module, out)
     return Policy(
         module=module,
         tokenizer=tokenizer,
         stop_ids=stop_ids,
-        context=positions(module) or model.context,
+        context=context,
         tokenizer_digest=digest(tokenizer.backend_tokenizer.to_str()),
         template_digest=digest(str(tokenizer.chat_template or "")),
         source=source,
         notes=tuple(notes),
         remote_code=model.path is not None and model.trust_remote_code,
     )
+
+
+def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
+    """`model.context`, else all positions the config has, but no more than `most`; BUILT_CONTEXT where none says anything."""
+    bound = positions(module)
+    wanted = model.context if model.context is not None else min(bound or most or BUILT_CONTEXT, most or bound or BUILT_CONTEXT)
+    if wanted < 2:
+        raise ConfigError(f"model.context={wanted}: a prompt and a token need at least 2")
+    if bound is not None and wanted > bound:
+        raise ConfigError(f"model.context={wanted} exceeds the {bound} positions of {type(module).__name__}. Set it to at most {bound}")
+    return wanted
 
 
 def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int, ...]:

@@ -6,14 +6,13 @@ Axis letters: N packed positions, M of them read out, V vocabulary.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.attention import Layout, PackedLayout
+from posttrain.engine.attention import Layout, PackedLayout, using
 from posttrain.engine.logprob import logits as head_logits
 
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
@@ -48,9 +47,10 @@ class ReadOut:
         """[V]"""
         return getattr(self.head, "bias", None)
 
-    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout, **kwargs: Any) -> Tensor:
+    def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
         """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`; no cache, no mask, no logits."""
-        out = self.decoder(input_ids=input_ids.view(1, -1), position_ids=position_ids.view(1, -1), use_cache=False, layout=layout, **kwargs)
+        with using(layout):
+            out = self.decoder(input_ids=input_ids.view(1, -1), position_ids=position_ids.view(1, -1), use_cache=False)
         return out.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -61,14 +61,14 @@ class ReadOut:
 def positions(module: PreTrainedModel) -> int | None:
     """Positions the config has; None where it names no bound."""
     config = module.config.get_text_config(decoder=True)
-    return next((int(v) for v in (getattr(config, name, None) for name in POSITIONS) if v), None)
+    return next((int(v) for v in (getattr(config, name, None) for name in POSITIONS) if v and int(v) > 0), None)
 
 
 def read_out(module: PreTrainedModel) -> ReadOut:
     """The parts of `module`, without a check: `check_read_out` compares them with its own logits."""
     head = module.get_output_embeddings()
     decoder = module.get_decoder()
-    if head is None or not hasattr(head, "weight") or decoder is module:
+    if head is None or not hasattr(head, "weight") or decoder is module or decoder is head:
         raise EngineError(
             f"{type(module).__name__} has no separate decoder and language-model head, so its log-probs cannot be read out. "
             "Use a decoder-only causal LM with an lm_head (the *ForCausalLM architectures)"
@@ -139,8 +139,9 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
     layout = _Windows([len(at)])
     try:
         ours = out.logits(out.hidden(ids, at, layout))
-        theirs = module(input_ids=ids[None], position_ids=at[None], use_cache=False, layout=layout).logits[0].to(ours.dtype)
-    except (TypeError, AttributeError, KeyError, RuntimeError) as error:
+        with using(layout):
+            theirs = module(input_ids=ids[None], position_ids=at[None], use_cache=False).logits[0].to(ours.dtype)
+    except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         raise EngineError(
             f"{type(module).__name__} cannot run with packed segments ({type(error).__name__}: {error}). "
             "Use a decoder-only causal LM whose attention goes through transformers' attention interface (Llama, Qwen, Gemma, GPT-2, ...)"

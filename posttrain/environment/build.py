@@ -8,6 +8,7 @@ from typing import Any, get_type_hints
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.run import Env, Scalar
+from posttrain.core.spread import RESOLUTION
 from posttrain.environment.gallery import GALLERY, gallery_class
 from posttrain.environment.own import load
 from posttrain.environment.single import SingleTurn
@@ -38,6 +39,7 @@ def environment(config: Env, seed: int) -> SingleTurn:
         "rewards": _rewards(config),
         "limits": config.limits,
         "sandbox": config.sandbox,
+        "resolution": RESOLUTION if config.resolution is None else config.resolution,
     }
     if config.name.startswith("gym:"):
         from posttrain.environment.adapters.reasoning_gym import Gym

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
 from posttrain.core.types import Gauges, Message, Stop, Task, merge
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.reward import Checked, sources
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.loop import Loop
 from posttrain.environment.tools.offered import Offered
@@ -24,6 +27,8 @@ from posttrain.environment.tools.offered import Offered
 HELDOUT_SHARE = 5
 """At most one in this many distinct prompts is held out, however many were asked for."""
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Whose messages chat templates know."""
 Place = str
 """Where a row stands, for messages: `file:line`, or `name row n`."""
 
@@ -35,6 +40,7 @@ class Row:
     task: Task
     completion: str | None
     key: str
+    place: Place = "a row"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +119,10 @@ class PromptsEnv(SingleTurn):
     def _loop(self) -> Loop:
         return Loop(self.limits, self.turns)
 
+    def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
+        """What a conversation about this task is told of its tools."""
+        return () if self._offered is None or isinstance(task.prompt, str) else self._offered.box(task).schemas
+
     async def play(self, task: Task, talk: Talk) -> Stop:
         if self._offered is None:
             return await super().play(task, talk)
@@ -179,15 +189,15 @@ class PromptsEnv(SingleTurn):
 
 def read_tasks(config: Env, args: Mapping[str, Any], seed: int) -> PromptsEnv:
     """The environment of `env.prompts`, judged by `env.rewards`."""
-    from posttrain.environment.reward import sources
-
     if not config.prompts:
         raise ConfigError("env.name='prompts' needs env.prompts: a JSONL file, or a data set (local folder or hub id)")
     if not config.rewards:
         raise ConfigError("env.name='prompts' needs env.rewards: path.py:function, or a built-in (exact, last_integer, contains, math)")
     shape = PromptsEnv(**args)
     rows = read(config.prompts, shape)
-    rewards = sources(config.rewards, [r.task for r in rows], config.sandbox)
+    rewards = sources(config.rewards, where=config.sandbox)
+    for source in rewards:
+        _check(source, rows)
     own = {"seed": seed, "heldout_count": config.heldout, "limits": config.limits, "sandbox": config.sandbox}
     return PromptsEnv(**args, **own, rewards=rewards, rows=rows)
 
@@ -196,19 +206,23 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[Row, ...]:
     """All rows of a JSONL or JSON file, a parquet file, a saved data set, or one on the hub.
 
     Raises:
-        DataError: with the place: not JSON, not text, a missing or empty prompt, a wrong type, an id given twice, no rows.
+        DataError: with the place: not JSON, not text, a missing or empty prompt, a wrong type, a key or an id given twice, one prompt
+            with two answers, no rows.
     """
     columns = columns or PromptsEnv()
     rows: list[Row] = []
     given: dict[str, Place] = {}
     repeats: dict[str, int] = {}
+    answered: dict[str, Row] = {}
     for place, data in _source(path, columns.split):
         row = _row(place, data, columns)
+        if row.task.answer is not None:
+            _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
         name = row.task.id
         if not name:
             repeats[row.key] = repeats.get(row.key, 0) + 1
             name = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
-            row = Row(Task(name, row.task.prompt, row.task.answer, row.task.info), row.completion, row.key)
+            row = replace(row, task=replace(row.task, id=name))
         if name in given:
             raise DataError(
                 f"{place}: id {name!r} was already given at {given[name]}; ids must differ (or leave the column out, and ids are made)"
@@ -218,6 +232,38 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[Row, ...]:
     if not rows:
         raise DataError(f"{path} has no rows")
     return tuple(rows)
+
+
+def _check(source: Checked, rows: Sequence[Row]) -> None:
+    """What a reward says against the tasks, with the place of the first it says it of."""
+    try:
+        source.check([r.task for r in rows])
+    except (ConfigError, DataError) as error:
+        for row in rows:
+            try:
+                source.check([row.task])
+            except (ConfigError, DataError):
+                raise type(error)(f"{row.place}: {error}") from error
+        raise
+
+
+@contextmanager
+def placed(place: Place) -> Iterator[None]:
+    """What is wrong with a task is said with the place of its row."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{place}: {error}") from error
+
+
+def _same_answer(first: Row, row: Row, column: str) -> None:
+    """DataError where a prompt was answered otherwise before: whatever the policy says, one of the two would call it wrong."""
+    one, other = first.task.answer, row.task.answer
+    if one != other and str(one) != str(other):
+        raise DataError(
+            f"{row.place}: {column!r} is {other!r:.80}, and the same prompt has {one!r:.80} at {first.place}: one of the two would score "
+            "every policy wrong. Keep one row, or give a list of answers and a reward that takes any of them"
+        )
 
 
 def digest(prompt: str | Sequence[Message]) -> str:
@@ -238,7 +284,9 @@ def _row(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> Row:
     answer = data.get(c.answer_column)
     if answer is not None and not isinstance(answer, str | int | float | bool | list):
         raise DataError(f"{place}: {c.answer_column!r} is {_kind(answer)}, wanted text, a number or a list")
-    return Row(Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info), completion, digest(prompt))
+    if strange := [a for a in (answer if isinstance(answer, list) else [answer]) if isinstance(a, float) and not math.isfinite(a)]:
+        raise DataError(f"{place}: {c.answer_column!r} is {strange[0]}, which nothing equals; leave the row out, or give it its answer")
+    return Row(Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info), completion, digest(prompt), place)
 
 
 def _id(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> str:
@@ -279,6 +327,8 @@ def _message(place: Place, column: str, index: int, value: Any) -> Message:
     for part in ("role", "content"):
         if not isinstance(value.get(part), str):
             raise DataError(f"{where}: {part!r} is {_kind(value.get(part))}, wanted text")
+    if value["role"] not in ROLES:
+        raise DataError(f"{where} has role {value['role']!r}, which chat templates do not know: {nearest(value['role'], ROLES)}")
     extra = sorted(k for k, v in value.items() if v is not None and k not in ("role", "content"))
     if extra:
         raise DataError(f"{where} has {extra[0]!r}; messages are role and content only")

@@ -14,13 +14,14 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Reward, Where
+from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.builtin import ANSWERED, BUILTIN, NAMES
@@ -57,7 +58,8 @@ class FunctionSource:
     """A reward function with its name, weight and form.
 
     `timeout`: seconds one call may run; beyond it the verdict is failed("timeout"). A synchronous function that hangs keeps
-    its thread, so a verifier that can hang should be given worker processes (`Reward.workers`).
+    its thread, so a verifier that can hang should be given worker processes (`Reward.workers`). `resolution`: of a function that asks a
+    model (`Reward.resolution`).
     """
 
     name: str
@@ -65,9 +67,10 @@ class FunctionSource:
     weight: float
     form: Form
     timeout: float = TIMEOUT
+    resolution: float = RESOLUTION
 
     async def __call__(self, attempt: Attempt) -> Judged:
-        return Judged(self.name, self.weight, redacted(await self.verdict(attempt)))
+        return Judged(self.name, self.weight, redacted(await self.verdict(attempt)), resolution=self.resolution)
 
     async def verdict(self, attempt: Attempt) -> Verdict:
         """This function's verdict about one attempt."""
@@ -116,7 +119,7 @@ class FunctionSource:
                 )
 
 
-def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: Where = Where()) -> tuple[Source, ...]:
+def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: Where = Where()) -> tuple[Checked, ...]:
     """The configured reward sources, in order; `tasks` are checked for the columns they require, programs run in `where`."""
     out: list[Checked] = [_source(r, where) for r in rewards]
     names = [s.name for s in out]
@@ -132,6 +135,8 @@ def sources(rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: Where 
 def _source(reward: Reward, where: Where) -> Checked:
     """One configured reward: a built-in, or a function in a thread or in worker processes."""
     name, timeout = reward.function, reward.timeout or TIMEOUT
+    if reward.resolution is not None and ":" not in name:
+        raise ConfigError(f"reward {name!r} is a verifier, and exact: leave resolution out, it is for functions that ask a model")
     if name == "math":
         from posttrain.environment.math.source import math_source
 
@@ -151,6 +156,7 @@ def _source(reward: Reward, where: Where) -> Checked:
         raise ConfigError(f"reward {name!r} is neither path.py:function nor a built-in: {nearest(name, NAMES)}")
     path, _, attribute = name.rpartition(":")
     local = source(load(Path(path), attribute), name=attribute, weight=reward.weight, timeout=timeout)
+    local = local if reward.resolution is None else replace(local, resolution=reward.resolution)
     if not reward.workers:
         return local
     from posttrain.environment.workers.functions import pooled

@@ -11,6 +11,7 @@ from typing import Protocol, runtime_checkable
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Where
+from posttrain.core.spread import RESOLUTION
 from posttrain.core.stop import Limits
 from posttrain.core.types import Gauges, Stop, Task, merge
 from posttrain.core.verdict import Judged, Verdict
@@ -94,6 +95,8 @@ class SingleTurn(ABC):
     """Of its episodes; those on turns, tokens and time hold whatever the environment does."""
     sandbox: Where = Where()
     """Where programs run that the policy wrote."""
+    resolution: float = RESOLUTION
+    """Of its own verdicts (`core.spread`); larger where a model gives them."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -166,7 +169,7 @@ class SingleTurn(ABC):
         return (await talk.say()).stop
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        own = Judged(self.name, 1.0, await self.verdict(attempt))
+        own = Judged(self.name, 1.0, await self.verdict(attempt), resolution=self.resolution)
         return (own, *self.steps(attempt), *await self.added(attempt))
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:

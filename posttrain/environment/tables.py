@@ -51,7 +51,7 @@ def _array(path: Path) -> Rows:
 
 def _parse(place: str, raw: bytes) -> Any:
     try:
-        return json.loads(raw.decode("utf-8"))
+        return json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _once(place, pairs))
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8") from None
     except json.JSONDecodeError as error:
@@ -59,6 +59,15 @@ def _parse(place: str, raw: bytes) -> Any:
         raise DataError(f"{place}: not JSON: {error.msg} at {line}column {error.colno}; each line must be one complete object") from None
     except (RecursionError, ValueError) as error:
         raise DataError(f"{place}: cannot be read as JSON: {error}") from None
+
+
+def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object; JSON allows a key twice, and all but the last value would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [k for k, _ in pairs]
+        raise DataError(f"{place}: key {next(k for k in keys if keys.count(k) > 1)!r} is given twice; keep one of the two")
+    return made
 
 
 def _object(place: str, value: Any) -> Mapping[str, Any]:

@@ -23,6 +23,7 @@ from posttrain.core.ladder import LADDER, algorithm
 from posttrain.core.pieces.baseline import Ema
 from posttrain.core.types import Credit, Gauges, Scored, ScoredGroup, merge
 from posttrain.core.verdict import SOLVED
+from posttrain.recipe.admit import STAGES, admitted
 from posttrain.recipe.bench import Bench, Gradient, cosine
 from posttrain.recipe.offered import Offered
 from posttrain.recipe.recorded import RecordedStep, choose_stage, rebuild, recorded_step
@@ -101,6 +102,7 @@ def ablate(
     checkpoint: str | None = None,
     device: str | None = None,
     say: Say | None = None,
+    trust: bool = False,
 ) -> tuple[Ablation, ...]:
     """Evaluate algorithms on recorded steps of a run; one `Ablation` a step. The run folder is only read.
 
@@ -112,6 +114,7 @@ def ablate(
         checkpoint: weights to evaluate at instead of the nearest older ones: a checkpoint's name, `last`, `best`, or a kept name.
         device: instead of the run's `model.device`.
         say: told in words how far it is.
+        trust: allow a folder that somebody else made what its models and references ask for.
 
     Raises:
         ConfigError: an unknown algorithm, stage or step. RunFolderError: no such run, episodes or weights.
@@ -120,7 +123,8 @@ def ablate(
     chosen = [algorithm(name) for name in dict.fromkeys(against)] or list(LADDER.values())
     folder = Path(folder)
     found = reader.run_file(folder)
-    run = found.run if device is None else replace(found.run, model=replace(found.run.model, device=device))
+    run = admitted(folder, parts=("model", STAGES), allow=trust)
+    run = run if device is None else replace(run, model=replace(run.model, device=device))
     reinforce = choose_stage(folder, run, stage)
     recorded = [recorded_step(folder, run, reinforce, i, checkpoint) for i in dict.fromkeys(steps or (None,))]
     bench = Bench(folder, run, found.facts, say)

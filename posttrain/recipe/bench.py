@@ -18,9 +18,9 @@ from posttrain.core.ports import Examiner, Learner, TokenScores
 from posttrain.core.run import Run
 from posttrain.core.types import Gauges, Top
 from posttrain.engine.learner import FrozenScorer, HFLearner
-from posttrain.engine.models import load_policy
-from posttrain.recipe.build import make_environment, make_teacher, use_threads
+from posttrain.recipe.build import make_teacher, use_threads
 from posttrain.recipe.recorded import KEPT_REFERENCE, RecordedStep, before
+from posttrain.recipe.target import built_policy
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import load_weights
 
@@ -53,8 +53,7 @@ class Bench:
         use_threads(run.threads)
         self.folder, self.run = folder, run
         say("building the model")
-        alphabet = None if run.model.path else getattr(make_environment(run), "alphabet", None)
-        self.policy = load_policy(run.model, alphabet, run.seed)
+        self.policy = built_policy(folder, run)
         if (then := facts.get("tokenizer_digest")) not in (None, self.policy.tokenizer_digest):
             raise RunFolderError(
                 f"{folder} was written with another tokenizer ({then}; now {self.policy.tokenizer_digest}): its token ids mean other "

@@ -17,7 +17,7 @@ from posttrain import __version__
 from posttrain.controller.house import Parts
 from posttrain.core import seeds
 from posttrain.core.book import Book
-from posttrain.core.errors import ConfigError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.engine.learner import FrozenScorer, HFLearner
@@ -25,6 +25,7 @@ from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import AdamW
 from posttrain.engine.readout import read_out
 from posttrain.environment.build import environment
+from posttrain.environment.prompts import PromptsEnv, placed
 from posttrain.environment.redact import scrubbed_data
 from posttrain.environment.render import Dialogue, Renderer
 from posttrain.recipe.engines import keep_timeline, make_engine
@@ -88,7 +89,7 @@ def check_lengths(run: Run, policy: Policy) -> None:
         if isinstance(stage, Reinforce) and stage.sampling.max_tokens >= policy.context:
             raise ConfigError(
                 f"{stage.name}.sampling.max_tokens={stage.sampling.max_tokens} leaves no room for a prompt in a context of {policy.context} tokens; "
-                "lower it (posttrain eval: --max-tokens N), or raise model.context where the model is built here"
+                "lower it (posttrain eval: --max-tokens N), or raise model.context where the model has more positions"
             )
 
 
@@ -109,16 +110,35 @@ def words_in_tokens(run: Run, policy: Policy) -> list[str]:
     return [f"{stage}.sampling.{field}: {w!r} is {' or '.join(str(list(ids)) for ids in spell(w))}" for stage, field, w in named]
 
 
+def check_prompts(run: Run, env: Environment, policy: Policy) -> None:
+    """A row whose prompt, or demonstration, does not fit the context or cannot be written never starts; said with its file and line."""
+    if not isinstance(env, PromptsEnv):
+        return
+    tokenizer: Any = policy.tokenizer
+    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    shown = [s.algorithm.shown for s in run.stages if isinstance(s, Reinforce)]
+    imitates = any(isinstance(s, Supervised) for s in run.stages) or any(shown)
+    for row in env.rows:
+        with placed(row.place):
+            if row.completion is None or not imitates:
+                render.prompt(row.task.prompt, row.task.id, env.tools_of(row.task))
+            elif (length := sum(len(ids) for ids in render.pair(row.task.prompt, row.completion, row.task.id))) > policy.context:
+                raise DataError(
+                    f"the prompt and its completion have {length} tokens, and the context is {policy.context}: shorten them or raise model.context"
+                )
+
+
 def make_policy(run: Run, env: Environment) -> Policy:
     policy = load_policy(run.model, getattr(env, "alphabet", None), run.seed)
     check_lengths(run, policy)
     check_tokens(run, policy)
+    check_prompts(run, env, policy)
     return policy
 
 
 def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     """A frozen model from a directory or hub id, to compare the policy with token by token."""
-    other = load_policy(replace(run.model, path=path), None, run.seed)
+    other = load_policy(replace(run.model, path=path, context=None), None, run.seed, most=policy.context)
     if other.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"reference={path}: its tokenizer differs from the policy's, so their tokens cannot be compared. Use a model with the same "

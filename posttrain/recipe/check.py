@@ -10,18 +10,20 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.reader import run_file, steps
+from posttrain.core.reader import is_run, steps
 from posttrain.core.run import Env
+from posttrain.core.visible import tell
 from posttrain.environment import check as probes
 from posttrain.environment.build import environment
 from posttrain.environment.check import Mark, Report
 from posttrain.environment.single import SingleTurn
 from posttrain.recipe import overrides as dotted
+from posttrain.recipe.admit import admitted
+from posttrain.recipe.console import PlainConsole
 from posttrain.recipe.shipped import recipe as shipped
 
 COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
@@ -33,6 +35,7 @@ def check(
     tasks: int = probes.TASKS,
     rate: float | None = None,
     progress: Callable[[str], None] = lambda _: None,
+    trust: bool = False,
 ) -> Report:
     """Try an environment and its verifiers: `posttrain.check("arithmetic", "env.args.max_operand=99").passed`.
 
@@ -42,6 +45,7 @@ def check(
         tasks: held-out tasks that are tried.
         rate: answers that must be judged a second. None: as many as the rollouts of a run brought, else 16.
         progress: told the name of each probe as it begins.
+        trust: allow a run folder that somebody else made what its environment asks for.
 
     Raises:
         ConfigError: no such environment, or a setting it does not have.
@@ -55,7 +59,7 @@ def check(
         if overrides:
             raise ConfigError(f"{overrides[0]}: an environment that is already built takes no overrides")
         return _wait(env, tasks, rate, progress)
-    built = build(env, *overrides)
+    built = build(env, *overrides, trust=trust)
     try:
         return _wait(built, tasks, rate, progress)
     finally:
@@ -64,27 +68,25 @@ def check(
 
 def expected(env: str | Path | Env | SingleTurn) -> float:
     """Answers a second: those of a run's rollouts, generation and waiting included; elsewhere the default."""
-    if isinstance(env, str | Path) and (Path(env) / "run.json").is_file():
+    if isinstance(env, str | Path) and is_run(env):
         played = [(s.gauges["rollout/tokens"].count, s.clock["rollout"]) for s in steps(env) if "rollout/tokens" in s.gauges]
         if seconds := math.fsum(s for _, s in played):
             return math.fsum(n for n, _ in played) / seconds
     return probes.RATE
 
 
-def build(env: str | Path | Env, *overrides: str) -> SingleTurn:
+def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> SingleTurn:
     """The environment by its name, by a run that used it, or by its configuration."""
     run = shipped("arithmetic")
-    if isinstance(env, Env):
-        run = replace(run, env=env)
-    elif (Path(env) / "run.json").is_file():
-        run = run_file(Path(env)).run
-    else:
-        run = dotted.apply(run, [f"env={env}"])
     if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
         raise ConfigError(
             f"{strange[0]}: a check reads the environment alone: env.args.NAME, env.rewards, env.prompts, env.heldout and seed"
         )
-    run = dotted.apply(run, list(overrides))
+    if not isinstance(env, Env) and is_run(env):
+        run = admitted(env, *overrides, parts=("env",), allow=trust)
+    else:
+        run = replace(run, env=env) if isinstance(env, Env) else dotted.apply(run, [f"env={env}"])
+        run = dotted.apply(run, list(overrides))
     return environment(run.env, run.seed)
 
 
@@ -110,30 +112,30 @@ def _wait(env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], No
     return box[0]
 
 
-def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool) -> int:
+def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool, trust: bool = False) -> int:
     """Print the report; 0 where nothing failed, else 1."""
-    console = Console(highlight=False)
     if as_json:
-        report = check(target, *overrides, tasks=tasks, rate=rate)
-        print(json.dumps(report.plain(), indent=2))
+        report = check(target, *overrides, tasks=tasks, rate=rate, trust=trust)
+        tell(json.dumps(report.plain(), indent=2))
         return 0 if report.passed else 1
+    console = PlainConsole()
     with console.status("building") as status:
-        report = check(target, *overrides, tasks=tasks, rate=rate, progress=lambda name: status.update(escape(name)))
+        report = check(target, *overrides, tasks=tasks, rate=rate, progress=lambda name: status.update(Text(name)), trust=trust)
     console.print(table(report))
     for finding in report.findings:
         if finding.advice:
-            console.print(f"[{COLOURS[finding.mark]}]{escape(finding.probe)}[/]: {escape(finding.means)}. To do: {escape(finding.advice)}")
+            console.print(Text(finding.probe, COLOURS[finding.mark]) + Text(f": {finding.means}. To do: {finding.advice}"))
     failed, warned = report.marked(Mark.FAIL), report.marked(Mark.WARN)
     verdict = f"{len(failed)} of {len(report.findings)} probes failed: {', '.join(failed)}" if failed else "nothing failed"
-    console.print(f"[{'bold red' if failed else 'green'}]{escape(verdict)}[/]" + (f"; {len(warned)} to look at" if warned else ""))
+    console.print(Text(verdict, "bold red" if failed else "green") + Text(f"; {len(warned)} to look at" if warned else ""))
     return 1 if failed else 0
 
 
 def table(report: Report) -> Table:
     """A row a probe."""
-    out = Table(title=escape(f"{report.env}: {report.tasks} tasks, judged by {', '.join(report.sources)}"))
+    out = Table(title=f"{report.env}: {report.tasks} tasks, judged by {', '.join(report.sources)}")
     for name in ("", "probe", "what was seen"):
         out.add_column(name, overflow="fold")
     for f in report.findings:
-        out.add_row(f"[{COLOURS[f.mark]}]{f.mark.value}[/]", escape(f.probe), escape(f.detail))
+        out.add_row(Text(f.mark.value, COLOURS[f.mark]), f.probe, f.detail)
     return out

@@ -99,11 +99,13 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
         return Lookup(how.lookup)
     if how.draft is None:
         return None
-    small = load_policy(replace(run.model, path=how.draft), None, run.seed)
+    small = load_policy(replace(run.model, path=how.draft, context=None), None, run.seed, most=policy.context)
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one trained with it"
         )
+    if small.context < policy.context:
+        raise ConfigError(f"engine.draft={how.draft}: its context of {small.context} tokens is shorter than the policy's {policy.context}")
     return Draft(small.module, how.drafts)
 
 

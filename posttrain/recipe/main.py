@@ -6,13 +6,11 @@ import asyncio
 import shutil
 import threading
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
-
-from rich.console import Console
 
 from posttrain.controller.stages import Progress, StageResult, Stages
 from posttrain.controller.stop import Stopper
@@ -21,21 +19,24 @@ from posttrain.core.checkpoint import Checkpoint, find
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.files import disk_full_is_reported, full
 from posttrain.core.ports import Tracker
-from posttrain.core.reader import damage_is_named, run_file
-from posttrain.core.run import Env, Model, Reinforce, Run
+from posttrain.core.reader import damage_is_named, folder_of
+from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.recipe import faults
 from posttrain.recipe import overrides as dotted
+from posttrain.recipe.admit import admitted, gone, noted, told
 from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads, words_in_tokens
+from posttrain.recipe.console import PlainConsole
 from posttrain.recipe.engines import check_engine
 from posttrain.recipe.progress import Terminal
 from posttrain.recipe.proofs import prove_start
 from posttrain.recipe.remote import Remote, evaluate_remote, is_url, refuse, remote_run
 from posttrain.recipe.shipped import recipe as shipped
 from posttrain.recipe.summary import planted_lines, show, show_report
+from posttrain.recipe.target import keep_policy, kept_policy, target_run
 from posttrain.recipe.trackers import check_trackers, make_trackers
 from posttrain.role.evaluate import Report
 from posttrain.role.evaluate import evaluate as measure
@@ -89,6 +90,7 @@ def run(
     resume: str | Path | None = None,
     quiet: bool = False,
     allow_fault: bool = False,
+    trust: bool = False,
 ) -> Result:
     """Run a recipe, or go on with a run that was cut.
 
@@ -98,13 +100,18 @@ def run(
         out: run folder; default runs/RECIPE-DATE-TIME.
         resume: an existing run folder to go on with; then no recipe and no overrides are given.
         allow_fault: start although `fault=NAME` plants a bug on purpose (`posttrain faults`).
+        trust: allow a folder that somebody else made what it asks for: code, addresses, secrets, files elsewhere.
     """
+    said: tuple[str, ...] = ()
     if resume is not None:
         if recipe or overrides or out:
             raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
+        admitted(folder_of(resume)[0], allow=trust, links=True)
         book, checkpoint = Book.open_for_resume(Path(resume))
-        chosen = book.run
+        chosen, said = book.run, (*told(book.folder), *gone(book.folder))
     else:
+        if trust:
+            raise ConfigError("--trust is about the folder of a run that somebody else made: give it with --resume RUN")
         if not recipe:
             raise ConfigError("no recipe given: posttrain run ladder, or posttrain run --resume RUN")
         chosen = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
@@ -116,10 +123,10 @@ def run(
             book.close()
         raise
     with faults.planted(chosen.fault):
-        return wait(_run(chosen, Path(out) if out else None, book, checkpoint, quiet))
+        return wait(_run(chosen, Path(out) if out else None, book, checkpoint, quiet, said))
 
 
-async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkpoint | None, quiet: bool) -> Result:
+async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkpoint | None, quiet: bool, said: Sequence[str]) -> Result:
     check_trackers(run)
     check_engine(run)
     threads = use_threads(run.threads)
@@ -128,11 +135,12 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
     if book is None:
         folder = out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         book = Book.create(folder, run, facts(policy, threads, getattr(environment, "contained", ())))
+        said = [*said, *noted(folder, run)]
     trackers = _beside(run, policy, book)
     terminal = Terminal(run)
     if not quiet:
         trackers.insert(0, terminal)
-        for line in (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), f"run folder: {book.folder}"):
+        for line in (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *said, f"run folder: {book.folder}"):
             terminal.say(line)
     parts = make_parts(run, policy, environment, book, trackers)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine):
@@ -164,8 +172,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
 def _beside(run: Run, policy: Policy, book: Book) -> list[Tracker]:
     """The run's trackers, with the tokenizer and the model's config beside the record; where they cannot be written, the book is closed."""
     try:
-        book.beside("tokenizer", policy.tokenizer.save_pretrained)
-        book.beside("model", policy.module.config.save_pretrained)
+        keep_policy(book, policy)
         with disk_full_is_reported(book.folder / "trackers", lambda: "Nothing was lost"):
             return [*make_trackers(run, book.folder)]
     except BaseException:
@@ -190,6 +197,7 @@ def evaluate(
     temperature: float | None = None,
     remote: Remote = Remote(),
     quiet: bool = False,
+    trust: bool = False,
 ) -> Report:
     """Held-out accuracy and pass@k of a run, of any model directory or hub id, or of what is served at an address.
 
@@ -200,9 +208,12 @@ def evaluate(
         samples: samples a prompt; default that of the run.
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
         remote: how an endpoint is asked.
+        trust: allow a run folder that somebody else made what it asks for: code, addresses, secrets, files elsewhere.
     """
-    run, weights = (remote_run(str(target)), None) if is_url(target) else target_run(target, checkpoint)
-    run = dotted.apply(run, list(overrides))
+    if is_url(target):
+        run, weights = dotted.apply(remote_run(str(target)), list(overrides)), None
+    else:
+        run, weights = target_run(target, checkpoint, *overrides, parts=("model", "env", "engine"), allow=trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
     contract = replace(contract, **{k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature)) if v is not None})
@@ -212,7 +223,7 @@ def evaluate(
     environment = make_environment(run)
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
-    console = Console(highlight=False, soft_wrap=True, quiet=quiet)
+    console = PlainConsole(soft_wrap=True, quiet=quiet)
     if is_url(target):
         report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
         show_report(console, str(target), environment.name, report)
@@ -236,33 +247,26 @@ def evaluate(
     return report
 
 
-def target_run(target: str | Path, which: str) -> tuple[Run, Path | None]:
-    """The run a target stands for, and the weights to load into its policy."""
-    folder = Path(target)
-    if (folder / "run.json").exists():
-        return run_file(folder).run, find(folder, which).verify().folder
-    model = Run(recipe="eval", model=Model(path=str(target)), env=Env(), stages=(Reinforce(name="eval"),))
-    return model, None
+def export(run_folder: str | Path, folder: str | Path, checkpoint: str = "last", trust: bool = False) -> Path:
+    """A plain `save_pretrained` directory (model, tokenizer, generation config) of a run's weights, loadable anywhere.
 
-
-def export(run_folder: str | Path, folder: str | Path, checkpoint: str = "last") -> Path:
-    """A plain `save_pretrained` directory (model, tokenizer, generation config) of a run's weights, loadable anywhere."""
+    It is made of what lies in the run folder, so that nothing the run names elsewhere is touched. Where that is not enough (a model
+    with code of its own, or a folder of an older version), the model that the run started from is loaded.
+    """
     source, target = Path(run_folder), Path(folder)
     if target.exists() and any(target.iterdir()):
         raise RunFolderError(f"{target} exists and is not empty: choose another folder")
-    run = run_file(source).run
-    weights = find(source, checkpoint).verify().folder
-    environment = make_environment(run)
-    policy = make_policy(run, environment)
+    weights = find(source, checkpoint).folder
+    policy = kept_policy(source, allow=trust)
     load_weights(weights, HFLearner(policy))
     try:
         policy.save(target)
     except Exception as error:
-        if (told := full(error)) is None:
+        if (why := full(error)) is None:
             raise
         for path in target.glob("*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise RunFolderError(
-            f"{told[0]}: {target} was not written, and what was begun of it is removed. {told[1]} and export again"
+            f"{why[0]}: {target} was not written, and what was begun of it is removed. {why[1]} and export again"
         ) from error
     return target

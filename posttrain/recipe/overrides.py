@@ -121,7 +121,8 @@ def _env(env: Env, word: str) -> Env:
 
 
 def _model(model: Model, word: str) -> Model:
-    return replace(model, path=None if word == "none" else word)
+    """A model that exists brings its own context; a recipe's is that of the one it would build."""
+    return model if word == "none" and model.path is None else replace(model, path=None if word == "none" else word, context=None)
 
 
 def _algorithm(_: Algorithm, word: str) -> Algorithm:
@@ -138,6 +139,8 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
         current = _whole(declared, current, node.word, path)
     if not node.parts:
         return current
+    if isinstance(current, Model) and (path_word := node.parts.get("path", Node()).word) is not None:
+        current = _model(current, path_word)
     if isinstance(current, Algorithm):
         return _patched(current, node, path)
     if dataclasses.is_dataclass(current) and not isinstance(current, type):

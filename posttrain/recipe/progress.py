@@ -7,11 +7,11 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from posttrain.core.run import Run, Supervised
 from posttrain.core.types import Step
+from posttrain.recipe.console import PlainConsole
 
 PLAIN_EVERY = 5.0
 """Seconds between two plain lines of the same stage."""
@@ -22,7 +22,7 @@ class Terminal:
     """A tracker that prints (`core.ports.Tracker`). `quiet` keeps only what a stage says of itself."""
 
     run: Run
-    console: Console = field(default_factory=lambda: Console(file=sys.stdout, highlight=False, soft_wrap=True))
+    console: PlainConsole = field(default_factory=lambda: PlainConsole(file=sys.stdout, soft_wrap=True))
     _bar: Progress | None = None
     _task: TaskID | None = None
     _stage: str = ""
@@ -51,7 +51,7 @@ class Terminal:
 
     def say(self, line: str) -> None:
         self._close()
-        self.console.print(line, markup=False)
+        self.console.print(line)
 
     def close(self, summary: Mapping[str, float]) -> None:
         self._close()
@@ -61,8 +61,9 @@ class Terminal:
         now = time.monotonic()
         self._stage, self._begun, self._first, self._printed, self._tokens, self._accuracy = step.stage, now, step.index, 0.0, 0.0, None
         if self.console.is_terminal:
-            columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed}/{task.total}"))
-            self._bar = Progress(*columns, TextColumn("{task.fields[facts]}"), TimeRemainingColumn(), console=self.console, transient=True)
+            name, done, facts = (_plain(w) for w in ("{task.description}", "{task.completed}/{task.total}", "{task.fields[facts]}"))
+            columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self.console, transient=True)
             self._bar.start()
             self._task = self._bar.add_task(step.stage, facts="", total=None)
 
@@ -96,3 +97,8 @@ class Terminal:
         if not done or step.index >= total or self._open_ended(step):
             return ""
         return f"  {(time.monotonic() - self._begun) / done * (total - step.index):.0f} s left"
+
+
+def _plain(form: str) -> TextColumn:
+    """A column that reads no markup in what it shows."""
+    return TextColumn(form, markup=False)

@@ -16,15 +16,18 @@ import torch
 from posttrain.core import seeds
 from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError
+from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Run
+from posttrain.core.visible import guard_logs, tell
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy, named_tensors
 from posttrain.environment.render import Renderer
 from posttrain.recipe import overrides as dotted
-from posttrain.recipe.build import make_environment, use_threads
+from posttrain.recipe.build import use_threads
 from posttrain.recipe.engines import check_engine, embedded_engine
-from posttrain.recipe.main import target_run, wait
+from posttrain.recipe.main import wait
+from posttrain.recipe.target import built_policy, model_run, target_run
 from posttrain.role.weights import load_weights
 
 READ = ("model", "slots", "threads", "deterministic", "seed", "env", "engine")
@@ -81,7 +84,8 @@ def serve(
     where: Where | None = None,
     name: str | None = None,
     checkpoint: str = "last",
-    say: Callable[[str], None] = lambda line: print(line, flush=True),
+    trust: bool = False,
+    say: Callable[[str], None] = tell,
 ) -> int:
     """Serve until Ctrl-C or SIGTERM; returns 130 or 143.
 
@@ -90,15 +94,17 @@ def serve(
         overrides: dotted changes of `model.*`, `engine.*`, `slots`, `threads`, `deterministic`.
         name: what callers call the model; default the last part of `target`.
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
+        trust: allow a run folder that somebody else made what it asks for.
     """
     check_installed()
+    guard_logs()
     from posttrain.serve.run import check_address
     from posttrain.serve.run import serve as listen
 
     where = where or Where()
     token = where.resolve()
     check_address(where.host, token)
-    served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint)
+    served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint, trust=trust)
     return wait(listen(served, where.host, where.port, facts, say))
 
 
@@ -119,23 +125,23 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
 
 
 def make_served(
-    target: str | Path, *overrides: str, token: str | None, name: str | None = None, checkpoint: str = "last"
+    target: str | Path, *overrides: str, token: str | None, name: str | None = None, checkpoint: str = "last", trust: bool = False
 ) -> tuple[Any, tuple[str, ...]]:
     """What is served (`serve.app.Served`), and lines about it."""
     from posttrain.serve.app import Served
     from posttrain.serve.words import Words
 
-    run, weights = target_run(target, checkpoint)
+    stored = run_file(target).run if is_run(target) else model_run(target)
     for text in overrides:
-        head = dotted.address(run, *(w.strip() for w in text.partition("=")[::2]))[0]
+        head = dotted.address(stored, *(w.strip() for w in text.partition("=")[::2]))[0]
         if head not in READ:
             raise ConfigError(f"{text}: nothing of it is read when a model is served; settings begin with one of {', '.join(READ)}")
-    run = dotted.apply(run, list(overrides))
-    how = served_by(run, overrides)
+    how = served_by(dotted.apply(stored, list(overrides)), overrides)
+    parts = ("model", "engine")
+    run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=lambda r: replace(r, engine=how))
     use_threads(run.threads)
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
-    alphabet = getattr(make_environment(run), "alphabet", None) if run.model.path is None else None
-    policy: Policy = load_policy(run.model, alphabet, run.seed)
+    policy: Policy = built_policy(Path(target), run) if is_run(target) else load_policy(run.model, None, run.seed)
     if weights is not None:
         load_weights(weights, HFLearner(policy))
     digest = fingerprint(named_tensors(policy.module))

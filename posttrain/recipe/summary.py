@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich.console import Console
 from rich.table import Table
 
 from posttrain.controller.stages import StageResult
 from posttrain.core.run import Reinforce, Run
+from posttrain.recipe.console import PlainConsole
 from posttrain.recipe.faults import find
 from posttrain.recipe.shipped import RECIPES
 from posttrain.role.evaluate import Report, interval
@@ -64,19 +64,19 @@ def planted_lines(run: Run) -> list[str]:
     return [f"PLANTED FAULT {run.fault}: {find(run.fault).what}. No number of this run means anything"]
 
 
-def show(console: Console, run: Run, results: Sequence[StageResult], folder: Path) -> None:
+def show(console: PlainConsole, run: Run, results: Sequence[StageResult], folder: Path) -> None:
     console.print()
     for line in planted_lines(run):
-        console.print(line, style="bold red", markup=False)
+        console.print(line, style="bold red")
     console.print(table(results))
     console.print(roles(results))
-    console.print(f"run folder: {folder}", markup=False)
+    console.print(f"run folder: {folder}")
     console.print("next:")
     for line in next_steps(run, folder):
-        console.print(f"  {line}", markup=False)
+        console.print(f"  {line}")
 
 
-def show_report(console: Console, target: str, environment: str, report: Report) -> None:
+def show_report(console: PlainConsole, target: str, environment: str, report: Report) -> None:
     """One evaluation as a table."""
     out = Table(title=f"{target} on held-out {environment}")
     for name in ("measure", "value [95 %]", "prompts"):

@@ -23,6 +23,7 @@ from posttrain.core.ports import Tracker
 from posttrain.core.run import Run
 from posttrain.core.tree import to_plain
 from posttrain.core.types import Step
+from posttrain.core.visible import tell, visible
 
 PROJECT = "posttrain"
 
@@ -130,7 +131,7 @@ class Guarded:
             call()
         except Exception as error:
             self._failed = True
-            print(f"tracker {self._name} failed and is left out from here on (steps.jsonl has everything): {error!r}", file=sys.stderr)
+            tell(f"tracker {self._name} failed and is left out from here on (steps.jsonl has everything): {error!r}", file=sys.stderr)
 
 
 TRACKERS: dict[str, tuple[str, Callable[[Run, Path], Tracker]]] = {
@@ -172,6 +173,6 @@ def _readable(run: Run) -> list[str]:
         if isinstance(node, dict | list):
             items = node.items() if isinstance(node, dict) else enumerate(node)
             return [line for key, child in items for line in walk(child, f"{path}.{key}" if path else str(key))]
-        return [f"{path} = {node}"]
+        return [visible(f"{path} = {node}")]
 
     return walk(to_plain(run), "")

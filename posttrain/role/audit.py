@@ -144,43 +144,85 @@ def opinions(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, em
         if cost is None:
             return None
         paid.append(cost)
-    reward = [r - math.fsum(c) for (r, _), c in zip(shaped, paid, strict=True)]
-    each = _centred(a, samples, [r for r, _ in shaped], reward, paid, ema)
+    reward = [r - math.fsum(c) for (r, *_), c in zip(shaped, paid, strict=True)]
+    terms = [size + math.fsum(abs(x) for x in c) for (_, size, _), c in zip(shaped, paid, strict=True)]
+    fine = [_resolution(s.episode) for _, s in samples]
+    each = _centred(a, samples, [r for r, *_ in shaped], reward, paid, ema)
     if each is None:
         return None
-    compares = kind(a.baseline) in ("GroupMean", "Others")
-    by_group: list[list[float]] = [[] for _ in groups]
-    for (p, _), r in zip(samples, reward, strict=True):
-        by_group[p].append(r)
-    whole = _std(reward)
-    for i, (p, _) in enumerate(samples):
-        r = by_group[p]
-        if compares and (len(r) < 2 or max(r) == min(r)):
-            each[i] = each[i] * 0.0
-            continue
-        divisor = (
-            1.0 if a.scale == "one" else whole if a.scale == "batch_std" else _std(r) if a.scale == "group_std" else math.fsum(r) / len(r)
-        )
-        each[i] = each[i] / divisor if divisor > 0 else each[i] * 0.0
+    members = [[i for i, (p, _) in enumerate(samples) if p == group] for group in range(len(groups))]
+    each = _divided(a, members, each, reward, terms, fine)
     if a.whiten is not None:
-        each = _white(a.whiten, each)
-    targets = [_targets(a.baseline, s, r, c) for (_, s), (r, _), c in zip(samples, shaped, paid, strict=True)]
-    return [Opinion(s, p, x, bool(why), t) for (p, s), x, (_, why), t in zip(samples, each, shaped, targets, strict=True)]
+        compares = kind(a.baseline) in ("GroupMean", "Others")
+        doubt = [0.0 if compares else f * _summed(a, s, x, t) for (_, s), x, t, f in zip(samples, each, terms, fine, strict=True)]
+        each = _white(a.whiten, each, max(doubt, default=0.0))
+    targets = [_targets(a.baseline, s, r, c) for (_, s), (r, *_), c in zip(samples, shaped, paid, strict=True)]
+    return [Opinion(s, p, x, bool(why), t) for (p, s), x, (*_, why), t in zip(samples, each, shaped, targets, strict=True)]
 
 
-def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, str]:
-    """Reward after shaping, from the verdicts; and why the episode has no gradient."""
-    r = math.fsum(j.weight * j.verdict.score for j in e.verdicts if j.counts and j.verdict.score is not None)
+def alike(values: Sequence[float], terms: Sequence[float], resolution: float) -> bool:
+    """Whether numbers are one number up to rounding: sorted, the last is no further from the first than `resolution` of the largest sum
+    of absolute terms. The audit's own word for what credit calls no spread."""
+    in_order = sorted(values)
+    return len(in_order) < 2 or in_order[-1] - in_order[0] <= resolution * max(terms)
+
+
+def same_outcome(episodes: Sequence[Episode]) -> bool:
+    """Whether the judged ones among these have one raw outcome, up to rounding."""
+    judged = [e for e in episodes if e.reward is not None]
+    raw = [(_terms(e), _resolution(e)) for e in judged]
+    return not judged or alike([math.fsum(t) for t, _ in raw], [math.fsum(map(abs, t)) for t, _ in raw], max(f for _, f in raw))
+
+
+def _terms(e: Episode) -> list[float]:
+    return [j.weight * j.verdict.score for j in e.verdicts if j.counts and j.verdict.score is not None]
+
+
+def _resolution(e: Episode) -> float:
+    return max((j.resolution for j in e.verdicts if j.counts and j.verdict.score is not None), default=0.0)
+
+
+def _summed(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
+    """What rounding of an episode's credit is relative to, where it is compared with no sibling: its reward, its baseline, its values."""
+    values = [abs(float(v)) for part in s.values or () for v in part] if kind(a.baseline) == "Value" else []
+    return terms + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0)
+
+
+def _divided(
+    a: Algorithm,
+    members: Sequence[Sequence[int]],
+    each: Sequence[np.ndarray],
+    reward: Sequence[float],
+    terms: Sequence[float],
+    fine: Sequence[float],
+) -> list[np.ndarray]:
+    """Credit over its scale: 0 where siblings are compared and agree, or where there is nothing to divide by."""
+    out = list(each)
+    whole = _std(reward, terms, max(fine, default=0.0))
+    for at in members:
+        r, t, f = [reward[i] for i in at], [terms[i] for i in at], max((fine[i] for i in at), default=0.0)
+        agree = kind(a.baseline) in ("GroupMean", "Others") and alike(r, t, f)
+        average = math.fsum(r) / len(r) if r else 0.0
+        scales = {"one": 1.0, "batch_std": whole, "group_std": _std(r, t, f), "group_mean": average if r and average > f * max(t) else 0.0}
+        for i in at:
+            out[i] = out[i] * 0.0 if agree or not scales[a.scale] > 0 else out[i] / scales[a.scale]
+    return out
+
+
+def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, str]:
+    """Reward after shaping, from the verdicts; the sum of its absolute terms; and why the episode has no gradient."""
+    r, size = math.fsum(_terms(e)), math.fsum(map(abs, _terms(e)))
     why = "" if e.spoken else "said nothing"
     for piece in pieces(a.shape):
         if kind(piece) == "Signed":
-            r = r + r - 1
+            r, size = r + r - 1, size + size + 1
         elif kind(piece) == "Overlong":
             over = e.spoken - max_tokens * (1 - piece.cache)
-            r -= min(max(over / (piece.cache * max_tokens), 0.0), 1.0)
+            fine = min(max(over / (piece.cache * max_tokens), 0.0), 1.0)
+            r, size = r - fine, size + fine
         elif kind(piece) == "DropTruncated" and e.stop in (Stop.LENGTH, Stop.TOKENS, Stop.CONTEXT, Stop.TIME):
             why = "truncated"
-    return r, why
+    return r, size, why
 
 
 def _paid(a: Algorithm, s: Scored) -> np.ndarray | None:
@@ -211,17 +253,17 @@ def _centred(
             turns = _turns(s.episode)
             out.append(_future(a.baseline, np.concatenate(s.values).astype(np.float64), shaped[i] - turns.sum(), paid[i] - turns))
             continue
-        others = [reward[j] for j in members[p] if j != i]
+        lead = [reward[i] - reward[j] for j in members[p] if j != i]
         if name == "Zero":
-            base = 0.0
+            credit = reward[i]
         elif name == "GroupMean":
-            base = math.fsum([*others, reward[i]]) / (len(others) + 1)
+            credit = math.fsum(lead) / (len(lead) + 1)
         elif name == "Others":
-            base = math.fsum(others) / len(others) if others else reward[i]
+            credit = math.fsum(lead) / len(lead) if lead else 0.0
         else:
-            base = ema
-            ema += (1 - a.baseline.decay) * (reward[i] - ema)  # type: ignore[union-attr]
-        out.append(np.full(tokens, reward[i] - base))
+            credit = reward[i] - ema
+            ema += (1 - a.baseline.decay) * credit  # type: ignore[union-attr]
+        out.append(np.full(tokens, credit))
     return out
 
 
@@ -251,23 +293,26 @@ def _future(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.nd
     return np.convolve(delta[::-1], fade)[: len(v)][::-1]
 
 
-def _std(x: Sequence[float]) -> float:
+def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float:
     """Root of the sum of squared distances between all pairs, each once, over n (n - 1): ddof 1 without a mean."""
     n = len(x)
-    if n < 2 or max(x) == min(x):
+    if alike(x, terms, resolution):
         return 0.0
     y = np.asarray(x, np.float64)
     y = y - y[0]
     return math.sqrt(max(0.0, (n * math.fsum(y * y) - math.fsum(y) ** 2) / (n * (n - 1))))
 
 
-def _white(over: str, each: list[np.ndarray]) -> list[np.ndarray]:
-    """Mean 0 and standard deviation 1 over the step's tokens, or over its samples."""
+def _white(over: str, each: list[np.ndarray], doubt: float) -> list[np.ndarray]:
+    """Mean 0 and standard deviation 1 over the step's tokens, or over its samples; zeros where no two differ by more than `doubt`."""
     loud = [x for x in each if len(x)]
     if not loud:
         return each
+    first = loud[0][0]
+    each = [x - first for x in each]
+    loud = [x for x in each if len(x)]
     flat = np.concatenate(loud)
-    if flat.max() == flat.min():
+    if float(np.ptp(flat)) <= doubt:
         return [x * 0.0 for x in each]
     if over == "token":
         mean, std = float(flat.mean()), float(flat.std(ddof=1)) if len(flat) > 1 else 0.0

@@ -40,7 +40,19 @@ class Heard:
     left: int = 0
     """Parameters that still held a gradient before the first backward."""
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
+    """Of the tensors of at most `SAMPLED` numbers."""
+    largest: dict[str, Largest] = field(default_factory=dict[str, Any])
+    """Of every tensor with a gradient that is not 0."""
     norm: float = math.nan
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The number of a tensor with the largest gradient: where it lies in the flat tensor, its gradient and its weight before the step."""
+
+    index: int
+    gradient: float
+    weight: float
 
 
 class _Ear:
@@ -70,12 +82,18 @@ class _Ear:
 class _Scale:
     """An optimizer whose gradients are copied as they arrive."""
 
-    def __init__(self, optimizer: Any, learner: Any, heard: Heard) -> None:
-        self._optimizer, self._learner, self._heard = optimizer, learner, heard
+    def __init__(self, optimizer: Any, heard: Heard) -> None:
+        self._optimizer, self._heard = optimizer, heard
 
     def step(self) -> float:
-        grads = {n: p.grad for n, p in self._learner.parameters().items() if p.grad is not None}
+        moved = self._optimizer.trained()
+        grads = {n: p.grad for n, p in moved.items() if p.grad is not None}
         self._heard.gradients = {n: g.detach().double().cpu().clone() for n, g in grads.items() if g.numel() <= SAMPLED}
+        for name, g in grads.items():
+            at = int(g.detach().abs().argmax())
+            gradient, weight = (float(x.detach().flatten()[at]) for x in (g, moved[name]))
+            if gradient:
+                self._heard.largest[name] = Largest(at, gradient, weight)
         self._heard.norm = math.sqrt(math.fsum(float(g.detach().double().square().sum()) for g in grads.values()))
         return self._optimizer.step()
 
@@ -89,7 +107,7 @@ def listening(trainer: Trainer, *, gradients: bool) -> Iterator[Heard]:
     heard, learner, optimizer = Heard(), trainer.learner, trainer.optimizer
     trainer.learner = _Ear(learner, heard)  # type: ignore[assignment]
     if gradients:
-        trainer.optimizer = _Scale(optimizer, learner, heard)  # type: ignore[assignment]
+        trainer.optimizer = _Scale(optimizer, heard)  # type: ignore[assignment]
     try:
         yield heard
     finally:

@@ -20,14 +20,12 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Limits
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Stop, Task
-from posttrain.core.verdict import Judged, State, Verdict
-from posttrain.environment.redact import redacted, scrubbed, scrubbed_data
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.redact import scrubbed, scrubbed_data
 from posttrain.role.demonstrate import recited
+from posttrain.role.judging import Bench, judged
 from posttrain.role.talk import Conversation, tokens_upto
 
-JUDGE_RETRIES = 2
-UNCONTAINED = "sandbox=none"
-"""What a verdict says where nothing contained the policy's programs."""
 T = TypeVar("T")
 
 
@@ -58,11 +56,18 @@ class Rollout:
     """Of every episode."""
 
     async def episode(
-        self, task: Task, visit: int, sibling: int, sampling: Sampling, stream: str, talks: dict[int, Conversation] | None = None
+        self,
+        task: Task,
+        visit: int,
+        sibling: int,
+        sampling: Sampling,
+        stream: str,
+        talks: dict[int, Conversation] | None = None,
+        bench: Bench | None = None,
     ) -> Episode:
         """Play and judge one episode. Broken invariants and config errors propagate; other failures become data.
 
-        `talks` takes note of what is being said, by sibling, for whoever may abort it.
+        `talks` takes note of what is being said, by sibling, for whoever may abort it. `bench` judges the siblings.
         """
 
         def place(turn: int) -> int:
@@ -79,7 +84,8 @@ class Rollout:
             why = scrubbed(f"{type(error).__name__}: {error}")
             verdicts: tuple[Judged, ...] = (Judged("environment", 1.0, Verdict.failed("environment", why)),)
             return self._episode(task, visit, sibling, talk, Stop.ERROR, verdicts, why)
-        verdicts = await self._judge(Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state))
+        attempt = Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state)
+        verdicts = await (judged(self.environment, attempt) if bench is None else bench.judge(attempt, talk.segments()))
         return self._episode(task, visit, sibling, talk, stop, (*verdicts, *talk.paid), "")
 
     async def _play(self, task: Task, talk: Conversation) -> Stop:
@@ -96,24 +102,10 @@ class Rollout:
         self, task: Task, visit: int, sibling: int, talk: Conversation, stop: Stop, verdicts: tuple[Judged, ...], error: str
     ) -> Episode:
         text = "\n".join(talk.turns)
-        return Episode(task, visit, sibling, talk.segments(), stop, verdicts, text, error, scrubbed_data(talk.state))
+        segments, state = talk.segments(), scrubbed_data(talk.state)
+        return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, tuple(talk.lengths))
 
-    async def _judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """Judge, asking again where a source failed on our side. What the verdicts say goes into the record without our secrets."""
-        verdicts = await self.environment.judge(attempt)
-        for _ in range(JUDGE_RETRIES):
-            if not any(j.verdict.state is State.FAILED for j in verdicts):
-                break
-            verdicts = await self.environment.judge(attempt)
-        if not verdicts:
-            raise InvariantError(
-                f"environment {self.environment.name!r} returned no verdict for task {attempt.task.id!r}: judge() must return one per source"
-            )
-        if "none" in getattr(self.environment, "contained", ()):
-            verdicts = tuple(replace(j, verdict=_stamped(j.verdict)) for j in verdicts)
-        return tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts)
-
-    async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None) -> Episode:
+    async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, bench: Bench) -> Episode:
         """An episode that a demonstration says instead of the policy, judged like any other."""
         if self.renderer is None:
             raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
@@ -122,15 +114,18 @@ class Rollout:
         prompt, completion = teacher.demonstrate(task, style or teacher.styles[-1], rng, 0.0)
         if not isinstance(completion, str):
             said = await recited(teacher, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling)
-            verdicts = (*await self._judge(Attempt(task, tuple(said.turns), Stop.SAID, said.spoken_upto, said.state)), *said.paid)
             segments, text = (said.transcript.segment(),), "\n".join(said.turns)
+            attempt = Attempt(task, tuple(said.turns), Stop.SAID, said.spoken_upto, said.state)
+            verdicts = (*await bench.judge(attempt, segments), *said.paid)
             return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=scrubbed_data(said.state))
         seen, ids = self.renderer.pair(prompt, completion, task.id)
         transcript = Transcript(sampling)
         transcript.see(seen)
         transcript.show(ids)
-        verdicts = await self._judge(Attempt(task, (completion,), Stop.SAID, partial(tokens_upto, self.dialogue(task.id), ids)))
-        return Episode(task, visit, sibling, (transcript.segment(),), Stop.SAID, verdicts, completion)
+        segment = transcript.segment()
+        attempt = Attempt(task, (completion,), Stop.SAID, partial(tokens_upto, self.dialogue(task.id), ids))
+        verdicts = await bench.judge(attempt, (segment,))
+        return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, completion)
 
     async def group(
         self,
@@ -146,16 +141,21 @@ class Rollout:
     ) -> Group:
         """All siblings of one prompt, concurrently; the last `shown.siblings` of them demonstrations, beside them the argmax answer.
 
-        With `extra`, so many more are started, and what has not ended once the wanted number has is aborted: short answers are
+        Those that say the same share their verdicts (`Bench`). With `extra`, so many more are started, and what has not ended once the wanted number has is aborted: short answers are
         preferred, which `Group.aborted` lets anyone measure.
         """
         own = siblings - (shown.siblings if shown else 0)
-        started, talks = own + extra, dict[int, Conversation]()
-        said = settled([self.episode(task, visit, i, sampling, stream, talks) for i in range(started)], own)
-        beside = [self.show(task, visit, i, sampling, shown.style) for i in range(started, started + shown.siblings)] if shown else []
+        started, talks, bench = own + extra, dict[int, Conversation](), Bench(self.environment)
+        said = settled([self.episode(task, visit, i, sampling, stream, talks, bench) for i in range(started)], own)
+        beside = (
+            [self.show(task, visit, i, sampling, shown.style, bench) for i in range(started, started + shown.siblings)] if shown else []
+        )
         if greedy:
-            beside.append(self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy"))
-        ended, others = await together([said, together(beside)])
+            beside.append(self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy", None, bench))
+        try:
+            ended, others = await together([said, together(beside)])
+        finally:
+            await bench.close()
         spoken = sum(talk.spoken for i, talk in talks.items() if i not in {e.sibling for e in ended})
         episodes = (*ended, *others[: len(others) - greedy])
         return Group(task, visit, episodes, others[-1] if greedy else None, started - len(ended), spoken)
@@ -224,8 +224,3 @@ def _first(many: BaseExceptionGroup[BaseException]) -> BaseException:
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]
     return cause
-
-
-def _stamped(verdict: Verdict) -> Verdict:
-    """Every record of a run whose programs nothing contained says so."""
-    return verdict if UNCONTAINED in verdict.why else replace(verdict, why="; ".join(filter(None, (verdict.why, UNCONTAINED))))

@@ -6,12 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner, Sampler
-from posttrain.core.sampling import Sampling
-from posttrain.core.types import Segment
-from posttrain.role.canaries import BOUND
+from posttrain.role.movement import packed_text
+from posttrain.role.rounding import Gap, allowed
 
 
 @dataclass
@@ -42,16 +40,15 @@ class Sync:
 
     async def _scores_alike(self, version: int) -> None:
         """The weights may have arrived and be computed with wrongly: caches, adapters, another dtype."""
-        n = len(self.canary)
-        spoken = np.arange(n) > 0
-        blank = np.where(spoken, 0, np.nan).astype(np.float32)
-        segment = Segment(self.canary.astype(np.int32), spoken, blank, np.where(spoken, 0, -1).astype(np.int32), Sampling(stop_ids=()))
-        ours = self.learner.score(Packed.of([segment])).astype(np.float64)
-        gap = np.abs(await self.sampler.score(self.canary) - ours)
-        if not np.all(gap <= BOUND[self.dtype]):
+        n, packed = len(self.canary), packed_text(self.canary)
+        ours, theirs = self.learner.score(packed), await self.sampler.score(self.canary)
+        found = Gap.of(theirs, ours)
+        bound = allowed(self.dtype, found, ours, lambda: self.learner.exact(packed))
+        if not found.worst <= bound.worst:
+            gap = np.abs(theirs.astype(np.float64) - ours)
             at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
             raise InvariantError(
                 f"after the push of version {version} the sampler scores a canary otherwise than the learner: token {at + 2} of {n} differs by "
-                f"{gap[at]:.3g} nats (bound {BOUND[self.dtype]:g} in {self.dtype}). It holds the learner's weights and computes something else: "
+                f"{gap[at]:.3g} nats (bound {bound.worst:.2g} in {self.dtype}). It holds the learner's weights and computes something else: "
                 "look for a stale prefix cache, an adapter that was not applied, another dtype or rope setting"
             )

@@ -32,6 +32,8 @@ class Conversation:
         self._closed: list[Transcript] = []
         self._before, self._last = 0, np.zeros(0, np.int32)
         self.turns: list[str] = []
+        self.lengths: list[int] = []
+        """Tokens of each turn."""
         self.paid: list[Judged] = []
         self.state: Any = None
 
@@ -52,6 +54,7 @@ class Conversation:
             return Utterance("", limit, 0)
         said = await self._sampler.generate(self._transcript.ids, _shorter(self._sampling, allowed), self._place(len(self.turns)))
         self._transcript.say(said)
+        self.lengths.append(len(said.ids))
         text = self._dialogue.said(said.ids)
         self._before += len(self._last)
         self._last = said.ids

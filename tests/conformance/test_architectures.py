@@ -12,7 +12,7 @@ from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.recipe.build import canary
-from posttrain.role.canaries import BOUND, MEAN_BOUND
+from posttrain.role.rounding import LEAST
 from posttrain.role.sync import Sync
 from tests.conformance import subjects
 from tests.conformance.subjects import contract, randomize, segment
@@ -36,7 +36,7 @@ def test_weights_arrive_are_found_again_and_score_alike(arch: str, dtype: str) -
         prompt, wanted = np.array(policy.tokenizer.encode("3+4=", add_special_tokens=False), np.int32), contract()
         said = await asyncio.gather(*[engine.generate(prompt, wanted, i) for i in range(20)])
         gap = subjects.gap(learner, [segment(prompt, s, wanted) for s in said])
-        assert gap.max() < BOUND[dtype] and gap.mean() < MEAN_BOUND[dtype]
+        assert gap.max() < LEAST[dtype].worst and gap.mean() < LEAST[dtype].mean
 
     try:
         asyncio.run(main())

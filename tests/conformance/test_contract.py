@@ -12,7 +12,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop
-from posttrain.role.canaries import BOUND, MEAN_BOUND
+from posttrain.role.rounding import LEAST
 from tests.conformance.subjects import CONTEXT, Subject, contract, segment
 
 OPTIONS = {
@@ -61,7 +61,7 @@ async def test_stored_log_probs_are_the_learners(subject: Subject, option: str) 
         return
     said = await subject.say(asked, wanted.for_training(subject.sampler.keeps_sets))
     gap = subject.gap([segment(p, s, wanted) for p, s in zip(asked, said, strict=True)])
-    assert gap.max() < BOUND["float32"] and gap.mean() < MEAN_BOUND["float32"]
+    assert gap.max() < LEAST["float32"].worst and gap.mean() < LEAST["float32"].mean
     assert all(s.logp.dtype == np.float32 and s.ids.dtype == np.int32 for s in said)
     for s in said:
         kept_to(wanted, s)
@@ -80,7 +80,7 @@ async def test_a_log_prob_of_another_contract_would_be_seen(subject: Subject) ->
     asked = prompts(subject)
     said = await subject.say(asked, contract(temperature=0.6))
     gap = subject.gap([segment(p, s, contract()) for p, s in zip(asked, said, strict=True)])
-    assert gap.max() > 10 * BOUND["float32"] and gap.mean() > 10 * MEAN_BOUND["float32"]
+    assert gap.max() > 10 * LEAST["float32"].worst and gap.mean() > 10 * LEAST["float32"].mean
 
 
 async def test_kept_sets_hold_what_was_said_and_what_top_k_allows(subject: Subject) -> None:
@@ -101,7 +101,7 @@ async def test_top_tokens_are_the_learners(subject: Subject) -> None:
     theirs = subject.learner.top(Packed.of([segment(p, s, wanted) for p, s in zip(asked, said, strict=True)]), 5)
     assert all(s.top is not None for s in said)
     ids, logp = (np.concatenate([getattr(s.top, name) for s in said]) for name in ("ids", "logp"))
-    assert np.abs(logp - theirs.logp).max() < BOUND["float32"]
+    assert np.abs(logp - theirs.logp).max() < LEAST["float32"].worst
     assert np.mean(ids == theirs.ids) > 0.99
 
 
@@ -158,7 +158,7 @@ async def test_the_context_ends_a_turn(subject: Subject) -> None:
     assert (last.stop, len(last.ids)) == (Stop.LENGTH, 1)
     (few,) = await subject.say([near], contract())
     assert (few.stop, len(few.ids)) == (Stop.CONTEXT, 5)
-    assert subject.gap([segment(near, few, contract())]).max() < BOUND["float32"]
+    assert subject.gap([segment(near, few, contract())]).max() < LEAST["float32"].worst
 
 
 @pytest.mark.parametrize(("ids", "message"), [([], "non-empty"), ([1] * CONTEXT, "leaves no room"), ([258], "0..257"), ([5, -1], "0..257")])
@@ -183,7 +183,7 @@ async def test_tokens_are_taken_and_given_as_they_are(subject: Subject) -> None:
     first = await subject.say(halves, wanted)
     seen = [np.concatenate([p, s.ids, subject.ids("é")[:1]]) for p, s in zip(halves, first, strict=True)]
     second = await subject.say(seen, wanted)
-    assert subject.gap([segment(p, s, wanted) for p, s in zip(seen, second, strict=True)]).max() < BOUND["float32"]
+    assert subject.gap([segment(p, s, wanted) for p, s in zip(seen, second, strict=True)]).max() < LEAST["float32"].worst
     text = [subject.policy.tokenizer.decode(p) for p in (halves[0], halves[0][:1])]
     assert text[0] == text[1]
     once, twice = (subject.learner.top(Packed.of([segment(p, _one(7), contract())]), 0).logp for p in (halves[0], halves[0][:1]))
@@ -204,7 +204,7 @@ async def test_the_score_of_a_sequence_is_the_learners(subject: Subject) -> None
     ids = subject.ids("naïve café")
     given = Said(ids[1:], np.zeros(len(ids) - 1, np.float32), np.zeros(len(ids) - 1, np.int32), Stop.LENGTH)
     theirs = subject.learner.score(Packed.of([segment(ids[:1], given, contract())]))
-    assert np.abs(await subject.sampler.score(ids) - theirs).max() < BOUND["float32"]
+    assert np.abs(await subject.sampler.score(ids) - theirs).max() < LEAST["float32"].worst
 
 
 async def test_gauges_count_what_was_delivered(subject: Subject) -> None:

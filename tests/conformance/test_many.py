@@ -10,7 +10,7 @@ from scipy import stats
 
 from posttrain.core.batch import Packed
 from posttrain.core.types import Said, Stop
-from posttrain.role.canaries import BOUND
+from posttrain.role.rounding import LEAST
 from tests.conformance.subjects import Subject, contract, segment
 
 
@@ -19,7 +19,7 @@ async def test_a_thousand_requests_follow_the_learners_distribution(subject: Sub
     prompt, wanted = subject.ids("3+4="), contract(max_tokens=3)
     said = await subject.say([prompt] * 1000, wanted)
     assert len(said) == 1000 and all(len(s.ids) == 3 for s in said)
-    assert subject.gap([segment(prompt, s, wanted) for s in said[:50]]).max() < BOUND["float32"]
+    assert subject.gap([segment(prompt, s, wanted) for s in said[:50]]).max() < LEAST["float32"].worst
     first = np.array([s.ids[0] for s in said])
     top = subject.learner.top(Packed.of([segment(prompt, said[0], wanted)]), 0)
     probability = np.zeros(top.ids.shape[1])
@@ -72,7 +72,7 @@ async def test_a_cancelled_request_leaves_nothing_and_harms_nobody(subject: Subj
     assert all(isinstance(d, asyncio.CancelledError) for d in done[::2])
     kept = [d for d in done[1::2] if isinstance(d, Said)]
     assert len(kept) == 30 and all(len(s.ids) == 100 and s.stop is Stop.LENGTH for s in kept)
-    assert subject.gap([segment(asked[0], s, wanted) for s in kept]).max() < BOUND["float32"]
+    assert subject.gap([segment(asked[0], s, wanted) for s in kept]).max() < LEAST["float32"].worst
     for _ in range(200):
         if subject.idle():
             break

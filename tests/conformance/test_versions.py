@@ -11,7 +11,7 @@ import torch
 
 from posttrain.core.errors import EngineError, InvariantError
 from posttrain.core.types import Said, Stop
-from posttrain.role.canaries import BOUND
+from posttrain.role.rounding import LEAST
 from tests.conformance.subjects import Subject, contract, segment
 
 LONG = "A prompt of several cache blocks, so that there is something to find again under the new weights: " + "=" * 60
@@ -32,8 +32,8 @@ async def test_every_token_carries_the_version_that_said_it(subject: Subject) ->
     await subject.publish(1)
     older = _gaps(subject, prompt, said)
     for s, n, o in zip(said, newer, older, strict=True):
-        assert np.where(s.version == old, o, n).max() < BOUND["float32"]
-        assert np.where(s.version == old, n, o).mean() > 10 * BOUND["float32"]
+        assert np.where(s.version == old, o, n).max() < LEAST["float32"].worst
+        assert np.where(s.version == old, n, o).mean() > 10 * LEAST["float32"].worst
 
 
 def _gaps(subject: Subject, prompt: np.ndarray, said: Iterable[Said]) -> list[np.ndarray]:
@@ -51,15 +51,15 @@ async def _after_an_update(subject: Subject) -> float:
 
 
 async def test_nothing_cached_survives_an_update(subject: Subject) -> None:
-    assert await _after_an_update(subject) < BOUND["float32"]
+    assert await _after_an_update(subject) < LEAST["float32"].worst
 
 
 async def test_a_stale_block_would_be_seen(subject: Subject) -> None:
     """The same, with the fault planted."""
     with subject.stale():
-        assert await _after_an_update(subject) > 10 * BOUND["float32"]
+        assert await _after_an_update(subject) > 10 * LEAST["float32"].worst
     await subject.publish(1)
-    assert await _after_an_update(subject) < BOUND["float32"]
+    assert await _after_an_update(subject) < LEAST["float32"].worst
 
 
 async def test_the_fingerprint_is_that_of_the_weights_served(subject: Subject) -> None:
@@ -78,7 +78,7 @@ async def test_a_tensor_lost_on_the_way_would_be_seen(subject: Subject) -> None:
     with subject.lossy(), pytest.raises(InvariantError, match="weight sync of version"):
         await subject.publish(5)
     await subject.publish(1)
-    assert await _after_an_update(subject) < BOUND["float32"]
+    assert await _after_an_update(subject) < LEAST["float32"].worst
 
 
 async def test_weights_are_taken_whole_or_not_at_all(subject: Subject) -> None:
@@ -98,7 +98,7 @@ async def test_weights_are_taken_whole_or_not_at_all(subject: Subject) -> None:
         await subject.sampler.load(version, tensors.items())
     assert subject.sampler.version == version
     (said,) = await subject.say([prompt], contract())
-    assert subject.gap([segment(prompt, said, contract())]).max() < BOUND["float32"]
+    assert subject.gap([segment(prompt, said, contract())]).max() < LEAST["float32"].worst
 
 
 async def test_a_canary_sees_weights_that_are_computed_with_wrongly(subject: Subject) -> None:

@@ -157,7 +157,35 @@ def test_frozen_layer(tmp_path: Path) -> None:
         tensor.register_hook(torch.zeros_like)
 
     message = stops(tmp_path, plant, tiny_run(prompts=16))
-    assert "did not move in the first optimizer step" in message
+    assert "get no gradient from the log-probs that they change" in message and "k_proj" in message
+
+
+@pytest.mark.parametrize("only", [False, True], ids=["imitation", "reinforcement"])
+def test_optimizer_that_moves_copies(tmp_path: Path, only: bool) -> None:
+    """The gradients arrive, and what the optimizer moves is put back: a master that is never published, a sharded copy."""
+
+    def plant(parts: Parts) -> None:
+        optimize = parts.optimize
+
+        class Copies:
+            def __init__(self, inner: Any) -> None:
+                self._inner = inner
+
+            def step(self) -> float:
+                tensor = list(self._inner.trained().values())[3]
+                before = tensor.detach().clone()
+                norm = self._inner.step()
+                tensor.data.copy_(before)
+                return norm
+
+            def __getattr__(self, name: str) -> Any:
+                return getattr(self._inner, name)
+
+        parts.optimize = lambda config: Copies(optimize(config))  # type: ignore[assignment,return-value]
+
+    run = tiny_run(prompts=16, steps=20)
+    message = stops(tmp_path, plant, only_rl(run) if only else run)
+    assert "did not move in an optimizer step" in message and "learning rate" in message
 
 
 def test_observation_counted_as_said(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.recipe.build import canary
-from posttrain.role.canaries import BOUND, MEAN_BOUND
+from posttrain.role.rounding import LEAST
 from posttrain.role.sync import Sync
 
 OPTIONS = {
@@ -74,7 +74,7 @@ def test_sampler_and_learner_agree(arch: str, name: str) -> None:
     sharpen(learner, 2.0)
     engine = EmbeddedEngine(p.clone().module, slots=8, context=p.context)
     worst = gap(asyncio.run(said(engine, p, OPTIONS[name])), learner)
-    assert worst.max() < 5e-5 < BOUND["float32"], f"{arch} {name}: {worst.max():.2e}"
+    assert worst.max() < 5e-5 < LEAST["float32"].worst, f"{arch} {name}: {worst.max():.2e}"
 
 
 @pytest.mark.parametrize("name", ["plain", "cold"])
@@ -85,7 +85,7 @@ def test_bfloat16_agrees_within_its_noise(name: str) -> None:
     engine = EmbeddedEngine(p.clone().module, slots=8, context=p.context)
     seen = gap(asyncio.run(said(engine, p, OPTIONS[name])), learner)
     print(f"\nbfloat16 {name}: worst {seen.max():.2e}, mean {seen.mean():.2e}")
-    assert seen.max() < BOUND["bfloat16"] and seen.mean() < MEAN_BOUND["bfloat16"]
+    assert seen.max() < LEAST["bfloat16"].worst and seen.mean() < LEAST["bfloat16"].mean
 
 
 def test_after_a_push_the_sampler_scores_like_the_learner() -> None:
@@ -94,7 +94,7 @@ def test_after_a_push_the_sampler_scores_like_the_learner() -> None:
     learner = HFLearner(p)
     engine = EmbeddedEngine(p.clone().module, slots=8, context=p.context)
     sharpen(learner, 1.5)
-    assert gap(asyncio.run(said(engine, p, Sampling())), learner).max() > BOUND["float32"]
+    assert gap(asyncio.run(said(engine, p, Sampling())), learner).max() > LEAST["float32"].worst
     asyncio.run(Sync(learner, engine, canary(p)).push(1))
     segments = asyncio.run(said(engine, p, Sampling()))
     assert gap(segments, learner).max() < 5e-5
@@ -109,4 +109,4 @@ def test_another_contract_is_noticed() -> None:
     engine = EmbeddedEngine(p.clone().module, slots=8, context=p.context)
     segments = asyncio.run(said(engine, p, OPTIONS["cold"]))
     wrong = [Segment(s.ids, s.mask, s.logp, s.version, Sampling(stop_ids=p.stop_ids)) for s in segments]
-    assert gap(wrong, learner).max() > BOUND["float32"]
+    assert gap(wrong, learner).max() > LEAST["float32"].worst

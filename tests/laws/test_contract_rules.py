@@ -25,7 +25,7 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.environment.render import Renderer
-from posttrain.role.canaries import BOUND, MEAN_BOUND
+from posttrain.role.rounding import LEAST
 
 ALPHABET = "0123456789+-=;<>"
 STOP = (15, 16)
@@ -98,7 +98,7 @@ def test_sampler_and_learner_agree(arch: str, name: str) -> None:
     p, learner, engine = parts(arch)
     segments = asyncio.run(played(engine, p, contract(name)))
     worst = gap(segments, learner)
-    assert worst.max() < 5e-5 < BOUND["float32"], f"{arch} {name}: {worst.max():.2e}"
+    assert worst.max() < 5e-5 < LEAST["float32"].worst, f"{arch} {name}: {worst.max():.2e}"
     if name == "top":
         said = np.concatenate([s.top.logp[:, :2] for s in segments if s.top is not None])
         assert np.abs(np.exp(said).sum(1) - 1).max() < 1e-6, "two tokens are allowed, and they are the most probable"
@@ -110,7 +110,7 @@ def test_sampler_and_learner_agree(arch: str, name: str) -> None:
 def test_bfloat16_agrees_within_its_noise(name: str) -> None:
     p, learner, engine = parts(dtype="bfloat16", sharp=1.0)
     seen = gap(asyncio.run(played(engine, p, contract(name))), learner)
-    assert seen.max() < BOUND["bfloat16"] and seen.mean() < MEAN_BOUND["bfloat16"], (
+    assert seen.max() < LEAST["bfloat16"].worst and seen.mean() < LEAST["bfloat16"].mean, (
         f"{name}: worst {seen.max():.2e}, mean {seen.mean():.2e}"
     )
 
@@ -121,7 +121,7 @@ def test_a_rule_the_learner_leaves_out_is_noticed(name: str) -> None:
     p, learner, engine = parts()
     segments = asyncio.run(played(engine, p, contract(name)))
     wrong = [replace(s, sampling=Sampling(stop_ids=STOP), in_turn=None) for s in segments]
-    assert gap(wrong, learner).max() > BOUND["float32"]
+    assert gap(wrong, learner).max() > LEAST["float32"].worst
 
 
 def test_a_turn_read_from_the_wrong_place_is_noticed() -> None:
@@ -131,7 +131,7 @@ def test_a_turn_read_from_the_wrong_place_is_noticed() -> None:
     for s in segments:
         assert s.in_turn is not None and int((s.in_turn == 0).sum()) == 3
     merged = [replace(s, in_turn=_merged(s)) for s in segments]
-    assert gap(merged, learner).max() > BOUND["float32"]
+    assert gap(merged, learner).max() > LEAST["float32"].worst
     other = [replace(s, sampling=replace(s.sampling, min_tokens=9)) for s in segments]
     with pytest.raises(InvariantError, match="which its contract bans at that place"):
         gap(other, learner)

@@ -153,3 +153,60 @@ def test_exact_only_token_by_token(estimator: Estimator, forward: bool) -> None:
     found = through_the_library(KL(coef=1.0, estimator=estimator, placement="loss"))
     assert torch.allclose(found, visited_kl(forward), rtol=0, atol=1e-12)
     assert (found - whole_answer_kl()).abs().max() > 0.01
+
+
+# --- rk3 beside a ratio of the whole sequence --------------------------------------------------------------------------
+
+SAMPLER = Tabular(9)
+
+
+def kl_where_the_sampler_goes() -> Tensor:
+    """Sum over prefixes of how often the sampler visits each times the gradient of KL(pi || ref) there."""
+    table, ref = torch.log_softmax(POLICY.logits, -1), torch.log_softmax(REFERENCE.logits, -1).detach()
+    p = SAMPLER.probabilities().detach()
+    visits = torch.stack(
+        [sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0)) for s in POLICY.states]
+    )
+    return torch.autograd.grad((visits * (table.exp() * (table - ref)).sum(-1)).sum(), POLICY.logits)[0]
+
+
+def weighted_k3(weight: str, sampler: Tabular) -> Tensor:
+    """E over the sampler's answers of the gradient of sum_t w k3_t, with w the token's own ratio, or one ratio of the answer."""
+    total = torch.zeros((), dtype=torch.float64)
+    for y, p in zip(ALL, sampler.probabilities().detach(), strict=True):
+        logp = POLICY.token_logp(y)
+        ratio = logp - sampler.token_logp(y).detach()
+        w = {"token": ratio, "sequence_mean": ratio.mean().expand(len(y)), "sequence_product": ratio.sum().expand(len(y))}[weight].exp()
+        total = total + p * (w * estimate("k3", logp - REFERENCE.token_logp(y).detach())).sum()
+    return torch.autograd.grad(total, POLICY.logits)[0]
+
+
+@pytest.mark.parametrize("ratio", ["token", "sequence_mean", "sequence_token", "sequence_product"])
+def test_rk3_takes_the_tokens_own_ratio_whatever_the_push_takes(ratio: str) -> None:
+    """Off policy: the library's rk3 is the KL at every prefix the sampler visits, also beside a sequence-level push."""
+    a = patch(REINFORCE, f"kl_{ratio}", "-", pull=KL(coef=1.0, estimator="rk3", placement="loss"), ratio=ratio)
+    lengths = [len(y) for y in ALL]
+    logp = [POLICY.token_logp(y) for y in ALL]
+    s = streams_of(
+        np.zeros(sum(lengths)),
+        np.repeat(SAMPLER.probabilities().detach().numpy(), lengths),
+        np.repeat(np.arange(len(ALL)), lengths),
+        mu=np.concatenate([SAMPLER.token_logp(y).detach().numpy() for y in ALL]),
+        ref=np.concatenate([REFERENCE.token_logp(y).detach().numpy() for y in ALL]),
+    )
+    found = torch.autograd.grad(objective(a, s, TokenScores(torch.cat(logp), None, None)).loss, POLICY.logits)[0]
+    assert torch.allclose(found, weighted_k3("token", SAMPLER), rtol=0, atol=1e-12)
+    assert torch.allclose(found, kl_where_the_sampler_goes(), rtol=0, atol=1e-12)
+
+
+def test_a_mean_ratio_of_the_sequence_makes_another_gradient_of_k3() -> None:
+    """TRL multiplies k3 by the ratio of its importance level. The geometric mean of an answer (GSPO's) gives a gradient that is no KL's,
+    on policy either: there a token's own term, the one that turns k3 into the KL, has the weight 1 / |y|, and terms of other tokens
+    are added. The product of the ratios of an answer gives that of the KL over whole answers."""
+    exact = kl_where_the_sampler_goes()
+    off = (weighted_k3("sequence_mean", SAMPLER) - exact).abs().max() / exact.abs().max()
+    on = (weighted_k3("sequence_mean", POLICY) - visited_kl(False)).abs().max() / visited_kl(False).abs().max()
+    whole = (weighted_k3("sequence_mean", POLICY) - whole_answer_kl()).abs().max() / whole_answer_kl().abs().max()
+    assert (off.item(), on.item(), whole.item()) == pytest.approx((0.495, 0.173, 0.451), abs=1e-3)  # docs/algorithms-notes.md
+    assert torch.allclose(weighted_k3("token", POLICY), visited_kl(False), rtol=0, atol=1e-12)
+    assert torch.allclose(weighted_k3("sequence_product", SAMPLER), whole_answer_kl(), rtol=0, atol=1e-12)

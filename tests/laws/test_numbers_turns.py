@@ -33,16 +33,16 @@ def test_gigpo_numbers() -> None:
     """E05: returns 1, 0, 0, 1 have episode credit +-.8660; turns in one state with returns .95, 0, .9025 have .6212, -1.1536, .5324
     (std1), and the first turn 1.4872."""
     half = math.sqrt(3) / 2
-    assert compared(np.array([1.0, 0.0, 0.0, 1.0]), scaled=True) == pytest.approx([half, -half, -half, half])
-    assert compared(np.array([0.95, 0.0, 0.9025]), scaled=True) == pytest.approx([0.6212, -1.1536, 0.5324], abs=1e-4)
+    assert compared(np.array([1.0, 0.0, 0.0, 1.0]), 0.0, scaled=True) == pytest.approx([half, -half, -half, half])
+    assert compared(np.array([0.95, 0.0, 0.9025]), 0.0, scaled=True) == pytest.approx([0.6212, -1.1536, 0.5324], abs=1e-4)
     group = [turned(1.0, 0, 0), turned(0.0, 0), turned(0.0, 0, 0, 0), turned(1.0, 0, 0, 0)]
     for i, a in enumerate(group):
         a.observation = 3 + i  # every later turn is in a state of its own, but those of one sibling among each other
     credit = of(replace(GIGPO, baseline=AnchorMean(by="history")), scored_group("t", group))
-    first = compared(np.array([0.95, 0.0, 0.0, 0.9025]), scaled=True)
+    first = compared(np.array([0.95, 0.0, 0.0, 0.9025]), 0.0, scaled=True)
     assert [x[0] for x in credit] == pytest.approx([half + first[0], -half + first[1], -half + first[2], half + first[3]])
     assert credit[0][1] == pytest.approx(half), "a state of its own gives nothing"
-    assert half + compared(np.array([0.95, 0.0, 0.9025]), scaled=True)[0] == pytest.approx(1.4872, abs=1e-4)
+    assert half + compared(np.array([0.95, 0.0, 0.9025]), 0.0, scaled=True)[0] == pytest.approx(1.4872, abs=1e-4)
 
 
 def test_gigpo_compares_within_a_trajectory_too() -> None:
@@ -51,7 +51,7 @@ def test_gigpo_compares_within_a_trajectory_too() -> None:
     for a in group:
         a.observation = 3
     credit = of(GIGPO, scored_group("t", group))
-    later = compared(np.array([0.95, 1.0, 0.95, 1.0]), scaled=True)
+    later = compared(np.array([0.95, 1.0, 0.95, 1.0]), 0.0, scaled=True)
     assert credit[0][1:] == pytest.approx(later[:2].tolist()), "outcomes agree, so only the states speak"
 
 

@@ -41,7 +41,8 @@ def test_packed_equals_separate(family: type[PreTrainedModel], config: PreTraine
     ours, theirs = models(family, config)
     ids = torch.randint(0, 40, (sum(LENGTHS),))
     at = torch.cat([torch.arange(n) for n in LENGTHS])
-    packed = ours(input_ids=ids[None], position_ids=at[None], layout=PackedLayout(LENGTHS), use_cache=False).logits[0]
+    with attention.using(PackedLayout(LENGTHS)):
+        packed = ours(input_ids=ids[None], position_ids=at[None], use_cache=False).logits[0]
     separate = torch.cat([theirs(input_ids=i[None], use_cache=False).logits[0] for i in ids.split(LENGTHS)])
     assert (packed - separate).abs().max() < 2e-6
     weight = torch.randn_like(packed)
@@ -67,14 +68,15 @@ def test_what_a_layout_would_ignore_is_refused() -> None:
     layout = PackedLayout([3])
     with pytest.raises(EngineError, match="needs a layout"):
         attention.attend(module, x, x, x, None)
-    with pytest.raises(EngineError, match="attention_mask"):
-        attention.attend(module, x, x, x, torch.zeros(1), layout=layout)
-    with pytest.raises(EngineError, match="dropout"):
-        attention.attend(module, x, x, x, None, dropout=0.1, layout=layout)
-    with pytest.raises(EngineError, match="s_aux"):
-        attention.attend(module, x, x, x, None, layout=layout, s_aux=x)
-    with pytest.raises(EngineError, match="not causal"):
-        attention.attend(module, x, x, x, None, layout=layout, is_causal=False)
+    with attention.using(layout):
+        with pytest.raises(EngineError, match="attention_mask"):
+            attention.attend(module, x, x, x, torch.zeros(1))
+        with pytest.raises(EngineError, match="dropout"):
+            attention.attend(module, x, x, x, None, dropout=0.1)
+        with pytest.raises(EngineError, match="s_aux"):
+            attention.attend(module, x, x, x, None, s_aux=x)
+        with pytest.raises(EngineError, match="not causal"):
+            attention.attend(module, x, x, x, None, is_causal=False)
     with pytest.raises(EngineError, match="packed positions"):
         PackedLayout([2]).attend(module, x, x, x, scaling=1.0, sliding_window=None, softcap=None)
     with pytest.raises(EngineError, match="positive lengths"):

@@ -105,18 +105,18 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "ladder", "--out", "x", "seed=1", "clip.high=0.3"]) == 0
-    assert called["run"] == (("ladder", "seed=1", "clip.high=0.3"), {"out": "x", "resume": None, "allow_fault": False})
+    assert called["run"] == (("ladder", "seed=1", "clip.high=0.3"), {"out": "x", "resume": None, "allow_fault": False, "trust": False})
     assert main(["run", "--resume", "runs/x"]) == 0
-    assert called["run"] == (("",), {"out": None, "resume": "runs/x", "allow_fault": False})
+    assert called["run"] == (("",), {"out": None, "resume": "runs/x", "allow_fault": False, "trust": False})
     assert main(["eval", "runs/x", "env.args.terms=4", "--samples", "3", "--temperature", "0.5"]) == 0
     assert called["evaluate"] == (
         ("runs/x", "env.args.terms=4"),
-        {"samples": 3, "checkpoint": "last", "max_tokens": None, "temperature": 0.5, "remote": Remote()},
+        {"samples": 3, "checkpoint": "last", "max_tokens": None, "temperature": 0.5, "trust": False, "remote": Remote()},
     )
     assert main(["eval", "http://h/v1", "--tokenizer", "t", "--key-env", "K", "--api", "completions"]) == 0
     assert called["evaluate"][1]["remote"] == Remote(tokenizer="t", key_env="K", api="completions")
     assert main(["export", "runs/x", "out", "--checkpoint", "best"]) == 0
-    assert called["export"] == (("runs/x", "out", "best"), {}) and "wrote somewhere" in capsys.readouterr().out
+    assert called["export"] == (("runs/x", "out", "best", False), {}) and "wrote somewhere" in capsys.readouterr().out
 
 
 def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:

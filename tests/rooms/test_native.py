@@ -9,10 +9,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from posttrain.core.errors import EngineError
 from posttrain.engine import attention
+from posttrain.engine.accept import LayerShape
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded import native, sampler
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
-from posttrain.engine.embedded.cache import CachedLayout, LayerShape, Pool
+from posttrain.engine.embedded.cache import CachedLayout, Pool
 from posttrain.engine.embedded.fused import FusedDecoder
 from posttrain.engine.readout import read_out
 

@@ -19,6 +19,7 @@ from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.pieces.trust import Clip
 from posttrain.core.run import Env, Reinforce, Reward, Run, Supervised
 from posttrain.recipe.overrides import address, apply, surface
+from posttrain.recipe.shipped import recipe
 
 RUN = Run(
     recipe="test",
@@ -212,3 +213,18 @@ def test_what_is_asked_for_is_what_is_there(name: str, high: float, steps: int) 
     assert stage.steps == steps and stage.algorithm.lineage()[0].name == "reinforce"
     if LADDER[name].clip == Clip():
         assert stage.algorithm.clip == Clip(low=0.2, high=high)
+
+
+def test_a_model_at_a_path_brings_its_own_context() -> None:
+    """A recipe's context is that of the model it would build; only the user's own word bounds one that exists."""
+    run = recipe("arithmetic")
+    assert run.model.context == 128
+    for words, wanted in (
+        (["model=somewhere"], None),
+        (["model.path=somewhere"], None),
+        (["model=somewhere", "model.context=32"], 32),
+        (["model.context=32", "model.path=somewhere"], 32),
+        (["model.context=32"], 32),
+        (["model=none"], 128),
+    ):
+        assert apply(run, words).model.context == wanted, words

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,9 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.build import environment
 from posttrain.environment.prompts import PromptsEnv, read
 from posttrain.environment.script import judged
+from posttrain.recipe import overrides
+from posttrain.recipe.build import make_environment, make_policy
+from posttrain.recipe.shipped import recipe
 
 EXACT = (Reward(function="exact"),)
 
@@ -91,6 +95,17 @@ BAD = [
     (
         [b'{"prompt":"a","id":"x"}', b'{"prompt":"b","id":"y"}', b'{"prompt":"c","id":"x"}'],
         r"p.jsonl:3: id 'x' was already given at .*p.jsonl:1",
+    ),
+    ([b'{"prompt":"a"}', b'{"prompt":"b","answer":NaN}'], r"p.jsonl:2: 'answer' is nan, which nothing equals"),
+    ([b'{"prompt":"b","answer":[1, -Infinity]}'], r"p.jsonl:1: 'answer' is -inf"),
+    ([b'{"prompt":"b","answer":1e999}'], r"p.jsonl:1: 'answer' is inf"),
+    ([b'{"prompt":"a","answer":"1","prompt":"b"}'], r"p.jsonl:1: key 'prompt' is given twice"),
+    ([b'{"prompt":"a"}', b'{"prompt":[{"role":"user","content":"a","role":"system"}]}'], r"p.jsonl:2: key 'role' is given twice"),
+    ([b'[{"prompt":"a","x":{"y":1,"y":2}}]'], r"p.jsonl.*: key 'y' is given twice"),
+    ([b'{"prompt":[{"role":"usr","content":"a"}]}'], r"p.jsonl:1: message 1 of 'prompt' has role 'usr'.*did you mean 'user'"),
+    (
+        [b'{"prompt":"a","answer":"1"}', b'{"prompt":"b","answer":"1"}', b'{"prompt":"a","answer":"2"}'],
+        r"p.jsonl:3: 'answer' is '2', and the same prompt has '1' at .*p.jsonl:1",
     ),
     ([], "has no rows"),
     ([b"", b"  "], "has no rows"),
@@ -172,7 +187,7 @@ def test_one_prompt_cannot_be_split_but_may_be_trained_on(tmp_path: Path) -> Non
 
 def test_messages_and_their_last_assistant_turn(tmp_path: Path) -> None:
     user, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    path = write(tmp_path / "p.jsonl", [{"messages": [user, said], "answer": "a"}, {"prompt": [user], "completion": [said], "answer": "b"}])
+    path = write(tmp_path / "p.jsonl", [{"messages": [user, said], "answer": "a"}, {"prompt": [user], "completion": [said], "answer": "a"}])
     one, two = read(path)
     assert one.task.prompt == two.task.prompt == (user,) and one.completion == two.completion == "a" and one.key == two.key
 
@@ -218,8 +233,49 @@ def test_a_run_on_prompts_needs_rewards_and_the_columns_they_read(tmp_path: Path
     path = write(tmp_path / "p.jsonl", [{"prompt": "a", "answer": "1"}, {"prompt": "b"}])
     with pytest.raises(ConfigError, match=r"needs env.rewards"):
         env(path, rewards=())
-    with pytest.raises(ConfigError, match="'exact' requires column 'answer'"):
-        env(path)
+    for function in ("exact", "math"):
+        with pytest.raises(ConfigError, match=rf"p.jsonl:2: reward '{function}' requires column 'answer'"):
+            env(path, rewards=(Reward(function=function),))
+
+
+def test_one_answer_written_in_two_ways_is_one(tmp_path: Path) -> None:
+    """Repeated rows are fine, and so are a number and its text, and a row without an answer beside one with it."""
+    rows = [{"prompt": "a", "answer": a} for a in ("1", 1, "1", None)] + [{"prompt": "b", "answer": 1.0}, {"prompt": "b", "answer": 1}]
+    assert len(read(write(tmp_path / "p.jsonl", rows))) == 6
+
+
+SMALL = (
+    "model.hidden=32",
+    "model.layers=1",
+    "model.heads=2",
+    "model.kv_heads=1",
+    "model.ffn=48",
+    "model.context=32",
+    "sampling.max_tokens=8",
+)
+
+
+@pytest.mark.parametrize(
+    ("row", "says", "words"),
+    [
+        ({"prompt": "x" * 32, "answer": "1"}, r"p.jsonl:7: task '\w+': the prompt has 32 tokens, and a context of 32", ()),
+        ({"prompt": "x" * 20, "answer": "1", "completion": "y" * 20}, r"p.jsonl:7: the prompt and its completion have 41 tokens", ()),
+        ({"prompt": "x" * 20, "answer": "1", "completion": "y" * 20}, "", ("sft=none",)),
+        ({"prompt": [{"role": "user", "content": "a"}], "answer": "1"}, r"p.jsonl:7: .*no chat template", ()),
+    ],
+)
+def test_a_row_that_cannot_be_asked_is_named_before_anything_trains(
+    tmp_path: Path, row: dict[str, Any], says: str, words: tuple[str, ...]
+) -> None:
+    rows = [{"prompt": f"q{i}", "answer": "1", "completion": "1"} for i in range(6)]
+    path = write(tmp_path / "p.jsonl", [*rows, row])
+    run = overrides.apply(recipe("verifiable"), [f"env.prompts={path}", *SMALL, *words])
+    run = replace(run, env=replace(run.env, rewards=EXACT))
+    if not says:
+        assert make_policy(run, make_environment(run)).context == 32
+        return
+    with pytest.raises(DataError, match=says):
+        make_policy(run, make_environment(run))
 
 
 def test_data_sets_saved_in_a_folder_or_as_parquet(tmp_path: Path) -> None:

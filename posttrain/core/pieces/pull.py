@@ -35,7 +35,8 @@ _KL_REFUSED: dict[tuple[Estimator, Placement], str] = {
 class KL:
     """A pull towards the reference. `truth` says whether its gradient is that of KL(pi || ref) (A34).
 
-    d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3 with the ratio differentiated.
+    d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3 with the token's own ratio, differentiated, whatever
+    ratio the push takes (docs/algorithms-notes.md says where TRL differs).
     """
 
     coef: float = 0.04

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from posttrain.core.errors import EngineError
+from posttrain.engine.accept import LayerShape
 from posttrain.engine.attention import PackedLayout, dense_attention
 from posttrain.engine.embedded import native
 from posttrain.engine.embedded.blocks import BLOCK
@@ -29,18 +30,6 @@ LANES = 64
 """The score matrix is padded to a multiple of this, so that its width never changes how a row is summed."""
 RESERVE = 2
 """Addresses reserved on a CPU, per row asked for: growth within them copies nothing, and pages come with the first write."""
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What one layer caches per token."""
-
-    heads: int
-    """K"""
-    key: int
-    """D of keys."""
-    value: int
-    """D of values."""
 
 
 class Pool:

@@ -141,6 +141,11 @@ class EmbeddedEngine:
         return True
 
     @property
+    def draws_by_place(self) -> bool:
+        """Not where a draft model's tokens are accepted and replaced with numbers of their own."""
+        return not isinstance(self._proposer, DraftModel)
+
+    @property
     def context(self) -> int:
         return self._context
 

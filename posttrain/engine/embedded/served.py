@@ -9,13 +9,15 @@ from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
 from posttrain.core.types import Gauge
+from posttrain.engine.accept import accept
 from posttrain.engine.attention import PackedLayout
-from posttrain.engine.embedded.accept import accept
 from posttrain.engine.embedded.cache import CachedLayout, Pool, ragged_arange
 from posttrain.engine.embedded.fused import FAMILIES, FusedDecoder, fusable
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.slots import Slots
 
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+"""Config fields in which architectures keep how many experts a layer routes between."""
 FINE = 0.01
 """Most padding of dense prefill."""
 
@@ -40,7 +42,9 @@ class Served:
         compiled: bool | None = None,
     ) -> None:
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
-        self.read_out, shapes = accept(module, context, rows is not None)
+        self.read_out, shapes = accept(module, context)
+        if rows is not None:
+            _check_deterministic(module)
         self.fused = fusable(module) if fused is None else fused
         if self.fused and not fusable(module):
             raise EngineError(f"fused=True serves plain float32 models of {', '.join(FAMILIES)}, not this {type(module).__name__}")
@@ -97,3 +101,11 @@ class Served:
 
     def _to(self, x: np.ndarray) -> Tensor:
         return torch.from_numpy(x).to(self.pool.device)
+
+
+def _check_deterministic(module: PreTrainedModel) -> None:
+    config = module.config.get_text_config(decoder=True)
+    if any((getattr(config, field, None) or 0) > 1 for field in EXPERTS):
+        raise EngineError(
+            f"{type(module).__name__} routes tokens to experts in batches of any shape: bits depend on neighbours. Set deterministic=false"
+        )

@@ -32,6 +32,10 @@ class Remote:
         return 0
 
     @property
+    def draws_by_place(self) -> bool:
+        return False
+
+    @property
     def keeps_sets(self) -> bool:
         return False
 

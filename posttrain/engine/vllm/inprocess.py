@@ -90,6 +90,10 @@ class VLLMEngine:
         return self._version
 
     @property
+    def draws_by_place(self) -> bool:
+        return False
+
+    @property
     def keeps_sets(self) -> bool:
         return True
 

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Sequence
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.visible import tell
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.start import BACKEND, EXTENSION
 
@@ -57,7 +58,7 @@ def end_with_parent() -> None:
 def main() -> None:
     """Prepare the environment, then become vLLM's server."""
     if {"-h", "--help"} & set(sys.argv[1:]):
-        print(f"{__doc__}\nAdded to vLLM's arguments: {' '.join(arguments([]))}\nvLLM's own arguments:\n")
+        tell(f"{__doc__}\nAdded to vLLM's arguments: {' '.join(arguments([]))}\nvLLM's own arguments:\n")
     else:
         sys.argv[1:] = arguments(sys.argv[1:])
     installed()

@@ -62,6 +62,10 @@ class VLLMServer:
         return self._version
 
     @property
+    def draws_by_place(self) -> bool:
+        return False
+
+    @property
     def keeps_sets(self) -> bool:
         return True
 

@@ -13,7 +13,7 @@ import importlib
 import importlib.metadata
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -166,7 +166,7 @@ class Verifiers(SingleTurn):
         finally:
             if left is not None:
                 await self.inner.rubric.cleanup(state)
-        return (*_named(own), *await self.added(attempt))
+        return (*(replace(j, resolution=self.resolution) for j in _named(own)), *await self.added(attempt))
 
     def verify(self, attempt: Attempt) -> Verdict:
         return Verdict.abstain("its rubric judges")
@@ -203,7 +203,7 @@ def _named(judged: Sequence[Judged]) -> Iterator[Judged]:
     seen: dict[str, int] = {}
     for j in judged:
         seen[j.source] = seen.get(j.source, 0) + 1
-        yield j if seen[j.source] == 1 else Judged(f"{j.source}.{seen[j.source]}", j.weight, j.verdict)
+        yield j if seen[j.source] == 1 else replace(j, source=f"{j.source}.{seen[j.source]}")
 
 
 # --- the package -------------------------------------------------------------------------------------------------------------

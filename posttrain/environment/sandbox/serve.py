@@ -26,6 +26,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.visible import tell
 from posttrain.environment.sandbox.choose import open_sandbox
 from posttrain.environment.sandbox.pool import IDLE, SESSIONS, Sandbox
 from posttrain.environment.sandbox.port import MIB, MOST_SAID, Limits, Ran, SandboxBroken
@@ -222,7 +223,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         box = open_sandbox("auto", workers=o.workers, packages=packages, sessions=o.sessions)
         executor = Executor(box, os.environ[o.token], o.host, o.port)
     except PosttrainError as error:
-        print(error, file=sys.stderr)
+        tell(str(error), file=sys.stderr)
         return error.exit_code
     if o.certificate:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -230,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
     for number in (signal.SIGINT, signal.SIGTERM):  # also where whoever started it had them ignored
         signal.signal(number, _end)
-    print(f"{box.name} at {o.host}:{executor.server_address[1]}", flush=True)
+    tell(f"{box.name} at {o.host}:{executor.server_address[1]}")
     try:
         executor.serve_forever()
     except _Ended as ended:

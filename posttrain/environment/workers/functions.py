@@ -39,7 +39,7 @@ class PooledSource:
             verdict = await self.pool.ask((attempt.task, attempt.turns, attempt.stop, attempt.state))
         except Exception as error:  # a column that cannot be pickled, a pool that was closed
             verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
-        return Judged(self.name, self.weight, redacted(verdict))
+        return Judged(self.name, self.weight, redacted(verdict), resolution=self.local.resolution)
 
     def check(self, tasks: Sequence[Task]) -> None:
         self.local.check(tasks)

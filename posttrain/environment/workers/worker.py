@@ -22,6 +22,7 @@ import traceback
 from collections.abc import Callable
 from typing import Any
 
+from posttrain.core.visible import tell
 from posttrain.environment.workers.process import LENGTH, OUT_OF_MEMORY, confine
 
 PR_SET_PDEATHSIG = 1
@@ -76,7 +77,7 @@ def _answer_all(requests: int, replies: int, guardian: int, make: Callable[[], C
     except MemoryError:
         return OUT_OF_MEMORY
     except BaseException:
-        traceback.print_exc()
+        tell(traceback.format_exc(), file=sys.stderr)
         return 1
     return FINISHED
 

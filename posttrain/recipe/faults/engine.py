@@ -53,7 +53,7 @@ def _(real: Real) -> Real:
     source="pain 2; NeMo PR#935",
 )
 def _(real: Real) -> Real:
-    return lambda logp, uniform: real((2 * logp).log_softmax(-1), uniform)
+    return lambda logp, *args: real((2 * logp).log_softmax(-1), *args)
 
 
 @fault(

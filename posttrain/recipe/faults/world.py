@@ -53,15 +53,15 @@ def _(real: Real) -> Real:
 
 @fault(
     "truncation_as_failure",
-    seam="posttrain.role.rollout:Rollout._judge",
+    seam="posttrain.role.judging:judged",
     what="an answer that was cut off is scored 0 without looking at it",
     harm="with a tight length limit all rewards are 0, and the run is called flat",
     source="pain 17, autocontext PR#1067",
     shows=("rl.sampling.max_tokens=2",),
 )
 def _(real: Real) -> Real:
-    async def judge(self: Any, attempt: Any) -> Any:
-        found = await real(self, attempt)
+    async def judge(environment: Any, attempt: Any) -> Any:
+        found = await real(environment, attempt)
         return found if attempt.stop is not Stop.LENGTH else tuple(replace(j, verdict=Verdict.value(0.0)) for j in found)
 
     return judge

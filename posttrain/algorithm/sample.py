@@ -1,0 +1,70 @@
+"""A judged episode between shaping and credit: its reward, what a KL charges it, and what all of that is summed from."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from posttrain.algorithm import kl
+from posttrain.algorithm.spread import Array
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.errors import InvariantError
+from posttrain.core.spread import rounding
+from posttrain.core.types import Scored
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """One sibling, shaped."""
+
+    scored: Scored
+    shaped: float
+    size: float
+    """Sum of the absolute terms of `shaped`: the sources' weighted scores and what shaping added."""
+    penalty_T: Array
+    """coef * KL estimate of each spoken token; zeros where credit carries no KL."""
+    paid_T: Array
+    """What the world paid for turns, at the last token of each; zeros where the world's rewards are not learned from."""
+    dropped: str
+
+    @property
+    def spoken(self) -> int:
+        return self.scored.episode.spoken
+
+    @property
+    def charged(self) -> float:
+        """What the KL takes from the whole reward."""
+        return math.fsum(self.penalty_T)
+
+    @property
+    def charged_size(self) -> float:
+        """`size`, and that of the KL's terms."""
+        return self.size + math.fsum(np.abs(self.penalty_T))
+
+
+def noise_of(samples: Sequence[Sample], *, charged: bool = True) -> float:
+    """The width up to which samples' rewards do not differ (with what a KL charges them, where `charged`)."""
+    sizes = [s.charged_size if charged else s.size for s in samples]
+    return rounding(sizes, max((s.scored.episode.resolution for s in samples), default=0.0))
+
+
+def penalty(a: Algorithm, scored: Scored) -> Array:
+    """coef * estimate per spoken token [T] of a KL in the credit (A34), under the anchor's log-probs; else zeros."""
+    pull = a.kl_in_credit
+    if pull is None:
+        return np.zeros(scored.episode.spoken)
+    mu = tuple(s.logp[s.mask] for s in scored.episode.segments)
+    said_T = joined(scored.start if a.anchor == "start" else mu, "start", a)
+    gap_T = said_T - joined(scored.reference, "reference", a)
+    return pull.coef * kl.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
+
+
+def joined(parts: tuple[np.ndarray, ...] | None, name: str, a: Algorithm) -> Array:
+    """Per-segment arrays as one [T] over the episode's spoken tokens."""
+    if parts is None:
+        raise InvariantError(f"credit of {a.name!r} reads the stream {name!r}, which was not scored")
+    return np.concatenate([np.zeros(0), *parts]).astype(np.float64)

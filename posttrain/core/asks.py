@@ -1,0 +1,171 @@
+"""What the tree of a run can name beyond its own folder: code, addresses, secrets, files and models elsewhere.
+
+A run folder from somebody else only proposes these (`recipe.admit`). Every field of the tree is decided in this one place: `DECIDED`
+says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing. A field that is in
+neither fails `tests/rooms/test_trust.py`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, cast
+
+from posttrain.core import tree
+from posttrain.core.run import Run, Where
+
+
+class Kind(StrEnum):
+    """What is asked for."""
+
+    CODE = "code"
+    """Python that is not posttrain's is run, or programs of a model run uncontained."""
+    ADDRESS = "address"
+    """Something is sent to a machine that is named."""
+    SECRET = "secret"
+    """The value of an environment variable is read and sent."""
+    OUTSIDE = "outside"
+    """Files outside the run folder are read or written, or something is fetched from the hub."""
+
+
+@dataclass(frozen=True)
+class Ask:
+    """One thing a field asks for. `path` is the field's as overrides write it, `what` a sentence about it."""
+
+    path: str
+    kind: Kind
+    what: str
+
+    @property
+    def digest(self) -> str:
+        """Equal where the same field asks for the same thing; files are told apart by their full paths."""
+        return hashlib.blake2b(f"{self.path}\0{self.kind}\0{self.what}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+Found = tuple[Kind, str] | None
+
+SHIPPED = Path(__file__).parents[1] / "recipe" / "data"
+"""Prompts and rewards of the shipped recipes, which lie with posttrain's own code."""
+
+
+def _file(name: str) -> str:
+    return str(Path(name).expanduser().resolve())
+
+
+def _shipped(name: str) -> bool:
+    return Path(_file(name)).is_relative_to(SHIPPED.resolve())
+
+
+def _code(name: str) -> Found:
+    """Of `path.py:name`."""
+    path, colon, attribute = name.rpartition(":")
+    return (Kind.CODE, f"runs {attribute} of the Python file {_file(path)}") if colon and not _shipped(path) else None
+
+
+def _env(name: str) -> Found:
+    head, _, rest = name.partition(":")
+    if head == "gym":
+        return None
+    if head != "verifiers":
+        return _code(name)
+    return _code(f"{rest}:load_environment") if rest.endswith(".py") else (Kind.CODE, f"runs the installed Python package {rest}")
+
+
+def _model(name: str) -> Found:
+    return Kind.OUTSIDE, f"loads the model in {_file(name)}" if Path(
+        name
+    ).expanduser().exists() else f"fetches the model {name} from the hub"
+
+
+def _data(name: str) -> Found:
+    if _shipped(name):
+        return None
+    return Kind.OUTSIDE, f"reads the data in {_file(name)}" if Path(
+        name
+    ).expanduser().exists() else f"fetches the data set {name} from the hub"
+
+
+def _sandbox(name: str) -> Found:
+    if "://" in name:
+        return Kind.ADDRESS, f"sends programs, and the token of the sandbox, to {name}"
+    return (Kind.CODE, "runs programs that a model writes without a sandbox") if name == "none" else None
+
+
+def _secret(name: str) -> Found:
+    return Kind.SECRET, f"sends the value of the environment variable {name}"
+
+
+def _trackers(names: tuple[str, ...]) -> Found:
+    if "wandb" in names:
+        return Kind.ADDRESS, "sends settings and numbers to Weights & Biases, under your account"
+    return (Kind.OUTSIDE, "writes into your trackio project") if "trackio" in names else None
+
+
+DECIDED: dict[str, Callable[[Any, Run], Found]] = {
+    "Model.path": lambda x, _: _model(x),
+    "Model.trust_remote_code": lambda x, _: (Kind.CODE, "runs the Python code that comes with the model") if x else None,
+    "Env.name": lambda x, _: _env(x),
+    "Env.args": lambda x, run: (Kind.CODE, f"is given to the environment's code as {x!r}") if _env(run.env.name) else None,
+    "Env.prompts": lambda x, _: _data(x),
+    "Reward.function": lambda x, _: _code(x),
+    "Where.name": lambda x, _: _sandbox(x),
+    "Where.token": lambda x, _: _secret(x) if x != Where().token else None,
+    "Reinforce.reference": lambda x, _: _model(x),
+    "Embedded.draft": lambda x, _: _model(x),
+    "VLLM.url": lambda x, _: (Kind.ADDRESS, f"sends prompts and weights to {x}, and believes what it answers"),
+    "VLLM.key_env": lambda x, _: _secret(x),
+    "VLLM.share": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
+    "Run.trackers": lambda x, _: _trackers(x),
+}
+"""What a field's value asks for, None where this value asks for nothing. Of a mapping each entry is asked about."""
+
+HARMLESS = frozenset(
+    {
+        *("Run.recipe", "Run.deterministic", "Run.record_episodes"),
+        "Run.fault",  # starts with --allow-fault only
+        *("Model.arch", "Model.device", "Model.dtype", "Model.gradient_checkpointing", "Model.history"),
+        *("Supervised.name", "Supervised.style", "Supervised.beside", "Supervised.eval", "Reinforce.name"),
+        *("Algorithm.name", "Algorithm.paper", "Algorithm.note", "Algorithm.scale", "Algorithm.rewards", "Algorithm.whiten"),
+        *("Algorithm.ratio", "Algorithm.anchor", "Algorithm.aggregate", "Algorithm.filter"),
+        *("AnchorMean.by", "Divergence.measure", "KL.estimator", "KL.placement", "Truncate.level", "Mask.level"),
+        *("BestOf.gain", "TargetLength.form", "Gate.source", "Imitate.of", "Imitate.unsure", "Shown.style"),
+        *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
+        *("Embedded.compiled", "Embedded.timeline", "VLLM.eager"),
+        "VLLM.server",  # of the installed package, on this machine alone
+    }
+)
+"""Texts, choices and switches that reach nothing outside the run folder."""
+
+
+def values(run: Run) -> dict[str, tuple[str, Any]]:
+    """Every value of the tree by the path overrides use: (`Class.field`, value). Stages stand under their names."""
+    return {path: (key, value) for path, key, value in _walk(run, "")}
+
+
+def _walk(node: Any, path: str) -> Iterator[tuple[str, str, Any]]:
+    cls = cast("type[Any]", type(node))
+    for name in tree.hints(cls):
+        value, key = getattr(node, name), f"{cls.__name__}.{name}"
+        here = f"{path}{name}"
+        if dataclasses.is_dataclass(value):
+            yield from _walk(value, f"{here}.")
+        elif isinstance(value, Mapping):
+            yield from ((f"{here}.{k}", key, v) for k, v in cast("Mapping[str, Any]", value).items())
+        elif isinstance(value, tuple) and any(dataclasses.is_dataclass(x) for x in cast("tuple[Any, ...]", value)):
+            for i, x in enumerate(cast("tuple[Any, ...]", value)):
+                yield from _walk(x, f"{x.name}." if key == "Run.stages" else f"{here}.{i}.")
+        else:
+            yield here, key, value
+
+
+def asks(run: Run) -> tuple[Ask, ...]:
+    """Everything the run asks for, in the order of its fields."""
+    out: list[Ask] = []
+    for path, (key, value) in values(run).items():
+        found = DECIDED[key](value, run) if value is not None and key in DECIDED else None
+        out += [Ask(path, *found)] if found else []
+    return tuple(out)

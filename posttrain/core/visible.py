@@ -1,0 +1,100 @@
+"""The one door to a terminal: text that somebody else wrote is shown as text, and nothing in it steers the screen.
+
+Names of tasks and stages, answers, reasons, exceptions and templates may hold escape sequences, line breaks or marks that turn
+the direction of writing. `visible` writes them out; `tell` prints, and is the only function of the package that may.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import sys
+import threading
+import traceback
+import warnings
+from types import TracebackType
+from typing import Any, TextIO
+
+COLOURS = re.compile("\x1b\\[(?:0|1|2|31|32|33|36)m")
+"""The escape sequences that posttrain itself writes into a line."""
+
+
+def visible(text: str, keep: str = "") -> str:
+    r"""The text with everything that is not a printable character or a space written out; characters in `keep` stay.
+
+    Not printable are control characters of both ranges, marks of writing direction, invisible formatting, private and
+    unassigned characters, halves of surrogate pairs, and all white space but the space.
+
+    >>> visible("a\x1b[2Jb\n\u202e")
+    'a\\x1b[2Jb\\n\\u202e'
+    """
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def visible_lines(text: str) -> str:
+    """The same, line breaks left as they are: for text of ours with foreign text in it."""
+    return visible(text, "\n")
+
+
+def coloured_lines(text: str) -> str:
+    """The same, the colours of `show` left as they are; foreign text in it must have gone through `visible` before."""
+    plain, colours = COLOURS.split(text), COLOURS.findall(text)
+    return "".join(visible_lines(part) + code for part, code in zip(plain, [*colours, ""], strict=True))
+
+
+def tell(text: str = "", *, file: TextIO | None = None, coloured: bool = False) -> None:
+    """Print a line (or several) at once, to standard output where no other file is named."""
+    shown = coloured_lines(text) if coloured else visible_lines(text)
+    print(shown, file=sys.stdout if file is None else file, flush=True)
+
+
+def overwrite(line: str, file: TextIO) -> None:
+    """Put a line in the place of the last one in a terminal; '' only removes it."""
+    print(f"\r\x1b[K{visible(line)}", end="", file=file, flush=True)
+
+
+# --- what others print -------------------------------------------------------------------------------------------------
+
+
+def guard_logs() -> None:
+    """From here on, messages and tracebacks of every logger of this process are visible text, whatever handler writes them."""
+    before = logging.getLogRecordFactory()
+    if getattr(before, "visible", False):
+        return
+
+    def make(*args: Any, **named: Any) -> logging.LogRecord:
+        record = before(*args, **named)
+        try:
+            message = record.getMessage()
+        except Exception:  # a call that does not fit its own form is reported by logging itself
+            return record
+        if not message.isprintable():
+            record.msg, record.args = visible_lines(message), ()
+        if record.exc_info and record.exc_info[0] is not None:
+            record.exc_text = visible_lines("".join(traceback.format_exception(*record.exc_info)).rstrip("\n"))
+        return record
+
+    make.visible = True  # type: ignore[attr-defined]
+    logging.setLogRecordFactory(make)
+
+
+def guard_errors() -> None:
+    """From here on, warnings and the tracebacks of uncaught exceptions are visible text."""
+    plain = warnings.formatwarning
+    if getattr(plain, "visible", False):
+        return
+
+    def formatted(*args: Any, **named: Any) -> str:
+        return visible_lines(plain(*args, **named))
+
+    def ended(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        tell("".join(traceback.format_exception(kind, error, trace)).rstrip("\n"), file=sys.stderr)
+
+    def thread_ended(found: threading.ExceptHookArgs) -> None:
+        if found.exc_type is not SystemExit and found.exc_value is not None:
+            ended(found.exc_type, found.exc_value, found.exc_traceback)
+
+    formatted.visible = True  # type: ignore[attr-defined]
+    warnings.formatwarning, sys.excepthook, threading.excepthook = formatted, ended, thread_ended

@@ -1,0 +1,211 @@
+"""Which models run: decoder-only, every layer's past in the keys and values of one causal attention.
+
+Whatever else a model remembers (recurrent state, a rope that depends on the longest neighbour, masks of its own) would make a token
+depend on its neighbours, or on how it was cached, in silence. So a model is tried at load: packed beside another sequence, and word by
+word over cached keys and values, it must compute what transformers computes for each sequence alone.
+
+Axis letters: N packed positions, H query heads, K key-value heads, D head width.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.core.errors import EngineError
+from posttrain.engine.adopt import WANTED, as_built, lead
+from posttrain.engine.attention import PackedLayout, dense_attention
+from posttrain.engine.readout import CANARY, ReadOut, check_read_out, positions, read_out
+
+TRIES = 3
+"""Sequences tried before a model is refused: in a mixture of experts rounding alone may send a token to another expert, once."""
+BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
+"""Largest |difference| / |hidden state| of the median position that is rounding; 0.1 in narrower types."""
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """What one layer caches per token."""
+
+    heads: int
+    """K"""
+    key: int
+    """D of keys."""
+    value: int
+    """D of values."""
+
+
+def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerShape]]:
+    """The read-out of a model that can be learned and sampled, and what each layer caches; EngineError says why not.
+
+    The model's attention is led through `attention.attend`.
+    """
+    name, config = type(module).__name__, module.config.get_text_config(decoder=True)
+    if module.config.is_encoder_decoder:
+        raise EngineError(f"{name} is an encoder-decoder. {WANTED}")
+    bound = positions(module)
+    if bound is not None and context > bound:
+        raise EngineError(f"context={context} exceeds the {bound} positions of {name}. Set model.context to at most {bound}")
+    _check_rope(config, name, context)
+    lead(module)
+    out = read_out(module)
+    shapes = _shapes(module, out, min(4, context))
+    check_read_out(module, out, context)
+    _check_alone(module, out, min(CANARY, context))
+    return out, shapes
+
+
+class _Probe(PackedLayout):
+    """A packed layout that writes down which layers attend, and what they would cache."""
+
+    def __init__(self, length: int) -> None:
+        super().__init__([length])
+        self.seen: dict[int, LayerShape] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or layer in self.seen:
+            raise EngineError(
+                f"{type(module).__name__} has layer index {layer!r}, missing or used twice, so its cache has no place. {WANTED}"
+            )
+        self.seen[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
+        return super().attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+
+
+def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerShape]:
+    """What each layer caches; EngineError where one does not attend through our attention, or more than once."""
+    name, config = type(module).__name__, module.config.get_text_config(decoder=True)
+    probe = _Probe(length)
+    with torch.no_grad():
+        try:
+            out.hidden(*_canary(out, length, 0), probe)
+        except EngineError:
+            raise
+        except Exception as error:  # somebody's code, which raises whatever it likes
+            raise EngineError(f"{name} cannot run with packed segments ({type(error).__name__}: {error}). {WANTED}") from error
+    layers = int(config.num_hidden_layers)
+    if sorted(probe.seen) != list(range(layers)):
+        missing = sorted(set(range(layers)) - set(probe.seen))
+        where = f"layers {missing}" if missing else f"{len(probe.seen)} attentions in {layers} layers"
+        raise EngineError(
+            f"{where} of {name} do not attend once through transformers' attention interface{_made_of(out, missing)}: they keep a recurrent "
+            f"state, add biases, or compute attention in code of their own. {WANTED}"
+        )
+    return [probe.seen[i] for i in range(layers)]
+
+
+def _made_of(out: ReadOut, layers: list[int]) -> str:
+    """` (their parts: ...)`: the classes of the first such layer's own parts, which say what it is."""
+    lists = [part for part in out.decoder.modules() if isinstance(part, nn.ModuleList) and layers and len(part) > layers[0]]
+    if not lists:
+        return ""
+    parts = dict.fromkeys(type(p).__name__ for p in lists[0][layers[0]].children() if "Norm" not in type(p).__name__)
+    return f" (their parts: {', '.join(parts)})"
+
+
+def _check_rope(config: object, name: str, context: int) -> None:
+    """Refuse a rope whose frequencies depend on the longest sequence of the batch, where `context` lets it."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
+    for kind in kinds:
+        if kind.get("rope_type") in ("dynamic", "longrope"):
+            original = kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            original = original or getattr(config, "max_position_embeddings")  # noqa: B009
+            if context > original:
+                raise EngineError(
+                    f"{name} has {kind['rope_type']} rope: its frequencies change for all once one sequence passes {original} tokens. "
+                    f"Set model.context to at most {original}, up to which they are plain ones"
+                )
+
+
+class _Remembering:
+    """A cache of one sequence: what every layer was shown before is seen by each later position."""
+
+    def __init__(self) -> None:
+        self._past: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float,
+        sliding_window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
+        layer: int = module.layer_idx  # type: ignore[assignment]
+        if layer in self._past:
+            key, value = (torch.cat([old, new], dim=2) for old, new in zip(self._past[layer], (key, value), strict=True))
+        self._past[layer] = key, value
+        at = torch.arange(key.shape[2], device=key.device)
+        distance = at[-query.shape[2] :, None] - at
+        mask = (distance >= 0) & (distance < (sliding_window or len(at)))
+        return dense_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
+
+
+def _check_alone(module: PreTrainedModel, out: ReadOut, length: int) -> None:
+    """EngineError where a sequence is computed otherwise beside another one, or word by word, than by transformers alone."""
+    why = ""
+    for seed in range(TRIES):
+        with torch.no_grad():
+            try:
+                why = _unlike(module, out, length, seed)
+            except EngineError:
+                raise
+            except Exception as error:  # somebody's code, which raises whatever it likes
+                why = f"it cannot be run so ({type(error).__name__}: {error})"
+        if not why:
+            return
+    raise EngineError(f"{type(module).__name__} cannot be sampled and learned alike: {why}. {WANTED}")
+
+
+def _unlike(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
+    """What differs; '' where nothing does."""
+    (ids, at), (other, there) = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
+    packed = out.hidden(torch.cat([ids, other]), torch.cat([at, there]), PackedLayout([len(ids), len(other)]))
+    together, beside = packed.split([len(ids), len(other)])
+    with as_built(module):
+        wanted = [out.hidden(*alone, PackedLayout([len(alone[0])])) for alone in ((ids, at), (other, there))]
+    for name, ours, theirs in (("", together, wanted[0]), (" behind another one", beside, wanted[1])):
+        if (gap := _gap(ours, theirs)) > _bound(ours):
+            return f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative gap {gap:.2g})"
+    if length < 2:
+        return ""
+    memory = _Remembering()
+    first, last = (out.hidden(ids[part], at[part], memory) for part in (slice(None, -1), slice(-1, None)))
+    for name, ours, wanted in (("before its end", first, together[:-1]), ("over cached keys and values", last, together[-1:])):
+        if (gap := _gap(ours, wanted)) > _bound(ours):
+            return f"hidden states {name} differ from those of the whole sequence (relative gap {gap:.2g})"
+    return ""
+
+
+def _canary(out: ReadOut, length: int, seed: int) -> tuple[Tensor, Tensor]:
+    """(ids, positions) [length] spread over the vocabulary."""
+    at = torch.arange(length, device=out.weight.device)
+    return (at + seed * 131) * 7919 % out.weight.shape[0], at
+
+
+def _gap(ours: Tensor, wanted: Tensor) -> float:
+    """|difference| / |wanted| of the median position; inf where a number is none."""
+    gap_N = (ours - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1).clamp_min(1e-30)
+    return float(gap_N.nan_to_num(nan=float("inf")).median())
+
+
+def _bound(hidden: Tensor) -> float:
+    return BOUNDS.get(hidden.dtype, 0.1)

@@ -1,0 +1,57 @@
+"""What a run folder keeps of its policy beside the weights: configuration, generation config and tokenizer, read without any code."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
+
+from posttrain.core.errors import DataError
+from posttrain.core.run import Model
+from posttrain.engine import attention
+from posttrain.engine.checkpoint import read_tokenizer
+from posttrain.engine.models import Policy, named_tensors, prepared, resolve_stops
+from posttrain.engine.vocabulary import quiet
+
+GENERATION = "generation_config.json"
+
+
+def write_config(policy: Policy, config: Path) -> None:
+    """Configuration and generation config into a folder."""
+    policy.module.config.save_pretrained(config)
+    if policy.module.generation_config is not None:
+        policy.module.generation_config.to_json_file(config / GENERATION)
+
+
+def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | None) -> Policy:
+    """The policy that was kept, its parameters not loaded yet. No code of the model's own is run, whatever its files say.
+
+    Args:
+        stop_ids: those the run recorded; None: resolved again.
+
+    Raises:
+        DataError: the files are missing or damaged, name an architecture that needs its own code, or one with tensors that no
+            checkpoint of a run holds.
+    """
+    words, _ = read_tokenizer(str(tokenizer))
+    attention.register()
+    try:
+        with quiet():
+            found = AutoConfig.from_pretrained(config, trust_remote_code=False)
+            built: Any = AutoModelForCausalLM.from_config(
+                found, attn_implementation=attention.NAME, dtype=getattr(torch, model.dtype), trust_remote_code=False
+            )
+            if (config / GENERATION).exists():
+                built.generation_config = GenerationConfig.from_pretrained(config)
+    except Exception as error:  # broken files raise whatever their parser raises
+        first = (str(error).strip().splitlines() or ["no reason given"])[0]
+        raise DataError(f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first})") from error
+    module: PreTrainedModel = built
+    if buffers := [n for n, t in named_tensors(module) if not isinstance(t, nn.Parameter)]:
+        raise DataError(f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}")
+    stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
+    return prepared(model, module, words, stops, f"kept in {config.parent}", [])

@@ -1,0 +1,175 @@
+"""Noise that a model adds while it trains is silenced at load: learner, reference and sampler must be the same function.
+
+Dropout is set to 0 by its config. What else draws random numbers in training mode (a router's jitter, whole layers dropped) is found by
+what a module does, not by its name: it moves a random generator. It is kept in evaluation mode from then on, and its children are
+not, so that `.train()` still means what else it means (activation checkpointing).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from posttrain.core.errors import EngineError
+from posttrain.engine.attention import PackedLayout
+from posttrain.engine.readout import CANARY, ReadOut, positions
+
+SEEDS = (1, 2)
+
+
+def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
+    """Keeps in evaluation mode what draws random numbers while training; what was silenced, for people.
+
+    First the modules that draw themselves; where one asks a child whether it trains, all of it.
+
+    Raises:
+        EngineError: by name, where something stays random, or computes something else in training mode than in evaluation.
+    """
+    found: dict[str, nn.Module] = {}
+    with _generators_kept(module), torch.enable_grad():
+        for whole in (False, True):
+            drawn = _drawing(module, out)
+            for part in drawn.values():
+                for each in part.modules() if whole else (part,):
+                    _keep_in_evaluation(each)
+            found |= drawn
+            if not drawn:
+                break
+        if still := _drawing(module, out):
+            raise EngineError(
+                f"{_named(still)} draws random numbers in training mode, and in evaluation mode too: sampler and learner would differ. "
+                "Switch this noise off in the model's config.json, or use another architecture"
+            )
+        _check_same(module, out)
+    module.eval()
+    return [
+        f"{_named(found)} adds noise while training and is kept in evaluation mode: sampler and learner must be the same function"
+    ] * bool(found)
+
+
+def _keep_in_evaluation(part: nn.Module) -> None:
+    """`train()` on this module or any above it reaches its children and not itself. Survives `copy.deepcopy`."""
+    part.training = False
+    part.train = MethodType(_only_children, part)  # type: ignore[method-assign]
+
+
+def _only_children(self: nn.Module, mode: bool = True) -> nn.Module:
+    for child in self.children():
+        child.train(mode)
+    return self
+
+
+def _run(module: PreTrainedModel, out: ReadOut) -> Tensor:
+    """Hidden states [N, H] of the canary."""
+    at = torch.arange(min(CANARY, positions(module) or CANARY), device=out.weight.device)
+    return out.hidden(at * 7919 % out.weight.shape[0], at, PackedLayout([len(at)])).detach()
+
+
+def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
+    """By name, the modules whose own code moves a random generator in one forward pass in training mode."""
+    names = {id(part): name for name, part in module.named_modules()}
+    found: dict[str, nn.Module] = {}
+    running: list[nn.Module] = [module]
+    last = [_state(module)]
+
+    def blame() -> None:
+        """What moved since the last border between modules is the innermost running one's doing."""
+        now = _state(module)
+        if now != last[0]:
+            found[names[id(running[-1])]] = running[-1]
+        last[0] = now
+
+    def enter(part: nn.Module, args: Any) -> None:
+        blame()
+        running.append(part)
+
+    def leave(part: nn.Module, args: Any, output: Any) -> None:
+        blame()
+        running.pop()
+
+    hooks = [hook for part in module.modules() for hook in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))]
+    module.train()
+    try:
+        _run(module, out)
+        blame()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found
+
+
+def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
+    """EngineError where training mode, twice from other random states, does not compute what evaluation mode does."""
+    passes: list[Tensor] = []
+    trails: list[list[tuple[str, Tensor]]] = []
+    for seed in (*SEEDS, None):
+        module.train(seed is not None)
+        torch.manual_seed(seed or 0)
+        with _trail(module) as trail:
+            passes.append(_run(module, out))
+        trails.append(trail)
+    bound = (1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05) * max(1.0, float(passes[-1].abs().max()))
+    for which, hidden in enumerate(passes[:-1]):
+        if not float((hidden - passes[-1]).abs().max()) <= bound:
+            first = next((a for a, b in zip(trails[which], trails[-1], strict=False) if not torch.equal(a[1], b[1])), ("the model", hidden))
+            raise EngineError(
+                f"{first[0]} of {type(module).__name__} computes something else in training mode than in evaluation: sampler and learner would "
+                "differ. Switch this off in the model's config.json, or use another architecture"
+            )
+
+
+@contextmanager
+def _trail(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """(name, digest of the first output) of every module, in the order in which they end."""
+    trail: list[tuple[str, Tensor]] = []
+
+    def ended(name: str) -> Any:
+        def leave(part: nn.Module, args: Any, output: Any) -> None:
+            first = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(first, Tensor):
+                trail.append((f"{name} ({type(part).__name__})", first.detach().double().sum()))
+
+        return leave
+
+    hooks = [part.register_forward_hook(ended(name)) for name, part in module.named_modules()]
+    try:
+        yield trail
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _state(module: PreTrainedModel) -> tuple[Any, ...]:
+    """Where every random generator stands that a model could draw from without bringing its own."""
+    name, keys, *rest = np.random.get_state()
+    device = [torch.cuda.get_rng_state(module.device).numpy().tobytes()] if module.device.type == "cuda" else []
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest, *device
+
+
+@contextmanager
+def _generators_kept(module: PreTrainedModel) -> Iterator[None]:
+    """All of them afterwards as they were."""
+    python, numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng([module.device] if module.device.type == "cuda" else []):
+        try:
+            yield
+        finally:
+            random.setstate(python)
+            np.random.set_state(numpy)
+
+
+def _named(parts: dict[str, nn.Module]) -> str:
+    """`ClassA (3 modules, first model.layers.0.x) and ClassB (model)`."""
+    kinds: dict[str, list[str]] = {}
+    for name, part in parts.items():
+        kinds.setdefault(type(part).__name__, []).append(name or "the whole model")
+    told = (f"{kind} ({f'{len(names)} modules, first ' if len(names) > 1 else ''}{names[0]})" for kind, names in kinds.items())
+    return " and ".join(told)

@@ -1,0 +1,223 @@
+"""Whether the sampler draws from the distribution whose log-probs it reports, and every sibling with numbers of its own.
+
+Where the engine's draws are a function of the place (`Sampler.draws_by_place`), they are drawn again: the learner's cumulative
+distribution, by code that shares nothing with the engine's, and the place's uniform must give the said token. There is
+nothing statistical in it, so one token is enough.
+
+Other engines are bet against. A test of the fixed sample size kind would be wrong here: it looks at every step, surprises are
+heavy-tailed where the policy is nearly certain, and a run has no planned end. A bet is right at every moment: the stake is
+multiplied by a factor whose mean is at most 1 if the engine is honest, so it ever exceeds 1 / alpha with probability at most
+alpha (Ville's inequality), whatever is looked at and whenever one stops.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from posttrain.core import seeds
+from posttrain.core.batch import Packed
+from posttrain.core.errors import InvariantError
+from posttrain.core.ports import Odds
+from posttrain.core.types import Episode, Gauge, Gauges, Group, Kept, Segment, Stop, Top
+
+TEMPERATURES = (0.5, 0.8, 1.25, 2.0)
+"""Of the distributions that the said tokens might come from instead: sharper and flatter than the reported one."""
+MOST = 10.0
+"""Largest factor one token may bring, before its discount."""
+STAKES = (0.02, 0.2, 0.8)
+"""Shares of the stake that are bet on two siblings saying the same."""
+ALPHA = 4e-8
+"""Chance of a false alarm in a whole run, of each of the two bets. Together with `canaries.in_order_of_the_file` below 1e-7."""
+PROBED = 256
+"""Spoken tokens looked at in a step."""
+PACKED = 4096
+"""Packed tokens from which on no further episode is taken."""
+SURE = 2e-3
+"""Nats by which log-probs of one token may differ in any dtype."""
+TINY = 1e-6
+"""Mass that float32 loses in the sum over a vocabulary."""
+GROUPS = 16
+"""Groups of a step whose siblings are compared."""
+
+
+@dataclass(frozen=True, eq=False)
+class Looked:
+    """Beginnings of episodes whose draws are looked at. Which tokens they are is settled before the tokens are known."""
+
+    packed: Packed
+    episodes: tuple[Episode, ...]
+    """The episode of each segment."""
+    at_M: np.ndarray
+    """int64: which of its episode's spoken tokens each is."""
+
+
+def look(episodes: Sequence[Episode], first: int) -> Looked | None:
+    """The first `PROBED` tokens of these episodes from number `first` on, around the end; None where nothing was said."""
+    chosen: list[tuple[Episode, Segment, int]] = []
+    left, packed = PROBED, 0
+    for e in (*episodes[first:], *episodes[:first]):
+        begun = 0
+        for s in e.segments:
+            if left < 1 or packed >= PACKED:
+                break
+            part = beginning(s, left)
+            if part.spoken and not e.shown:
+                chosen.append((e, part, begun))
+                left, packed = left - part.spoken, packed + len(part.ids)
+            begun += s.spoken
+    if not chosen:
+        return None
+    at = np.concatenate([np.arange(begun, begun + part.spoken) for _, part, begun in chosen])
+    return Looked(Packed.of([part for _, part, _ in chosen]), tuple(e for e, _, _ in chosen), at)
+
+
+def beginning(s: Segment, spoken: int) -> Segment:
+    """A segment up to its `spoken`-th spoken token."""
+    if s.spoken <= spoken:
+        return s
+    end = int(np.flatnonzero(s.mask)[spoken - 1]) + 1
+    kept = None if s.kept is None else Kept.of(s.kept.sets()[:spoken])
+    top = None if s.top is None else Top(s.top.ids[:spoken], s.top.logp[:spoken])
+    in_turn = None if s.in_turn is None else s.in_turn[:spoken]
+    return Segment(s.ids[:end], s.mask[:end], s.logp[:end], s.version[:end], s.sampling, kept, top, in_turn)
+
+
+def uniforms(looked: Looked, seed: int, stream: str) -> np.ndarray:
+    """float64 [M]: the numbers of the tokens' places (seed, stream, task, visit, sibling, turn), by position in the turn."""
+    out = np.zeros(len(looked.at_M))
+    for segment, e in enumerate(looked.episodes):
+        keys = [seeds.key(seed, stream, e.task.id, e.visit, e.sibling, turn) for turn in range(len(e.turns))]
+        whole = np.concatenate([np.zeros(0), *(seeds.uniforms(key, n) for key, n in zip(keys, e.turns, strict=True))])
+        here = looked.packed.segment_M == segment
+        out[here] = whole[looked.at_M[here]]
+    return out
+
+
+def drawn_again(looked: Looked, odds: Odds, uniform_M: np.ndarray, noise: Callable[[], float], text: Callable[[np.ndarray], str]) -> Gauges:
+    """The place's uniform picks the said token from the learner's distribution.
+
+    Where log-probs differ by at most d, a mass F is one between F e^-d and F e^d, and so is 1 - F. First d is `SURE`; `noise` is
+    asked where that is not enough.
+
+    Raises:
+        InvariantError: for the first token that another number, or another distribution, must have picked.
+    """
+    apart = SURE
+    if _elsewhere(odds, uniform_M, apart).any():
+        apart = max(apart, noise())
+    wrong = np.flatnonzero(_elsewhere(odds, uniform_M, apart))
+    if len(wrong):
+        m = int(wrong[0])
+        e, said = looked.episodes[int(looked.packed.segment_M[m])], text(looked.packed.target_M[m : m + 1])
+        raise InvariantError(
+            f"the sampler does not draw from the distribution it reports: token {int(looked.at_M[m])} of task {e.task.id!r} (visit {e.visit}, sibling {e.sibling}) is {said!r}, "
+            f"which a uniform in [{odds.below_M[m]:.6f}, {odds.upto_M[m]:.6f}) picks, and the uniform of its place is {uniform_M[m]:.6f} (noise {apart:.2g} nats); "
+            f"{len(wrong)} of {len(uniform_M)} tokens looked at are like it. Log-probs agree and draws do not: check temperature, greedy, the kept sets, and that "
+            "every task, visit, sibling and turn draws with numbers of its own and of this run's seed"
+        )
+    return {"canary/drawn_again": Gauge(len(uniform_M), 1)}
+
+
+def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
+    """bool [M]: whether the uniform picks another token, wherever log-probs within `apart` put the borders."""
+    least = np.maximum(odds.below_M * math.exp(-apart), 1 - (1 - odds.below_M) * math.exp(apart))
+    most = np.minimum(odds.upto_M * math.exp(apart), 1 - (1 - odds.upto_M) * math.exp(-apart))
+    return (uniform_M < least - TINY) | (uniform_M > most + TINY)
+
+
+@dataclass
+class Bet:
+    """A stake that grows only if something is wrong: one for each way it may be.
+
+    Before the n-th factor 1 / (n (n + 1)) is added, so that a fault that begins late is found too; all that is ever added sums
+    to 1, and so the stakes' mean exceeds 1 / alpha with probability at most alpha.
+    """
+
+    stakes: list[float] = field(default_factory=list[float])
+    """Logarithms."""
+    rounds: int = 0
+
+    def play(self, log_factors: Sequence[float] | np.ndarray) -> None:
+        """One round: the factor of each way."""
+        n = self.rounds + 1
+        added = -math.log(n) - math.log(n + 1)
+        before = self.stakes or [-math.inf] * len(log_factors)
+        self.stakes = [float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True)]
+        self.rounds = n
+
+    @property
+    def log_evidence(self) -> float:
+        """Logarithm of the stakes' mean; the run stops at -log alpha."""
+        return float(np.logaddexp.reduce(self.stakes)) - math.log(len(self.stakes)) if self.stakes else -math.inf
+
+
+@dataclass
+class Bets:
+    """The bets of a run, over all its stages: part of every checkpoint."""
+
+    draws: Bet = field(default_factory=Bet)
+    siblings: Bet = field(default_factory=Bet)
+
+    @staticmethod
+    def of(data: Mapping[str, Any] | None) -> Bets:
+        """What `dataclasses.asdict` made of them."""
+        return Bets(**{name: Bet(**bet) for name, bet in data.items()}) if data else Bets()
+
+
+def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
+    """Play the bet for every token: what it would be worth if it came from a sharper or flatter distribution.
+
+    The factor of q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1): the most its mean can be where the engine's
+    log-probs differ from the learner's by at most `noise`.
+
+    Raises:
+        InvariantError: the stake exceeds 1 / `ALPHA`.
+    """
+    worth_MK = np.minimum(odds.log_ratio_MK, math.log(MOST)) - np.log1p(2 * odds.distance_MK * math.expm1(noise))
+    for worth_K in worth_MK:
+        bet.play(worth_K)
+        if bet.log_evidence >= -math.log(ALPHA):
+            likely = TEMPERATURES[int(np.argmax(bet.stakes))]
+            raise InvariantError(
+                f"the sampler does not draw from the distribution it reports: after {bet.rounds} tokens it is {math.exp(min(bet.log_evidence, 700)):.2g} times likelier that they "
+                f"come from that distribution at {likely:g} times its temperature, which happens by chance once in {1 / ALPHA:.0e} runs. The log-probs are right and "
+                "the draws are not: check temperature, greedy and the random numbers of the draw itself"
+            )
+    return {"canary/bet_on_draws": Gauge(bet.log_evidence, 1)}
+
+
+def all_seen(groups: Sequence[Group]) -> bool:
+    """Whether every answer that was started is here: whoever was given up, timed out or broke was chosen by what it said."""
+    return all(not g.aborted and all(e.stop not in (Stop.ERROR, Stop.TIME) for e in g.episodes) for g in groups)
+
+
+def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
+    """Play the bet for neighbouring siblings: a sibling says what the one before it said with at most the probability of those words.
+
+    With p that probability and c the share that is bet, the factor is 1 + c (1 - p) / p where they say the same, else 1 - c.
+    Whatever an answer's length lets p be known no better than a half is no bet.
+
+    Raises:
+        InvariantError: the stake exceeds 1 / `ALPHA`.
+    """
+    for g in groups[:GROUPS]:
+        for one, two in pairwise([e for e in g.episodes if not e.shown and e.spoken]):
+            log_p = math.fsum(float(s.logp[s.mask].sum(dtype=np.float64)) for s in one.segments) + noise * one.spoken
+            if log_p > -math.log(2):
+                continue
+            same = [s.ids.tobytes() for s in one.segments] == [s.ids.tobytes() for s in two.segments]
+            won = [float(np.logaddexp(math.log1p(-c), math.log(c) - log_p)) for c in STAKES]
+            bet.play(won if same else [math.log1p(-c) for c in STAKES])
+            if bet.log_evidence >= -math.log(ALPHA):
+                raise InvariantError(
+                    f"siblings repeat each other: sibling {two.sibling} of task {g.task.id!r} says exactly what sibling {one.sibling} said, words of probability "
+                    f"{math.exp(log_p):.2g}, and after {bet.rounds} comparisons that happens too often for chance (once in {1 / ALPHA:.0e} runs). A group of copies has no "
+                    "spread and teaches nothing: check that every sibling has random numbers of its own"
+                )
+    return {"canary/bet_on_siblings": Gauge(bet.log_evidence, 1)} if bet.rounds else {}
