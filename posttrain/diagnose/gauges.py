@@ -63,7 +63,11 @@ REGISTRY: dict[str, Definition] = {
     "sft/tokens": Definition("demonstrated tokens an optimizer step", "tokens", "steady"),
     "canary/logp_gap": Definition("|log-prob of learner - of sampler| with equal weights, mean over tokens", "nats", "the dtype's noise"),
     "canary/logp_gap_worst": Definition("the same, worst token of an optimizer step", "nats", "under the bound of the dtype"),
-    "canary/moved": Definition("share of trainable tensors that moved in the first optimizer step", "share", "1"),
+    "canary/moved": Definition(
+        "share of the tensors with a gradient that had to move, and did, in the first step with credit",
+        "share",
+        "1; less where the learning rate is below rounding",
+    ),
     "canary/loss_gap": Definition(
         "largest difference between what the loss asked of a log-prob and what its definition asks, of the size of its terms",
         "1",
@@ -71,8 +75,16 @@ REGISTRY: dict[str, Definition] = {
     ),
     "canary/update_gap": Definition("largest departure of the first optimizer step from the configured one", "learning rates", "rounding"),
     "canary/mute_sources": Definition("share of reward sources that gave 0 to every answer, right ones included", "share", "0"),
-    "canary/surprise": Definition(
-        "-log-prob less entropy of the distribution it was drawn from, mean over probed tokens", "nats", "0 on average"
+    "canary/drawn_again": Definition("tokens of a step that were drawn again and came out the same", "tokens", "no band"),
+    "canary/bet_on_draws": Definition(
+        "logarithm of how much likelier the tokens so far are under another temperature than the reported one",
+        "nats",
+        "< 17; there it stops",
+    ),
+    "canary/bet_on_siblings": Definition(
+        "logarithm of how much likelier it is so far that siblings repeat each other than that they agree by chance",
+        "nats",
+        "< 17; there it stops",
     ),
     "eval/accuracy": Definition("share of answers to held-out tasks whose raw outcome is >= 1, sampled: pass@1", "share", "rises"),
     "eval/reward": Definition("mean raw outcome on held-out tasks, sampled: accuracy where outcomes are 0 or 1", "reward", "rises"),

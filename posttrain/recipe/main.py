@@ -274,11 +274,11 @@ def export(run_folder: str | Path, folder: str | Path, checkpoint: str = "last",
     try:
         policy.save(target)
     except Exception as error:
-        if (told := full(error)) is None:
+        if (why := full(error)) is None:
             raise
         for path in target.glob("*"):
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         raise RunFolderError(
-            f"{told[0]}: {target} was not written, and what was begun of it is removed. {told[1]} and export again"
+            f"{why[0]}: {target} was not written, and what was begun of it is removed. {why[1]} and export again"
         ) from error
     return target
