@@ -34,6 +34,7 @@ from benchmarks.blind import unwatched
 from posttrain.core import reader, seeds
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.ladder import LADDER
+from posttrain.core.pieces.shape import BestOf
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/healthy.json"
@@ -44,6 +45,10 @@ RECIPES = {"verifiable": 0.4, "arithmetic": 0.34, "calculator": 0.12, "ladder": 
 RL_LR = 5e-4
 """What the recipes have; a run's lies up to ten times above or below."""
 TEACHERS = ("opd", "gkd")
+SHOWN = tuple(name for name, a in LADDER.items() if a.shown is not None)
+"""They learn from demonstrations, which no truncated sampler drew."""
+BEST = tuple(name for name, a in LADDER.items() if any(isinstance(s, BestOf) for s in a.shape))
+"""They compare the best of four."""
 TURNS = ("mt_grpo", "gigpo")
 """Algorithms for worlds of several turns."""
 
@@ -98,12 +103,12 @@ def draw(seed: int, index: int) -> Drawn:
         *(() if dtype == "float32" else ("model.dtype=bfloat16",)),
         *_imitation(recipe, dtype, one),
         *(f"rl.algorithm={algorithm}", f"rl.steps={STEPS}", "rl.eval_every=0", "rl.checkpoint_every=0"),
-        *(f"rl.prompts={prompts}", f"rl.siblings={one(2, 4, 6, 8)}", "rl.refill=2"),
+        *(f"rl.prompts={prompts}", f"rl.siblings={one(6, 8) if algorithm in BEST else one(2, 4, 6, 8)}", "rl.refill=2"),
         *(f"rl.minibatches={minibatches}", f"rl.epochs={one(1, 2, p=(0.75, 0.25))}"),
         f"rl.optimizer.lr={RL_LR * 10 ** rng.uniform(-1, 1):.3g}",
         f"rl.optimizer.warmup={one(0, 5, 50)}",
         f"rl.micro_tokens={one(64, 256, 4096)}",
-        *_sampling(rng, one),
+        *_sampling(rng, one, cut=algorithm not in SHOWN),
         *_rewards(recipe, one),
         *((f"rl.oversample={one(1, 2, 4)}",) if rng.random() < 0.15 else ()),
         *(("model.gradient_checkpointing=true",) if rng.random() < 0.08 else ()),
@@ -129,8 +134,8 @@ def _imitation(recipe: str, dtype: str, one: Any) -> list[str]:
     return [*out, f"{stage}.steps={steps}", f"{stage}.batch=16", f"{stage}.eval=false", f"{stage}.optimizer.lr={one(1e-3, 4e-3)}"]
 
 
-def _sampling(rng: np.random.Generator, one: Any) -> list[str]:
-    """Temperatures and truncations of every kind, seldom a penalty or a lower end of a turn."""
+def _sampling(rng: np.random.Generator, one: Any, cut: bool) -> list[str]:
+    """Temperatures and truncations of every kind (where `cut`), seldom a penalty or a lower end of a turn."""
     out = [f"rl.sampling.temperature={one(0.3, 0.6, 0.8, 1.0, 1.2, 1.5, p=(0.08, 0.15, 0.12, 0.4, 0.15, 0.1))}"]
     kinds = {
         "": 0.55,
@@ -141,9 +146,10 @@ def _sampling(rng: np.random.Generator, one: Any) -> list[str]:
         "rl.sampling.min_p=0.1": 0.08,
         "rl.sampling.top_k=8 rl.sampling.top_p=0.95 rl.sampling.min_p=0.02": 0.1,
     }
-    out += one(*kinds, p=kinds.values()).split()
+    kind = one(*kinds, p=kinds.values())
+    out += kind.split() if cut else []
     out += ["rl.sampling.repetition_penalty=1.1"] if rng.random() < 0.06 else []
-    out += ["rl.sampling.min_tokens=2"] if rng.random() < 0.06 else []
+    out += ["rl.sampling.min_tokens=2"] if rng.random() < 0.06 and cut else []
     return out
 
 

@@ -28,8 +28,8 @@ from posttrain.engine.rules import Rules
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
-EXACT = 100_000_000
-"""Most parameters of a model of which a float64 copy is made (0.8 GB)."""
+EXACT = 1 << 24
+"""Most parameters of a model of which a float64 copy is made: 128 MiB, and seconds to compute with."""
 
 
 class HFLearner:

@@ -26,7 +26,7 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.engine.attention import PackedLayout
+from posttrain.engine.attention import PackedLayout, using
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded import sampler as drawing
 from posttrain.engine.learner import HFLearner
@@ -126,7 +126,8 @@ def test_odds_are_the_borders_of_the_inverse_of_the_cumulative_distribution(made
     packed, found = looked.packed, learner.odds(looked.packed, (0.5,))
     with torch.no_grad():
         ids, at = (torch.as_tensor(x[None].astype(np.int64)) for x in (packed.ids_N, packed.positions_N))
-        z = learner.policy.module(input_ids=ids, position_ids=at, use_cache=False, layout=PackedLayout(packed.lengths_S)).logits
+        with using(PackedLayout(packed.lengths_S)):
+            z = learner.policy.module(input_ids=ids, position_ids=at, use_cache=False).logits
     z = z[0, packed.source_M].double() / 0.7
     assert packed.kept is not None
     for m, kept in enumerate(packed.kept.sets()):

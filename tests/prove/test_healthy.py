@@ -1,0 +1,28 @@
+"""No check stops a run that nothing is wrong with: runs drawn at random, by a seed that is printed, so that a failure repeats."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from benchmarks.healthy import draw, line, many
+
+pytestmark = pytest.mark.prove
+
+SEED = int(os.environ.get("POSTTRAIN_SEED", "0"))
+COUNT = int(os.environ.get("POSTTRAIN_HEALTHY", "40"))
+
+
+def test_a_run_is_a_function_of_its_seed_and_number() -> None:
+    assert draw(SEED, 3) == draw(SEED, 3) != draw(SEED, 4)
+    assert len({draw(SEED, i).words for i in range(200)}) == 200
+
+
+def test_no_healthy_run_is_stopped() -> None:
+    """One process after another in this test's own; the workers of the test run are enough."""
+    print(f"seed {SEED}, {COUNT} runs: python -m benchmarks.healthy --seed {SEED} --only N plays one again")
+    outcomes = many(SEED, range(COUNT), jobs=int(os.environ.get("POSTTRAIN_HEALTHY_JOBS", "2")))
+    assert not [line(o, o.index, COUNT) for o in outcomes if o.stopped and o.healthy]
+    assert not [line(o, o.index, COUNT) for o in outcomes if o.refused], "what is drawn is a configuration that starts"
+    assert len(outcomes) == COUNT and sum(o.steps for o in outcomes) >= 9 * sum(not o.stopped for o in outcomes)
