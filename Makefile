@@ -20,7 +20,7 @@ LADDER := tests/prove/test_ladder.py
 VLLM_VENV ?= .venv-vllm
 VLLM_PIP := $(VLLM_VENV)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints-vllm.txt
 
-.PHONY: run test test-vllm vllm prove lint clean
+.PHONY: run test test-vllm vllm prove lint everything landing clean
 .DELETE_ON_ERROR:
 
 run: $(VENV)/run.stamp
@@ -38,6 +38,16 @@ vllm: $(VLLM_VENV)/vllm.stamp
 prove: $(VENV)/dev.stamp
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -s -m prove $(LADDER)
 	$(PYTEST) --dist worksteal -m prove --ignore $(LADDER)
+
+# All suites of .ci/suites.toml with the seconds of each; CI runs a plan of at most 35 minutes (CONTRIBUTING.md).
+CI = PYTHON=$(PYTHON) VENV=$(VENV) JOBS=$(JOBS) $(PYTHON) -m scripts.ci
+
+everything:
+	$(CI) everything
+
+# The plan of this tree, written down; called before a landing, and its file committed last.
+landing:
+	$(CI) landing $(LANDED)
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

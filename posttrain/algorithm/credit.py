@@ -47,6 +47,7 @@ from posttrain.core.pieces.baseline import (
 from posttrain.core.pieces.shape import BestOf
 from posttrain.core.spread import rounding, spread
 from posttrain.core.types import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
+from posttrain.core.verdict import size
 
 
 def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float) -> Credit:
@@ -108,14 +109,14 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     """One prompt's judged siblings, shaped; without the greedy answer it is compared with, nobody can learn from the group."""
     episodes = [s.episode for s in group.episodes]
     raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
-    terms = np.array([0.0 if a.rewards == "none" else e.size for e in episodes], np.float64)
+    terms = np.array([0.0 if a.rewards == "none" else size(e.verdicts) for e in episodes], np.float64)
     rewards, dropped = shaped(a.shape, raw, episodes, max_tokens)
     terms = sizes(a.shape, raw, terms, episodes, max_tokens)
     if isinstance(a.baseline, Greedy) and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
     paid = [np.zeros(e.spoken) if a.rewards == "none" else earned(e) for e in episodes]
     rows = zip(group.episodes, rewards, terms, paid, dropped, strict=True)
-    return [Sample(s, float(r), float(size), penalty(a, s), paid_T, why) for s, r, size, paid_T, why in rows]
+    return [Sample(s, float(r), float(t), penalty(a, s), paid_T, why) for s, r, t, paid_T, why in rows]
 
 
 def _source(s: Sample) -> str:
@@ -129,7 +130,7 @@ def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
     if a.group_relative:
         return 0.0
     values = max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.values or ()), default=0.0) if a.learns_values else 0.0
-    return rounding([s.charged_size + float(np.max(np.abs(credit_T), initial=0.0)) + 2 * values], s.scored.episode.resolution)
+    return rounding([s.charged_size + float(np.max(np.abs(credit_T), initial=0.0)) + 2 * values], s.resolution)
 
 
 # --- one number a sample -------------------------------------------------------------------------------------------
@@ -304,7 +305,7 @@ def _by_steps(a: Algorithm, samples_P: Sequence[Sequence[Sample]]) -> tuple[list
             steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
             noise = noise_of(samples)
         else:
-            noise = rounding([abs(v) for each in steps for _, v in each], max(s.scored.episode.resolution for s in samples))
+            noise = rounding([abs(v) for each in steps for _, v in each], max(s.resolution for s in samples))
         values = np.array([v for each in steps for _, v in each], np.float64)
         silent.append(not spread(values, noise))
         credits = iter(compared(values, noise, scaled=a.scale == "group_std").tolist())

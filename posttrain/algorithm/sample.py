@@ -15,6 +15,7 @@ from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import InvariantError
 from posttrain.core.spread import rounding
 from posttrain.core.types import Scored
+from posttrain.core.verdict import resolution
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,6 +37,11 @@ class Sample:
         return self.scored.episode.spoken
 
     @property
+    def resolution(self) -> float:
+        """Relative difference of rewards that says nothing: that of the coarsest source."""
+        return resolution(self.scored.episode.verdicts)
+
+    @property
     def charged(self) -> float:
         """What the KL takes from the whole reward."""
         return math.fsum(self.penalty_T)
@@ -49,7 +55,7 @@ class Sample:
 def noise_of(samples: Sequence[Sample], *, charged: bool = True) -> float:
     """The width up to which samples' rewards do not differ (with what a KL charges them, where `charged`)."""
     sizes = [s.charged_size if charged else s.size for s in samples]
-    return rounding(sizes, max((s.scored.episode.resolution for s in samples), default=0.0))
+    return rounding(sizes, max((s.resolution for s in samples), default=0.0))
 
 
 def penalty(a: Algorithm, scored: Scored) -> Array:

@@ -51,8 +51,10 @@ def evaluate(o: Namespace) -> int:
 
 def serve(o: Namespace) -> int:
     from posttrain.recipe import serve as server
+    from posttrain.serve.limits import read_limits
 
-    where = server.Where(host=o.host, port=o.port, token=o.token, token_env=o.token_env, no_token=o.no_token)
+    limits = read_limits(o.limit)
+    where = server.Where(host=o.host, port=o.port, token=o.token, token_env=o.token_env, no_token=o.no_token, limits=limits)
     return server.serve(o.target, *o.overrides, where=where, name=o.name, checkpoint=o.checkpoint, trust=o.trust)
 
 

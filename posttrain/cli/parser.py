@@ -5,11 +5,13 @@ from __future__ import annotations
 import argparse
 import re
 from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
+from dataclasses import fields
 from itertools import pairwise
 from typing import NoReturn, cast
 
 from posttrain.cli import commands
 from posttrain.core.visible import visible
+from posttrain.serve.limits import Limits
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
 _VALUED = {
@@ -17,6 +19,7 @@ _VALUED = {
     *("--tasks", "--rate"),
     *("--host", "--port", "--token", "--token-env", "--name", "--model", "--key-env", "--tokenizer", "--api", "--dialect"),
 }
+LIMITS = tuple(f.name for f in fields(Limits))
 
 EXIT_CODES = """\
 exit codes: 0 done, 1 a bug (with traceback), 2 wrong usage or configuration, 3 an invariant broke, 4 data or model
@@ -138,7 +141,7 @@ def _eval(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         sub,
         "eval",
         commands.evaluate,
-        "held-out accuracy and pass@k of a run, a model directory, a hub id, or of what is served at an address",
+        "held-out accuracy, mean reward and pass@k of a run, a model directory, a hub id, or of what is served at an address",
         "posttrain eval runs/mine --checkpoint best --samples 16\n  posttrain eval my-model env=arithmetic env.args.terms=4\n"
         "  posttrain eval http://127.0.0.1:8000/v1 env=arithmetic --tokenizer my-model --key-env MY_KEY",
     )
@@ -172,6 +175,7 @@ def _serve(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument("--token", metavar="TEXT", help="the token callers must send (default: one is made up and printed)")
     p.add_argument("--token-env", metavar="NAME", help="the environment variable that holds it, which no process list shows")
     p.add_argument("--no-token", action="store_true", help="serve everybody on this machine; refused on any other address")
+    p.add_argument("--limit", action="append", default=[], metavar="NAME=N", help=f"on callers, as often as wanted: {', '.join(LIMITS)}")
     p.add_argument("--name", help="what callers call the model (default: the last part of TARGET)")
     p.add_argument("--checkpoint", default="last", metavar="NAME", help="of a run folder: last (default), best, or a checkpoint's name")
     _trust(p)

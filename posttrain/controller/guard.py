@@ -18,7 +18,8 @@ from posttrain.controller.judges import Judges
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.types import Credit, Gauge, Gauges, Group, ScoredGroup, Step, Task, merge
-from posttrain.diagnose.gauges import failures
+from posttrain.core.verdict import failed
+from posttrain.diagnose.gauges import components, unjudged_words
 from posttrain.diagnose.rules import findings
 from posttrain.role.agreement import Books, everyone_is_scored, loss_agrees, served_is_trained, update_agrees
 from posttrain.role.audit import opinions, same_outcome
@@ -145,12 +146,24 @@ class Guard:
         episodes = [e for g in asked.played for e in g.episodes]
         unjudged = sum(e.reward is None for e in episodes)
         if unjudged > h.stage.max_failed * len(episodes):
-            kinds = "; ".join(f"{name} x {n} ({why})" for name, (n, why) in failures(asked.played).items()) or "every source abstained"
             raise RewardError(
-                f"{unjudged} of {len(episodes)} samples of this step could not be judged: {kinds}. They are no wrong answers, so they were "
+                f"{unjudged} of {len(episodes)} samples of this step could not be judged: {unjudged_words(asked.played)}. They are no wrong answers, so they were "
                 f"left out, and more than {h.stage.name}.max_failed={h.stage.max_failed:g} of a step is too many to go on. Mend "
                 f"{', '.join(r.function for r in h.run.env.rewards) or 'the environment'}, then resume: posttrain run --resume {h.book.folder}"
             )
+
+    def unjudged(self, asked: Asked) -> tuple[str, ...]:
+        """What could not be judged in this step, where it is of a kind that the last 64 steps did not have."""
+        episodes = [e for g in asked.played for e in g.episodes]
+        now = {n for n in components(episodes) if n.startswith("failed/")}
+        now |= {"rollout/abstained"} if any(e.reward is None and not failed(e.verdicts) for e in episodes) else set()
+        known = {n for s in self._history[-64:] for n, g in s.gauges.items() if g.sum and n in now}
+        if not now - known:
+            return ()
+        return (
+            f"{sum(e.reward is None for e in episodes)} of {len(episodes)} samples could not be judged: {unjudged_words(asked.played)}. They are left out, as no "
+            "wrong answers; rollout/failed and rollout/abstained count them from here on",
+        )
 
     def scored(self, h: House, groups: Sequence[ScoredGroup]) -> None:
         """Before credit: nobody was lost, the sampler draws as it says, the reference stands; in the first step rho = 1 and no distance yet."""

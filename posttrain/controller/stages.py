@@ -18,6 +18,7 @@ from posttrain.core.pieces.pull import KL
 from posttrain.core.ports import Examiner
 from posttrain.core.run import Reinforce, Stage, Supervised
 from posttrain.core.types import Step, merge
+from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.role.canaries import came_back, measured_right, said_by_these_weights
 from posttrain.role.demonstrate import demonstrations
@@ -40,13 +41,19 @@ class StageResult:
     seconds: float
     roles: dict[str, float]
     accuracy: tuple[float, float, float] | None
-    """Held-out mean raw outcome with its 95 % interval."""
+    """Share of held-out answers that are right (pass@1) with its 95 % interval; None where nothing was measured, or nothing could be judged."""
     greedy: float | None
+    """The same of argmax answers."""
     pass_at: dict[str, float]
     before: float | None
     """Accuracy the stage started from."""
     why: str
     beside: str | None = None
+    reward: tuple[float, float, float] | None = None
+    """Mean held-out outcome with its 95 % interval: another number than accuracy where a reward grades."""
+    reward_before: float | None = None
+    graded: bool = False
+    """Whether some held-out outcome was neither 0 nor 1."""
 
 
 @dataclass
@@ -68,7 +75,9 @@ class Progress:
     """Name of the kept weights the reference was last refreshed with; '' where it never was."""
     optimizer_steps: int = 0
     before: float | None = None
+    reward_before: float | None = None
     accuracy: tuple[float, float, float] | None = None
+    reward: tuple[float, float, float] | None = None
     weights: str = ""
     """Fingerprint of the policy's weights at the checkpoint."""
     optimizer: str = ""
@@ -107,9 +116,9 @@ class Stages:
             await self._stage(stage, checkpoint if p.step else None)
             p.stage, p.step, p.cursor, p.optimizer_steps = position + 1, 0, 0, 0
             p.memory, p.rates, p.visits, p.reference = None, None, None, ""
-            p.before, p.ended, p.seconds, p.roles = None, "", 0.0, None
+            p.before, p.reward_before, p.ended, p.seconds, p.roles = None, None, "", 0.0, None
             parts.book.keep(stage.name, lambda folder: save_weights(folder, parts.learner))
-            self._checkpoint(stage, None, p.accuracy[0] if p.accuracy else None)
+            self._checkpoint(stage, None, p.reward[0] if p.reward else None)
         return p.done
 
     async def _stage(self, stage: Stage, checkpoint: Path | None) -> None:
@@ -122,7 +131,10 @@ class Stages:
         else:
             result = await self._reinforce(stage, checkpoint)
         self.progress.results = [*(self.progress.results or []), asdict(result)]
-        self.parts.say(f"{stage.name}: done, {result.why}" + (f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""))
+        measured = f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""
+        if result.reward and result.graded:
+            measured += f", mean reward {result.reward[0]:.3f}"
+        self.parts.say(f"{stage.name}: done, {result.why}{measured}")
 
     # --- supervised ------------------------------------------------------------------------------------------------
 
@@ -184,7 +196,8 @@ class Stages:
         if fresh:
             report = await self._evaluate(stage)
             if report is not None:
-                p.before, p.accuracy = report.accuracy.mean, (report.accuracy.mean, report.accuracy.low, report.accuracy.high)
+                p.accuracy, p.reward = report.accuracy.known, report.reward.known
+                p.before, p.reward_before = (x and x[0] for x in (p.accuracy, p.reward))
             parts.say(productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)")
         house = self._house(stage, checkpoint)
         history = [] if fresh else [s for s in reader.steps(parts.book.folder) if s.stage == stage.name]
@@ -270,7 +283,7 @@ class Stages:
 
     def _enough(self, stage: Reinforce, report: Report | None) -> str:
         """Why the stage may end before its last step, or ''."""
-        if stage.target is not None and report is not None and report.accuracy.mean >= stage.target:
+        if stage.target is not None and report is not None and report.reward.mean >= stage.target:
             return f"target {stage.target:g} reached at step {self.progress.step}"
         if stage.wall_time is not None and self._seconds() >= stage.wall_time:
             return f"wall time of {stage.wall_time:g} s reached at step {self.progress.step}"
@@ -292,6 +305,8 @@ class Stages:
             report = await self.parts.evaluate(sampling)
         said_by_these_weights(report.groups, self.parts.version)
         measured_right(report)
+        if report.failed and self.progress.step:  # before the first step the pass rate says it
+            self.parts.say(f"{stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
         self._last, self._sampled = (self.parts.version, report), sampling
         if self.parts.run.record_episodes:
             self.parts.book.write_evaluation(stage.name, self.progress.step, report.groups)
@@ -306,7 +321,7 @@ class Stages:
         handed_on = not (isinstance(stage, Supervised) and stage.beside)
         due = stage.checkpoint_every and p.step % stage.checkpoint_every == 0
         if handed_on and (due or self.stopper.number):
-            self._checkpoint(stage, trainer, report.accuracy.mean if report else None)
+            self._checkpoint(stage, trainer, report.reward.known[0] if report and report.reward.known else None)
         if self.stopper.number:
             raise Interrupted(
                 self.stopper.number,
@@ -331,12 +346,14 @@ class Stages:
     def _result(self, stage: Stage, kind: str, report: Report | None, why: str) -> StageResult:
         p = self.progress
         beside = stage.beside if isinstance(stage, Supervised) else None
-        accuracy = (report.accuracy.mean, report.accuracy.low, report.accuracy.high) if report else None
+        accuracy, reward = (report.accuracy.known, report.reward.known) if report else (None, None)
         if beside is not None:
-            before = next(r.before for r in p.done if r.name == beside)
+            before, reward_before = next((r.before, r.reward_before) for r in p.done if r.name == beside)
         else:
-            before = p.accuracy[0] if kind == "supervised" and p.accuracy else p.before
-            p.accuracy = accuracy or p.accuracy
+            first = kind == "supervised"
+            before = p.accuracy[0] if first and p.accuracy else p.before
+            reward_before = p.reward[0] if first and p.reward else p.reward_before
+            p.accuracy, p.reward = accuracy or p.accuracy, reward or p.reward
         return StageResult(
             name=stage.name,
             kind=kind,
@@ -345,11 +362,14 @@ class Stages:
             seconds=self._seconds(),
             roles={k: round(v, 3) for k, v in self._clock.total.items()},
             accuracy=accuracy,
-            greedy=report.greedy.mean if report and report.greedy else None,
+            greedy=report.greedy.mean if report and report.greedy and report.greedy.known else None,
             pass_at={str(k): s.mean for k, s in report.pass_at.items()} if report else {},
             before=before,
             why=why,
             beside=beside,
+            reward=reward,
+            reward_before=reward_before,
+            graded=report is not None and report.graded,
         )
 
     def _describe(self, stage: Supervised, limit: float | None) -> str:
@@ -359,13 +379,20 @@ class Stages:
 
 
 def productive_band(report: Report, low: float = 0.1, high: float = 0.8) -> str:
-    """Whether reinforcement has work to do: the pass rate before it lies between 10 and 80 %."""
+    """Whether reinforcement has work to do: the pass rate before it lies between 10 and 80 %. No rate is said where nothing could be judged."""
+    if report.unmeasured:
+        return f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged. {report.unmeasured}"
+    left = (
+        f" ({report.unjudged} of {sum(len(g.episodes) for g in report.groups)} samples could not be judged and are left out)"
+        if report.unjudged
+        else ""
+    )
     rate = report.pass_at[1].mean if report.pass_at else 0.0
     if low <= rate <= high:
-        return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%})"
+        return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%}){left}"
     advice = (
         "most groups will be all wrong: teach it more by imitation first"
         if rate < low
         else "most groups will be all right: use harder tasks"
     )
-    return f"pass rate before RL: {rate:.1%}, OUTSIDE the productive band ({low:.0%} to {high:.0%}); {advice}"
+    return f"pass rate before RL: {rate:.1%}, OUTSIDE the productive band ({low:.0%} to {high:.0%}); {advice}{left}"

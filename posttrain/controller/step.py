@@ -106,7 +106,7 @@ async def _step(h: House, guard: Guard, begun: Begun) -> Step:
         _write(h, begun)
     seen, episodes = merge(*begun.learned), sum(len(g.episodes) for g in credit.groups)
     h.memory = remember(stage.algorithm, replace(h.memory, ema=credit.ema), seen, episodes=episodes)
-    return _told(h, guard, begun, notes(asked, credit, stage.prompts))
+    return _told(h, guard, begun, (*notes(asked, credit, stage.prompts), *guard.unjudged(asked)))
 
 
 def _write(h: House, begun: Begun) -> None:

@@ -188,7 +188,7 @@ class Reinforce:
     wall_time: float | None = None
     """Stop after this many seconds (checked between steps)."""
     target: float | None = None
-    """Stop once held-out accuracy reaches this."""
+    """Stop once the mean held-out reward reaches this: accuracy, where outcomes are 0 or 1."""
     eval_every: int = 20
     """Held-out evaluation every n steps (0: only before and after)."""
     checkpoint_every: int = 20

@@ -223,16 +223,6 @@ class Episode:
         return outcome(self.verdicts)
 
     @property
-    def size(self) -> float:
-        """Sum of the absolute terms of the reward (`core.spread`)."""
-        return size(self.verdicts)
-
-    @property
-    def resolution(self) -> float:
-        """Relative difference of rewards that says nothing: that of the coarsest source."""
-        return resolution(self.verdicts)
-
-    @property
     def spoken(self) -> int:
         return sum(s.spoken for s in self.segments)
 
@@ -278,7 +268,7 @@ class Group:
     def mixed(self) -> bool:
         """Whether the judged siblings that the policy said differ in raw outcome, by more than rounding (`core.spread`)."""
         own = [e for e in self.judged if not e.shown]
-        noise = rounding([e.size for e in own], max((e.resolution for e in own), default=0.0))
+        noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)
 
 

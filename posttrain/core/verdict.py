@@ -86,11 +86,15 @@ def outcome(verdicts: Sequence[Judged]) -> float | None:
 
     None where a source failed (the sample is excluded) or where all abstained (nobody judged it).
     """
-    verdicts = [j for j in verdicts if j.counts]
-    if any(j.verdict.state is State.FAILED for j in verdicts):
+    if failed(verdicts):
         return None
-    scores = [j.weight * j.verdict.score for j in verdicts if j.verdict.score is not None]
+    scores = [j.weight * j.verdict.score for j in verdicts if j.counts and j.verdict.score is not None]
     return math.fsum(scores) if scores else None
+
+
+def failed(verdicts: Sequence[Judged]) -> bool:
+    """Whether a source of the outcome failed on our side."""
+    return any(j.counts and j.verdict.state is State.FAILED for j in verdicts)
 
 
 def size(verdicts: Sequence[Judged]) -> float:

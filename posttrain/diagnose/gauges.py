@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.core.types import Credit, Episode, Gauge, Gauges, Group
-from posttrain.core.verdict import SOLVED, State
+from posttrain.core.verdict import SOLVED, State, failed
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,11 @@ REGISTRY: dict[str, Definition] = {
     "rollout/reward": Definition("mean raw outcome of all judged episodes the policy played, filtered ones included", "reward", "rises"),
     "rollout/solved": Definition("share of judged episodes with raw outcome >= 1", "share", "0.1 to 0.9: else there is little to learn"),
     "rollout/mixed": Definition("share of played groups whose raw outcomes differ", "share", "> 0.3"),
-    "rollout/unjudged": Definition("share of episodes without a verdict (outage, abstention)", "share", "0"),
+    "rollout/unjudged": Definition("share of episodes without a reward: failed and abstained", "share", "0"),
+    "rollout/failed": Definition(
+        "share of episodes without a reward because a source failed on our side (raised, timeout, ...)", "share", "0"
+    ),
+    "rollout/abstained": Definition("share of episodes about which every source abstained (a reward returned None)", "share", "as meant"),
     "rollout/tokens": Definition("spoken tokens an episode", "tokens", "steady"),
     "rollout/truncated": Definition("share of episodes cut off by a limit on tokens or time, or by the context", "share", "< 0.1"),
     "rollout/aborted": Definition(
@@ -41,7 +45,11 @@ REGISTRY: dict[str, Definition] = {
     "reward/SOURCE": Definition(
         "mean raw score a source gave, before its weight and any shaping; what it paid for turns summed", "score", "its own"
     ),
-    "verdict/KIND": Definition("share of verdicts with that kind of finding, such as wrong, timeout or worker", "share", "its own"),
+    "verdict/KIND": Definition("share of verdicts that are scores with that kind of finding, such as wrong or timeout", "share", "its own"),
+    "failed/KIND": Definition(
+        "share of verdicts that failed on our side, by kind, such as raised, timeout or worker: outages, no wrong answers", "share", "0"
+    ),
+    "abstained/SOURCE": Definition("share of episodes about which that source said nothing", "share", "as meant"),
     "credit/silent": Definition("share of groups in the step without spread, so with credit exactly 0", "share", "< 0.5"),
     "credit/shaped": Definition("mean reward after shaping", "reward", "follows rollout/reward"),
     "credit/dropped": Definition("share of judged episodes that may carry no gradient", "share", "< 0.1"),
@@ -66,9 +74,13 @@ REGISTRY: dict[str, Definition] = {
     "canary/surprise": Definition(
         "-log-prob less entropy of the distribution it was drawn from, mean over probed tokens", "nats", "0 on average"
     ),
-    "eval/accuracy": Definition("mean raw outcome on held-out tasks, sampled", "reward", "rises"),
-    "eval/greedy": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
-    "eval/unjudged": Definition("held-out episodes without a verdict", "episodes", "0"),
+    "eval/accuracy": Definition("share of answers to held-out tasks whose raw outcome is >= 1, sampled: pass@1", "share", "rises"),
+    "eval/reward": Definition("mean raw outcome on held-out tasks, sampled: accuracy where outcomes are 0 or 1", "reward", "rises"),
+    "eval/greedy": Definition("share of held-out tasks whose argmax answer has a raw outcome >= 1", "share", "rises"),
+    "eval/greedy_reward": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
+    "eval/unjudged": Definition("held-out episodes without a reward: failed and abstained", "episodes", "0"),
+    "eval/failed": Definition("held-out episodes that a source failed to judge", "episodes", "0"),
+    "eval/abstained": Definition("held-out episodes about which every source abstained", "episodes", "as meant"),
     "eval/tokens": Definition("spoken tokens a held-out episode", "tokens", "steady"),
     "eval/truncated": Definition("share of held-out episodes cut off at max_tokens", "share", "< 0.1"),
     "eval/pass_at_K": Definition(
@@ -134,8 +146,10 @@ REGISTRY: dict[str, Definition] = {
 
 def definition(name: str) -> Definition | None:
     """What a gauge of the record says; `eval/pass_at_8` is one of `eval/pass_at_K`, `reward/math` of `reward/SOURCE`."""
-    for pattern, one in ((r"^eval/pass_at_\d+$", "eval/pass_at_K"), (r"^reward/.*$", "reward/SOURCE"), (r"^verdict/.*$", "verdict/KIND")):
-        name = re.sub(pattern, one, name)
+    families = {"reward": "SOURCE", "verdict": "KIND", "failed": "KIND", "abstained": "SOURCE"}
+    name = re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", name)
+    family = name.partition("/")[0]
+    name = f"{family}/{families[family]}" if family in families else name
     return REGISTRY.get(name)
 
 
@@ -143,18 +157,22 @@ def components(episodes: Sequence[Episode]) -> Gauges:
     """Each source's raw scores, an episode at a time, and what kinds of findings there were."""
     scores: defaultdict[str, list[float]] = defaultdict(list)
     kinds: Counter[str] = Counter()
+    silent: Counter[str] = Counter()
     judged = 0
     for e in episodes:
         own: defaultdict[str, list[float]] = defaultdict(list)
         for j in e.verdicts:
             judged += 1
-            kinds[j.verdict.kind] += bool(j.verdict.kind)
+            family = "failed" if j.verdict.state is State.FAILED else "verdict"
+            kinds[f"{family}/{j.verdict.kind}"] += bool(j.verdict.kind)
+            silent[f"abstained/{j.source}"] += j.counts and j.verdict.state is State.ABSTAIN
             if j.counts and j.verdict.score is not None:
                 own[j.source].append(j.verdict.score)
         for source, given in own.items():
             scores[source].append(sum(given))
     found = {f"reward/{source}": Gauge.of(x) for source, x in sorted(scores.items())}
-    return found | {f"verdict/{kind}": Gauge(n, judged) for kind, n in sorted(kinds.items()) if n}
+    found |= {name: Gauge(n, len(episodes)) for name, n in sorted(silent.items()) if n}
+    return found | {name: Gauge(n, judged) for name, n in sorted(kinds.items()) if n}
 
 
 def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, version: int) -> Gauges:
@@ -171,6 +189,8 @@ def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, versio
         "rollout/solved": Gauge.of(rewards >= SOLVED),
         "rollout/mixed": Gauge.of([g.mixed for g in played]),
         "rollout/unjudged": Gauge.of([e.reward is None for e in episodes]),
+        "rollout/failed": Gauge.of([failed(e.verdicts) for e in episodes]),
+        "rollout/abstained": Gauge.of([e.reward is None and not failed(e.verdicts) for e in episodes]),
         "rollout/tokens": Gauge.of([e.spoken for e in episodes]),
         "rollout/truncated": Gauge.of([e.stop.cut for e in episodes]),
         "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
@@ -182,6 +202,16 @@ def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, versio
         "credit/dropped": Gauge.of([bool(e.dropped) for e in credits]),
         "credit/advantage_abs": Gauge.of(np.abs(np.concatenate(advantages)) if advantages else np.zeros(0)),
     }
+
+
+def unjudged_words(played: Sequence[Group]) -> str:
+    """Who could not be judged and why, in words: "2 failed (mine: raised x 2, line 3: ...), 1 abstained from by every source"; '' for nobody."""
+    episodes = [e for g in played for e in g.episodes]
+    broken = sum(failed(e.verdicts) for e in episodes)
+    silent = sum(e.reward is None for e in episodes) - broken
+    kinds = "; ".join(f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items())
+    out = [f"{broken} failed: {kinds}"] if broken else []
+    return ". ".join([*out, f"{silent} abstained: no source gave a score"] if silent else out)
 
 
 def failures(played: Sequence[Group]) -> dict[str, tuple[int, str]]:

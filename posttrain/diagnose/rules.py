@@ -103,11 +103,11 @@ def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def judges_fail(history: Sequence[Step], stage: Reinforce) -> str:
-    """A noticeable share of samples could not be judged, three steps in a row."""
-    unjudged = last(history, "rollout/unjudged", 3)
-    if len(unjudged) < 3 or min(unjudged) < 0.05:
+    """A noticeable share of samples could not be judged, because a source failed, three steps in a row."""
+    failed = last(history, "rollout/failed", 3)
+    if len(failed) < 3 or min(failed) < 0.05:
         return ""
-    return f"{unjudged[-1]:.0%} of the samples could not be judged, for three steps. They are left out, so the policy learns from what is easy to judge: mend the verifier"
+    return f"{failed[-1]:.0%} of the samples could not be judged, for three steps. They are left out, so the policy learns from what is easy to judge: mend the verifier"
 
 
 @rule

@@ -62,6 +62,11 @@ def _locate(path: str) -> str:
     folder = Path(path).expanduser()
     if folder.is_dir():
         has = {f.name for f in folder.iterdir()}
+        if {"config.json", "adapter_config.json"} <= has:
+            raise DataError(
+                f"model.path={path}: a PEFT adapter lies beside the model. Where peft is installed, another model would be loaded: the one that "
+                "adapter_config.json names. Merge the adapter (merge_and_unload, save_pretrained), or take adapter_config.json away"
+            )
         if "config.json" not in has:
             adapter = ""
             if "adapter_config.json" in has:

@@ -23,6 +23,8 @@ from posttrain.environment.redact import scrubbed
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 """Statuses that may pass: overload, a restart, a proxy that lost its server."""
+LONGEST = 256 << 20
+"""Bytes of an answer; a longer one is not read to its end."""
 QUOTED = 400
 """Most characters of a server's own words in a message."""
 
@@ -137,32 +139,35 @@ class Endpoint:
         limits = httpx2.Timeout(None, connect=patience.connect)
         try:
             async with asyncio.timeout(patience.answer):
-                response = await client.request(method, self.url + path, json=body, timeout=limits)
+                async with client.stream(method, self.url + path, json=body, timeout=limits) as response:
+                    said = await _heard(response)
         except TimeoutError:
             raise _Passing(f"no answer in {patience.answer:g} s") from None
         except httpx2.TimeoutException:
             raise _Passing(f"no connection in {patience.connect:g} s") from None
-        except httpx2.TransportError as error:
+        except httpx2.RequestError as error:  # bytes that cannot be unpacked among them
             raise _Passing(f"the connection failed ({type(error).__name__}: {error})") from error
-        status = response.status_code
+        status = said.status
+        if said.body is None:
+            raise EndpointError(self._say(f"{method} {path}: the answer is longer than {LONGEST >> 20} MiB"), self.role, status)
         if status in RETRIED:
-            raise _Passing(f"status {status}: {_words(response)}", status, _seconds(response.headers.get("retry-after")))
-        if not response.is_success:
-            raise EndpointError(self._say(f"{method} {path}: status {status}: {self._refusal(response)}"), self.role, status)
-        if not response.content:
+            raise _Passing(f"status {status}: {_words(said)}", status, _seconds(said.headers.get("retry-after")))
+        if not 200 <= status < 300:
+            raise EndpointError(self._say(f"{method} {path}: status {status}: {self._refusal(said)}"), self.role, status)
+        if not said.body:
             return None
         try:
-            return response.json()
+            return said.json()
         except ValueError as error:
-            raise EndpointError(self._say(f"{method} {path}: the answer is no JSON: {_words(response)}"), self.role, status) from error
+            raise EndpointError(self._say(f"{method} {path}: the answer is no JSON: {_words(said)}"), self.role, status) from error
 
-    def _refusal(self, response: httpx2.Response) -> str:
-        if response.is_redirect:
-            return f"it redirects to {response.headers.get('location', '?')}; give that address"
-        if response.status_code in (401, 403):
+    def _refusal(self, said: _Answer) -> str:
+        if 300 <= said.status < 400:
+            return f"it redirects to {said.headers.get('location', '?')[:QUOTED]}; give that address"
+        if said.status in (401, 403):
             name = f"the key in {self.key_env}" if self.key_env else "no key was sent; name an environment variable that holds one"
-            return f"{_words(response)} ({name})"
-        return _words(response)
+            return f"{_words(said)} ({name})"
+        return _words(said)
 
     def _open(self) -> httpx2.AsyncClient:
         """The client of the running loop; one that a closed loop left behind is let go."""
@@ -195,16 +200,41 @@ class _Passing(Exception):
 _ADVICE = "See whether the server runs, and what it logged"
 
 
-def _words(response: httpx2.Response) -> str:
+@dataclass(frozen=True)
+class _Answer:
+    """What came back; `body` is None where it was too long."""
+
+    status: int
+    headers: Mapping[str, str]
+    body: bytes | None
+
+    def json(self) -> Any:
+        """ValueError where it is none."""
+        try:
+            return json.loads(self.body or b"")
+        except RecursionError as error:
+            raise ValueError("nested too deeply") from error
+
+
+async def _heard(response: httpx2.Response) -> _Answer:
+    body = bytearray()
+    async for piece in response.aiter_bytes():
+        body += piece
+        if len(body) > LONGEST:
+            return _Answer(response.status_code, response.headers, None)
+    return _Answer(response.status_code, response.headers, bytes(body))
+
+
+def _words(answer: _Answer) -> str:
     """What the server said of its refusal: the message inside an OpenAI-shaped error, else the text."""
     try:
-        said: Any = response.json()
+        said: Any = answer.json()
         while isinstance(said, dict) and (inner := said.get("error") or said.get("message") or said.get("detail")):
             said = inner
         text = said if isinstance(said, str) else json.dumps(said)
     except ValueError:
-        text = response.text
-    text = " ".join(text.split())
+        text = (answer.body or b"").decode(errors="replace")
+    text = " ".join(text[: 10 * QUOTED].split())
     return text if len(text) <= QUOTED else f"{text[:QUOTED]}..."
 
 

@@ -42,6 +42,8 @@ def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | 
     try:
         with quiet():
             found = AutoConfig.from_pretrained(config, trust_remote_code=False)
+            if getattr(found, "quantization_config", None) is not None:
+                raise ValueError("it is quantized, and what a run learned never is")
             built: Any = AutoModelForCausalLM.from_config(
                 found, attn_implementation=attention.NAME, dtype=getattr(torch, model.dtype), trust_remote_code=False
             )

@@ -6,26 +6,40 @@ can only run beside the program are `weak`, accepted by name, and named in the v
 
 from __future__ import annotations
 
+import json
+import re
 import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Gauge, Gauges, Task, merge
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.code_tests import CallTest, InputTest, Test, WeakTest, tests_of
-from posttrain.environment.fences import program_in
+from posttrain.environment.code_tests import SPARE, CallTest, InputTest, Test, WeakTest, tests_of, wanted_names
+from posttrain.environment.fences import LONGEST, blocks_of, last_of
 from posttrain.environment.redact import redacted
 from posttrain.environment.sandbox.cell.program import encode
 from posttrain.environment.sandbox.choose import open_sandbox
 from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Call, Limits, Ran, SandboxBroken, SandboxUnavailableError
+from posttrain.environment.sandbox.port import MOST_SAID, Call, Limits, Ran, SandboxBroken, SandboxUnavailableError
 from posttrain.environment.sandbox.value import Unheard, heard, same, shown
 
 Scoring = Literal["all", "fraction"]
+ASSEMBLE = (Path(__file__).parent / "assemble.py").read_text(encoding="utf-8")
+"""What finds the program among several blocks. It parses what a policy wrote, so it runs in the sandbox."""
+MOST_BLOCKS = 64
+"""Of a response, from its end, among which the program is looked for."""
+MOST_SECONDS = 2.0
+"""That this may take; beyond it the last block is the program."""
+_STATEMENT = re.compile(
+    r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w., ]+$|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"
+    r"|(?:else|try|finally|except)\b.*:|(?:return|pass|break|raise|assert|del|global)\b|[\w.]+\(|[A-Za-z_][\w.,* \[\]'\"]*+(?::[^=]*)?[-+*/%&|^<>@]*="
+)
+"""How a line of a program begins, and hardly a line of prose."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +55,7 @@ class Outcome:
 class Code:
     """A reward source: 1 where the response's program passes every test; with `scoring="fraction"`, the share it passes.
 
-    The program is the last fenced block marked as Python, else the last fenced block, else the whole response (`fences`).
+    The program is the block that defines what the tests call, with what it needs of the others (`fences`, `assemble`).
 
     Args:
         sandbox: where programs run; None opens `auto`, which is refused here and now if this machine has none.
@@ -92,12 +106,37 @@ class Code:
         """What one response is worth. A sandbox that was lost is our failure and no score."""
         begun = time.monotonic()
         try:
-            verdict = await self._judged(tests_of(task, weak=self.weak), program_in(text))
+            tests = tests_of(task, weak=self.weak)
+            verdict = await self._judged(tests, await self.program(tests, text))
         except (SandboxBroken, SandboxUnavailableError) as error:
             verdict = Verdict.failed("sandbox", str(error))
         took = Gauge(time.monotonic() - begun, 1)
         self._taken = merge(self._taken, {"seconds": took, f"kind/{verdict.kind or 'passed'}": took})
         return verdict
+
+    async def program(self, tests: Sequence[Test], text: str) -> str:
+        """The program of a response. Where more than one block could be it, or words stand around it, that is found out in the sandbox."""
+        blocks = blocks_of(text)
+        only, plain = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
+        if plain and (only.kind != "bare" or not _worded(only.body)):
+            return only.body
+        if len(text) > LONGEST:
+            return last_of(blocks)
+        asked = {
+            "blocks": [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]],
+            "bare": only.kind == "bare",
+            "wanted": sorted(wanted_names(tests)),
+        }
+        own = self.sandbox.limits
+        limits = replace(
+            own, cpu=min(own.cpu, MOST_SECONDS), wall=min(own.wall, MOST_SECONDS), output=min(MOST_SAID, SPARE + 8 * len(text))
+        )
+        ran = await self.sandbox.run(ASSEMBLE, stdin=json.dumps(asked), limits=limits)
+        try:
+            found = json.loads(ran.stdout) if ran.why == "ok" else None
+        except ValueError:
+            found = None
+        return found if isinstance(found, str) else last_of(blocks)
 
     async def _judged(self, tests: Sequence[Test], program: str) -> Verdict:
         """Each test in its turn. What counts against the time of all is how long the program ran, not how long it waited for us."""
@@ -170,6 +209,11 @@ class Code:
         """End the sandbox, if it was opened here."""
         if self._owned:
             self.sandbox.close()
+
+
+def _worded(text: str) -> bool:
+    """Whether a line of a text does not begin as a program's lines do."""
+    return any(_STATEMENT.match(line) is None for line in text.split("\n"))
 
 
 def _ended(ran: Ran) -> Outcome:

@@ -101,6 +101,25 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
     return tuple(sorted(tests, key=lambda t: not t.public))
 
 
+def wanted_names(tests: Sequence[Test]) -> set[str]:
+    """The names that tests look for in a program: of functions and classes they call. None for tests that only give input.
+
+    >>> sorted(wanted_names(rewritten("assert f(1) == 2\\nassert len(Solution().g(2)) == 1", "")))
+    ['Solution', 'f']
+    """
+    names: set[str] = set()
+    for test in tests:
+        if isinstance(test, CallTest):
+            names.add(test.call.function.partition(".")[0])
+        elif isinstance(test, WeakTest):
+            found = [n for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.Name)]
+            own = {n.id for n in found if not isinstance(n.ctx, ast.Load)} | {
+                n.name for n in ast.walk(ast.parse(test.source)) if isinstance(n, ast.FunctionDef | ast.ClassDef)
+            }
+            names |= {n.id for n in found if isinstance(n.ctx, ast.Load)} - own - set(dir(builtins))
+    return names
+
+
 def _understood(entry: Any, where: str) -> list[Test]:
     if isinstance(entry, str):
         return rewritten(entry, where)

@@ -13,8 +13,11 @@ import numpy as np
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.types import Message
 from posttrain.environment.chat import SHIELD, After, Chat, Tools
+from posttrain.environment.writable import Writable
 
 Content = str | Sequence[Message]
+LONG = 1 << 14
+"""Characters of a text that takes some milliseconds to tokenize."""
 History = Literal["append", "rewrite"]
 """What becomes of a conversation whose template writes earlier turns anew: refused, or a new sequence for each turn."""
 
@@ -58,6 +61,8 @@ class Renderer:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._chat_stop: int | None = None
+        self.writable = Writable(self._ids)
+        """Observations as this tokenizer can write them."""
         self.template = Chat(tokenizer, [self.decode([i]) for i in self.stop_ids])
         self._proofs: dict[tuple[str, bool], str] = {}
 
@@ -71,9 +76,12 @@ class Renderer:
         through its chat template with the generation prompt.
 
         Raises:
-            DataError: naming the task: empty, longer than the context, or messages without a template.
+            DataError: naming the task: empty, longer than the context, not writable, or messages without a template.
         """
-        ids = self._text(prompt) if isinstance(prompt, str) else self.encode(self.chat(prompt, generate=True, tools=tools))
+        try:
+            ids = self._text(prompt) if isinstance(prompt, str) else self.encode(self.chat(prompt, generate=True, tools=tools))
+        except DataError as error:
+            raise DataError(f"{_named(task)}: {error}") from error
         return self.fits(ids, task)
 
     def fits(self, ids: np.ndarray, task: str = "") -> np.ndarray:
@@ -156,7 +164,11 @@ class Renderer:
 
     def encode(self, text: str) -> np.ndarray:
         """int32 of a text on its own, nothing added. No token reaches over a `SHIELD`, which itself has none. Of a text that cannot fit
-        the context only the beginning is encoded: more than twice as many tokens as fit."""
+        the context only the beginning is encoded: more than twice as many tokens as fit.
+
+        Raises:
+            DataError: some of it has no token.
+        """
         if self.context is not None and len(text) > PIECE:
             pieces = (part[i : i + PIECE] for part in text.split(SHIELD) for i in range(0, len(part), PIECE))
             if (ids := self._until_too_long(pieces, 2 * self.context)) is not None:
@@ -166,9 +178,25 @@ class Renderer:
         return self._encode(text)
 
     def _encode(self, text: str) -> np.ndarray:
+        try:
+            return np.array(self._ids(text), np.int32)
+        except Exception as error:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
+            raise DataError(
+                f"this tokenizer has no token for some of {text!r:.80} ({error}). Keep to what it can write, or use one that writes every text "
+                "(bytes, byte fallback, or an <unk> token)"
+            ) from error
+
+    def _ids(self, text: str) -> list[int]:
+        if self._backend is not None and len(text) > LONG:  # the same ids, and other threads may run meanwhile
+            return self._backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
         if self._backend is not None:
-            return np.array(self._backend.encode(text, add_special_tokens=False).ids, np.int32)
-        return np.array(self.tokenizer.encode(text, add_special_tokens=False), np.int32)
+            return self._backend.encode(text, add_special_tokens=False).ids
+        return self.tokenizer.encode(text, add_special_tokens=False)
+
+    def written(self, message: Message) -> Message:
+        """A message of the world with its words as this tokenizer can write them."""
+        words = {k: self.writable.text(v) if isinstance(v, str) and k in ("content", "name") else v for k, v in message.items()}
+        return cast("Message", words)
 
     def _until_too_long(self, pieces: Iterable[str], most: int) -> np.ndarray | None:
         """The ids of the first pieces of a text that have more than `most`; None where all of them have fewer.
@@ -248,10 +276,10 @@ class Dialogue:
         if (messages is not None) != self._chat:
             raise InvariantError(f"{_named(self._task)}: a dialogue shows messages throughout or text throughout, not both")
         if messages is None:
-            return self._renderer.encode(str(content))
+            return self._renderer.encode(self._renderer.writable.text(str(content)))
         if self._said is None:
             raise InvariantError(f"{_named(self._task)}: messages were shown twice without a turn of the policy between them")
-        return self._observe(messages, self._said)
+        return self._observe([self._renderer.written(m) for m in messages], self._said)
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
         """What these ids say, without the stop token."""

@@ -55,9 +55,13 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """Held-out accuracy of the weights the run ended with."""
-        own = [s for s in self.stages if s.beside is None and s.accuracy is not None]
-        return own[-1].accuracy[0] if own and own[-1].accuracy else None
+        """Share of held-out answers that are right, of the weights the run ended with; None where nothing was measured."""
+        return next((s.accuracy[0] for s in reversed(self.stages) if s.beside is None and s.accuracy is not None), None)
+
+    @property
+    def reward(self) -> float | None:
+        """Mean held-out reward of the same weights: another number where a reward grades."""
+        return next((s.reward[0] for s in reversed(self.stages) if s.beside is None and s.reward is not None), None)
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:
@@ -155,11 +159,13 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
             terminal.say(_standing(run, progress))
     stopper = Stopper()
     try:
-        await prove_start(parts, policy.tokenizer)
+        told = await prove_start(parts, policy.tokenizer)
+        for note in told if not quiet else ():
+            terminal.say(f"note: {note}")
         with stopper.listening():
             results = await Stages(parts, progress, stopper).run(checkpoint.folder if checkpoint is not None else None)
         for tracker in trackers:
-            tracker.close({f"final/{r.name}": r.accuracy[0] for r in results if r.accuracy})
+            tracker.close(final(results))
     finally:
         with ExitStack() as closing:  # each is closed, whatever another one raises
             for close in (book.close, parts.environment.close, parts.close, lambda: terminal.close({})):
@@ -178,6 +184,12 @@ def _beside(run: Run, policy: Policy, book: Book) -> list[Tracker]:
     except BaseException:
         book.close()
         raise
+
+
+def final(results: Sequence[StageResult]) -> dict[str, float]:
+    """What trackers keep of a run: accuracy and mean reward on held-out tasks after each stage."""
+    both = [(r.name, what, x) for r in results for what, x in (("accuracy", r.accuracy), ("reward", r.reward))]
+    return {f"final/{name}/{what}": x[0] for name, what, x in both if x is not None}
 
 
 def _standing(run: Run, p: Progress) -> str:
@@ -199,7 +211,7 @@ def evaluate(
     quiet: bool = False,
     trust: bool = False,
 ) -> Report:
-    """Held-out accuracy and pass@k of a run, of any model directory or hub id, or of what is served at an address.
+    """Held-out accuracy, mean reward and pass@k of a run, of any model directory or hub id, or of what is served at an address.
 
     Args:
         target: a run folder, a model, or the address of an OpenAI-compatible endpoint; the last two are asked the `arithmetic`

@@ -30,7 +30,7 @@ class Terminal:
     _first: int = 0
     _printed: float = 0.0
     _tokens: float = 0.0
-    _accuracy: float | None = None
+    _measured: str = ""
 
     def log(self, step: Step) -> None:
         if step.stage != self._stage:
@@ -38,8 +38,9 @@ class Terminal:
         else:
             self._tokens += sum(step.gauges[n].sum for n in ("engine/tokens", "sft/tokens") if n in step.gauges)
         total = self.run.stage(step.stage).steps
-        if "eval/accuracy" in step.gauges:
-            self._accuracy = step.gauges["eval/accuracy"].mean
+        if "eval/accuracy" in step.gauges and step.gauges["eval/accuracy"].count:
+            accuracy, reward = (step.gauges[n].mean for n in ("eval/accuracy", "eval/reward"))
+            self._measured = f"held-out accuracy {accuracy:.3f}" + (f", mean reward {reward:.3f}" if abs(accuracy - reward) > 1e-9 else "")
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step.index, total=None if self._open_ended(step) else total, facts=self._facts(step))
         elif step.index == total or "eval/accuracy" in step.gauges or time.monotonic() - self._printed > PLAIN_EVERY:
@@ -59,7 +60,7 @@ class Terminal:
     def _open(self, step: Step) -> None:
         self._close()
         now = time.monotonic()
-        self._stage, self._begun, self._first, self._printed, self._tokens, self._accuracy = step.stage, now, step.index, 0.0, 0.0, None
+        self._stage, self._begun, self._first, self._printed, self._tokens, self._measured = step.stage, now, step.index, 0.0, 0.0, ""
         if self.console.is_terminal:
             name, done, facts = (_plain(w) for w in ("{task.description}", "{task.completed}/{task.total}", "{task.fields[facts]}"))
             columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
@@ -81,12 +82,17 @@ class Terminal:
     def _facts(self, step: Step) -> str:
         g = step.gauges
         out: list[str] = []
-        if "rollout/reward" in g:
+        if "rollout/reward" in g and g["rollout/reward"].count:
             out.append(f"reward {g['rollout/reward'].mean:.3f}")
         if "sft/loss" in g:
             out.append(f"loss {g['sft/loss'].mean:.3f}")
-        if self._accuracy is not None:
-            out.append(f"held-out {self._accuracy:.3f}")
+        out += [
+            f"{what} {g[f'rollout/{what}'].mean:.1%}"
+            for what in ("failed", "abstained")
+            if f"rollout/{what}" in g and g[f"rollout/{what}"].sum
+        ]
+        if self._measured:
+            out.append(self._measured)
         spent = time.monotonic() - self._begun
         if step.index > self._first and spent > 0:
             out.append(f"{self._tokens / spent:,.0f} tokens/s")

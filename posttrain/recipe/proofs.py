@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -20,6 +20,8 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Task
 from posttrain.environment import templates
 from posttrain.environment.chat import PROBE
+from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.render import Renderer
 from posttrain.environment.script import attempt
 from posttrain.environment.single import SingleTurn
 from posttrain.role.talk import Recital
@@ -32,8 +34,8 @@ LEAKS, SECONDS = 500, 0.3
 """Training tasks compared with the held-out ones, and the most seconds that may take."""
 
 
-async def prove_start(parts: Parts, tokenizer: Any) -> None:
-    """Every claim, or the error of the first that does not hold.
+async def prove_start(parts: Parts, tokenizer: Any) -> list[str]:
+    """Every claim, or the error of the first that does not hold; what is worth telling, for people.
 
     Raises:
         InvariantError: prompts, verifier or split are not what they claim to be.
@@ -48,8 +50,24 @@ async def prove_start(parts: Parts, tokenizer: Any) -> None:
         await gold_is_paid(env, known)
         await near_misses_are_not(env, known)
     split_is_clean(env)
-    for task in [*train[:1], *held[:1]]:
-        await conversations_append(parts, task)
+    answered = [await conversations_append(parts, task) for task in [*train[:1], *held[:1]]]
+    return observations_can_be_written(parts) if any(answered) else []
+
+
+def observations_can_be_written(parts: Parts) -> list[str]:
+    """Whatever the world answers, the tokenizer can write it, with another character where it lacks one, which is then said.
+
+    Raises:
+        DataError: not even so; by the environment's name.
+    """
+    writable = cast("Renderer", parts.renderer).writable
+    try:
+        writable.check()
+    except DataError as error:
+        raise DataError(f"environment {parts.environment.name!r} shows the policy what its world answers: {error}") from error
+    if writable.everything:
+        return []
+    return [f"the tokenizer has no token for some characters; where the world answers with one, the policy is shown {writable.stand_in!r}"]
 
 
 def prompts_begin_once(parts: Parts, tokenizer: Any, tasks: Sequence[Task]) -> None:
@@ -106,17 +124,18 @@ async def _play(env: SingleTurn, task: Task, turns: Sequence[str]) -> Attempt:
         raise InvariantError(f"task {task.id!r}: {error}. gold() and distractor() must give every turn the environment asks for") from error
 
 
-async def conversations_append(parts: Parts, task: Task) -> None:
+async def conversations_append(parts: Parts, task: Task) -> bool:
     """One episode of scripted turns through the policy's own chat template: where turns cannot be one sequence, the run does not start.
+    Whether the world may answer the policy in it.
 
     Raises:
         DataError: the template rewrites what it wrote before, or refuses the messages; with the place, and what to set.
     """
     render: Any = parts.renderer
     if render.history == "rewrite":
-        return
+        return True
     env = parts.environment
-    turns = env.gold(task) if isinstance(env, SingleTurn) and env.vouches_for_gold and env.knows_gold(task) else (PROBE,) * TURNS
+    turns = env.gold(task) if isinstance(env, SingleTurn) and env.vouches_for_gold and env.knows_gold(task) else (_sayable(render),) * TURNS
     talk = _Rehearsed(render, parts.rollout.dialogue(task.id), turns, Sampling(), chat=not isinstance(task.prompt, str), task=task.id)
     try:
         async with asyncio.timeout(PLAYED):
@@ -126,9 +145,21 @@ async def conversations_append(parts: Parts, task: Task) -> None:
     except PosttrainError:
         raise
     except Exception:
-        return  # what breaks in the world is no matter of the template; episodes make it a failed verdict
+        pass  # what breaks in the world is no matter of the template; episodes make it a failed verdict
     if talk.tools and (why := render.rewrites([Message(role="tool", content="")], talk.tools)):
         raise DataError(f"task {task.id!r}: {why}")
+    if talk.tools and not isinstance(task.prompt, str):
+        answer = Message(role="tool", name="tool", content="0", tool_call_id="call00000")
+        render.encode(render.template.between(list(task.prompt), [answer], talk.tools).text)
+    return talk.shown > 1 or bool(talk.tools) or (isinstance(env, PromptsEnv) and bool(env.tools))
+
+
+def _sayable(render: Renderer) -> str:
+    """A turn that says nothing in particular: `PROBE`, or what this tokenizer can write."""
+    try:
+        return PROBE if len(render.encode(PROBE)) else ""
+    except DataError:
+        return next((text for i in range(64) if i not in render.stop_ids and (text := render.decode([i])).strip()), "")
 
 
 class _Over(Exception):
@@ -136,12 +167,14 @@ class _Over(Exception):
 
 
 class _Rehearsed(Recital):
-    """Scripted turns in the template's own words; takes note of the tools that are shown."""
+    """Scripted turns in the template's own words; takes note of the tools that are shown, and how often the world spoke."""
 
     tools: Sequence[Mapping[str, Any]] = ()
+    shown = 0
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = self.tools or tools
+        self.shown += 1
         super().see(content, tools)
 
     async def say(self, most: int | None = None) -> Utterance:

@@ -29,6 +29,7 @@ from posttrain.recipe.engines import check_engine, embedded_engine
 from posttrain.recipe.main import wait
 from posttrain.recipe.target import built_policy, model_run, target_run
 from posttrain.role.weights import load_weights
+from posttrain.serve.limits import Limits
 
 READ = ("model", "slots", "threads", "deterministic", "seed", "env", "engine")
 """Parts of a run that decide how its model is served."""
@@ -48,6 +49,7 @@ class Where:
     token_env: str | None = None
     """Name of the environment variable that holds it."""
     no_token: bool = False
+    limits: Limits = Limits()
 
     def __post_init__(self) -> None:
         if sum((self.token is not None, self.token_env is not None, self.no_token)) > 1:
@@ -105,7 +107,7 @@ def serve(
     token = where.resolve()
     check_address(where.host, token)
     served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint, trust=trust)
-    return wait(listen(served, where.host, where.port, facts, say))
+    return wait(listen(served, where.host, where.port, facts, say, where.limits))
 
 
 def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
@@ -127,8 +129,8 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
 def make_served(
     target: str | Path, *overrides: str, token: str | None, name: str | None = None, checkpoint: str = "last", trust: bool = False
 ) -> tuple[Any, tuple[str, ...]]:
-    """What is served (`serve.app.Served`), and lines about it."""
-    from posttrain.serve.app import Served
+    """What is served (`serve.served.Served`), and lines about it."""
+    from posttrain.serve.served import Served
     from posttrain.serve.words import Words
 
     stored = run_file(target).run if is_run(target) else model_run(target)

@@ -8,7 +8,10 @@ from pathlib import Path
 from rich.table import Table
 
 from posttrain.controller.stages import StageResult
+from posttrain.core import reader
 from posttrain.core.run import Reinforce, Run
+from posttrain.core.types import Gauge, merge
+from posttrain.diagnose.gauges import unjudged_words
 from posttrain.recipe.console import PlainConsole
 from posttrain.recipe.faults import find
 from posttrain.recipe.shipped import RECIPES
@@ -16,17 +19,42 @@ from posttrain.role.evaluate import Report, interval
 
 
 def table(results: Sequence[StageResult]) -> Table:
-    """Held-out accuracy after each stage with its interval, what the stage added, and its seconds."""
-    out = Table(title="held-out accuracy after each stage")
-    for name in ("stage", "accuracy [95 %]", "added", "greedy", "steps", "seconds"):
+    """Held-out accuracy (the share of right answers) after each stage with its interval, what the stage added, and its seconds; where a
+    reward grades, its mean as well."""
+    graded = any(r.graded for r in results)
+    out = Table(title="held-out accuracy after each stage" + (", and mean reward" if graded else ""))
+    for name in ("stage", "accuracy [95 %]", "added", "greedy", *(("mean reward [95 %]", "added ") if graded else ()), "steps", "seconds"):
         out.add_column(name, justify="left" if name == "stage" else "right")
     for r in results:
-        accuracy = "-" if r.accuracy is None else interval(*r.accuracy)
-        added = "-" if r.accuracy is None or r.before is None else f"{r.accuracy[0] - r.before:+.3f}"
         name = r.name if r.beside is None else f"{r.name} *"
-        out.add_row(name, accuracy, added, "-" if r.greedy is None else f"{r.greedy:.3f}", str(r.steps), f"{r.seconds:.1f}")
+        accuracy, reward = _added(r.accuracy, r.before), _added(r.reward, r.reward_before) if graded else ()
+        out.add_row(name, *accuracy, "-" if r.greedy is None else f"{r.greedy:.3f}", *reward, str(r.steps), f"{r.seconds:.1f}")
     if beside := [r for r in results if r.beside is not None]:
         out.caption = "* " + "; ".join(f"instead of {r.beside}, from the same weights, for the same time" for r in beside)
+    return out
+
+
+def _added(measured: tuple[float, float, float] | None, before: float | None) -> tuple[str, str]:
+    """A mean with its interval, and what is new in it."""
+    if measured is None:
+        return "-", "-"
+    return interval(*measured), "-" if before is None else f"{measured[0] - before:+.3f}"
+
+
+def unjudged(folder: Path, results: Sequence[StageResult]) -> list[str]:
+    """For each stage that had some: samples that could not be judged, those that failed apart from those nobody wanted to judge."""
+    out: list[str] = []
+    steps = reader.steps(folder)
+    for r in results:
+        seen = merge(*(s.gauges for s in steps if s.stage == r.name))
+        failed, abstained = (seen.get(f"rollout/{x}", Gauge(0, 0)) for x in ("failed", "abstained"))
+        kinds = ", ".join(f"{n.removeprefix('failed/')} x {g.sum:.0f}" for n, g in seen.items() if n.startswith("failed/"))
+        if failed.sum:
+            out.append(
+                f"{r.name}: a source failed to judge {failed.sum:.0f} of {failed.count:.0f} samples ({kinds}): left out, as no wrong answers"
+            )
+        if abstained.sum:
+            out.append(f"{r.name}: every source abstained from {abstained.sum:.0f} of {abstained.count:.0f} samples: left out")
     return out
 
 
@@ -70,6 +98,8 @@ def show(console: PlainConsole, run: Run, results: Sequence[StageResult], folder
         console.print(line, style="bold red")
     console.print(table(results))
     console.print(roles(results))
+    for line in unjudged(folder, results):
+        console.print(line)
     console.print(f"run folder: {folder}")
     console.print("next:")
     for line in next_steps(run, folder):
@@ -81,10 +111,15 @@ def show_report(console: PlainConsole, target: str, environment: str, report: Re
     out = Table(title=f"{target} on held-out {environment}")
     for name in ("measure", "value [95 %]", "prompts"):
         out.add_column(name, justify="left" if name == "measure" else "right")
-    out.add_row("accuracy (sampled)", str(report.accuracy), str(report.accuracy.prompts))
-    if report.greedy is not None:
-        out.add_row("accuracy (greedy)", str(report.greedy), str(report.greedy.prompts))
-    for k, score in report.pass_at.items():
-        out.add_row(f"pass@{k}", str(score), str(score.prompts))
+    rows = [("accuracy (sampled)", report.accuracy), ("accuracy (greedy)", report.greedy)]
+    if report.graded:
+        rows += [("mean reward (sampled)", report.reward), ("mean reward (greedy)", report.greedy_reward)]
+    for measure, score in (*rows, *((f"pass@{k}", s) for k, s in report.pass_at.items())):
+        if score is not None:
+            out.add_row(measure, str(score), str(score.prompts))
+    if report.graded:
+        out.caption = "accuracy: the share of answers with a reward of 1 or more (pass@1); mean reward: what was paid"
     console.print(out)
     console.print(f"{report.mean_tokens:.1f} tokens a response, {report.truncated:.1%} cut off, {report.unjudged} unjudged")
+    if words := unjudged_words(report.groups):
+        console.print(f"unjudged samples are left out, as no wrong answers. {words}")

@@ -194,17 +194,22 @@ def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
 
 
 def measured_right(report: Report) -> None:
-    """Held-out accuracy and pass@k, counted a second way from the verdicts themselves."""
+    """Held-out accuracy, mean reward and pass@k, counted a second way from the verdicts themselves."""
     solved: list[tuple[int, int]] = []
     means: list[float] = []
+    right: list[float] = []
     for g in report.groups:
         raw = [r for e in g.episodes if (r := outcome(e.verdicts)) is not None]
         if raw:
             means.append(math.fsum(raw) / len(raw))
+            right.append(len([r for r in raw if r >= SOLVED]) / len(raw))
             solved.append((len(raw), sum(r >= SOLVED for r in raw)))
     if not means:
         return
-    wrong = {"accuracy": (report.accuracy.mean, math.fsum(means) / len(means))}
+    wrong = {
+        "mean reward": (report.reward.mean, math.fsum(means) / len(means)),
+        "accuracy": (report.accuracy.mean, math.fsum(right) / len(right)),
+    }
     for k, s in report.pass_at.items():
         missed = [math.prod((n - c - i) / (n - i) for i in range(k)) for n, c in solved]
         wrong[f"pass@{k}"] = (s.mean, 1 - math.fsum(missed) / len(missed))

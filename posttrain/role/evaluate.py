@@ -11,7 +11,8 @@ import numpy as np
 from posttrain.core.run import Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauge, Gauges, Group, Task
-from posttrain.core.verdict import SOLVED
+from posttrain.core.verdict import SOLVED, failed
+from posttrain.diagnose.gauges import unjudged_words
 from posttrain.role.rollout import Rollout, together
 
 Z95 = 1.959963984540054
@@ -41,7 +42,10 @@ def interval(mean: float, low: float, high: float) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over prompts with its 95 % interval (normal, over prompt means, so siblings do not count twice)."""
+    """A mean over prompts with its 95 % interval, which stays inside the scale and is never a point.
+
+    Samples of one prompt are not independent, so a prompt counts once, by the mean of its samples.
+    """
 
     mean: float
     low: float
@@ -49,25 +53,41 @@ class Score:
     prompts: int
 
     @staticmethod
-    def of(per_prompt: Sequence[float] | np.ndarray) -> Score:
+    def of(per_prompt: Sequence[float] | np.ndarray, low: float = 0.0, high: float = 1.0) -> Score:
+        """Of values on a scale from `low` to `high`.
+
+        Where every prompt's value is an end of the scale it is a proportion, and the interval is Wilson's. Else it is the same idea with
+        the spread that was seen: z^2/2 imagined prompts at each end of the scale, then the normal interval (of proportions: Agresti and
+        Coull's), cut to the scale. The imagined ones keep it from being a point where all prompts agree, and inside where they do not.
+
+        >>> str(Score.of([1.0] * 20)), str(Score.of([0.5] * 20)), str(Score.of([0.0, 0.25] * 10))
+        ('1.000 [0.839, 1.000]', '0.500 [0.419, 0.581]', '0.125 [0.077, 0.293]')
+        """
         x = np.asarray(per_prompt, np.float64)
         if not len(x):
             return Score(math.nan, math.nan, math.nan, 0)
-        half = Z95 * float(x.std(ddof=1)) / math.sqrt(len(x)) if len(x) > 1 else math.inf
-        return Score(float(x.mean()), float(x.mean()) - half, float(x.mean()) + half, len(x))
+        mean, n = float(x.mean()), len(x)
+        if n == 1 or not high > low:
+            return Score(mean, -math.inf, math.inf, n)
+        y, square = (x - low) / (high - low), Z95**2
+        p = (float(y.sum()) + square / 2) / (n + square)
+        if np.all((y == 0) | (y == 1)):
+            share = float(y.mean())
+            half = Z95 * math.sqrt(n * share * (1 - share) + square / 4) / (n + square)
+        else:
+            seen = float(np.square(y - p).sum()) + square / 2 * (p * p + (1 - p) ** 2)
+            half = Z95 * math.sqrt(seen) / (n + square)
+        ends = (low + (high - low) * min(max(e, 0.0), 1.0) for e in (p - half, p + half))
+        bottom, top = ends
+        return Score(mean, min(bottom, mean), max(top, mean), n)
 
-    @staticmethod
-    def outcomes(per_prompt: Sequence[float] | np.ndarray) -> Score:
-        """`of` for outcomes in [0, 1]: where every prompt says 0, or every one 1, the interval is Wilson's, which is not a point.
+    @property
+    def known(self) -> tuple[float, float, float] | None:
+        """Mean and interval as plain numbers; None where nothing was judged."""
+        return None if math.isnan(self.mean) else (self.mean, self.low, self.high)
 
-        >>> str(Score.outcomes([1.0] * 20))
-        '1.000 [0.839, 1.000]'
-        """
-        plain = Score.of(per_prompt)
-        off = Z95**2 / (plain.prompts + Z95**2) if plain.prompts > 1 else 0.0
-        if plain.low == plain.high == 0.0:
-            return replace(plain, high=off)
-        return replace(plain, low=1 - off) if plain.low == plain.high == 1.0 else plain
+    def gauge(self) -> Gauge:
+        return Gauge(self.mean * self.prompts, self.prompts) if self.prompts else Gauge(0.0, 0)
 
     def __str__(self) -> str:
         return interval(self.mean, self.low, self.high)
@@ -75,24 +95,47 @@ class Score:
 
 @dataclass(frozen=True)
 class Report:
-    """One evaluation. `accuracy` is the mean raw outcome; `greedy` the same for one argmax answer a prompt."""
+    """One evaluation. `accuracy` is the share of answers that are right (raw outcome >= 1), which is pass@1; `reward` the mean raw
+    outcome: the same number where outcomes are 0 or 1, another where a reward grades. `greedy` and `greedy_reward` are those of one
+    argmax answer a prompt."""
 
     accuracy: Score
+    reward: Score
     greedy: Score | None
+    greedy_reward: Score | None
     pass_at: dict[int, Score]
-    unjudged: int
+    failed: int
+    """Episodes without a reward because a source failed on our side."""
+    abstained: int
+    """Episodes about which every source abstained."""
     mean_tokens: float
     truncated: float
     groups: tuple[Group, ...]
 
+    @property
+    def unjudged(self) -> int:
+        return self.failed + self.abstained
+
+    @property
+    def graded(self) -> bool:
+        """Whether some outcome is neither 0 nor 1, so that mean reward and accuracy are two numbers."""
+        return any(r not in (0.0, 1.0) for g in self.groups for r in g.rewards)
+
+    @property
+    def unmeasured(self) -> str:
+        """Why there is no number at all: nothing could be judged; '' where something was."""
+        return "" if self.reward.prompts or not self.groups else unjudged_words(self.groups)
+
     def gauges(self) -> Gauges:
-        out = {"eval/accuracy": Gauge(self.accuracy.mean * self.accuracy.prompts, self.accuracy.prompts)}
-        if self.greedy is not None:
-            out["eval/greedy"] = Gauge(self.greedy.mean * self.greedy.prompts, self.greedy.prompts)
+        out = {"eval/accuracy": self.accuracy.gauge(), "eval/reward": self.reward.gauge()}
+        if self.greedy is not None and self.greedy_reward is not None:
+            out |= {"eval/greedy": self.greedy.gauge(), "eval/greedy_reward": self.greedy_reward.gauge()}
         for k, s in self.pass_at.items():
-            out[f"eval/pass_at_{k}"] = Gauge(s.mean * s.prompts, s.prompts)
+            out[f"eval/pass_at_{k}"] = s.gauge()
         return out | {
             "eval/unjudged": Gauge(self.unjudged, 1),
+            "eval/failed": Gauge(self.failed, 1),
+            "eval/abstained": Gauge(self.abstained, 1),
             "eval/tokens": Gauge(self.mean_tokens, 1),
             "eval/truncated": Gauge(self.truncated, 1),
         }
@@ -116,12 +159,23 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Report:
     most = min((n for n, _ in solved), default=0)
     ks = sorted({k for k in (1, 2, 4, 8, 16, 32, 64) if k <= most} | ({most} if most else set()))
     episodes = [e for g in groups for e in g.episodes]
+    broken = sum(failed(e.verdicts) for e in episodes)
+    argmax = None if greedy is None else [g for g in greedy if g.judged]
     return Report(
-        accuracy=Score.outcomes([float(g.rewards.mean()) for g in judged]),
-        greedy=None if greedy is None else Score.outcomes([float(g.rewards.mean()) for g in greedy if g.judged]),
-        pass_at={k: Score.outcomes([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
-        unjudged=sum(len(g.episodes) - len(g.judged) for g in groups),
+        accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
+        reward=_rewards(judged),
+        greedy=None if argmax is None else Score.of([float(np.mean(g.rewards >= SOLVED)) for g in argmax]),
+        greedy_reward=None if argmax is None else _rewards(argmax),
+        pass_at={k: Score.of([pass_at_k(n, c, k) for n, c in solved]) for k in ks},
+        failed=broken,
+        abstained=sum(e.reward is None for e in episodes) - broken,
         mean_tokens=float(np.mean([e.spoken for e in episodes])) if episodes else math.nan,
         truncated=float(np.mean([e.stop == "length" for e in episodes])) if episodes else math.nan,
         groups=tuple(groups),
     )
+
+
+def _rewards(judged: Sequence[Group]) -> Score:
+    """Mean reward, on the scale from the least to the most that was paid, which holds 0 and 1."""
+    paid = np.concatenate([np.array([0.0, 1.0]), *(g.rewards for g in judged)])
+    return Score.of([float(g.rewards.mean()) for g in judged], float(paid.min()), float(paid.max()))

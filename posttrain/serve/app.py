@@ -10,7 +10,6 @@ import asyncio
 import hmac
 import ipaddress
 import json
-import logging
 import secrets
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -21,39 +20,20 @@ from aiohttp import web
 
 from posttrain.core import seeds
 from posttrain.core.errors import PosttrainError
-from posttrain.core.ports import Sampler
 from posttrain.core.sampling import Sampling
-from posttrain.environment.render import Renderer
 from posttrain.serve.choice import Choice, Piece
-from posttrain.serve.protocol import Asked, ChatRequest, CompletionRequest, read
-from posttrain.serve.refusal import Refusal, refusal_of
+from posttrain.serve.connections import Connection, Phase
+from posttrain.serve.intake import Intake, Understood
+from posttrain.serve.limits import Limits
+from posttrain.serve.protocol import Asked, ChatRequest, CompletionRequest
+from posttrain.serve.quiet import LOG
+from posttrain.serve.refusal import Refusal, answer, refusal_of
+from posttrain.serve.served import Served
 from posttrain.serve.shape import Shape
-from posttrain.serve.words import Words
 
-log = logging.getLogger(__name__)
-LARGEST = 32 << 20
-"""Most bytes of a request."""
 Told = tuple[Choice, Piece | None]
 """What a choice said; None: it has ended."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-
-
-@dataclass(frozen=True)
-class Served:
-    """What is served, and to whom."""
-
-    sampler: Sampler
-    renderer: Renderer
-    words: Words
-    vocabulary: int
-    """Ids the model has embeddings for."""
-    name: str
-    root: str
-    """Where the model came from."""
-    fingerprint: str
-    token: str | None
-    """What callers must bring; None: anybody on this machine is served."""
-    created: int
 
 
 @dataclass
@@ -61,11 +41,23 @@ class Server:
     """The web application over one engine."""
 
     served: Served
+    limits: Limits = Limits()
     running: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
     """Requests being answered."""
+    answers: int = 0
+    """Answers waiting or being written."""
+    hang_up: Callable[[], None] = field(default=lambda: None)
+    """End what does not end by itself once its answers have; set by who listens."""
+
+    def __post_init__(self) -> None:
+        self._intake = Intake(self.served, self.limits)
+
+    def close(self) -> None:
+        """Understand no further request."""
+        self._intake.close()
 
     def app(self) -> web.Application:
-        app = web.Application(middlewares=[_spoken, self._allowed], client_max_size=LARGEST)
+        app = web.Application(middlewares=[_spoken, self._allowed], client_max_size=self.limits.body)
         app.router.add_get("/health", self._health)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{name:.+}", self._model)
@@ -77,6 +69,7 @@ class Server:
         """End everything that is being answered, now."""
         for task in self.running:
             task.cancel()
+        self.hang_up()
 
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -85,11 +78,12 @@ class Server:
             return await handler(request)
         token = self.served.token
         if token is None:
-            if not _local(request.host):
-                raise Refusal(f"no token is asked for here, so only this machine is served, not {request.host!r}", status=403)
+            hosts = request.headers.getall("Host", [])  # `request.host` asks the network for a name where there is no header
+            if len(hosts) != 1 or not _local(hosts[0]):
+                raise Refusal(f"no token is asked for here, so only this machine is served, not {', '.join(hosts)!r}", status=403)
             return await handler(request)
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(), token.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode()):
             said = "no" if not given else "a wrong"
             raise Refusal(f"{said} token: send the header 'Authorization: Bearer TOKEN' (api_key=TOKEN in OpenAI's clients)", status=401)
         return await handler(request)
@@ -101,7 +95,7 @@ class Server:
         return web.json_response({"object": "list", "data": [self._card()]})
 
     async def _model(self, request: web.Request) -> web.Response:
-        self._known(request.match_info["name"])
+        self._intake.known(request.match_info["name"])
         return web.json_response(self._card())
 
     def _card(self) -> dict[str, Any]:
@@ -109,73 +103,17 @@ class Server:
         own = {"id": s.name, "object": "model", "created": s.created, "owned_by": "posttrain"}
         return own | {"root": s.root, "max_model_len": s.sampler.context}
 
-    def _known(self, name: str) -> None:
-        if name != self.served.name:
-            raise Refusal(f"there is no model {name!r} here, only {self.served.name!r}", status=404, param="model", code="model_not_found")
-
     async def _completions(self, request: web.Request) -> web.StreamResponse:
-        asked: CompletionRequest = await self._read(request, CompletionRequest)
-        return await self._answer(request, asked, [self._prompt(p) for p in asked.prompt], "cmpl")
+        return await self._answer(request, *await self._read(request, CompletionRequest), "cmpl")
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
-        asked: ChatRequest = await self._read(request, ChatRequest)
-        if not self.served.renderer.tokenizer.chat_template:
-            raise Refusal(
-                f"{self.served.name} has no chat template, so messages cannot be written for it: use /v1/completions, or serve a model whose "
-                "tokenizer has a template",
-                param="messages",
-                code="no_chat_template",
-            )
-        return await self._answer(request, asked, [self._ids([m.plain() for m in asked.messages], "messages")], "chatcmpl")
+        return await self._answer(request, *await self._read(request, ChatRequest), "chatcmpl")
 
-    async def _read(self, request: web.Request, kind: type[Any]) -> Any:
-        """The request, checked; a page in a browser cannot send this content type without being allowed to."""
-        if request.content_type != "application/json":
-            raise Refusal(f"content type {request.content_type!r}: send application/json", status=415)
-        try:
-            body = json.loads(await request.text())
-        except (ValueError, RecursionError) as error:
-            raise Refusal(f"the body is no JSON: {error}") from None
-        asked = read(kind, body)
-        self._known(asked.model)
-        top = asked.alternatives or 0
-        if top > self.served.vocabulary:
-            raise Refusal(
-                f"{top} alternatives of {self.served.vocabulary} tokens: ask for fewer",
-                param="top_logprobs" if kind is ChatRequest else "logprobs",
-            )
-        for param in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
-            if unknown := [i for i in getattr(asked, param) or () if not 0 <= i < self.served.vocabulary]:
-                raise Refusal(f"{param}: {unknown[:5]} are no tokens of this model (0..{self.served.vocabulary - 1})", param=param)
-        return asked
-
-    def _prompt(self, prompt: str | list[int]) -> np.ndarray:
-        if isinstance(prompt, str):
-            return self._ids(prompt, "prompt")
-        most = self.served.vocabulary - 1
-        if max(prompt) > most:
-            raise Refusal(f"prompt: token id {max(prompt)}, and the model has 0..{most}: use its own tokenizer", param="prompt")
-        return self._fits(np.array(prompt, np.int32), "prompt")
-
-    def _ids(self, content: Any, param: str) -> np.ndarray:
-        """A prompt as a rollout would show it to the policy."""
-        try:
-            ids = self.served.renderer.prompt(content)
-        except PosttrainError as error:
-            raise Refusal(str(error), param=param) from None
-        except Exception as error:  # a tokenizer raises what it likes, such as at a character it has no token for
-            raise Refusal(f"{param}: the tokenizer does not read this text ({error})", param=param) from None
-        return self._fits(ids, param)
-
-    def _fits(self, ids: np.ndarray, param: str) -> np.ndarray:
-        context = self.served.sampler.context
-        if len(ids) >= context:
-            raise Refusal(
-                f"{param}: {len(ids)} tokens leave no room to answer in a context of {context}; shorten it",
-                param=param,
-                code="context_length_exceeded",
-            )
-        return ids
+    async def _read(self, request: web.Request, kind: type[Asked]) -> Understood:
+        self._intake.check(request)
+        asked, prompts = await self._intake.read(request, kind)
+        waits_for(request, "answer")
+        return asked, prompts
 
     def _contract(self, asked: Asked, length: int) -> Sampling:
         """The contract of one answer to a prompt of `length` tokens."""
@@ -185,7 +123,9 @@ class Server:
             raise refusal_of(error) from None
 
     async def _answer(self, request: web.Request, asked: Asked, prompts: Sequence[np.ndarray], kind: str) -> web.StreamResponse:
-        s = self.served
+        s, count = self.served, asked.n * len(prompts)
+        if self.answers + count > self.limits.answers:
+            raise Refusal(f"{self.answers} answers wait or are being written, and {count} more are too many; try again later", status=429)
         queue: asyncio.Queue[Told | None] = asyncio.Queue()
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         choices: list[Choice] = []
@@ -199,6 +139,7 @@ class Server:
         shape = Shape(asked, s.words, f"{kind}-{secrets.token_hex(12)}", s.name, s.fingerprint)
         work = asyncio.create_task(self._say(choices, queue))
         self.running.add(work)
+        self.answers += count
         try:
             if asked.stream:
                 return await self._stream(request, shape, choices, queue, work)
@@ -210,6 +151,7 @@ class Server:
         finally:
             work.cancel()
             self.running.discard(work)
+            self.answers -= count
 
     async def _say(self, choices: Sequence[Choice], queue: asyncio.Queue[Told | None]) -> None:
         """All choices at once; the first failure ends the others and is raised as itself."""
@@ -264,21 +206,27 @@ class Server:
 @web.middleware
 async def _spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
     """Every refusal as JSON, aiohttp's own included."""
+    waits_for(request, "body")
     try:
         return await handler(request)
     except Refusal as refusal:
-        headers = {"WWW-Authenticate": "Bearer"} if refusal.status == 401 else None
-        return web.json_response(refusal.body(), status=refusal.status, headers=headers)
+        return answer(refusal)
     except web.HTTPException as error:
         text = f"{request.method} {request.path}: {error.reason}"
         if error.status == 404:
             text += "; served are GET /health, /v1/models, POST /v1/completions, /v1/chat/completions"
-        kept = {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
-        return web.json_response(Refusal(text, status=error.status).body(), status=error.status, headers=kept)
+        return answer(Refusal(text, status=error.status), {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None)
+    except ConnectionError:  # the caller went away
+        raise
     except Exception:
-        log.exception("%s %s", request.method, request.path)
-        text = "a bug in the server, whose log has the traceback"
-        return web.json_response(Refusal(text, status=500).body(), status=500)
+        LOG.exception("%s %r", request.method, request.path)
+        return answer(Refusal("a bug in the server, whose log has the traceback", status=500))
+
+
+def waits_for(request: web.Request, phase: Phase) -> None:
+    """Tell a request's connection what is awaited on it now."""
+    if isinstance(connection := request.protocol, Connection):
+        connection.now(phase)
 
 
 def _first(many: BaseExceptionGroup[Any]) -> Any:

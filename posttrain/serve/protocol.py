@@ -18,6 +18,9 @@ from posttrain.serve.refusal import Refusal
 
 MOST_CHOICES = 1024
 """Most answers of one request, over all its prompts."""
+MOST_NAMES = 64
+"""Most fields of an object that has fields: each that is not known would be a sentence."""
+MOST_STOPS = 16
 MOST_TOP = 20
 """Most alternatives shown beside a token."""
 COLDEST, HOTTEST = 0.01, 100.0
@@ -31,6 +34,13 @@ Tokens = list[int]
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
 
+    @model_validator(mode="before")
+    @classmethod
+    def _few_names(cls, given: Any) -> Any:
+        if isinstance(given, dict) and len(given) > MOST_NAMES:
+            raise ValueError(f"{len(given)} fields, and there are {len(cls.model_fields)}")
+        return given
+
 
 class StreamOptions(_Strict):
     """`include_usage`: a last chunk with the token counts."""
@@ -39,6 +49,8 @@ class StreamOptions(_Strict):
 
 
 def _one_or_many(stop: Any) -> Any:
+    if isinstance(stop, list) and len(stop) > MOST_STOPS:
+        raise ValueError(f"{len(stop)} stop strings, and at most {MOST_STOPS} are looked for")
     return [stop] if isinstance(stop, str) else [] if stop is None else stop
 
 
@@ -46,9 +58,12 @@ def _by_id(bias: Any) -> Any:
     """JSON's keys are texts: `{"17": -2}`."""
     if not isinstance(bias, dict) or not all(isinstance(k, str) and k.isdecimal() for k in bias):
         raise ValueError('logit_bias is an object from token ids to numbers, such as {"17": -2.5}')
-    return {int(k): x for k, x in bias.items()}
+    made = {int(k): x for k, x in bias.items()}
+    wrong = next((k for k, x in made.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)
+    return made if wrong is None else {wrong: made[wrong]}  # one is told, whatever their number
 
 
+Ids = Annotated[list[int], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
@@ -65,11 +80,11 @@ class Asked(_Strict):
     min_p: float = Field(0.0, ge=0, lt=1)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_by_id)] = {}
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Ids | None = None
     min_tokens: int = Field(0, ge=0, le=LARGEST)
     seed: int | None = Field(None, ge=-(2**63), lt=2**64)
-    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], Field(max_length=16), BeforeValidator(_one_or_many)] = []
-    stop_token_ids: list[int] = []
+    stop: Annotated[list[Annotated[str, Field(min_length=1, max_length=1024)]], BeforeValidator(_one_or_many)] = []
+    stop_token_ids: Ids = []
     ignore_eos: bool = False
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
@@ -178,7 +193,7 @@ class ChatMessage(_Strict):
 class ChatRequest(Asked):
     """POST /v1/chat/completions."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
+    messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
     max_tokens: int | None = Field(None, ge=1, le=LARGEST)
     max_completion_tokens: int | None = Field(None, ge=1, le=LARGEST)
     logprobs: bool = False

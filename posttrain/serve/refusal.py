@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from http import HTTPStatus
 from typing import Any
 
+from aiohttp import web
+
 from posttrain.core.errors import ConfigError, DataError, PosttrainError
+
+LONGEST = 1000
+"""Most characters of a message: it quotes what was sent, which may be long."""
+SOON = {"Retry-After": "1"}
+_HEADERS: dict[int, Mapping[str, str]] = {401: {"WWW-Authenticate": "Bearer"}, 429: SOON, 503: SOON}
 
 
 class Refusal(Exception):
     """A request that is not served. `param` names the field at fault, `code` the kind for programs."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+        super().__init__(_cut(message))
+        self.status, self.param, self.code = status, None if param is None else _cut(param), code
 
     def body(self) -> dict[str, Any]:
         """`{"error": {...}}`."""
@@ -20,12 +30,28 @@ class Refusal(Exception):
             "error": {"message": str(self), "type": _TYPES.get(self.status, _rest(self.status)), "param": self.param, "code": self.code}
         }
 
+    def bytes(self) -> bytes:
+        """The whole answer as it goes over the wire, after which the connection is closed."""
+        body = json.dumps(self.body()).encode()
+        headers = {**_HEADERS.get(self.status, {}), "Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
+        lines = (f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}", *(f"{k}: {v}" for k, v in headers.items()), "", "")
+        return "\r\n".join(lines).encode() + body
+
+
+def answer(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
+    """A refusal as a response, with the headers that belong to its status, and these."""
+    return web.json_response(refusal.body(), status=refusal.status, headers={**_HEADERS.get(refusal.status, {}), **(headers or {})})
+
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
 
 
 def _rest(status: int) -> str:
     return "server_error" if status >= 500 else "invalid_request_error"
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= LONGEST else f"{text[:LONGEST]}..."
 
 
 def refusal_of(error: PosttrainError) -> Refusal:

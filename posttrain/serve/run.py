@@ -18,12 +18,17 @@ from dataclasses import dataclass
 from aiohttp import web
 
 from posttrain.core.errors import ConfigError
-from posttrain.serve.app import Served, Server
+from posttrain.core.net import raise_file_limit
+from posttrain.serve.app import Server
+from posttrain.serve.connections import Listener, bind
+from posttrain.serve.limits import Limits, most_connections
+from posttrain.serve.quiet import quiet
+from posttrain.serve.served import Served
 
 GRACE = 10.0
 """Seconds that requests have to end after the first signal."""
-BACKLOG = 4096
-"""Connections that may wait to be accepted. With the usual 128, a thousand callers at once lose some of theirs."""
+FLUSH = 1.0
+"""Seconds that a caller has to take what is left once its answers were ended."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -50,19 +55,34 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
     Raises:
         ConfigError: the address is taken, or not one of this machine.
     """
+    loop = asyncio.get_running_loop()
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=GRACE)
     await runner.setup()
+    assert runner.server is not None
     try:
-        try:
-            await web.TCPSite(runner, host, port, backlog=BACKLOG).start()
-        except OSError as error:
-            if error.errno == errno.EADDRINUSE:
-                raise ConfigError(f"port {port} of {host} is in use: choose another with --port (0: any free one)") from None
-            raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
-        bound = runner.addresses[0][1]
-        yield f"http://{f'[{host}]' if ':' in host else host}:{bound}/v1"
-    finally:
+        sockets = await bind(host, port)
+    except OSError as error:
         await runner.cleanup()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(f"port {port} of {host} is in use: choose another with --port (0: any free one)") from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    listener = Listener(runner.server, server.limits)
+
+    def hang_up() -> None:
+        loop.call_later(FLUSH, listener.cut)
+
+    server.hang_up = hang_up
+    with quiet():
+        listener.open(sockets)
+        try:
+            yield f"http://{f'[{host}]' if ':' in host else host}:{sockets[0].getsockname()[1]}/v1"
+        finally:
+            listener.close()
+            end = loop.call_later(GRACE, server.cut)
+            await runner.cleanup()
+            end.cancel()
+            listener.cut()
+            server.close()
 
 
 @dataclass
@@ -98,24 +118,39 @@ def signals(cut: Callable[[], None]) -> Iterator[Ending]:
             signal.signal(number, handler)
 
 
-async def serve(served: Served, host: str, port: int, facts: tuple[str, ...], say: Callable[[str], None]) -> int:
-    """Serve until a signal comes; returns the exit code that belongs to it.
+async def serve(
+    served: Served, host: str, port: int, facts: tuple[str, ...], say: Callable[[str], None], limits: Limits | None = None
+) -> int:
+    """Serve until a signal comes; returns the exit code that belongs to it. This process may open as many files as is allowed.
 
     Args:
         facts: lines about the model, for the banner.
         say: prints a line.
     """
     check_address(host, served.token)
-    server = Server(served)
+    limits = limits or Limits()
+    files = raise_file_limit()
+    server = Server(served, limits)
     with signals(server.cut) as ending:
         async with listening(server, host, port) as url:
-            for line in banner(served, url, host, facts):
+            for line in banner(served, url, host, (*facts, capacity(limits, files))):
                 say(line)
             await ending.first.wait()
             if server.running:
                 say(f"stopping: {len(server.running)} requests have {GRACE:g} s to end; Ctrl-C again ends them now")
         say("stopped")
     return 128 + ending.number
+
+
+def capacity(limits: Limits, files: int) -> str:
+    """How many callers are served at once, for the banner."""
+    most = most_connections(limits)
+    few = (
+        f"; fewer than --limit connections={limits.connections}, as this process may open {files:,} files"
+        if most < limits.connections
+        else ""
+    )
+    return f"callers: {most:,} connections at once, {min(most, limits.per_address):,} from one address{few}"
 
 
 def banner(served: Served, url: str, host: str, facts: tuple[str, ...]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, cached_property
 
 from transformers import PreTrainedTokenizerFast
 
@@ -27,6 +27,12 @@ class Words:
         self._added = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
         decoder = json.dumps(json.loads(self._backend.to_str()).get("decoder"), ensure_ascii=False)
         self._byte_level, self._fallback, self._spaces = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder, _SPACE in decoder
+
+    @cached_property
+    def longest(self) -> int:
+        """Bytes of text that one token can stand for, at most; for a text that the tokenizer changes first, more or less."""
+        pieces = (*self._backend.get_vocab(with_added_tokens=False), *self._added.values())
+        return max(len(p) if self._byte_level else len(p.encode()) for p in pieces)
 
     def text(self, ids: Sequence[int]) -> str:
         """Special tokens stay visible."""

@@ -16,8 +16,9 @@ from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.engine.openai import TokenSampler, look
 from posttrain.environment.render import Renderer
-from posttrain.serve.app import Served, Server
+from posttrain.serve.app import Server
 from posttrain.serve.run import listening
+from posttrain.serve.served import Served
 from posttrain.serve.words import Words
 from tests.conformance import subjects, test_contract, test_many
 from tests.conformance.subjects import CONTEXT, SLOTS, Subject, contract

@@ -21,7 +21,7 @@ from posttrain.core.pieces.baseline import Value
 from posttrain.core.pieces.shape import BestOf, Cosine, Gate, Overlong, Repetition, Signed
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Credit, ScoredGroup
-from posttrain.core.verdict import Judged, Verdict
+from posttrain.core.verdict import Judged, Verdict, size
 from posttrain.role.agreement import CREDIT_BOUND
 from posttrain.role.audit import opinions
 from posttrain.role.canaries import filter_reads_outcomes
@@ -203,7 +203,7 @@ def test_shaping_adds_its_terms(piece: object) -> None:
     """A shaped reward is at most the sum of its absolute terms, and never of finer terms than a part of it."""
     group = siblings("t", [(0.1 + 0.2, -0.3), (1.0, 0.0), (0.5, 0.5)], tokens=19)
     episodes = [e.episode for e in group.episodes]
-    raw, terms = np.array([e.reward for e in episodes], np.float64), np.array([e.size for e in episodes])
+    raw, terms = np.array([e.reward for e in episodes], np.float64), np.array([size(e.verdicts) for e in episodes])
     after, _ = shaped((piece,), raw, episodes, 20)  # type: ignore[arg-type]
     found = sizes((piece,), raw, terms, episodes, 20)  # type: ignore[arg-type]
     assert np.all(np.abs(after) <= found + 1e-12)

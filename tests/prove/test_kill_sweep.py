@@ -32,7 +32,7 @@ from tests.tiny import tiny_run
 
 pytestmark = pytest.mark.prove
 
-KILLS = 20
+KILLS = int(os.environ.get("POSTTRAIN_SWEEP_KILLS", "20"))
 INSIDE = 5
 
 

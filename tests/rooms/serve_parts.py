@@ -17,8 +17,10 @@ from posttrain.engine.build import build_module
 from posttrain.engine.models import load_policy
 from posttrain.engine.vocabulary import train_byte_level
 from posttrain.recipe.serve import make_served
-from posttrain.serve.app import Served, Server
+from posttrain.serve.app import Server
+from posttrain.serve.limits import Limits
 from posttrain.serve.run import listening
+from posttrain.serve.served import Served
 
 TOKEN = "a-token-for-the-tests"
 TEXTS = [f"user says {a} and {b}; the assistant: " for a in range(20) for b in ("cat", "naïve café", "日本語の文", "42 + 7")]
@@ -60,9 +62,9 @@ class Up:
 
 
 @asynccontextmanager
-async def up(folder: Path, *overrides: str, **changes: Any) -> AsyncIterator[Up]:
+async def up(folder: Path, *overrides: str, limits: Limits | None = None, **changes: Any) -> AsyncIterator[Up]:
     served, _ = make_served(folder, "threads=1", "slots=8", *overrides, token=TOKEN, name="tiny")
     served = replace(served, **changes)
-    server = Server(served)
+    server = Server(served, limits or Limits())
     async with listening(server, "127.0.0.1", 0) as url, AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=60) as client:
         yield Up(client, served.sampler, url, served, server)

@@ -55,7 +55,7 @@ def test_a_vocabulary_larger_than_the_embedding(tmp_path: Path, capsys: pytest.C
 
 def test_a_prompt_longer_than_the_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "run", *mine(tmp_path / "data"), "model.context=7", "--out", str(tmp_path / "run"), code=4)
-    assert "the prompt has 8 tokens" in said and "model.context" in said
+    assert "mine.jsonl:1:" in said and "the prompt has 7 tokens" in said and "model.context" in said and not (tmp_path / "run").exists()
     said = refused(capsys, "run", *mine(tmp_path / "data"), "model.context=6", "--out", str(tmp_path / "other"), code=2)
     assert "rl.sampling.max_tokens=6 leaves no room" in said and not (tmp_path / "other").exists()
 

@@ -8,6 +8,7 @@ import pytest
 from http_parts import QUICK, reply, server
 
 from posttrain.core.errors import ConfigError, EndpointError, EngineError
+from posttrain.engine import endpoint
 from posttrain.engine.endpoint import Endpoint, Patience
 
 
@@ -60,12 +61,31 @@ async def test_nobody_there() -> None:
         (reply(401, {"detail": "who are you"}), "who are you .no key was sent"),
         (reply(307, "", "Location: http://127.0.0.2/v1"), "redirects to http://127.0.0.2/v1; give that address"),
         (reply(200, "<html>"), "the answer is no JSON: <html>"),
+        (reply(200, "[" * 200_000), "the answer is no JSON: "),
+        (reply(400, "[" * 200_000), "status 400: "),
+        (b"HTTP/1.1 400 x\r\nContent-Length: 3\r\n\r\n\xff\xfe?", "status 400: .*[?]"),
     ],
 )
 async def test_what_does_not_pass_is_said_at_once(answer: bytes, message: str) -> None:
     async with server(answer) as (url, asked), Endpoint(url, "judge", patience=QUICK) as e:
         with pytest.raises(EndpointError, match=message):
             await e.post("/x", {})
+        assert len(asked) == 1
+
+
+async def test_what_cannot_be_unpacked_may_pass() -> None:
+    async with (
+        server(reply(200, "no gzip", "Content-Encoding: gzip"), reply(200, {"ok": 1})) as (url, asked),
+        Endpoint(url, "judge", patience=QUICK) as e,
+    ):
+        assert await e.get("/x") == {"ok": 1} and len(asked) == 2
+
+
+async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "LONGEST", 3 << 20)
+    async with server(reply(200, '"' + "x" * (5 << 20) + '"')) as (url, asked), Endpoint(url, "judge", patience=QUICK) as e:
+        with pytest.raises(EndpointError, match="the answer is longer than 3 MiB"):
+            await e.get("/x")
         assert len(asked) == 1
 
 

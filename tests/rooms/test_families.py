@@ -22,11 +22,12 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.vocabulary import characters
-from posttrain.role.canaries import BOUND
 from tests import families
 
 ALPHABET = "0123456789+-*= abcdefghijklmnopqrstuv"
 CONTEXT = 48
+AGREE = 1e-4
+"""Largest difference of a log-prob in float32, as docs/models.md says; most are below 1e-6."""
 REFUSALS = [(f, says) for says, (_, names) in families.REFUSED.items() for f in names.split()]
 FIRST = {names.split()[0] for _, names in families.REFUSED.values()} | {"bloom", "xlnet", "doge", "gpt_oss", "mamba", "lfm2", "zaya"}
 
@@ -77,7 +78,7 @@ def gap(policy: Policy, **learner: Any) -> float:
 
 def agrees(family: str, folder: Path) -> None:
     known(family)
-    assert gap(load(write(folder, family))) < BOUND["float32"] / 20
+    assert gap(load(write(folder, family))) < AGREE
 
 
 @pytest.mark.parametrize("family", families.CORE)
@@ -176,7 +177,7 @@ def test_a_rope_that_changes_with_the_length_runs_up_to_where_it_does(kind: str,
     with pytest.raises(EngineError, match=rf"{kind} rope.*Set model.context to at most 32"):
         load(path, context=None)
     policy = load(path, context=32)
-    assert policy.context == 32 and gap(policy) < BOUND["float32"] / 20
+    assert policy.context == 32 and gap(policy) < AGREE
     if kind == "dynamic":
         plain = load(write(tmp_path / "plain", "llama"), context=32)
         (one, *_), (other, *_) = (say(p, Sampling(max_tokens=20, stop_ids=())) for p in (policy, plain))

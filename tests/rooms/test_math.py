@@ -141,7 +141,7 @@ def test_what_only_the_algebra_knows(reward: MathSource) -> None:
     [
         (r"\boxed{\frac{1}{\sqrt{2}}} and 7", r"\frac{1}{\sqrt{2}}"),
         (r"\boxed{\{1,2\}}", r"\{1,2\}"),
-        (r"\boxed{1}, or \boxed{2", "1"),
+        (r"\boxed{1}, or \boxed{2", None),
         (r"\boxed{12", None),
         (r"\fbox{8}", "8"),
         (r"<think>\boxed{3}</think> It is 4", "4"),

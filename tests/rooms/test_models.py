@@ -239,6 +239,9 @@ def test_directories_that_hold_no_policy(folder: Path) -> None:
     (folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="tokenizer cannot be read"):
         load(folder)
+    (folder / "adapter_config.json").write_text('{"base_model_name_or_path": "somebody/else"}')
+    with pytest.raises(DataError, match="adapter lies beside the model"):
+        load(folder)
     (folder / "config.json").unlink()
     with pytest.raises(DataError, match=r"no config\.json there.*save_pretrained wrote"):
         load(folder)

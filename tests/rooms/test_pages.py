@@ -26,8 +26,6 @@ def test_generated_pages_are_current(name: str) -> None:
 )
 def test_every_gauge_of_a_run_is_defined(words: tuple[str, ...], tmp_path: Path) -> None:
     words = tuple(w for w in mine(tmp_path / "data") if "eval_every" not in w and w != "sft=none") + words
-    rows = (tmp_path / "data" / "mine.jsonl").read_text().replace('"answer"', '"completion": "say", "answer"')
-    (tmp_path / "data" / "mine.jsonl").write_text(rows)
     folder = play(tmp_path / "run", *words, "rl.eval_every=1", "sft.steps=1", "sft.batch=4")
     seen = {name for step in reader.steps(folder) for name in step.gauges}
     assert not {name for name in seen if definition(name) is None}
@@ -66,6 +64,7 @@ def test_sources_are_told_apart_and_paid_turns_summed() -> None:
         "reward/brief": (0.5, 1),
         "reward/right": (1.0, 2),
         "reward/turn": (0.75, 1),
-        "verdict/worker": (1, 8),
+        "abstained/brief": (1, 3),
+        "failed/worker": (1, 8),
         "verdict/wrong": (1, 8),
     }

@@ -11,14 +11,13 @@ import numpy as np
 import pytest
 import torch
 from engine_parts import packed, policy
-from test_families import gap, known, load, write
+from test_families import AGREE, gap, known, load, write
 from torch import Tensor, nn
 
 from posttrain.core.errors import EngineError
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.readout import read_out
 from posttrain.engine.silence import silence
-from posttrain.role.canaries import BOUND
 
 FFN = {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2}
 NOISY: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -38,8 +37,8 @@ def test_noise_that_is_no_dropout_is_silenced_and_said(name: str, tmp_path: Path
     policy = load(write(tmp_path, family, **changes))
     (note,) = [n for n in policy.notes if "noise" in n]
     assert re.search(says, note) and note in " ".join(policy.describe())
-    assert gap(policy) < BOUND["float32"] / 20
-    assert gap(policy, gradient_checkpointing=True) < BOUND["float32"] / 20
+    assert gap(policy) < AGREE
+    assert gap(policy, gradient_checkpointing=True) < AGREE
 
 
 @pytest.mark.parametrize("name", ["mixtral", "opt"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import http.server
 import json
@@ -455,7 +456,7 @@ def test_a_link_in_a_folder_is_followed_by_nobody_who_writes(
 def test_a_stage_is_named_by_a_plain_word(name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Files of the run are named by it."""
     theirs = copied(made, tmp_path, lambda run: run["stages"][0].update(name=name))
-    assert main(["show", str(theirs)]) == 2
+    assert main(["show", str(theirs)]) == 5
     assert "stage name" in capsys.readouterr().err
 
 
@@ -501,6 +502,41 @@ def test_code_in_the_tokenizer_and_the_configuration_is_not_run(made: Path, tmp_
     main(["ladder", "--on", str(theirs), "--against", "rloo"])
     main(WAYS["eval"](theirs))
     assert not mark.exists()
+
+
+@pytest.mark.parametrize(
+    "change", [{"model_type": "mystery"}, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}]
+)
+def test_export_of_a_model_with_code_of_its_own_asks_first(
+    change: dict[str, Any], made: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the folder is not enough, the model it began with is a proposal like every other; a model that was built has no other."""
+    theirs, mark = copied(made, tmp_path), tmp_path / "mark"
+    path, model = theirs / "model" / "config.json", model_at(tmp_path / "model")
+    (model / "net.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).write_text('ran')\n")
+    own = json.loads((model / "config.json").read_text()) | {"model_type": "mystery", "auto_map": {"AutoConfig": "net.C"}}
+    (model / "config.json").write_text(json.dumps(own))
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    words = ["export", str(theirs), str(tmp_path / "out")]
+    assert main(words) == 4
+    assert "no model can be made of its config.json alone" in capsys.readouterr().err
+    edit(theirs, lambda run: run["model"].update(path=str(model), trust_remote_code=True))
+    said = refused(capsys, words)
+    assert "no model can be made of its config.json alone" in said and "runs the Python code that comes with the model" in said
+    assert not mark.exists()
+    with contextlib.suppress(AttributeError):  # its code is not finished
+        main([*words, "--trust"])
+    assert mark.exists()
+
+
+@pytest.mark.parametrize("way", ["resume", "ladder"])
+def test_a_reference_elsewhere_is_a_proposal(
+    way: str, made: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def change(run: dict[str, Any]) -> None:
+        run["stages"][0]["reference"] = str(tmp_path)
+
+    assert f"  outside  rl.reference: loads the model in {tmp_path}" in refused(capsys, WAYS[way](copied(made, tmp_path, change)))
 
 
 def test_another_tokenizer_in_the_folder_is_found(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

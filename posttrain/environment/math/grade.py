@@ -74,6 +74,8 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
         return Grade(0.0, None, "unparsable", f"no answer in {response[-80:]!r}")
     text = spelled(found.text)
     values = read(text)
+    if found.told and text.endswith("!"):
+        values += read(text.rstrip("!"))
     if not values:
         return Grade(0.0, None, "unparsable", f"{found.text[:80]!r} says nothing" if len(found.text) < 80 else "the answer is too long")
     try:

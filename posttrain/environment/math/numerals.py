@@ -23,8 +23,9 @@ _POWER = re.compile(r"(-?)(\d+)\^(?:\{(-?\d+)\}|(\d))")
 _FACTORIAL = re.compile(r"(\d+)!")
 _HUGE_FACTORIAL = re.compile(r"[)}!]!|\d{4}!")
 _TOWER = re.compile(r"[-+]?\d+(?:(?:\^|\*\*)\{*-?\d+)*(?:\^|\*\*)\{*-?\d+\}*")
-_CURRENCY = re.compile(r"([-+]?)(\$|€|£|\\pounds ?|\\euro ?)([-+]?)(.+)")
-_MONEY = {"$": "$", "€": "€", "£": "£", "\\pounds": "£", "\\euro": "€"}
+_CURRENCY = re.compile(r"([-+]?)(\$|€|£|₹|¥|\\pounds ?|\\euro ?)([-+]?)(.+)")
+_MONEY = {"$": "$", "€": "€", "£": "£", "₹": "₹", "¥": "¥", "\\pounds": "£", "\\euro": "€"}
+_VAST = re.compile(r"\^(?:\{[-+]?)?\d{6}|\d\^\{?\d+\^\{?\d|\\binom\{(?:\d{6}|\d+\^)|\\sqrt\[(?:\d+\^|\d{7})")
 _CONSTANT = re.compile(r"(?:[-+*/^(){}\[\]\d.,!=%: ]|\\(?:times|cdot|frac|sqrt|div))+")
 _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _BODY = re.compile(r"[-+]?(?:[\d.,/ ]|\\frac\{[\d.]+\}\{[\d.]+\}|\^\{?-?\d+\}?|\\times|\\cdot(?![A-Za-z]))*")
@@ -149,6 +150,11 @@ def based(text: str) -> Based | None:
     if not 2 <= base <= 36 or any(int(c, 36) >= base for c in match[1] if c != "."):
         return None
     return Based(match[1].lstrip("0") or "0", base)
+
+
+def vast(text: str) -> bool:
+    """Whether a power, a root or a binomial in it is of a size that nobody should compute."""
+    return _VAST.search(text) is not None
 
 
 def constant(text: str) -> bool:

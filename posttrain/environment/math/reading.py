@@ -9,20 +9,27 @@ import re
 from dataclasses import replace
 from fractions import Fraction
 
-from posttrain.environment.math.numerals import based, clock, constant, number
+from posttrain.environment.math.chains import contradicts, exact, roundings, sides
+from posttrain.environment.math.numerals import based, clock, constant, number, vast
 from posttrain.environment.math.spelling import closing
 from posttrain.environment.math.units import changing, tail
 from posttrain.environment.math.values import Choice, Items, Named, Number, Other, TooLarge, Union, Value, Words, parts
+from posttrain.environment.math.words import worded
 
 MOST_ITEMS = 64
 DEPTH = 4
 """Lists inside lists."""
 
-_SIMPLE = re.compile(r"[A-Za-z](?:_(?:\w|\{\w+\}))?'?|\\[A-Za-z]+(?:_\w)?|\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z]{1,3}\([^()=]{0,30}\)")
+_SIMPLE = re.compile(
+    r"[A-Za-z](?:_(?:\w|\{\w+\}))?'?|\\[A-Za-z]+(?:_\w)?|\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z]{1,3}\([^()=]{0,30}\)"
+    r"|[A-Za-z]_\{?\\text\{[^{}=]*\}\}?|\\text\{[^{}=]*\}(?:_\w)?|[A-Z]{2,3}|(?:m ?)?\\(?:angle|triangle) ?[A-Z]{1,3}|\\binom\{\d+\}\{\d+\}"
+)
 _WORDS = re.compile(r"[^\W\d_]{4,}|(?:[^\W\d_]+[ '-]){1,8}[^\W\d_]{2,}|yes|no|odd|one|two|six|ten|all", re.IGNORECASE)
 _RELATION = re.compile(r"(?:([^<>=]+?)(<|>|\\le|\\ge) ?)?(?<![A-Za-z\\])([A-Za-z])(?: ?(<|>|\\le|\\ge) ?([^<>=]+))?")
 _SUCH_THAT = re.compile(r"\\\{[A-Za-z](?: ?\\in ?\\mathbb\{R\})? ?(?:\\mid ?|\||:)(.+)\\\}")
+_OPTION = re.compile(r"(?:option|choice|answer)(?:[: ]{1,2}\(?|\()([A-Ja-j])\)?\.?", re.IGNORECASE)
 _CHOICE = re.compile(r"\(?(?:\\text\{ ?\(?)?([A-Za-z])(?:\)? ?\})?[).]?")
+_RELATING = re.compile(r"(?:[<>:]|(?<![\d)])!)\Z")
 _RELATED = re.compile(r"\\[lgn]e(?![A-Za-z])")
 _UNEQUAL = re.compile(r"([A-Za-z]) ?\\ne ?([^<>=,;]+)")
 _INFINITE = (Other("-\\infty"), Other("\\infty"))
@@ -61,15 +68,56 @@ def read(text: str, depth: int = 0) -> tuple[Value, ...]:
         return ()
     if (choice := _choice(text, depth)) is not None:
         return choice
+    if (said := _said(text)) is not None:
+        return (said,)
     if (told := clock(text) or based(text)) is not None:
         return (told,)
     found = number(text)
     if isinstance(found, TooLarge) or (found is not None and "," not in text):
         return (found,)
+    if ("\\approx" in text or (text.endswith(")") and "(" in text)) and (about := _about(text, depth)):
+        return about
     if named := _between(text, depth) or _named(text, depth):
         return named
     items = _both(text, depth) or _union(text, depth) or _items(text, depth)
-    return tuple(v for v in (found, items) if v is not None) or _measured(text, depth) or (_words(text) or Other(text),)
+    return (
+        tuple(v for v in (found, items) if v is not None)
+        or _measured(text, depth)
+        or (_words(text) or (TooLarge(text) if vast(text) else Other(text)),)
+    )
+
+
+def _said(text: str) -> Number | Words | None:
+    """A number in words, alone or before a noun or a unit, and `option C`; None for anything else."""
+    plain = _TEXT.sub(r"\1", text).strip()
+    if "\\" in plain or not plain[:1].isalpha():
+        return None
+    if (option := _OPTION.fullmatch(plain)) is not None:
+        return Words(option[1].upper())
+    words = plain.split()
+    for end in range(min(len(words), 12), 0, -1):
+        value, rest = worded(" ".join(words[:end])), " ".join(words[end:])
+        if value is None:
+            continue
+        if not rest:
+            return Number(value)
+        told = tail(rest) if rest == rest.lower() and not changing(rest) else None
+        return None if told is None else Number(value * told[0], None, False, told[1])
+    return None
+
+
+def _about(text: str, depth: int) -> tuple[Value, ...]:
+    """The first side of `12\\pi\\approx 37.7`, or of `12\\pi (\\approx 37.7)`; the other where the first is a name, or nothing."""
+    pieces = roundings(text)
+    if len(pieces) < 2 or depth >= DEPTH:
+        return ()
+    if contradicts([p for piece in pieces for p in sides(piece, _equals(piece))]):
+        return (Words(text),)
+    if not pieces[0]:
+        return read(pieces[1], depth + 1)
+    if _SIMPLE.fullmatch(pieces[0]):
+        return tuple(Named(pieces[0], True, v) for v in read(pieces[1], depth + 1))
+    return read(pieces[0], depth + 1)
 
 
 def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
@@ -115,7 +163,7 @@ def _with(value: Value, factor: Fraction, name: str) -> Value:
     return value
 
 
-def _named(text: str, depth: int) -> tuple[Named, ...]:
+def _named(text: str, depth: int) -> tuple[Named | Words, ...]:
     """`x=3`, `x=1,2`, `x\\in(1,2)`, and the last equals sign of a chain; nothing for a list of equations."""
     pieces = [p for p in _parts(text) if _equals(p)]
     at = _equals(text)
@@ -124,10 +172,14 @@ def _named(text: str, depth: int) -> tuple[Named, ...]:
     split = (text[: at[-1]], text[at[-1] + 1 :]) if at else _member(text)
     if split is None or not split[0].strip():
         return ()
+    chain = sides(text, at)
+    if at and contradicts(chain):
+        return (Words(text),)
     name, first = split[0].strip(), split[0].partition("=")[0].strip()
     variable = _SIMPLE.fullmatch(first) is not None
     simple = variable or constant(name) or based(name) is not None
-    return tuple(Named(first if variable else name, simple, v) for v in read(split[1], depth + 1))
+    said = (*read(split[1], depth + 1), *(read(more, depth + 1) if at and (more := exact(chain)) else ()))
+    return tuple(Named(first if variable else name, simple, v) for v in said)
 
 
 def _between(text: str, depth: int) -> tuple[Named, ...]:
@@ -208,7 +260,7 @@ def _union(text: str, depth: int) -> Union | None:
 
 def _equals(text: str) -> list[int]:
     """Places of the equals signs outside of brackets that are no part of another relation."""
-    return [i for i, c in enumerate(text) if c == "=" and text[max(0, i - 1) : i] not in tuple("<>!:") and _outside(text, i)]
+    return [i for i, c in enumerate(text) if c == "=" and not _RELATING.search(text, 0, i) and _outside(text, i)]
 
 
 def _member(text: str) -> tuple[str, str] | None:

@@ -18,7 +18,7 @@ from posttrain.environment.redact import redacted
 from posttrain.environment.workers.pool import Pool
 from posttrain.environment.workers.process import Spec
 
-SECONDS = 3.0
+SECONDS = 2.0
 """Processor time of one comparison by the algebra; beyond it the answer counts as wrong, with kind `timeout`."""
 WORKERS = 2
 SHOWN = 5

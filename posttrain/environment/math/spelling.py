@@ -16,12 +16,27 @@ _SYMBOLS = {
     **dict.fromkeys("’‘′", "'"),
     "＋": "+", "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
     "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "θ": r"\theta ",
-    "α": r"\alpha ", "β": r"\beta ", "∠": r"\angle ",
+    "≈": r"\approx ", "≃": r"\approx ", "…": "...", "。": ".", "α": r"\alpha ", "β": r"\beta ", "∠": r"\angle ",
 }  # fmt: skip
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
 _SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
 _DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+_ALIGNED = re.compile(r"\\begin\{(aligned|align\*?|split|gathered|gather\*?|equation\*?)\}(.*)\\end\{\1\}", re.DOTALL)
+_ARROW = re.compile(r"(?:\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])|[⇒⟹∴])")
+_WRITTEN = (
+    (re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE), r"\emptyset"),
+    (re.compile(r"all real numbers|all reals|every real number", re.IGNORECASE), r"\mathbb{R}"),
+)
+"""Sets that are written in words."""
 _NAMES = (
+    (re.compile(r"(?<!\\)\\\\\s*\[-?[\d.]+\s?(?:pt|em|ex|mm|cm)\]"), r"\\\\"),
+    (re.compile(r"\\(?:simeq|thickapprox|doteq)(?![A-Za-z])"), r"\\approx"),
+    (
+        re.compile(r"\\log\s*_\s*(?:\{\s*(?:e|\\(?:text|mathrm)\s*\{\s*e\s*\})\s*\}|e(?![A-Za-z]))|(?<![\\A-Za-z])log_e(?![A-Za-z])"),
+        r"\\ln ",
+    ),
+    (re.compile(r"\\dot\s*\{?(\d)\}?"), r"\\overline{\1}"),
+    (re.compile(r"(?<![\w.])(\d{1,3}(?:_\d{3})+)(?![\w.])"), lambda m: m[1].replace("_", "")),
     (re.compile(r"\\(?:d|t|c)frac(?![A-Za-z])"), r"\\frac"),
     (re.compile(r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits)(?![A-Za-z])\s*\.?"), ""),
     (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])"), r"\\le"),
@@ -31,10 +46,25 @@ _NAMES = (
     (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
     (re.compile(r"\\(?:varnothing)(?![A-Za-z])"), r"\\emptyset"),
     (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
-    (re.compile(r"\\(?:textbf|textit|textrm|textsf|texttt|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?|emph|rm|bf)\s*\{"), r"\\text{"),
+    (
+        re.compile(
+            r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|(?:bf|rm|it|sf|tt)(?:series|family|shape)?)(?![A-Za-z])(?!\s*\{)"
+        ),
+        " ",
+    ),
+    (
+        re.compile(
+            r"\\(?:textbf|textit|textrm|bm|boldsymbol|pmb|textsf|texttt|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?|emph|rm|bf)\s*\{"
+        ),
+        r"\\text{",
+    ),
     (re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"), " "),
     (re.compile(r"\\text\{([^{}]*[^{}\s,]),?\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
     (re.compile(r"\{\s*([,:])\s*\}"), r"\1"),
+    (re.compile(r"(\\text\{[^{}]*?[A-Za-z])[ ]([A-Za-z]+)\^\{-1\}\s*\}"), r"\1/\2}"),
+    (re.compile(r"^\\text\{[^{}]*(?::|\bis|\bare|=)\s*\}\s*(?=\S)"), ""),
+    (re.compile(r"^[A-Za-z][A-Za-z ]{2,40}:\s+(?=[-+$\\\d])"), ""),
+    (re.compile(r"^(\d{1,9}) to (\d{1,9})$"), r"\1:\2"),
     (re.compile(r"\\lt(?![A-Za-z])"), "<"),
     (re.compile(r"\\gt(?![A-Za-z])"), ">"),
     (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[]|\\\{)"), r"\\cup "),
@@ -69,10 +99,13 @@ def spelled(text: str) -> str:
     """
     if len(text) > LONGEST:
         return ""
+    text = _stripped(_last_line(_concluded(text)))
     text = _stripped(_ascii(text))
     for pattern, by in _NAMES:
         text = pattern.sub(by, text)
     text = _stripped(text)
+    bare = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text).strip()
+    text = next((name for pattern, name in _WRITTEN if pattern.fullmatch(bare)), text)
     for pattern, by in _PLAIN:
         text = pattern.sub(by, text)
     text = _ORDINAL.sub(_cardinal, text)
@@ -83,6 +116,27 @@ def spelled(text: str) -> str:
     text = re.sub(r"\s+", " ", text)
     text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
     return _unwrapped(text.strip())
+
+
+def _concluded(text: str) -> str:
+    """What comes after the last arrow or `therefore`."""
+    arrows = list(_ARROW.finditer(text))
+    return text[arrows[-1].end() :] if arrows else text
+
+
+def _last_line(text: str) -> str:
+    """The last line of an alignment, with the lines before it that it goes on."""
+    match = _ALIGNED.fullmatch(_stripped(text))
+    if match is None:
+        return text
+    lines = [line.replace("&", "").strip() for line in re.split(r"\\\\(?:\[[^\]\n]{0,9}\])?", match[2])]
+    lines = [line for line in lines if line]
+    chain = ""
+    for line in reversed(lines):
+        chain = f"{line} {chain}"
+        if not line.startswith("="):
+            break
+    return chain.strip()
 
 
 def _cardinal(match: re.Match[str]) -> str:

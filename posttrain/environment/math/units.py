@@ -38,6 +38,8 @@ _NAMES = {
     "cent": "¢",
     "€": "euro EUR",
     "£": "GBP",
+    "₹": "rupee INR",
+    "¥": "yen JPY yuan",
     "pound": "",
     "mph": "mi/h",
     "km/h": "kph kmh",
@@ -103,6 +105,7 @@ def tail(words: str) -> tuple[Fraction, str] | None:
     ((Fraction(1000000, 1), '$'), (Fraction(1, 1), 'cm^2'), (Fraction(1, 1), ''), None)
     """
     factor, rest = Fraction(1), words.strip()
+    rest = rest[1:-1].strip() if rest.startswith("(") and rest.endswith(")") else rest
     while (first := rest.split(" ", 1)[0]).lower() in SCALES:
         factor, rest = factor * SCALES[first.lower()], rest[len(first) :].strip()
         if factor > 10**24:

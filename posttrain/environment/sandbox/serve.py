@@ -14,19 +14,24 @@ import base64
 import binascii
 import hmac
 import json
+import logging
 import os
 import secrets
 import signal
 import ssl
 import sys
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import fields
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.net import Rate, raise_file_limit
 from posttrain.core.visible import tell
+from posttrain.environment.sandbox.callers import Callers
 from posttrain.environment.sandbox.choose import open_sandbox
 from posttrain.environment.sandbox.pool import IDLE, SESSIONS, Sandbox
 from posttrain.environment.sandbox.port import MIB, MOST_SAID, Limits, Ran, SandboxBroken
@@ -37,28 +42,60 @@ MOST_BODY = 64 * MIB
 MOST_WALL = 300.0
 MOST_MEMORY = 8192 * MIB
 SHORTEST_TOKEN = 16
-QUIET_SECONDS = 60.0
-"""A connection that says nothing for so long is closed."""
+MOST_HELD = 512 * MIB
+"""Bytes of all bodies at once."""
+WRITE_SECONDS = 60.0
+"""A caller that has not taken an answer after so long is hung up on."""
+CONNECTIONS, PER_ADDRESS = 512, 256
+SPARE_FILES = 256
+"""Files that sandboxes and everything else may open beside the connections."""
+LOG = logging.getLogger("posttrain.sandbox")
 
 
 class BadRequest(ValueError):
     """What was asked is not understood, or more than may be asked."""
 
 
+class Busy(RuntimeError):
+    """What was asked is more than can be held just now."""
+
+
 class Executor(ThreadingHTTPServer):
     """Answers `/v1/about`, `/v1/run` and `/v1/session`; each connection has a thread, the sandbox its own queue.
 
     Closing it ends every session and every sandbox.
+
+    Args:
+        connections: held at once. At the limit, one that asks for nothing is closed for a new one; where all are being answered,
+            new ones wait.
+        per_address: of them from one address; further ones are closed where all of those are being answered.
     """
 
     daemon_threads = True
+    request_queue_size = 1024
 
-    def __init__(self, sandbox: Sandbox, token: str, host: str = "127.0.0.1", port: int = 0) -> None:
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        connections: int = CONNECTIONS,
+        per_address: int = PER_ADDRESS,
+    ) -> None:
         if len(token) < SHORTEST_TOKEN:
             raise ConfigError(f"the token must have at least {SHORTEST_TOKEN} characters")
+        if min(connections, per_address) < 1:
+            raise ConfigError("connections and per_address are at least 1")
         self.sandbox, self.token = sandbox, token
         self.sessions: dict[str, Session] = {}
         self.guard = threading.Lock()
+        self.callers = Callers(connections, per_address)
+        self.held = 0
+        """Bytes of bodies being read or answered."""
+        self._rate = Rate()
+        LOG.addFilter(self._rate)
         super().__init__((host, port), Handler)
 
     @property
@@ -68,7 +105,47 @@ class Executor(ThreadingHTTPServer):
 
     def server_close(self) -> None:
         super().server_close()
+        self.callers.cut()
         self.sandbox.close()
+        LOG.removeFilter(self._rate)
+
+    def service_actions(self) -> None:
+        self.callers.sweep()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The next connection; OSError where it has to wait in the backlog, after a pause, since the loop asks again at once."""
+        if not self.callers.room():
+            time.sleep(0.05)
+            raise OSError("all connections are being answered")
+        try:
+            return super().get_request()
+        except OSError as error:
+            LOG.warning("connections wait: %s. Lower --connections %d, or raise the limit on files", error, self.callers.most)
+            self.callers.sweep()
+            time.sleep(0.5)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        if self.callers.enter(request, client_address[0]):
+            return True
+        LOG.warning("%s has %d connections, all being answered: a further one was closed", client_address[0], self.callers.per_address)
+        return False
+
+    def shutdown_request(self, request: Any) -> None:
+        self.callers.leave(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that broke is no news; anything else is a bug, told so often a minute."""
+        if not isinstance(sys.exception(), OSError):
+            LOG.exception("a request from %s", client_address[0])
+
+    def hold(self, size: int) -> None:
+        """Take note of a body's bytes (below 0: it is gone); Busy where there would be too many."""
+        with self.guard:
+            if size > 0 and self.held + size > MOST_HELD:
+                raise Busy("too much is being sent at once; try again")
+            self.held += size
 
     def new_session(self, limits: Limits) -> str:
         """Begin one; those that were ended by their idle time are forgotten first."""
@@ -85,7 +162,7 @@ class Handler(BaseHTTPRequestHandler):
 
     protocol_version = "HTTP/1.1"
     server: Executor
-    timeout = QUIET_SECONDS
+    timeout = WRITE_SECONDS
 
     def do_GET(self) -> None:
         self._answer("GET")
@@ -99,27 +176,53 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Nothing: requests hold what models wrote."""
 
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What is no HTTP, or a method that is not known, answered as every other refusal."""
+        self.close_connection, self.request_version = True, self.protocol_version  # a version that is none would get no status
+        self._say(code, {"error": (message or explain or HTTPStatus(code).phrase)[:200]})
+
     def _answer(self, method: str) -> None:
+        held = 0
         try:
             given = self.headers.get("Authorization", "").encode("latin-1", "replace")
             if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
                 self.close_connection = True
                 return self._say(401, {"error": "wrong or missing token"})
-            self._say(200, self._done(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), self._body()))
+            self.server.callers.now(self.connection, "body")
+            held = self._length()
+            body = self._body(held)
+            self.server.callers.now(self.connection, "answer")
+            self._say(200, self._done(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
         except BadRequest as error:
             self.close_connection = True
             self._say(400, {"error": str(error)})
         except ConfigError as error:
             self._say(400, {"error": str(error)})
+        except Busy as error:
+            self.close_connection = True
+            self._say(503, {"error": str(error)})
         except (SandboxBroken, PosttrainError) as error:
             self._say(503, {"error": str(error)})
+        finally:
+            self.server.hold(-held)
+            self.server.callers.now(self.connection, "idle")
 
-    def _body(self) -> dict[str, Any]:
-        length = self.headers.get("Content-Length", "0")
-        if not length.isdecimal() or int(length) > MOST_BODY or "Transfer-Encoding" in self.headers:
+    def _length(self) -> int:
+        """Bytes of the body that comes, which are held from now on."""
+        given = self.headers.get_all("Content-Length", ["0"])
+        length = given[0] if len(given) == 1 else ""
+        if (
+            not (length.isascii() and length.isdecimal() and len(length) < 12)
+            or int(length) > MOST_BODY
+            or "Transfer-Encoding" in self.headers
+        ):
             raise BadRequest(f"a body has a Content-Length of at most {MOST_BODY}")
+        self.server.hold(int(length))
+        return int(length)
+
+    def _body(self, length: int) -> dict[str, Any]:
         try:
-            said = json.loads(self.rfile.read(int(length)) or b"{}")
+            said = json.loads(self.rfile.read(length) or b"{}")
         except (ValueError, RecursionError):
             raise BadRequest("the body is no JSON") from None
         if not isinstance(said, dict):
@@ -210,6 +313,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--workers", type=int, default=None, help="programs at once (default: one a core)")
     parser.add_argument("--sessions", type=int, default=SESSIONS, help=f"sessions at once (default: {SESSIONS})")
     parser.add_argument("--packages", default="numpy", help="installed packages that programs may import, with commas")
+    parser.add_argument("--connections", type=int, default=CONNECTIONS, help=f"held at once (default: {CONNECTIONS})")
+    parser.add_argument("--per-address", type=int, default=PER_ADDRESS, help=f"of them from one address (default: {PER_ADDRESS})")
     parser.add_argument("--certificate", help="PEM file: speak TLS")
     parser.add_argument("--key", help="PEM file of its key")
     parser.add_argument("--plain", action="store_true", help="no TLS although --host is not this machine: something in front speaks it")
@@ -221,7 +326,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         packages = tuple(p for p in o.packages.split(",") if p)
         box = open_sandbox("auto", workers=o.workers, packages=packages, sessions=o.sessions)
-        executor = Executor(box, os.environ[o.token], o.host, o.port)
+        most = min(o.connections, max(1, raise_file_limit() - SPARE_FILES))
+        executor = Executor(box, os.environ[o.token], o.host, o.port, connections=most, per_address=o.per_address)
     except PosttrainError as error:
         tell(str(error), file=sys.stderr)
         return error.exit_code

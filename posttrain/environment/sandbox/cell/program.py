@@ -31,7 +31,8 @@ class NotPlain(Exception):
 def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
     """A value as JSON that keeps its type: lists, tuples, sets, dicts and bytes are tagged.
 
-    Exact types only. A subclass of int could lie about what it equals, so it is not an int here.
+    Exact types only. A subclass of int could lie about what it equals, so it is not an int here. An array of numpy is the
+    list, and a scalar of numpy the number, truth or text that it holds.
     """
     seen = [0] if count is None else count
     seen[0] += 1
@@ -48,7 +49,19 @@ def encode(value: Any, depth: int = 0, count: list[int] | None = None) -> Any:
         return {"dict": [[encode(k, depth + 1, seen), encode(v, depth + 1, seen)] for k, v in value.items()]}
     if kind is bytes:
         return {"bytes": value.hex()}
+    if (plain := _of_numpy(value)) is not value:
+        return encode(plain, depth, seen)
     raise NotPlain(f"the result has type {kind.__name__!s:.80}, which is not a plain built-in type")
+
+
+def _of_numpy(value: Any) -> Any:
+    """An array or a scalar of numpy as built-in values; anything else, an array of other things or one too large, as it is."""
+    numpy = sys.modules.get("numpy")
+    kind = type(value)
+    if numpy is None or not (kind is numpy.ndarray or kind in numpy.sctypeDict.values()):
+        return value
+    known = value.dtype.kind in "biufUO" and not (value.dtype.kind == "f" and value.dtype.itemsize > 8)
+    return value.tolist() if known and value.size <= NODES else value
 
 
 def decode(said: Any) -> Any:

@@ -1,0 +1,53 @@
+"""What every server here needs against callers that mean harm: a log they cannot fill, and files enough for its connections."""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from contextlib import suppress
+
+LINES = 20
+"""Lines of one logger in `SECONDS`."""
+SECONDS = 60.0
+
+
+class Rate(logging.Filter):
+    """Lets `lines` records of a logger through in each `seconds`; the first one after that says how many were left out."""
+
+    def __init__(self, lines: int = LINES, seconds: float = SECONDS) -> None:
+        super().__init__()
+        self.lines, self.seconds = lines, seconds
+        self._since, self._said, self._left_out = -seconds, 0, 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        now = time.monotonic()
+        if now - self._since >= self.seconds:
+            if self._left_out:
+                record.msg, record.args = f"{record.getMessage()} ({self._left_out} lines before this one were left out)", ()
+            self._since, self._said, self._left_out = now, 0, 0
+        self._said += 1
+        self._left_out += self._said > self.lines
+        return self._said <= self.lines
+
+
+def raise_file_limit() -> int:
+    """Let this process open as many files as it is allowed to; returns how many those are."""
+    import resource  # not on every system that has a command line
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        except (OSError, ValueError):  # some systems name a hard limit that cannot be had
+            return soft
+    return hard if hard != resource.RLIM_INFINITY else 1 << 30
+
+
+def network(address: str) -> str:
+    """Whom an address belongs to: itself, or the network of 64 bits that an IPv6 caller has to itself."""
+    with suppress(ValueError):
+        ip = ipaddress.ip_address(address.partition("%")[0])
+        if isinstance(ip, ipaddress.IPv6Address) and not ip.is_loopback:
+            return str(ip.ipv4_mapped or ipaddress.ip_network((ip, 64), strict=False))
+    return address

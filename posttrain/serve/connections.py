@@ -1,0 +1,323 @@
+"""Connections within limits: who is let in, who is cut off, and when. aiohttp parses and writes; what it leaves open is done here.
+
+aiohttp alone has no time-out for headers that never end or for a caller that does not read, no limit on connections, and accepts
+through asyncio, which writes a line for every connection in the backlog each time that no file is left.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import socket
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from itertools import islice
+from typing import Any, Literal
+
+from aiohttp import web
+
+from posttrain.core.net import network
+from posttrain.serve.limits import Limits, most_connections
+from posttrain.serve.quiet import LOG
+from posttrain.serve.refusal import Refusal, answer
+
+BACKLOG = 4096
+"""Connections that may wait to be accepted. With the usual 128, a thousand callers at once lose some of theirs."""
+AT_ONCE = 64
+"""Connections accepted before those that are there are read again."""
+SWEEP = 0.5
+"""Seconds between two looks at what has taken too long."""
+YOUNG = 3.0
+"""A connection is not closed for a new one before it has been silent for so many seconds: an honest caller on a busy machine is."""
+LOOKED_AT = 16
+"""Silent connections that are looked at, the longest silent first, for one to close."""
+LINGER = 2.0
+"""Seconds that the rest of a refused body is read and thrown away, so that the caller hears the refusal."""
+WRITTEN = 64 << 10
+"""Bytes that a caller must take in `Limits.write_seconds`."""
+
+Phase = Literal["idle", "headers", "body", "answer"]
+"""What is awaited on a connection: a next request, the rest of its headers, its body, our answer."""
+
+
+class Connection(web.RequestHandler):
+    """One connection, as aiohttp handles it, with what it is waiting for and since when."""
+
+    def __init__(self, listener: Listener, address: str, sock: socket.socket, **how: Any) -> None:
+        super().__init__(listener.server, **how)
+        self.address, self._sock = address, sock
+        self.phase: Phase = "headers"
+        self._clock: Callable[[], float] = self._loop.time
+        self.since = self._clock()
+        self._listener = listener
+        self._wire: asyncio.Transport | None = None
+        self._stuck: tuple[float, int] | None = None
+        """(when, how much waited to be written) as of the last progress, where the caller does not read."""
+
+    @property
+    def silent(self) -> bool:
+        """Whether it asks for nothing yet."""
+        return self.phase in ("idle", "headers")
+
+    def unread(self) -> bool:
+        """Whether it has said something that we did not come to read yet."""
+        try:
+            return bool(self._sock.recv(1, socket.MSG_PEEK))
+        except OSError:
+            return False
+
+    def now(self, phase: Phase) -> None:
+        """It begins to wait for something else."""
+        self.phase, self.since = phase, self._clock()
+        self._listener.changed(self)
+
+    def overdue(self) -> bool:
+        """Whether what it waits for has taken too long, or it sent so much ahead of our answer that it is not read any more."""
+        now, limits, wire = self._clock(), self._listener.limits, self._wire
+        if self._stuck is not None and wire is not None:
+            when, size = self._stuck
+            left = wire.get_write_buffer_size()
+            if left <= size - WRITTEN:
+                self._stuck = now, left
+            elif now - when > limits.write_seconds:
+                return True
+        if self.phase == "answer":
+            return wire is not None and not wire.is_closing() and not wire.is_reading()
+        seconds = {"idle": limits.idle_seconds, "headers": limits.header_seconds, "body": limits.body_seconds + LINGER}
+        return now - self.since > seconds[self.phase]
+
+    def cut(self) -> None:
+        """End it now; what was to be written is lost."""
+        self._listener.left(self)
+        if self._wire is not None:
+            self._wire.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._wire = transport  # type: ignore[assignment]
+        if not self._listener.holds(self):  # closed for another one before it began
+            self._wire.abort()  # type: ignore[union-attr]
+        super().connection_made(transport)
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self._listener.left(self)
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        if data and self.phase == "idle":
+            self.now("headers")
+        super().data_received(data)
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._stuck = self._clock(), 0 if self._wire is None else self._wire.get_write_buffer_size()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._stuck = None
+
+    async def finish_response(self, request: Any, resp: Any, start_time: float | None) -> Any:
+        """Write the answer; then the next request is waited for."""
+        if isinstance(resp, web.HTTPException):  # aiohttp's own, raised before our handlers were asked
+            resp = answer(Refusal(str(resp.reason), status=resp.status))
+        try:
+            return await super().finish_response(request, resp, start_time)
+        finally:
+            self.now("idle")
+
+    def handle_error(self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None) -> Any:
+        """What is no HTTP is answered like every other refusal, and is no news for the log."""
+        if status >= 500:
+            LOG.error("%s %r", request.method, request.path, exc_info=exc)
+        if request.writer.output_size > 0:
+            raise ConnectionError("the answer has begun, so nothing else can be said")
+        first = (message or "a bug in the server, whose log has the traceback").strip().partition("\n")[0].rstrip(":")
+        said = answer(Refusal(first if status >= 500 else f"this is no HTTP request ({first})", status=status))
+        said.force_close()
+        return said
+
+
+class Listener:
+    """Accepts connections for one application, and keeps them within the limits.
+
+    Args:
+        server: aiohttp's; makes requests of what connections say, and has them handled.
+        limits: on callers.
+    """
+
+    def __init__(self, server: web.Server, limits: Limits) -> None:
+        self.server, self.limits = server, limits
+        self.most = most_connections(limits)
+        self._loop = asyncio.get_running_loop()
+        self._held: dict[Connection, None] = {}
+        self._count: Counter[str] = Counter()
+        self._silent: dict[str, dict[Connection, None]] = {}
+        """Connections that ask for nothing, by address, the longest silent first."""
+        self._sockets: list[socket.socket] = []
+        self._starting: set[asyncio.Task[None]] = set()
+        self._resume: asyncio.TimerHandle | None = None
+        self._sweeping: asyncio.TimerHandle | None = None
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def holds(self, connection: Connection) -> bool:
+        return connection in self._held
+
+    def open(self, sockets: Sequence[socket.socket]) -> None:
+        """Begin to accept from listening sockets, which are closed with the listener."""
+        self._sockets = list(sockets)
+        self._listen()
+        self._sweep()
+
+    def close(self) -> None:
+        """Accept nothing more. Connections that are there remain, and are still held to their times until `cut`."""
+        self._pause()
+        for sock in self._sockets:
+            sock.close()
+        self._sockets = []
+
+    def cut(self) -> None:
+        """End all connections, and look after none any more."""
+        if self._sweeping is not None:
+            self._sweeping.cancel()
+        for connection in list(self._held):
+            connection.cut()
+
+    def changed(self, connection: Connection) -> None:
+        """A connection fell silent, or asks for something."""
+        own = self._silent.setdefault(connection.address, {})
+        own.pop(connection, None)
+        if connection.silent and connection in self._held:
+            own[connection] = None
+        if not own:
+            del self._silent[connection.address]
+
+    def left(self, connection: Connection) -> None:
+        """A connection is over."""
+        if connection in self._held:
+            del self._held[connection]
+            self._count[connection.address] -= 1
+            if not self._count[connection.address]:
+                del self._count[connection.address]
+            self.changed(connection)
+
+    def _sweep(self) -> None:
+        self._sweeping = self._loop.call_later(SWEEP, self._sweep)
+        for connection in [c for c in self._held if c.overdue()]:
+            connection.cut()
+
+    def _listen(self) -> None:
+        self._resume = None
+        for sock in self._sockets:
+            self._loop.add_reader(sock.fileno(), self._accept, sock)
+
+    def _pause(self, seconds: float | None = None) -> None:
+        """Leave new connections in the backlog, for so many seconds where that is said."""
+        for sock in self._sockets:
+            self._loop.remove_reader(sock.fileno())
+        if self._resume is not None:
+            self._resume.cancel()
+        self._resume = None if seconds is None else self._loop.call_later(seconds, self._listen)
+
+    def _accept(self, sock: socket.socket) -> None:
+        """Let in what waits, as far as the limits allow."""
+        for _ in range(AT_ONCE):
+            if len(self._held) >= self.most and not self._make_room():
+                self._pause(SWEEP / 10)
+                return
+            try:
+                wire, whence = sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as error:
+                LOG.warning("connections wait: %s. Lower --limit connections=%d, or raise the limit on files", error, self.most)
+                self._make_room()
+                self._pause(SWEEP)
+                return
+            address = network(whence[0])
+            if self._count[address] < self.limits.per_address or self._make_room(address):
+                self._admit(wire, address)
+            else:
+                LOG.warning(
+                    "%s has %d connections, all being answered or just begun: a further one was refused", address, self._count[address]
+                )
+                refuse(wire)
+
+    def _admit(self, wire: socket.socket, address: str) -> None:
+        wire.setblocking(False)
+        how = {"access_log": None, "keepalive_timeout": self.limits.idle_seconds, "lingering_time": LINGER, "auto_decompress": False}
+        connection = Connection(self, address, wire, loop=self._loop, **how)
+        self._held[connection] = None
+        self._count[address] += 1
+        self.changed(connection)
+        task = self._loop.create_task(self._begin(connection, wire))
+        self._starting.add(task)
+        task.add_done_callback(self._starting.discard)
+
+    async def _begin(self, connection: Connection, wire: socket.socket) -> None:
+        try:
+            await self._loop.connect_accepted_socket(lambda: connection, wire)
+        except OSError as error:  # it went away before it began
+            self.left(connection)
+            wire.close()
+            LOG.debug("a connection did not begin: %s", error)
+
+    def _make_room(self, address: str | None = None) -> bool:
+        """Close the connection that has asked for nothing longest: from `address`, or from where most come."""
+        if address is None:
+            address = max(self._silent, key=lambda a: self._count[a], default=None)
+        before = self._loop.time() - YOUNG
+        oldest = (c for c in islice(self._silent.get(address or "", ()), LOOKED_AT) if c.since <= before and not c.unread())
+        if (connection := next(oldest, None)) is None:
+            return False
+        connection.cut()
+        return True
+
+
+def refuse(wire: socket.socket) -> None:
+    """Say 429 to a connection that is not let in, if it can be said at once, and close it."""
+    said = Refusal("too many connections from this address", status=429).bytes()
+    with suppress(OSError), wire:
+        wire.setblocking(False)
+        wire.send(said)
+        wire.shutdown(socket.SHUT_WR)
+        wire.recv(1 << 16)  # what is left unread would take the answer back
+
+
+async def bind(host: str, port: int) -> list[socket.socket]:
+    """Listening sockets at every address that a host's name has, all of one port.
+
+    Raises:
+        OSError: the name has no address, or one cannot be had.
+    """
+    made: list[socket.socket] = []
+    found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    failed: OSError | None = None
+    for family, kind, proto, _, address in dict.fromkeys(found):
+        try:
+            made.append(_listening(family, kind, proto, (address[0], port or (made[0].getsockname()[1] if made else 0), *address[2:])))
+        except OSError as error:
+            failed = error
+            if error.errno == errno.EADDRINUSE:
+                break
+    if failed is not None and (not made or failed.errno == errno.EADDRINUSE):  # of a name's addresses, some need not be this machine's
+        for sock in made:
+            sock.close()
+        raise failed
+    return made
+
+
+def _listening(family: int, kind: int, proto: int, address: tuple[Any, ...]) -> socket.socket:
+    sock = socket.socket(family, kind, proto)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind(address)
+        sock.listen(BACKLOG)
+        sock.setblocking(False)
+    except BaseException:
+        sock.close()
+        raise
+    return sock

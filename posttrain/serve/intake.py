@@ -1,0 +1,212 @@
+"""From a request on the wire to its fields and prompt ids. Each step is bounded, and what computes is done beside the event loop.
+
+Texts are tokenized in threads: one for small requests, one for large ones, so that nobody waits for somebody else's megabytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NoReturn
+
+import numpy as np
+from aiohttp import web
+
+from posttrain.core.errors import PosttrainError
+from posttrain.core.types import Message
+from posttrain.serve.limits import Limits
+from posttrain.serve.protocol import Asked, ChatRequest, read
+from posttrain.serve.refusal import Refusal
+from posttrain.serve.served import Served
+
+SMALL = 64 << 10
+"""Bytes of a request that is understood at once; larger ones wait for each other."""
+REST = 3.0
+"""Between two large requests their thread rests so many times as long as the first took: reading JSON keeps all other threads from running."""
+SHORTEST = 16
+"""Bytes that a token is taken to have at least, when a text is refused by its bytes: many vocabularies have one for unknown words."""
+Understood = tuple[Asked, list[np.ndarray]]
+
+
+class Intake:
+    """Reads the requests of one server."""
+
+    def __init__(self, served: Served, limits: Limits) -> None:
+        self.served, self.limits = served, limits
+        self._held = 0
+        """Bytes of bodies that are being read or wait to be understood."""
+        self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="posttrain-serve") for _ in range(2))
+        self._rests = 0.0
+        self._most = served.sampler.context * max(SHORTEST, served.words.longest)
+
+    def close(self) -> None:
+        for lane in (self._small, self._large):
+            lane.shutdown(wait=False, cancel_futures=True)
+
+    def check(self, request: web.Request) -> None:
+        """Refuse by its headers what is no JSON in UTF-8, or too long. A page in a browser cannot send this content type unasked.
+
+        Raises:
+            Refusal: 413 or 415.
+        """
+        try:
+            kind, charset = request.content_type, (request.charset or "utf-8").lower()
+        except ValueError:
+            kind, charset = "unreadable", ""
+        if kind != "application/json":
+            raise Refusal(f"content type {kind!r}: send application/json", status=415)
+        if charset not in ("utf-8", "utf8", "us-ascii"):
+            raise Refusal(f"charset {charset!r}: send JSON in UTF-8", status=415)
+        coding = request.headers.get("Content-Encoding", "identity")
+        if coding.lower() != "identity":
+            raise Refusal(f"content encoding {coding!r}: send the body as it is", status=415)
+        if (request.content_length or 0) > self.limits.body:
+            self._too_long()
+
+    async def read(self, request: web.Request, kind: type[Asked]) -> Understood:
+        """The request's fields, checked, and the ids of its prompts."""
+        body = await self._body(request)
+        lane, work = (self._small, self.understood) if len(body) <= SMALL else (self._large, self._rested)
+        job = asyncio.get_running_loop().run_in_executor(lane, work, body, kind)
+        job.add_done_callback(lambda _: self._release(len(body)))
+        return await job
+
+    def _rested(self, body: bytes, kind: type[Asked]) -> Understood:
+        """`understood` of a large request; its thread alone calls this."""
+        time.sleep(max(0.0, self._rests - time.monotonic()))
+        start = time.monotonic()
+        try:
+            return self.understood(body, kind)
+        finally:
+            now = time.monotonic()
+            self._rests = now + REST * (now - start)
+
+    def understood(self, body: bytes, kind: type[Asked]) -> Understood:
+        """What a body asks for; runs in a thread."""
+        asked: Any = read(kind, parse(body))
+        self.known(asked.model)
+        self._in_vocabulary(asked)
+        if isinstance(asked, ChatRequest):
+            return asked, [self._chat([m.plain() for m in asked.messages])]
+        return asked, [self._prompt(p) for p in asked.prompt]
+
+    def known(self, name: str) -> None:
+        """Refusal of a model that is not served here."""
+        if name != self.served.name:
+            raise Refusal(f"there is no model {name!r} here, only {self.served.name!r}", status=404, param="model", code="model_not_found")
+
+    async def _body(self, request: web.Request) -> bytes:
+        """All of the body, within its time; its bytes are held until `_release`."""
+        kept = bytearray()
+        try:
+            async with asyncio.timeout(self.limits.body_seconds):
+                async for chunk in request.content.iter_any():
+                    kept += chunk
+                    self._held += len(chunk)
+                    if len(kept) > self.limits.body:
+                        self._too_long()
+                    if self._held > self.limits.bodies:
+                        raise Refusal("too much is being sent at once; try again", status=503)
+        except BaseException as error:
+            self._release(len(kept))
+            if isinstance(error, TimeoutError):
+                raise Refusal(f"the body was not complete after {self.limits.body_seconds:g} s", status=408) from None
+            if isinstance(error, web.RequestPayloadError):
+                raise Refusal(f"the body cannot be read ({error})") from None
+            raise
+        return bytes(kept)
+
+    def _release(self, size: int) -> None:
+        self._held -= size
+
+    def _too_long(self) -> NoReturn:
+        raise Refusal(f"the body is longer than {self.limits.body_mib:g} MiB, the limit body_mib of this server", status=413)
+
+    def _in_vocabulary(self, asked: Asked) -> None:
+        top, most = asked.alternatives or 0, self.served.vocabulary
+        if top > most:
+            param = "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs"
+            raise Refusal(f"{top} alternatives of {most} tokens: ask for fewer", param=param)
+        for param in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
+            if unknown := [i for i in getattr(asked, param) or () if not 0 <= i < most]:
+                raise Refusal(f"{param}: {unknown[:5]} are no tokens of this model (0..{most - 1})", param=param)
+
+    def _prompt(self, prompt: str | list[int]) -> np.ndarray:
+        if isinstance(prompt, str):
+            self._short(len(prompt.encode(errors="surrogatepass")), "prompt")
+            return self._ids(prompt, "prompt")
+        self._room(len(prompt), "prompt")
+        most = self.served.vocabulary - 1
+        if max(prompt) > most:
+            raise Refusal(f"prompt: token id {max(prompt)}, and the model has 0..{most}: use its own tokenizer", param="prompt")
+        return np.array(prompt, np.int32)
+
+    def _chat(self, messages: Sequence[Message]) -> np.ndarray:
+        if not self.served.renderer.tokenizer.chat_template:
+            raise Refusal(
+                f"{self.served.name} has no chat template, so messages cannot be written for it: use /v1/completions, or serve a model whose "
+                "tokenizer has a template",
+                param="messages",
+                code="no_chat_template",
+            )
+        self._room(len(messages), "messages", "messages")
+        self._short(sum(len(str(x).encode(errors="surrogatepass")) for m in messages for x in m.values()), "messages")
+        return self._ids(messages, "messages")
+
+    def _ids(self, content: str | Sequence[Message], param: str) -> np.ndarray:
+        """A prompt as a rollout would show it to the policy."""
+        try:
+            ids = self.served.renderer.prompt(content)
+        except PosttrainError as error:
+            raise Refusal(str(error), param=param) from None
+        except Exception as error:  # a tokenizer raises what it likes, such as at a character it has no token for
+            raise Refusal(f"{param}: the tokenizer does not read this text ({error})", param=param) from None
+        self._room(len(ids), param)
+        return ids
+
+    def _short(self, size: int, param: str) -> None:
+        """Refuse a text that cannot fit by its bytes, before it is tokenized."""
+        if size > self._most:
+            most, context = self._most, self.served.sampler.context
+            raise Refusal(
+                f"{param}: {size:,} bytes leave no room to answer in a context of {context} tokens, which {most:,} bytes fill at the least; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+    def _room(self, length: int, param: str, what: str = "tokens") -> None:
+        context = self.served.sampler.context
+        if length >= context:
+            raise Refusal(
+                f"{param}: {length} {what} leave no room to answer in a context of {context}; shorten it",
+                param=param,
+                code="context_length_exceeded",
+            )
+
+
+def parse(body: bytes) -> Any:
+    """The JSON of a body. A name that stands twice in an object, and numbers that JSON does not have, are refused."""
+    try:
+        return json.loads(body.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_number)
+    except UnicodeDecodeError as error:
+        raise Refusal(f"the body is no UTF-8: {error.reason} at byte {error.start}") from None
+    except RecursionError:
+        raise Refusal("the body is no JSON: it is nested too deeply") from None
+    except ValueError as error:
+        raise Refusal(f"the body is no JSON: {error}") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        seen: set[str] = set()
+        twice = next(k for k, _ in pairs if k in seen or seen.add(k))
+        raise Refusal(f"{twice!r} stands twice in one object: send it once", param=twice)
+    return made
+
+
+def _no_number(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no number of JSON")
