@@ -2,7 +2,7 @@
 
 A run folder from somebody else only proposes these (`recipe.admit`). Every field of the tree is decided in this one place: `DECIDED`
 says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing. A field that is in
-neither fails `tests/rooms/test_trust.py`.
+neither fails `tests/rooms/test_foreign_folders.py`.
 """
 
 from __future__ import annotations
