@@ -8,7 +8,7 @@ from typing import Any
 
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import find
-from posttrain.core.errors import DataError, RunFolderError
+from posttrain.core.errors import DataError, RunFolderError, UntrustedError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
 from posttrain.engine.kept import kept, write_config
@@ -48,7 +48,7 @@ def model_run(target: str | Path) -> Run:
 
 
 def keep_policy(book: Book, policy: Policy) -> None:
-    """Write what `kept_policy` and `show` read, where it is not there yet."""
+    """Write what `kept_policy` and `show` read."""
     book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
     book.beside(MODEL, lambda folder: write_config(policy, folder))
 
@@ -64,10 +64,13 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     stops: Any = found.facts.get("stop_ids")
     try:
         policy = kept(found.run.model, folder / MODEL, folder / TOKENIZER, stops)
-    except DataError:
-        run = admitted(folder, parts=("model",), allow=allow)
-        if run.model.path is None:
+    except DataError as error:
+        if found.run.model.path is None:
             raise
+        try:
+            run = admitted(folder, parts=("model",), allow=allow)
+        except UntrustedError as asked:
+            raise UntrustedError(f"{error}. So it takes the model that the run began with. {asked}") from error
         return load_policy(run.model, None, run.seed)
     _same_tokenizer(folder, found.facts.get("tokenizer_digest"), policy)
     return policy
