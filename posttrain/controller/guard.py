@@ -103,9 +103,9 @@ class Guard:
             warned = await self._judges.after(h.rollout.environment, self._played)
         seen = {**self._judges.mute(self._played), "rollout/walked": Gauge(h.prompts.cursor, 1)}
         step = replace(step, gauges={**step.gauges, **seen})
+        del self._history[:-64]  # a resumed stage read all of it
         before = {f.rule for f in findings(self._history, h.stage)}
         self._history.append(step)
-        del self._history[:-64]
         new = [f for f in findings(self._history, h.stage) if f.rule not in before]
         return replace(step, notes=(*step.notes, *warned, *(f"rule {f.rule}: {f.message}" for f in new)))
 
@@ -251,7 +251,7 @@ class Guard:
         if due(self._index):
             self._gauges = merge(self._gauges, loss_agrees(h.stage.algorithm, batch, heard))
         if first:
-            seen = moved(heard, h.trainer.trained(), lr=lr, eps=config.eps, clip=config.clip)
+            seen = moved(heard, h.trainer.trained(), config, lr, h.trainer.optimizer.state_tensors())
             self._gauges = merge(self._gauges, seen)
             self._moved = bool(seen)
         if from_rest:

@@ -291,7 +291,7 @@ def answers(rng: np.random.Generator, count: int, likely: float) -> Group:
         if cut := rng.random() >= likely:
             out.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.TIME, (), cut=True))
             continue
-        t.say(Said(np.int32([LIKELY]), np.float32([math.log(likely)]), np.int32([0]), Stop.SAID))
+        t.say(Said(np.array([LIKELY], np.int32), np.array([math.log(likely)], np.float32), np.array([0], np.int32), Stop.SAID))
         out.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.SAID, (), turns=(1,), cut=cut))
     return Group(Task("t", "?"), 0, tuple(out))
 
@@ -329,7 +329,9 @@ def test_other_draws_are_found_where_some_turns_are_cut() -> None:
             for i in range(256):
                 t = Transcript(Sampling(stop_ids=()))
                 t.see([1, 2])
-                t.say(Said(np.int32([3 + (rng.random() < 0.05)]), np.float32([-0.5]), np.int32([0]), Stop.SAID))
+                t.say(
+                    Said(np.array([3 + (rng.random() < 0.05)], np.int32), np.array([-0.5], np.float32), np.array([0], np.int32), Stop.SAID)
+                )
                 played.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.SAID, (), turns=(1,), cut=bool(rng.random() < 0.01)))
             bet_on_answers(bet, played, 0, odds, lambda packed: 2e-3)
 
