@@ -36,14 +36,14 @@ from posttrain.role.canaries import (
     sampler_agrees,
     stops_are_true,
 )
-from posttrain.role.draws import TEMPERATURES, Bets, all_seen, bet_on_draws, bet_on_siblings, drawn_again, look, uniforms
+from posttrain.role.draws import TEMPERATURES, Bets, bet_on_answers, bet_on_siblings, drawn_again, look, uniforms
 from posttrain.role.listening import SAMPLED, listening
 from posttrain.role.movement import gradient_reaches, moved, watched
 from posttrain.role.noise import noise_band
 from posttrain.role.pack import Minibatch
 from posttrain.role.rehearsal import rehearse
 from posttrain.role.rollout import Asked
-from posttrain.role.rounding import LEAST, noise
+from posttrain.role.rounding import noise, unmeasured
 
 WALK = 16
 """Tasks whose order is compared with that of their source."""
@@ -103,9 +103,9 @@ class Guard:
             warned = await self._judges.after(h.rollout.environment, self._played)
         seen = {**self._judges.mute(self._played), "rollout/walked": Gauge(h.prompts.cursor, 1)}
         step = replace(step, gauges={**step.gauges, **seen})
+        del self._history[:-64]  # a resumed stage read all of it
         before = {f.rule for f in findings(self._history, h.stage)}
         self._history.append(step)
-        del self._history[:-64]
         new = [f for f in findings(self._history, h.stage) if f.rule not in before]
         return replace(step, notes=(*step.notes, *warned, *(f"rule {f.rule}: {f.message}" for f in new)))
 
@@ -127,8 +127,8 @@ class Guard:
         in_order_of_the_file(self._walk, h.prompts.source)
         if h.stage.algorithm.filter == "mixed":
             filter_reads_outcomes(asked.groups, asked.refused)
-        if not h.stage.oversample and all_seen(asked.played):
-            apart = LEAST[h.run.model.dtype].worst
+        if not h.stage.oversample:
+            apart = unmeasured(h.run.model.dtype, h.sampling.temperature).worst
             self._gauges = merge(self._gauges, bet_on_siblings(self.bets.siblings, asked.played, apart))
         self._enough_judged(h, asked)
 
@@ -192,23 +192,28 @@ class Guard:
         if h.reference is not None and episodes[0].reference is not None:
             reference = np.concatenate([x for e in episodes for x in e.reference or ()])
             if h.own_reference:
-                no_distance_yet(learner, reference, dtype, exact)
+                no_distance_yet(learner, reference, dtype, exact, packed.sampling.temperature)
 
     def _probe(self, h: House) -> None:
-        """Whether some of the step's tokens, whatever became of them, were drawn as the engine says."""
-        episodes = [e for g in self._played for e in g.episodes]
-        looked = look(episodes, self._index * 7 % max(1, len(episodes)))
-        if looked is None:
-            return
-        dtype = h.run.model.dtype
+        """Whether some of the step's tokens, whatever became of them, were drawn as the engine says.
+
+        They are of the first groups asked, of which there are always as many: how many others are asked, and which pass the
+        filter, hangs on what was said.
+        """
+        episodes = [e for g in self._played[: h.stage.prompts] for e in g.episodes]
+        first, dtype = self._index * 7 % len(episodes), h.run.model.dtype
         if h.sync.sampler.draws_by_place:
+            if (looked := look(episodes, first)) is None:
+                return
             uniform = uniforms(looked, h.run.seed, h.stream)
             seen = drawn_again(looked, h.learner.odds(looked.packed), uniform, lambda: noise(dtype, h.learner, looked.packed), h.text)
-        elif h.stage.oversample or not all_seen(self._played):
+        elif h.stage.oversample:
             return
         else:
-            apart = LEAST[dtype].worst if dtype == "float32" else noise(dtype, h.learner, looked.packed)
-            seen = bet_on_draws(self.bets.draws, h.learner.odds(looked.packed, TEMPERATURES), apart)
+            odds = lambda packed: h.learner.odds(packed, TEMPERATURES)  # noqa: E731
+            cheap, believed = dtype == "float32", unmeasured(dtype, h.sampling.temperature).worst
+            apart = lambda packed: believed if cheap else noise(dtype, h.learner, packed)  # noqa: E731
+            seen = bet_on_answers(self.bets.draws, episodes, first, odds, apart)
         self._gauges = merge(self._gauges, seen)
 
     def observer(self, h: House, minibatch: Minibatch) -> Callable[[Batch, np.ndarray], None] | None:
@@ -246,7 +251,7 @@ class Guard:
         if due(self._index):
             self._gauges = merge(self._gauges, loss_agrees(h.stage.algorithm, batch, heard))
         if first:
-            seen = moved(heard, h.trainer.trained(), lr=lr, eps=config.eps, clip=config.clip)
+            seen = moved(heard, h.trainer.trained(), config, lr, h.trainer.optimizer.state_tensors())
             self._gauges = merge(self._gauges, seen)
             self._moved = bool(seen)
         if from_rest:

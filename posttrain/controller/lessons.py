@@ -54,7 +54,7 @@ class Lessons:
         lr, config = trainer.optimizer.lr, stage.optimizer
         with listening(trainer, gradients=True) as heard:
             yield
-        moved(heard, trainer.trained(), lr=lr, eps=config.eps, clip=config.clip)
+        moved(heard, trainer.trained(), config, lr, trainer.optimizer.state_tensors())
 
     def _first_question(self, parts: Parts, stage: Supervised, batch: Demonstrations, index: int) -> None:
         """Compare the first demonstration's prompt with what a rollout shows; a document answers nothing."""

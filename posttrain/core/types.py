@@ -210,6 +210,8 @@ class Episode:
     """The world as the episode left it (`Talk.leave`), as verifiers saw it."""
     turns: tuple[int, ...] = ()
     """Tokens of each turn the policy said, in order; over all segments they are its spoken tokens. Empty for a demonstration."""
+    cut: bool = False
+    """Whether a turn was given up while it was being said: its tokens are in no segment."""
 
     def __post_init__(self) -> None:
         if self.turns and sum(self.turns) != self.spoken:

@@ -41,7 +41,7 @@ def sampler_agrees(
         return None if exact_M is None else exact_M[fresh_M]
 
     gap = Gap.of(mu_M[fresh_M], learner_M[fresh_M])
-    bound = allowed(dtype, gap, learner_M[fresh_M], exactly)
+    bound = allowed(dtype, gap, learner_M[fresh_M], exactly, batch.sampling.temperature)
     count = float(fresh_M.sum())
     if not gap.within(bound):
         apart = np.where(fresh_M, np.abs(learner_M.astype(np.float64) - mu_M), 0.0)
@@ -69,10 +69,10 @@ def reference_unmoved(reference: Scorer, digest: str) -> None:
         )
 
 
-def no_distance_yet(learner_logp: np.ndarray, reference_logp: np.ndarray, dtype: str, exact: Exact) -> None:
+def no_distance_yet(learner_logp: np.ndarray, reference_logp: np.ndarray, dtype: str, exact: Exact, temperature: float) -> None:
     """KL to the reference is 0 while learner and reference are the same weights."""
     gap = Gap.of(reference_logp, learner_logp)
-    bound = allowed(dtype, gap, learner_logp, exact)
+    bound = allowed(dtype, gap, learner_logp, exact, temperature)
     if not gap.worst <= bound.worst:
         raise InvariantError(
             f"the reference scores differently from the learner although both hold the same weights (worst log-prob gap {gap.worst:.3g}, "

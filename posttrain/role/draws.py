@@ -24,7 +24,7 @@ from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Odds
-from posttrain.core.types import Episode, Gauge, Gauges, Group, Kept, Segment, Stop, Top
+from posttrain.core.types import Episode, Gauge, Gauges, Group, Kept, Segment, Top
 
 TEMPERATURES = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 """Of the distributions that the said tokens might come from instead: sharper and flatter than the reported one."""
@@ -55,6 +55,8 @@ class Looked:
     """The episode of each segment."""
     at_M: np.ndarray
     """int64: which of its episode's spoken tokens each is."""
+    full: bool
+    """Whether there was room for no further token."""
 
 
 def look(episodes: Sequence[Episode], first: int) -> Looked | None:
@@ -74,7 +76,7 @@ def look(episodes: Sequence[Episode], first: int) -> Looked | None:
     if not chosen:
         return None
     at = np.concatenate([np.arange(begun, begun + part.spoken) for _, part, begun in chosen])
-    return Looked(Packed.of([part for _, part, _ in chosen]), tuple(e for e, _, _ in chosen), at)
+    return Looked(Packed.of([part for _, part, _ in chosen]), tuple(e for e, _, _ in chosen), at, left < 1 or packed >= PACKED)
 
 
 def beginning(s: Segment, spoken: int) -> Segment:
@@ -151,6 +153,10 @@ class Bet:
         self.stakes = [float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True)]
         self.rounds = n
 
+    def lose(self) -> None:
+        """All of the stake: a factor of 0. What is added later is a stake again."""
+        self.stakes = []
+
     @property
     def log_evidence(self) -> float:
         """Logarithm of the stakes' mean; the run stops at -log alpha."""
@@ -192,22 +198,36 @@ def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
     return {"canary/bet_on_draws": Gauge(bet.log_evidence, 1)}
 
 
-def all_seen(groups: Sequence[Group]) -> bool:
-    """Whether every answer that was started is here: whoever was given up, timed out or broke was chosen by what it said."""
-    return all(not g.aborted and all(e.stop not in (Stop.ERROR, Stop.TIME) for e in g.episodes) for g in groups)
+def bet_on_answers(
+    bet: Bet, episodes: Sequence[Episode], first: int, odds: Callable[[Packed], Odds], noise: Callable[[Packed], float]
+) -> Gauges:
+    """`bet_on_draws` on what `look` finds in these episodes, before the first one of which a turn was given up.
+
+    What that turn said is in no record, and it may be the reason why: a long answer is cut by the clock, a short one is not.
+    Whoever left such episodes or steps out would look at chosen tokens. So the stake is lost where the look comes to such a turn:
+    no factor is smaller, and the mean stays at most 1 however the turn was chosen.
+    """
+    turned = (*episodes[first:], *episodes[:first])
+    cut = next((i for i, e in enumerate(turned) if e.cut), None)
+    looked = look(turned[:cut], 0)
+    seen = {} if looked is None else bet_on_draws(bet, odds(looked.packed), noise(looked.packed))
+    if cut is not None and (looked is None or not looked.full):
+        bet.lose()
+    return seen
 
 
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
     """Play the bet for neighbouring siblings: a sibling says what the one before it said with at most the probability of those words.
 
     With p that probability and c the share that is bet, the factor is 1 + c (1 - p) / p where they say the same, else 1 - c.
-    Whatever an answer's length lets p be known no better than a half is no bet.
+    Words of a probability above a half are no bet. An answer that broke or was cut counts by what is known of it: whoever says
+    the same said at least that. One that says nothing is not the same.
 
     Raises:
         InvariantError: the stake exceeds 1 / `ALPHA`.
     """
     for g in groups[:GROUPS]:
-        for one, two in pairwise([e for e in g.episodes if not e.shown and e.spoken]):
+        for one, two in pairwise([e for e in g.episodes if not e.shown]):
             log_p = math.fsum(float(s.logp[s.mask].sum(dtype=np.float64)) for s in one.segments) + noise * one.spoken
             if log_p > -math.log(2):
                 continue

@@ -31,14 +31,22 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Asked:
-    """What `until` had to do for its groups: every group it played, and which of them passed the filter."""
+    """What `until` had to do for its groups: every group it played, and which of them passed the filter.
 
-    groups: tuple[Group, ...]
-    refused: tuple[Group, ...]
+    Whoever looks at some of them chooses by this order: which ones passed is known only by what they say.
+    """
+
+    played: tuple[Group, ...]
+    """In the order they were asked."""
+    passed: tuple[bool, ...]
 
     @property
-    def played(self) -> tuple[Group, ...]:
-        return (*self.groups, *self.refused)
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(g for g, passed in zip(self.played, self.passed, strict=True) if passed)
+
+    @property
+    def refused(self) -> tuple[Group, ...]:
+        return tuple(g for g, passed in zip(self.played, self.passed, strict=True) if not passed)
 
 
 @dataclass
@@ -103,7 +111,7 @@ class Rollout:
     ) -> Episode:
         text = "\n".join(talk.turns)
         segments, state = talk.segments(), scrubbed_data(talk.state)
-        return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, tuple(talk.lengths))
+        return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, tuple(talk.lengths), talk.cut)
 
     async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, bench: Bench) -> Episode:
         """An episode that a demonstration says instead of the policy, judged like any other."""
@@ -175,17 +183,14 @@ class Rollout:
         shown: Shown | None = None,
     ) -> Asked:
         """Groups until `count` pass `keep`, asking for at most `most * count`; in the order they were asked."""
-        kept: list[Group] = []
-        refused: list[Group] = []
-        asked = 0
-        while len(kept) < count and asked < most * count:
-            wave = [next(prompts) for _ in range(min(count - len(kept), most * count - asked))]
-            asked += len(wave)
+        played, passed = list[Group](), list[bool]()
+        while sum(passed) < count and len(played) < most * count:
+            wave = [next(prompts) for _ in range(min(count - sum(passed), most * count - len(played)))]
             play = partial(self.group, siblings=siblings, sampling=sampling, stream=stream, extra=extra, greedy=greedy, shown=shown)
             groups = await together([play(t, v) for t, v in wave])
-            for group in groups:
-                (kept if keep is None or keep(group) else refused).append(group)
-        return Asked(tuple(kept), tuple(refused))
+            played += groups
+            passed += [keep is None or keep(group) for group in groups]
+        return Asked(tuple(played), tuple(passed))
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -46,17 +46,29 @@ Exact = Callable[[], np.ndarray | None]
 """The same log-probs [M] in float64, computed when asked; None where the model is too large."""
 
 
-def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact) -> Gap:
-    """The bound that holds for `gap`: `LEAST`, or what the learner's own rounding lets it be."""
+def unmeasured(dtype: str, temperature: float) -> Gap:
+    """The bound where nothing is measured: `LEAST` at temperature 1 and above. Below, errors of logits are divided by it."""
+    by, least, most = 1 / min(1.0, temperature), LEAST[dtype], CEILING[dtype]
+    return Gap(min(by * least.worst, most.worst), min(by * least.mean, most.mean))
+
+
+def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperature: float) -> Gap:
+    """The bound that holds for `gap`: `LEAST`, or what the learner's own rounding lets it be; `unmeasured` where the model is too large."""
     least, most = LEAST[dtype], CEILING[dtype]
-    if gap.within(least) or (exact_M := exact()) is None:
+    if gap.within(least):
         return least
+    if (exact_M := exact()) is None:
+        return unmeasured(dtype, temperature)
     own = Gap.of(learner_M, exact_M)
     return Gap(min(max(least.worst, MARGIN * own.worst), most.worst), min(max(least.mean, MARGIN * own.mean), most.mean))
 
 
+FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.03}
+"""Least noise, however little of it a few tokens show."""
+
+
 def noise(dtype: str, learner: Learner, packed: Packed) -> float:
-    """Nats by which an honest engine's log-prob of any of these tokens may differ from the learner's."""
-    if dtype == "float32" or (exact_M := learner.exact(packed)) is None:
-        return LEAST[dtype].worst
-    return min(max(0.03, MARGIN * Gap.of(learner.score(packed), exact_M).worst), CEILING[dtype].worst)
+    """Nats by which an honest engine's log-prob of any of these tokens may differ from the learner's, measured where that can be."""
+    if (exact_M := learner.exact(packed)) is None:
+        return unmeasured(dtype, packed.sampling.temperature).worst
+    return min(max(FLOOR[dtype], MARGIN * Gap.of(learner.score(packed), exact_M).worst), CEILING[dtype].worst)

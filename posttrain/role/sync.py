@@ -43,7 +43,7 @@ class Sync:
         n, packed = len(self.canary), packed_text(self.canary)
         ours, theirs = self.learner.score(packed), await self.sampler.score(self.canary)
         found = Gap.of(theirs, ours)
-        bound = allowed(self.dtype, found, ours, lambda: self.learner.exact(packed))
+        bound = allowed(self.dtype, found, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
         if not found.worst <= bound.worst:
             gap = np.abs(theirs.astype(np.float64) - ours)
             at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))

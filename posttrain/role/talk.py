@@ -34,6 +34,8 @@ class Conversation:
         self.turns: list[str] = []
         self.lengths: list[int] = []
         """Tokens of each turn."""
+        self.cut = False
+        """Whether a turn was given up while it was being said (the clock, or the environment's own patience): nobody knows its tokens."""
         self.paid: list[Judged] = []
         self.state: Any = None
 
@@ -52,7 +54,11 @@ class Conversation:
         allowed, limit = self._room(most)
         if allowed < 1:
             return Utterance("", limit, 0)
-        said = await self._sampler.generate(self._transcript.ids, _shorter(self._sampling, allowed), self._place(len(self.turns)))
+        try:
+            said = await self._sampler.generate(self._transcript.ids, _shorter(self._sampling, allowed), self._place(len(self.turns)))
+        except BaseException:
+            self.cut = True
+            raise
         self._transcript.say(said)
         self.lengths.append(len(said.ids))
         text = self._dialogue.said(said.ids)

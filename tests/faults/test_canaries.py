@@ -16,8 +16,11 @@ from posttrain.controller.house import Parts
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.ladder import GRPO
-from posttrain.core.run import Run
+from posttrain.core.run import Optimizer, Run
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.engine.optimizer import AdamW
+from posttrain.role.listening import Heard, Largest
+from posttrain.role.movement import moved
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
@@ -158,6 +161,32 @@ def test_frozen_layer(tmp_path: Path) -> None:
 
     message = stops(tmp_path, plant, tiny_run(prompts=16))
     assert "get no gradient from the log-probs that they change" in message and "k_proj" in message
+
+
+def test_frozen_value_head(tmp_path: Path) -> None:
+    """Nothing of it learns, whatever the returns are."""
+
+    def plant(parts: Parts) -> None:
+        parts.learner.value_head.weight.register_hook(torch.zeros_like)  # type: ignore[attr-defined]
+
+    message = stops(tmp_path, plant, tiny_run(prompts=16))
+    assert "value_head.weight get no gradient from the values" in message
+
+
+def test_a_move_that_earlier_gradients_cancel_is_no_fault() -> None:
+    """The moments pull one way and the gradient the other; what is left is below the rounding of a weight near 1, and so no fault."""
+    config = Optimizer(lr=1e-6, warmup=0, clip=1e9)
+    w = torch.full((4,), 1.0)
+    optimizer = AdamW({"norm": w}, config)
+    heard = Heard()
+    for g in (1.0, -0.9):
+        w.grad = torch.full((4,), g)
+        heard.largest["norm"], heard.norm = Largest(0, g, float(w[0])), 2 * abs(g)
+        optimizer.step()
+    assert float(w[0]) == heard.largest["norm"].weight
+    assert moved(heard, {"norm": w}, config, config.lr, optimizer.state_tensors()) == {}
+    with pytest.raises(InvariantError, match="did not move in an optimizer step"):
+        moved(heard, {"norm": w}, config, config.lr, {})
 
 
 @pytest.mark.parametrize("only", [False, True], ids=["imitation", "reinforcement"])

@@ -20,18 +20,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core import seeds
+from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Odds
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Stop, Task
+from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.attention import PackedLayout, using
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded import sampler as drawing
 from posttrain.engine.learner import HFLearner
 from posttrain.role import draws
-from posttrain.role.draws import ALPHA, MOST, STAKES, TEMPERATURES, Bet, Bets, all_seen, bet_on_draws, bet_on_siblings
+from posttrain.role.draws import ALPHA, MOST, STAKES, TEMPERATURES, Bet, Bets, bet_on_answers, bet_on_draws, bet_on_siblings
+from posttrain.role.rollout import Rollout
 from tests.laws.test_agreement import OPTIONS, PROMPTS, policy, sharpen
 
 SEED, STREAM = 11, "train/rl"
@@ -276,7 +278,99 @@ def test_chance_repeats_are_no_fault() -> None:
     assert bet.log_evidence < math.log(1000)
 
 
-def test_an_answer_that_was_given_up_makes_the_step_no_sample() -> None:
-    whole = group([((3,), -1.0), ((4,), -1.0)])
-    assert all_seen([whole])
-    assert not all_seen([group([((3,), -1.0), ((4,), -1.0)], aborted=1, aborted_tokens=2)])
+LIKELY, LONG = 3, 4
+"""A word, and one that is so long to say that the clock always cuts it."""
+
+
+def answers(rng: np.random.Generator, count: int, likely: float) -> Group:
+    """Honest draws of one word each; of a long one nothing is known but that it was begun."""
+    out = list[Episode]()
+    for i in range(count):
+        t = Transcript(Sampling(stop_ids=()))
+        t.see([1, 2])
+        if cut := rng.random() >= likely:
+            out.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.TIME, (), cut=True))
+            continue
+        t.say(Said(np.array([LIKELY], np.int32), np.array([math.log(likely)], np.float32), np.array([0], np.int32), Stop.SAID))
+        out.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.SAID, (), turns=(1,), cut=cut))
+    return Group(Task("t", "?"), 0, tuple(out))
+
+
+def test_turns_cut_by_what_they_say_raise_no_alarm() -> None:
+    """Steps with such turns are no reason to look only at others: these hold the likely word alone, as a sharper policy says it."""
+    rng, bet, chosen = np.random.default_rng(3), Bet(), Bet()
+    p = np.array([1e-9, 1e-9, 1e-9, 0.7, 0.3])
+
+    def odds(packed: Packed) -> Odds:
+        return odds_of(np.tile(p / p.sum(), (packed.spoken, 1)), packed.target_M)
+
+    whole = list[Group]()
+    for step in range(600):
+        g = answers(rng, 4, 0.7)
+        bet_on_answers(bet, g.episodes, step % 4, odds, lambda packed: 2e-3)
+        whole += [g] if not any(e.cut for e in g.episodes) else []
+    assert bet.log_evidence < math.log(1000)
+    with pytest.raises(InvariantError, match="times likelier"):
+        for g in whole:
+            bet_on_answers(chosen, g.episodes, 0, odds, lambda packed: 2e-3)
+
+
+def test_other_draws_are_found_where_some_turns_are_cut() -> None:
+    """One answer in a hundred, by chance: the bet before it counts, and after it a new one begins."""
+    rng, bet = np.random.default_rng(4), Bet()
+    p = np.array([1e-9, 1e-9, 1e-9, 0.6, 0.4])
+
+    def odds(packed: Packed) -> Odds:
+        return odds_of(np.tile(p / p.sum(), (packed.spoken, 1)), packed.target_M)
+
+    with pytest.raises(InvariantError, match="times likelier"):
+        for _ in range(100):
+            played = list[Episode]()
+            for i in range(256):
+                t = Transcript(Sampling(stop_ids=()))
+                t.see([1, 2])
+                t.say(
+                    Said(np.array([3 + (rng.random() < 0.05)], np.int32), np.array([-0.5], np.float32), np.array([0], np.int32), Stop.SAID)
+                )
+                played.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.SAID, (), turns=(1,), cut=bool(rng.random() < 0.01)))
+            bet_on_answers(bet, played, 0, odds, lambda packed: 2e-3)
+
+
+def test_siblings_of_which_only_the_short_ones_are_known_raise_no_alarm() -> None:
+    """All that is ever heard is one word of probability 0.2; the others were cut by the clock, so no two known ones differ."""
+    bet, rng = Bet(), np.random.default_rng(5)
+    for _ in range(400):
+        bet_on_siblings(bet, [answers(rng, 8, 0.2)], 2e-3)
+    assert bet.rounds and bet.log_evidence < math.log(1000)
+
+
+def test_a_lost_stake_is_lost_and_begins_again() -> None:
+    bet = Bet()
+    for _ in range(20):
+        bet.play([1.0, 0.0])
+    bet.lose()
+    assert bet.log_evidence == -math.inf and bet.rounds == 20
+    assert asdict(Bets.of(json.loads(json.dumps(asdict(Bets(bet, Bet()))))).draws) == asdict(bet)
+    bet.play([0.0, 0.0])
+    assert math.exp(bet.log_evidence) == pytest.approx(1 / (21 * 22))
+
+
+def test_groups_lie_in_the_order_they_were_asked_whatever_passes() -> None:
+    """Whoever takes the first of them takes them by place: a filter reads what was said."""
+
+    class Played(Rollout):
+        async def group(self, task: Task, visit: int, *args: Any, **options: Any) -> Group:
+            return group([((3,), -1.0)])
+
+    passes = iter([False, True, False, True, True])
+    prompts = ((Task(str(i), "?"), i) for i in range(100))
+    seen: list[Group] = []
+
+    def keep(g: Group) -> bool:
+        seen.append(g)
+        return next(passes)
+
+    rollout = Played(None, None, lambda name: None, SEED)  # type: ignore[arg-type]
+    asked = asyncio.run(rollout.until(prompts, count=3, siblings=1, sampling=Sampling(), stream=STREAM, keep=keep))
+    assert list(asked.played) == seen and len(seen) == 5
+    assert list(asked.groups) == [seen[i] for i in (1, 3, 4)] and list(asked.refused) == [seen[i] for i in (0, 2)]
