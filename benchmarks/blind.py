@@ -34,6 +34,9 @@ class Blind:
     def scored(self, h: Any, groups: Any) -> None:
         pass
 
+    def unjudged(self, asked: Any) -> tuple[str, ...]:
+        return ()
+
     def observer(self, h: Any, minibatch: Any) -> None:
         return None
 

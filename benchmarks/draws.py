@@ -77,7 +77,8 @@ def page() -> str:
     cells = {h: {t: needed(spread_of(h, rng), t, rng) for t in TAUS} for h in ENTROPIES}
     head = ["| entropy, nats | " + " | ".join("argmax" if t == 0 else f"{t:g}" for t in TAUS) + " |", "|---:|" + "---:|" * len(TAUS)]
     tokens = [
-        f"| {h:g} | " + " | ".join(f"> {CAP:,}" if math.isinf(cells[h][t][0]) else f"{cells[h][t][0]:,.0f}" for t in TAUS) + " |" for h in ENTROPIES
+        f"| {h:g} | " + " | ".join(f"> {CAP:,}" if math.isinf(cells[h][t][0]) else f"{cells[h][t][0]:,.0f}" for t in TAUS) + " |"
+        for h in ENTROPIES
     ]
     differ = [f"| {h:g} | " + " | ".join(f"{cells[h][t][1]:.1%}" for t in TAUS) + " |" for h in ENTROPIES]
     return "\n".join(

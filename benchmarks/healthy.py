@@ -21,8 +21,10 @@ import shutil
 import sys
 import tempfile
 import time
+import traceback
 from collections import Counter
 from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -176,8 +178,8 @@ def play(run: Drawn, folder: Path, scratch: Path) -> Outcome:
         posttrain.run(run.recipe, *words, out=folder / "run", quiet=True)
     except ConfigError as error:
         told["refused" if not _begun(folder / "run") else "stopped"] = str(error)
-    except PosttrainError as error:
-        told["stopped"] = f"{type(error).__name__}: {error}"
+    except Exception as error:
+        told["stopped"] = f"{type(error).__name__}: {error}" if isinstance(error, PosttrainError) else traceback.format_exc()
     if "stopped" in told:
         told["healthy"] = _finite(run.recipe, words, folder / "unwatched")
     steps = reader.steps(folder / "run") if (folder / "run/run.json").exists() else []
@@ -238,9 +240,10 @@ def many(seed: int, indices: Iterable[int], jobs: int) -> list[Outcome]:
     out: list[Outcome] = []
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        with multiprocessing.get_context("spawn").Pool(jobs, maxtasksperchild=50) as pool:
-            for outcome in pool.imap_unordered(_work, todo):
-                out.append(outcome)
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=50) as pool:
+            for done in as_completed([pool.submit(_work, job) for job in todo]):
+                out.append(outcome := done.result())
                 print(line(outcome, len(out), len(todo)), flush=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)

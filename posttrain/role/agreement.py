@@ -22,6 +22,8 @@ CREDIT_BOUND = 1e-9
 """Relative difference of two float64 opinions on one number."""
 STREAM_BOUND = 1e-3
 """Two episodes that say the same are one to us, and their scores differ by what their places in a packing do to rounding."""
+FAINT = 1e-9
+"""Credit below this share of a step's largest may be the rounding of 0, which leaves the batch."""
 LOSS_BOUND = 5e-6
 """Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32: docs/trust.md."""
 UPDATE_BOUND = 0.02
@@ -49,10 +51,15 @@ class Books:
         self._by_key: dict[bytes, list[Opinion]] = {}
         for o in opinions:
             self._by_key.setdefault(o.key, []).append(o)
+        faint = FAINT * max((float(np.abs(o.credit).max(initial=0.0)) for o in opinions), default=0.0)
+        self._loud = [o for o in opinions if not o.dropped and bool(np.any(np.abs(o.credit) > faint))]
         alive = [p for p in dict.fromkeys(o.group for o in opinions) if any(not o.dropped for o in opinions if o.group == p)]
         parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
-        self._parts = [p for p in parts if any(o.group in p and not o.dropped and (o.loud or a.reads_silent_tokens) for o in opinions)]
+        speaking = opinions if a.reads_silent_tokens else self._loud
+        self._parts = [p for p in parts if any(o.group in p and not o.dropped for o in speaking)]
         """Groups of each minibatch of the first epoch that has anything to say, in order."""
+        if a.whiten is not None and len(self._parts) < len(parts):
+            self._parts = []  # whitening leaves 0 or its rounding, so nobody can say which minibatches there are
         self._seen: Counter[bytes] = Counter()
         self._batches = 0
         self._rows: list[slice] = []
@@ -128,7 +135,7 @@ class Books:
 
     def complete(self) -> None:
         """After the step: whoever has credit was in a batch."""
-        lost = [o for o in self._opinions if o.loud and not self._seen[o.key]]
+        lost = [o for o in self._loud if not self._seen[o.key]]
         if lost and self._batches:
             e = lost[0].scored.episode
             raise InvariantError(

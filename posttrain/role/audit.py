@@ -112,10 +112,6 @@ class Opinion:
     def key(self) -> bytes:
         return key(self.scored.episode)
 
-    @property
-    def loud(self) -> bool:
-        return not self.dropped and bool(np.any(self.credit))
-
 
 def key(episode: Episode) -> bytes:
     """What was said and with which log-probs: finds an episode again in a batch."""

@@ -26,7 +26,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Odds
 from posttrain.core.types import Episode, Gauge, Gauges, Group, Kept, Segment, Top
 
-TEMPERATURES = (0.5, 0.8, 1.25, 2.0)
+TEMPERATURES = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 """Of the distributions that the said tokens might come from instead: sharper and flatter than the reported one."""
 MOST = 10.0
 """Largest factor one token may bring, before its discount."""

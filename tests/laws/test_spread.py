@@ -19,12 +19,15 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import DR_GRPO, EMA, GRPO, LADDER, MAXRL, PPO, REINFORCE
 from posttrain.core.pieces.baseline import Value
 from posttrain.core.pieces.shape import BestOf, Cosine, Gate, Overlong, Repetition, Signed
+from posttrain.core.run import Reinforce
+from posttrain.core.sampling import Sampling
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Credit, ScoredGroup
 from posttrain.core.verdict import Judged, Verdict, size
-from posttrain.role.agreement import CREDIT_BOUND
+from posttrain.role.agreement import CREDIT_BOUND, Books
 from posttrain.role.audit import opinions
 from posttrain.role.canaries import filter_reads_outcomes
+from posttrain.role.pack import pack
 
 Terms = tuple[float, ...]
 """The weighted scores one reward is summed from."""
@@ -208,3 +211,27 @@ def test_shaping_adds_its_terms(piece: object) -> None:
     found = sizes((piece,), raw, terms, episodes, 20)  # type: ignore[arg-type]
     assert np.all(np.abs(after) <= found + 1e-12)
     assert terms == pytest.approx([0.6, 1.0, 1.0]) and found.max() >= terms.max() * (not isinstance(piece, Cosine))
+
+
+AUDITED = [a for a in RELATIVE if not a.reads and opinions(a, [siblings("t", [(1.0,), (0.0,)])], max_tokens=20, ema=0.0) is not None]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    st.sampled_from(AUDITED),
+    st.lists(st.lists(st.sampled_from([0.0, 0.1, 0.3, 0.5, 1.0]), min_size=1, max_size=4), min_size=1, max_size=5),
+    st.sampled_from([1, 2, 4]),
+)
+@example(bare(LADDER["magistral"]), [[1.0, 0.5, 0.0], [0.5, 0.5]], 2)
+@example(bare(LADDER["magistral"]), [[0.1, 0.3, 0.5], [0.1, 0.1, 0.1, 0.1]], 1)
+def test_the_second_opinion_misses_no_minibatch_for_rounding(a: Algorithm, rewards: list[list[float]], minibatches: int) -> None:
+    """Whitening leaves 0 or its rounding where credit is 0: neither is an episode that was lost, nor one minibatch less."""
+    groups = [siblings(f"t{i}", [(x,) for x in r], tokens=i + 2) for i, r in enumerate(rewards)]
+    stage = Reinforce(name="rl", algorithm=a, prompts=4, minibatches=minibatches, sampling=Sampling(max_tokens=20))
+    mine = opinions(a, groups, max_tokens=20, ema=0.0)
+    assert mine is not None
+    books = Books(a, mine, minibatches, 20)
+    for minibatch in pack(agree(a, groups), a, stage, seed=0, step=1):
+        if minibatch.batch is not None:
+            books.check(minibatch.batch)
+    books.complete()
