@@ -44,6 +44,8 @@ STEPS = 10
 """RL steps of a run: most false alarms came in the first ones."""
 RECIPES = {"verifiable": 0.4, "arithmetic": 0.34, "calculator": 0.12, "ladder": 0.06, "shop": 0.05, "programs": 0.03}
 """How often each is drawn."""
+PART = 100
+"""Runs that the same processes play, before new ones take over: what a run leaves behind in memory goes with them."""
 RL_LR = 5e-4
 """What the recipes have; a run's lies up to ten times above or below."""
 TEACHERS = ("opd", "gkd")
@@ -240,11 +242,11 @@ def many(seed: int, indices: Iterable[int], jobs: int) -> list[Outcome]:
     out: list[Outcome] = []
     os.environ["OMP_NUM_THREADS"] = "1"
     try:
-        context = multiprocessing.get_context("spawn")
-        with ProcessPoolExecutor(jobs, mp_context=context, max_tasks_per_child=50) as pool:
-            for done in as_completed([pool.submit(_work, job) for job in todo]):
-                out.append(outcome := done.result())
-                print(line(outcome, len(out), len(todo)), flush=True)
+        for part in range(0, len(todo), PART):
+            with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+                for done in as_completed([pool.submit(_work, job) for job in todo[part : part + PART]]):
+                    out.append(outcome := done.result())
+                    print(line(outcome, len(out), len(todo)), flush=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     return sorted(out, key=lambda o: o.index)
