@@ -7,7 +7,7 @@
 A run is healthy by definition, before it is drawn: nothing is planted, and where it is stopped the same run with every check
 switched off has finite losses to its end. Run number i of seed s is a function of (s, i) alone. A stop of a healthy run is a
 false alarm; a finding of a live rule (`diagnose.rules`) in the notes of its record is a false note, and counted apart.
-Writes benchmarks/results/healthy.json, which docs/trust.md reports.
+Writes benchmarks/results/healthy.json.
 """
 
 from __future__ import annotations
