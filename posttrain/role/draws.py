@@ -127,10 +127,11 @@ def drawn_again(looked: Looked, odds: Odds, uniform_M: np.ndarray, noise: Callab
 
 
 def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
-    """bool [M]: whether the uniform picks another token, wherever log-probs within `apart` put the borders."""
+    """bool [M]: whether the uniform picks another token, wherever log-probs within `apart` put the borders. Borders that are no numbers
+    hold nothing."""
     least = np.maximum(odds.below_M * math.exp(-apart), 1 - (1 - odds.below_M) * math.exp(apart))
     most = np.minimum(odds.upto_M * math.exp(apart), 1 - (1 - odds.upto_M) * math.exp(-apart))
-    return (uniform_M < least - TINY) | (uniform_M > most + TINY)
+    return ~((least - TINY <= uniform_M) & (uniform_M <= most + TINY))
 
 
 @dataclass

@@ -151,6 +151,15 @@ def test_beginnings_are_settled_before_they_are_known(made: tuple[HFLearner, Emb
     assert part.spoken == 3 and bool(part.mask[-1])
 
 
+def test_a_distribution_that_is_no_number_is_no_agreement(made: tuple[HFLearner, EmbeddedEngine]) -> None:
+    _, engine = made
+    looked = draws.look(episodes(engine, Sampling()), 0)
+    assert looked is not None
+    blank = np.full(looked.packed.spoken, np.nan)
+    with pytest.raises(InvariantError, match="does not draw from the distribution it reports"):
+        draws.drawn_again(looked, Odds(blank, blank, blank, blank), draws.uniforms(looked, SEED, STREAM), lambda: draws.SURE, str)
+
+
 # --- bets --------------------------------------------------------------------------------------------------------------
 
 
