@@ -13,6 +13,7 @@ import posttrain
 from posttrain.core import reader
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ports import Talk
+from posttrain.core.env import 
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
@@ -171,7 +172,7 @@ def _chat(run: Run, folder: Path) -> Run:
 
 
 def tiny_rewards() -> tuple[Any, ...]:
-    from posttrain.core.run import Reward
+    from posttrain.core.env import Reward
 
     return (Reward(function="last_integer"),)
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import tree
-from posttrain.core.run import Run, Where
+from posttrain.core.env import Where
+from posttrain.core.run import Run
 
 
 class Kind(StrEnum):

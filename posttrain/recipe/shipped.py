@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ladder import DR_GRPO, GRPO
-from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Reward, Run, Supervised
+from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 
 _TINY = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, context=128)

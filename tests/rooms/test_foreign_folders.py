@@ -25,8 +25,9 @@ from posttrain.core import reader, tree, trust
 from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, values
 from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM, Embedded
+from posttrain.core.env import Reward, Where
 from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
-from posttrain.core.run import Env, Model, Reward, Run, Where
+from posttrain.core.run import Env, Model, Run
 from posttrain.recipe.shipped import RECIPES
 from posttrain.recipe.shipped import recipe as shipped
 from posttrain.role.weights import WEIGHTS

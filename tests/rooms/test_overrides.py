@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core import algorithm as A
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import DAPO, GRPO, LADDER, RLOO
 from posttrain.core.pieces.baseline import Others, Value
@@ -17,7 +18,7 @@ from posttrain.core.pieces.pull import KL, SequenceL2
 from posttrain.core.pieces.shape import Overlong, Signed
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.pieces.trust import Clip
-from posttrain.core.run import Env, Reinforce, Reward, Run, Supervised
+from posttrain.core.run import Env, Reinforce, Run, Supervised
 from posttrain.recipe.overrides import address, apply, surface
 from posttrain.recipe.shipped import recipe
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
+from posttrain.core.env import 
 from posttrain.core.run import Env
 from posttrain.core.stop import Limits
 from posttrain.core.types import Message, Stop, Task
@@ -360,7 +361,7 @@ def prompts(tmp_path: Any, rows: str, reward: str = "", **args: Any) -> Any:
     (tmp_path / "r.py").write_text(
         reward or "def kept(prompts, completions, state, want, **_):\n    return [float(s['files'] == w) for s, w in zip(state, want)]\n"
     )
-    from posttrain.core.run import Reward
+    from posttrain.core.env import Reward
 
     return environment(
         Env(
