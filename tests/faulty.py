@@ -13,7 +13,6 @@ import posttrain
 from posttrain.core import reader
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ports import Talk
-from posttrain.core.env import 
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
-from posttrain.core.env import 
 from posttrain.core.run import Env
 from posttrain.core.stop import Limits
 from posttrain.core.types import Message, Stop, Task
