@@ -58,10 +58,11 @@ class Lessons:
 
     def _first_question(self, parts: Parts, stage: Supervised, batch: Demonstrations, index: int) -> None:
         """Compare the first demonstration's prompt with what a rollout shows; a document answers nothing."""
-        walk = Prompts(parts.environment.train, seeds.torch_seed(parts.run.seed, f"sft/{stage.name}"), cursor=(index - 1) * stage.batch)
+        setting = parts.setting(stage)
+        walk = Prompts(setting.environment.train, seeds.torch_seed(parts.run.seed, f"sft/{stage.name}"), cursor=(index - 1) * stage.batch)
         task, _ = next(walk)
-        prompt, _ = parts.environment.demonstrate(task, stage.style, seeds.generator(parts.run.seed, "look", index), 0.0)
+        prompt, _ = setting.environment.demonstrate(task, stage.style, seeds.generator(parts.run.seed, "look", index), 0.0)
         if not len(prompt):
             return
         first = int(batch.source_M[0]) + 1
-        same_question(batch.ids_N[:first], np.asarray(parts.rollout.dialogue(task.id).see(prompt)), parts.text)
+        same_question(batch.ids_N[:first], np.asarray(setting.rollout.dialogue(task.id).see(prompt)), parts.text)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -147,7 +148,7 @@ HARMLESS = frozenset(
 
 def key(cls: type, name: str) -> str:
     """`Class.field`, by the class that declares the field first: what all stages share is decided once."""
-    return f"{next(c for c in reversed(cls.__mro__) if name in c.__dict__.get('__annotations__', {})).__name__}.{name}"
+    return f"{next(c for c in reversed(cls.__mro__) if name in inspect.get_annotations(c)).__name__}.{name}"
 
 
 def decided(cls: type, name: str) -> Decision | None:

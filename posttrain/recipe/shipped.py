@@ -40,7 +40,17 @@ def ladder() -> Run:
                 steps=40,
                 eval_every=20,
             ),
-            Supervised(name="sft_continued", style="cot", wrong=0.4, steps=100_000, batch=128, optimizer=Optimizer(lr=1e-3), beside="rl"),
+            Supervised(
+                name="sft_continued",
+                style="cot",
+                start="cot",
+                time_of="rl",
+                hands_on=False,
+                wrong=0.4,
+                steps=100_000,
+                batch=128,
+                optimizer=Optimizer(lr=1e-3),
+            ),
         ),
     )
 

@@ -13,10 +13,9 @@ alpha (Ville's inequality), whatever is looked at and whenever one stops.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
 
@@ -142,7 +141,7 @@ class Bet:
     to 1, and so the stakes' mean exceeds 1 / alpha with probability at most alpha.
     """
 
-    stakes: list[float] = field(default_factory=list[float])
+    stakes: tuple[float, ...] = ()
     """Logarithms."""
     rounds: int = 0
 
@@ -150,13 +149,13 @@ class Bet:
         """One round: the factor of each way."""
         n = self.rounds + 1
         added = -math.log(n) - math.log(n + 1)
-        before = self.stakes or [-math.inf] * len(log_factors)
-        self.stakes = [float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True)]
+        before = self.stakes or (-math.inf,) * len(log_factors)
+        self.stakes = tuple(float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True))
         self.rounds = n
 
     def lose(self) -> None:
         """All of the stake: a factor of 0. What is added later is a stake again."""
-        self.stakes = []
+        self.stakes = ()
 
     @property
     def log_evidence(self) -> float:
@@ -170,11 +169,6 @@ class Bets:
 
     draws: Bet = field(default_factory=Bet)
     siblings: Bet = field(default_factory=Bet)
-
-    @staticmethod
-    def of(data: Mapping[str, Any] | None) -> Bets:
-        """What `dataclasses.asdict` made of them."""
-        return Bets(**{name: Bet(**bet) for name, bet in data.items()}) if data else Bets()
 
 
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Odds
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
+from posttrain.core.tree import from_plain, to_plain
 from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.attention import PackedLayout, using
@@ -248,8 +249,7 @@ def test_a_fault_that_begins_late_is_found() -> None:
 def test_bets_come_back_from_a_checkpoint() -> None:
     bets = Bets()
     bet_on_draws(bets.draws, walk(np.random.default_rng(2), 50, 2.0, 1.0)[0], 2e-3)
-    assert asdict(Bets.of(json.loads(json.dumps(asdict(bets))))) == asdict(bets)
-    assert asdict(Bets.of(None)) == asdict(Bets())
+    assert from_plain(Bets, json.loads(json.dumps(to_plain(bets)))) == bets
 
 
 # --- siblings ----------------------------------------------------------------------------------------------------------
@@ -359,7 +359,7 @@ def test_a_lost_stake_is_lost_and_begins_again() -> None:
         bet.play([1.0, 0.0])
     bet.lose()
     assert bet.log_evidence == -math.inf and bet.rounds == 20
-    assert asdict(Bets.of(json.loads(json.dumps(asdict(Bets(bet, Bet()))))).draws) == asdict(bet)
+    assert from_plain(Bets, json.loads(json.dumps(to_plain(Bets(bet, Bet()))))).draws == bet
     bet.play([0.0, 0.0])
     assert math.exp(bet.log_evidence) == pytest.approx(1 / (21 * 22))
 
