@@ -176,11 +176,11 @@ def _asked(node: Any, name: str, value: Any) -> Found:
 
 def values(run: Run) -> dict[str, tuple[str, Any]]:
     """Every value of the tree by the path overrides use: (`Class.field`, value). Stages stand under their names."""
-    return {path: (key(type(node), name), value) for path, node, name, value in _walk(run, "")}
+    return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in _walk(run, "")}
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
-    for name in tree.hints(type(node)):
+    for name in tree.hints(cast("type[Any]", type(node))):
         value, here = getattr(node, name), f"{path}{name}"
         if dataclasses.is_dataclass(value):
             yield from _walk(value, f"{here}.")

@@ -70,7 +70,8 @@ def hints(cls: type) -> dict[str, Any]:
 
 def _open(declared: Any) -> bool:
     """Whether it is a base class that stands for its known kinds."""
-    return isinstance(declared, type) and hasattr(declared, "kinds") and declared not in declared.kinds().values()
+    kinds: Any = getattr(declared, "kinds", None) if isinstance(declared, type) else None
+    return kinds is not None and declared not in kinds().values()
 
 
 def is_union(declared: Any) -> bool:

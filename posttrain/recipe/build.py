@@ -125,8 +125,10 @@ def make_policy(run: Run, env: Environment, others: Mapping[str, Environment] | 
     A tokenizer that is built has the characters of all of them, or is the one `written` into a run folder.
     """
     others = others or {}
-    alphabets = [getattr(e, "alphabet", None) for e in (env, *others.values())]
-    known = None if None in alphabets else "".join(dict.fromkeys("".join(alphabets))) if others else alphabets[0]
+    alphabets: list[str | None] = [getattr(e, "alphabet", None) for e in (env, *others.values())]
+    known = alphabets[0]
+    if others:
+        known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
     policy = load_policy(run.model, known, run.seed, tokenizer_files=written)
     check_lengths(run, policy)
     check_tokens(run, policy)
