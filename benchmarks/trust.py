@@ -88,7 +88,7 @@ def healthy(name: str, seed: int, model: Path, folder: Path) -> Healthy:
 
 
 def cost(folder: Path) -> dict[str, float]:
-    """Seconds of a run of the recipe `arithmetic`, and of those the seconds inside the guard: in all, and at steps without second opinions.
+    """Seconds of a run of the recipe `arithmetic`, and of those the seconds inside its checks: in all, and at steps without second opinions.
 
     A step's seconds are its phases'; clocks with a slash lie inside one, or add up what many requests waited at once.
     """
@@ -96,49 +96,39 @@ def cost(folder: Path) -> dict[str, float]:
     here = [0]
 
     def timed(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Guard, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Observers, h: Any, event: Any) -> Any:
+            if isinstance(event, AskedEvent):
+                here[0] = event.experience.index
             begun = time.perf_counter()
             try:
-                return real(self, *args, **kwargs)
+                return real(self, h, event)
             finally:
-                spent[self._index] += time.perf_counter() - begun  # type: ignore[assignment]
+                spent[here[0]] += time.perf_counter() - begun  # type: ignore[assignment]
 
         return call
 
     def timed_async(real: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(self: Guard, *args: Any, **kwargs: Any) -> Any:
+        async def call(self: Observers, *args: Any) -> Any:
             begun = time.perf_counter()
             try:
-                return await real(self, *args, **kwargs)
+                return await real(self, *args)
             finally:
-                spent[self._index] += time.perf_counter() - begun  # type: ignore[assignment]
+                spent[here[0]] += time.perf_counter() - begun  # type: ignore[assignment]
 
         return call
-
-    real_move = Guard.first_move
-
-    @contextmanager
-    def move(self: Guard, *args: Any) -> Iterator[None]:
-        begun = time.perf_counter()
-        with real_move(self, *args):
-            inside = time.perf_counter()
-            yield
-            here[0] = time.perf_counter()
-        spent[self._index] += inside - begun + time.perf_counter() - here[0]  # type: ignore[assignment]
 
     steps = 31
     words = ("sft.steps=60", f"rl.steps={steps}", "rl.eval_every=0", "rl.checkpoint_every=0", "env.heldout=0", "algorithm=grpo")
     with (
-        patch.object(Guard, "rolled_out", timed(Guard.rolled_out)),
-        patch.object(Guard, "scored", timed(Guard.scored)),
-        patch.object(Guard, "begin", timed_async(Guard.begin)),
-        patch.object(Guard, "after", timed_async(Guard.after)),
-        patch.object(Guard, "first_move", move),
+        patch.object(Observers, "tell", timed(Observers.tell)),
+        patch.object(Observers, "needs", timed(Observers.needs)),
+        patch.object(Observers, "begin", timed_async(Observers.begin)),
+        patch.object(Observers, "after", timed_async(Observers.after)),
     ):
         posttrain.run("arithmetic", *words, out=folder / "cost", quiet=True)
     phases = {s.index: [x for name, x in s.clock.items() if "/" not in name] for s in reader.steps(folder / "cost") if s.stage == "rl"}
     taken = {index: sum(seconds) for index, seconds in phases.items()}
-    plain_steps = [i for i in taken if i > 16 and not guard.due(i)]
+    plain_steps = [i for i in taken if i > 16 and not due(i)]
     return {
         "steps": steps,
         "share": sum(spent.values()) / sum(taken.values()),
@@ -244,7 +234,7 @@ def page(data: dict[str, Any]) -> str:
             "check",
             "what holds",
         ),
-        f"**A second opinion** (`posttrain/role/agreement.py`, `audit.py`), {summary(guard.due).split(': ')[1]} Credit, weights and the loss are computed again from "
+        f"**A second opinion** (`posttrain/role/agreement.py`, `audit.py`), {summary(due).split(': ')[1]} Credit, weights and the loss are computed again from "
         "their definitions by code that shares nothing with what trained:",
         "",
         *table([("`Books`", summary(agreement.Books))] + [(f"`{n}`", t) for n, t in functions(agreement)], "check", "what holds"),

@@ -64,7 +64,7 @@ def episodes(tmp_path: Path, limits: Limits, **chatter: Any) -> tuple[list[Episo
     stage = parts.run.stages[-1]
 
     async def go() -> list[Episode]:
-        groups = await asyncio.gather(*(rollout.group(env.train.task(i), 0, 2, parts.sampling(stage), "test") for i in range(3)))
+        groups = await asyncio.gather(*(rollout.group(env.train.task(i), 0, Request(groups=1, siblings=2), parts.sampling(stage), "test") for i in range(3)))
         return [e for g in groups for e in g.episodes]
 
     out = asyncio.run(go())

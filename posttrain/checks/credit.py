@@ -1,22 +1,21 @@
-"""Canaries with a second opinion: credit, weights, loss and update of a step against `audit` and `listening`."""
+"""Whether the credit and weights of a step are what a second opinion (`audit`) says, and nobody is lost on the way."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
-from typing import Any
 
 import numpy as np
-import torch
 
+from posttrain.checks.audit import Opinion, opinions, weights
+from posttrain.checks.schedule import due
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.run import Optimizer
-from posttrain.core.types import Gauge, Gauges, Group, ScoredGroup
-from posttrain.role.audit import Opinion, key, plain, weights
-from posttrain.role.listening import Heard, demand, first_update, value_demand
+from posttrain.core.types import Group, ScoredGroup, Step
+from posttrain.role.events import Event, Observer, PackedEvent, Remark, ScoredEvent
+from posttrain.role.roles import Roles
 
 CREDIT_BOUND = 1e-9
 """Relative difference of two float64 opinions on one number."""
@@ -24,10 +23,6 @@ STREAM_BOUND = 1e-3
 """Two episodes that say the same are one to us, and their scores differ by what their places in a packing do to rounding."""
 FAINT = 1e-9
 """Credit below this share of a step's largest may be the rounding of 0, which leaves the batch."""
-LOSS_BOUND = 5e-6
-"""Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32: docs/trust.md."""
-UPDATE_BOUND = 0.02
-"""Departure of a first optimizer step, in learning rates."""
 
 
 def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) -> None:
@@ -149,125 +144,29 @@ def _off(got: np.ndarray, want: np.ndarray) -> float:
     return float(np.abs(got - want).max(initial=0.0)) / (1 + float(np.abs(want).max(initial=0.0)))
 
 
-def loss_agrees(a: Algorithm, batch: Batch, heard: Heard) -> Gauges:
-    """What the loss asked of each log-prob, all micro-batches together, is what the definition asks of the whole minibatch."""
-    logp_M = np.concatenate([np.zeros(0), *heard.logp])
-    asked_M = np.concatenate([np.zeros(0), *heard.asked])
-    if len(logp_M) != batch.spoken or len(asked_M) != batch.spoken:
-        raise InvariantError(
-            f"the micro-batches scored {len(logp_M)} tokens and differentiated {len(asked_M)} of the minibatch's {batch.spoken}: "
-            "every token belongs to exactly one micro-batch"
-        )
-    if heard.left:
-        raise InvariantError(
-            f"{heard.left} parameters still held a gradient when the step began: it would be added to this one's. Clear gradients after every optimizer step"
-        )
-    entropy_and_value_agree(a, batch, heard)
-    want = demand(a, batch, logp_M)
-    if want is None:
-        return {}
-    error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
-    relative_M = error_M / np.maximum(want.size_M, 1e-3 * float(want.size_M.max(initial=0.0)) + 1e-30)
-    worst = float(relative_M.max(initial=0.0))
-    if not worst <= LOSS_BOUND:
-        m = int(np.argmax(relative_M))
-        ratio = float(asked_M @ want.want_M / (want.want_M @ want.want_M)) if np.any(want.want_M) else np.nan
-        raise InvariantError(
-            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its log-prob (credit {batch.advantage_M[m]:.4g}, "
-            f"weight {batch.weight_M[m]:.4g}), the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. "
-            "-1 is a flipped sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the trust region and the KL's direction"
-        )
-    return {"canary/loss_gap": Gauge(worst, 1)}
+class CreditCheck(Observer):
+    """Everyone judged reaches the baseline; at the steps of a second opinion, minibatches hold its credit and weights."""
 
+    def __init__(self) -> None:
+        self._books: Books | None = None
 
-def entropy_and_value_agree(a: Algorithm, batch: Batch, heard: Heard) -> None:
-    """What the loss asked of entropies and values is minus the bonus, and the slope of the value loss."""
-    told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    if a.entropy is not None and heard.entropy and plain(a.entropy) and a.distill is None and a.tokens is None:
-        told["entropy"] = (np.concatenate(heard.entropy), -a.entropy.coef * batch.weight_M)
-    if a.learns_values is not None and heard.value and plain(a.learns_values):
-        want = value_demand(a.learns_values, batch, np.concatenate([v for v, _ in heard.value]))
-        if want is not None:
-            told["value"] = (np.concatenate([g for _, g in heard.value]), want)
-    for name, (got, want) in told.items():
-        size = float(np.abs(want).max(initial=0.0))
-        if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
-            raise InvariantError(
-                f"the loss asks the wrong thing of the {name}: its gradient is up to {float(np.abs(got).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} "
-                f"(largest difference {float(np.abs(got - want).max(initial=0.0)) if len(got) == len(want) else np.nan:.3g}). Check its sign, its coefficient and its weights"
-            )
+    def hear(self, h: Roles, event: Event) -> Remark | None:
+        match event:
+            case ScoredEvent(e, groups):
+                everyone_is_scored(e.groups, groups)
+                self._books = self._opened(h, groups) if due(e.index) else None
+            case PackedEvent(batch=Batch() as batch) if self._books is not None:
+                self._books.check(batch)
+            case _:
+                pass
+        return None
 
+    def _opened(self, h: Roles, groups: Sequence[ScoredGroup]) -> Books | None:
+        a, most = h.stage.algorithm, h.sampling.max_tokens
+        mine = opinions(a, groups, max_tokens=most, ema=h.memory.ema)
+        return None if mine is None else Books(a, mine, h.stage.minibatches, most)
 
-def update_agrees(
-    config: Optimizer, heard: Heard, before: Mapping[str, torch.Tensor], after: Mapping[str, Any], state: Mapping[str, Any]
-) -> Gauges:
-    """The first optimizer step is the configured one, nothing more: learning rate, warm-up, decay and clip included."""
-    worst = first_update(config, heard, dict(before), dict(after), dict(state))
-    if worst.moved > UPDATE_BOUND or worst.momentum > UPDATE_BOUND:
-        raise InvariantError(
-            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} learning rates, its momentum by "
-            f"{worst.momentum:.3g} of its size (gradient norm {heard.norm:.3g}; configured lr={config.lr:g}, warmup={config.warmup}, "
-            f"weight_decay={config.weight_decay:g}, clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
-        )
-    return {"canary/update_gap": Gauge(worst.moved, 1)}
-
-
-def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
-    """What the sampler is served is what the optimizer moves (small constants of an architecture aside)."""
-    left = {n: t for n, t in served.items() if n not in trained and t.is_floating_point()}
-    size, whole = sum(t.numel() for t in left.values()), sum(t.numel() for t in served.values())
-    if size > 0.005 * whole:
-        raise InvariantError(
-            f"{len(left)} of {len(served)} tensors ({size / whole:.0%} of the weights) never reach the optimizer: {', '.join(list(left)[:5])}"
-            f"{', ...' if len(left) > 5 else ''}. They will stay as they are. Check requires_grad and what the optimizer was built from"
-        )
-
-
-def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
-    """Every demonstrated turn is imitated up to exactly one stop token, its last, and a demonstration ends with a turn."""
-    if not stop_ids:
-        return
-    ends = np.cumsum(packed.lengths_S) - 1
-    stops_N = np.isin(packed.ids_N, list(stop_ids))
-    said_N = np.zeros(len(packed.ids_N), bool)
-    said_N[packed.source_M + 1] = True
-    turn_ends_N = said_N & ~np.append(said_N[1:], False)
-    counts = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
-    turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
-    misplaced = np.bincount(packed.segment_M, weights=(stops_N != turn_ends_N)[packed.source_M + 1], minlength=len(ends))
-    wrong = np.flatnonzero(~(stops_N[ends] & said_N[ends]) | (misplaced > 0))
-    if len(wrong):
-        s = int(wrong[0])
-        shown = text(packed.ids_N[ends[s] + 1 - packed.lengths_S[s] : ends[s] + 1])
-        how = (
-            "does not end in a stop token"
-            if not stops_N[ends[s]]
-            else "ends in a stop token that is masked"
-            if not said_N[ends[s]]
-            else f"has {int(counts[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
-        )
-        raise InvariantError(
-            f"demonstration {shown!r} {how}, so the policy is taught {'to go on after its end' if counts[s] > turns[s] else 'never to stop'}. A demonstrated "
-            "turn is imitated up to and including exactly one stop token; look for a template that adds its own, or padding that is masked by its value"
-        )
-
-
-def same_question(shown: np.ndarray, asked: np.ndarray, text: Callable[[np.ndarray], str]) -> None:
-    """What stands before an imitated answer is what a rollout is shown before it answers."""
-    if shown.tolist() != asked.tolist():
-        raise InvariantError(
-            f"imitation and reinforcement ask differently: before the imitated answer stands {text(shown)!r} ({len(shown)} tokens), and a rollout of the same "
-            f"task is shown {text(asked)!r} ({len(asked)} tokens). Use one template for both, and mask exactly the prompt"
-        )
-
-
-__all__ = [
-    "Books",
-    "demonstration_ends_once",
-    "everyone_is_scored",
-    "key",
-    "loss_agrees",
-    "same_question",
-    "served_is_trained",
-    "update_agrees",
-]
+    async def after(self, h: Roles, step: Step) -> Remark | None:
+        if self._books is not None:
+            self._books.complete()
+        self._books = None

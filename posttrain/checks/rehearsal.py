@@ -7,15 +7,19 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from posttrain.algorithm.losses import PolicyLoss
+from posttrain.checks.demand import demand
+from posttrain.checks.loss import loss_agrees
+from posttrain.checks.schedule import due
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.trust import Divergence
 from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
-from posttrain.role import trainer
-from posttrain.role.agreement import loss_agrees
-from posttrain.role.listening import Heard, demand
+from posttrain.role.events import Event, LearnedEvent, Observer, PackedEvent, Remark
+from posttrain.role.roles import Roles
+from posttrain.role.trainer import Needs, Passes
 
 EPISODES, TOKENS = 6, 16
 
@@ -31,8 +35,8 @@ def rehearse(a: Algorithm) -> None:
     if demand(a, batch, logp_M.astype(np.float64)) is None:
         return
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
-    trainer.objective(a, trainer.streams(batch), TokenScores(logp, entropy, value)).loss.backward()
-    heard = Heard(logp=[_numbers(logp)], asked=[_gradient(logp)])
+    PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
+    heard = Passes(logp=[_numbers(logp)], asked=[_gradient(logp)])
     if entropy.grad is not None:
         heard.entropy.append(_gradient(entropy))
     if value.grad is not None:
@@ -54,7 +58,7 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
     )
     batch = replace(batch, mix_M=np.full(batch.spoken, 0.5))
     logp, value = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M))
-    trainer.objective(alone, trainer.streams(batch), TokenScores(logp, None, value)).loss.backward()
+    PolicyLoss(alone).terms(batch, TokenScores(logp, None, value)).loss.backward()
     with_credit_M = -_gradient(logp) * np.sign(batch.advantage_M)
     wrong, right = int((with_credit_M < 0).sum()), int((with_credit_M > 0).sum())
     if wrong or not right:
@@ -103,3 +107,20 @@ def _made_up() -> tuple[Batch, np.ndarray, np.ndarray]:
         return_M=rng.uniform(-1, 1, count),
     )
     return batch, logp, rng.uniform(-1, 1, count).astype(np.float32)
+
+
+class LossCheck(Observer):
+    """The loss is tried on made-up numbers before the first step; at the steps of a second opinion its gradient is what it should be."""
+
+    async def begin(self, h: Roles) -> None:
+        rehearse(h.stage.algorithm)
+
+    def needs(self, h: Roles, event: PackedEvent) -> Needs:
+        return Needs(logp=due(event.index), asked=due(event.index))
+
+    def hear(self, h: Roles, event: Event) -> Remark | None:
+        match event:
+            case LearnedEvent(packed=PackedEvent(index=index, batch=Batch() as batch), passes=passes) if due(index):
+                return Remark(loss_agrees(h.stage.algorithm, batch, passes))
+            case _:
+                return None

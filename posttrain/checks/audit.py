@@ -15,6 +15,7 @@ import numpy as np
 
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.types import Episode, Scored, ScoredGroup, Stop
+from posttrain.role.culprits import key
 
 READS: dict[str, tuple[str, ...]] = {
     "Zero": (),
@@ -111,12 +112,6 @@ class Opinion:
     @property
     def key(self) -> bytes:
         return key(self.scored.episode)
-
-
-def key(episode: Episode) -> bytes:
-    """What was said and with which log-probs: finds an episode again in a batch."""
-    said = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
-    return b"".join(x.tobytes() for x in (*said[::2], *said[1::2]))
 
 
 def opinions(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float) -> list[Opinion] | None:
