@@ -185,6 +185,18 @@ def table(rows: list[tuple[str, ...]], *head: str) -> list[str]:
     return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(cell(x) for x in r) + " |" for r in rows), ""]
 
 
+def drawn_at_random() -> list[str]:
+    """What `benchmarks/healthy.py` measured, in a paragraph."""
+    found = json.loads(RESULTS.with_name("healthy.json").read_text())
+    told = ", ".join(f"`{name}` in {count}" for name, count in found["notes"].items())
+    return [
+        f"**Healthy runs drawn at random**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped ({found['date']}, `benchmarks/healthy.py`, seed {found['seed']}, "
+        f"{found['steps']} RL steps in all). A run is drawn from recipe, algorithm, seed, minibatches, epochs, siblings, temperature, truncations, oversampling, dtype, architecture, drafts, "
+        "length of SFT, reward and learning rate. It is healthy by definition: nothing is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again. "
+        f"Live rules spoke in some: {told}. These are no false alarms of the rules' own words: an untaught policy does meet eight steps without spread, or answers that end at the limit."
+    ]
+
+
 def page(data: dict[str, Any]) -> str:
     caught: dict[str, Any] = data["caught"]
     runs: list[dict[str, Any]] = data["healthy"]
@@ -207,6 +219,8 @@ def page(data: dict[str, Any]) -> str:
         f"{len(caught)} real bugs, collected from the issue trackers of other frameworks, can be planted into the real code path, each as one replaced function. "
         f"{len(found)} of them ({len(found) / len(caught):.0%}) are caught within {STEPS} steps of a tiny run, {before} before its first step; the median step is "
         f"{sorted(c['step'] for c in found)[len(found) // 2]}. {len(runs) - len(tripped)} of {len(runs)} healthy runs trip nothing.",
+        "",
+        *drawn_at_random(),
         "",
         "Watch one being caught:",
         "",
