@@ -17,8 +17,7 @@ import platform
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,17 +27,18 @@ from unittest.mock import patch
 import torch
 
 import posttrain
-from posttrain.controller import guard, judges
-from posttrain.controller.guard import Guard
+from posttrain.checks import credit, data, draws, judges, loss, measured, rehearsal, resume, sampler, update, verifier
+from posttrain.checks.audit import plain
+from posttrain.checks.demand import demand
+from posttrain.checks.schedule import due
 from posttrain.core import reader
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ladder import LADDER
 from posttrain.diagnose import rules
 from posttrain.recipe import proofs
 from posttrain.recipe.faults import FAULTS
-from posttrain.role import agreement, canaries, draws, movement, rehearsal, rounding
-from posttrain.role.audit import plain
-from posttrain.role.listening import demand
+from posttrain.role import rounding
+from posttrain.role.events import AskedEvent, Observers
 from tests.faulty import STEPS, catch, named, smallest, start
 
 ROOT = Path(__file__).parents[1]
@@ -46,8 +46,15 @@ RESULTS = ROOT / "benchmarks" / "results" / "trust.json"
 PAGE = ROOT / "docs" / "trust.md"
 HEALTHY = ("reinforce", "reinforce_ema", "rloo", "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "maxrl")
 SEEDS = (0, 1, 2)
-CHECKS = (draws.drawn_again, draws.bet_on_draws, draws.bet_on_siblings, movement.gradient_reaches, movement.moved)
-"""Of the modules beside `canaries`, the functions that are checks."""
+EVERY_STEP = (
+    *(sampler.masks_cover_what_was_said, sampler.said_by_these_weights, sampler.stops_are_true, sampler.sampler_agrees),
+    *(sampler.reference_unmoved, sampler.no_distance_yet, draws.drawn_again, draws.bet_on_draws, draws.bet_on_siblings),
+    *(data.no_held_out_task, data.in_order_of_the_file, data.filter_reads_outcomes, data.demonstration_ends_once, data.same_question),
+    *(verifier.failures_stay_out, judges.Judges, update.served_is_trained, update.gradient_reaches, update.moved),
+    *(measured.measured_right, resume.goes_on, resume.came_back),
+)
+SECOND_OPINIONS = (credit.everyone_is_scored, credit.Books, loss.loss_agrees, loss.entropy_and_value_agree, update.update_agrees)
+"""What the page lists of `posttrain/checks`."""
 HEALTHY_STEPS = 12
 
 
@@ -232,26 +239,25 @@ def page(data: dict[str, Any]) -> str:
         "**Types** refuse to be born wrong (`posttrain/core/types.py`, `batch.py`): a mask, log-probs and versions that are not aligned, labels that are not the next tokens, "
         "a group of two prompts, a verdict that is a number although its verifier failed.",
         "",
-        "**Before the first step** (`posttrain/recipe/proofs.py`, `posttrain/role/rehearsal.py`):",
+        "**Before the first step** (`posttrain/recipe/proofs.py`, `posttrain/checks/rehearsal.py`):",
         "",
         *table(
-            [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"] + [(f"`{n}`", t) for n, t in functions(rehearsal)],
+            [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"]
+            + [(f"`{f.__name__}`", summary(f)) for f in (rehearsal.rehearse, rehearsal.points_uphill)],
             "check",
             "what holds",
         ),
-        "**In every step** (`posttrain/role/canaries.py`, `draws.py`, `movement.py`, `posttrain/controller/guard.py`); a violated one stops the run with exit code 3 and says what to look at:",
+        "**In every step** (`posttrain/checks`); a violated one stops the run with exit code 3 and says what to look at:",
         "",
         *table(
-            [(f"`{n}`", t) for n, t in functions(canaries)]
-            + [(f"`{f.__name__}`", summary(f)) for f in CHECKS]
-            + [("`Judges`", summary(judges.Judges))],
+            [(f"`{f.__name__}`", summary(f)) for f in EVERY_STEP],
             "check",
             "what holds",
         ),
-        f"**A second opinion** (`posttrain/role/agreement.py`, `audit.py`), {summary(due).split(': ')[1]} Credit, weights and the loss are computed again from "
+        f"**A second opinion** (`posttrain/checks/credit.py`, `loss.py`, `update.py`), {summary(due).split(': ')[1]} Credit, weights and the loss are computed again from "
         "their definitions by code that shares nothing with what trained:",
         "",
-        *table([("`Books`", summary(agreement.Books))] + [(f"`{n}`", t) for n, t in functions(agreement)], "check", "what holds"),
+        *table([(f"`{f.__name__}`", summary(f)) for f in SECOND_OPINIONS], "check", "what holds"),
         "**Live rules** (`posttrain/diagnose/rules.py`) read the record and warn in its notes:",
         "",
         *table([(f"`{n}`", summary(f)) for n, f in rules.RULES.items()], "rule", "when it speaks"),
@@ -267,8 +273,8 @@ def page(data: dict[str, Any]) -> str:
         "",
         f"{len(HEALTHY)} algorithms x {len(SEEDS)} seeds, {HEALTHY_STEPS} steps each: {len(tripped)} tripped anything"
         + (": " + "; ".join(f"{r['algorithm']} seed {r['seed']}: {r['tripped'][:80]}" for r in tripped) if tripped else "")
-        + f". Largest difference between the loss and its second opinion {max(gaps):.1e} (bound {agreement.LOSS_BOUND:g}), of a log-prob between sampler and learner "
-        f"{max(r['logp_gap'] for r in runs):.1e} (bound {rounding.LEAST['float32'].worst:g}), of a first update {max(r['update_gap'] or 0 for r in runs):.1e} learning rates (bound {agreement.UPDATE_BOUND:g}).",
+        + f". Largest difference between the loss and its second opinion {max(gaps):.1e} (bound {loss.LOSS_BOUND:g}), of a log-prob between sampler and learner "
+        f"{max(r['logp_gap'] for r in runs):.1e} (bound {rounding.LEAST['float32'].worst:g}), of a first update {max(r['update_gap'] or 0 for r in runs):.1e} learning rates (bound {update.UPDATE_BOUND:g}).",
         "",
         f"Algorithms: {', '.join(HEALTHY)}.",
         "",

@@ -18,6 +18,7 @@ from serve_parts import TOKEN, Up, save_model, up
 from posttrain.cli import main as cli
 from posttrain.core import seeds
 from posttrain.core.errors import ConfigError, DataError, EndpointError, EngineError, InvariantError
+from posttrain.core.request import Request
 from posttrain.core.run import Env, Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript

@@ -12,6 +12,7 @@ from template_parts import FAMILIES, Family, renderer, tokenizer
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import DataError
+from posttrain.core.request import Request
 from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Stop, Task

@@ -69,7 +69,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "sign_flip",
-    seam="posttrain.role.trainer:objective",
+    seam="posttrain.algorithm.losses:objective",
     what="the loss has the wrong sign",
     harm="the policy unlearns what is rewarded, and the surrogate loss still looks like one",
     source="pain 19",
@@ -119,7 +119,7 @@ def _distance(a: Any, scored: Any) -> float:
 
 @fault(
     "old_logprob_after_step",
-    seam="posttrain.role.trainer:streams",
+    seam="posttrain.algorithm.losses:streams",
     what="the old log-prob is recomputed with the weights of now",
     harm="every ratio is 1, so the clip never acts and later optimizer steps run away",
     source="pain 3",
