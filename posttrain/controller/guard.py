@@ -17,6 +17,7 @@ from posttrain.controller.house import House
 from posttrain.controller.judges import Judges
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError, RewardError
+from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, VERSION
 from posttrain.core.types import Credit, Gauge, Gauges, Group, ScoredGroup, Step, Task, merge
 from posttrain.core.verdict import failed
 from posttrain.diagnose.gauges import components, unjudged_words
@@ -189,8 +190,8 @@ class Guard:
         self._gauges = merge(self._gauges, sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=h.text))
         band = noise_band(h.stage.algorithm, mu[own], learner[own], np.unique(packed.sequence_M[own], return_inverse=True)[1], dtype)
         self._gauges = merge(self._gauges, band)
-        if h.reference is not None and episodes[0].reference is not None:
-            reference = np.concatenate([x for e in episodes for x in e.reference or ()])
+        if h.reference is not None and REFERENCE in episodes[0]:
+            reference = np.concatenate([x for e in episodes for x in e.find(REFERENCE) or ()])
             if h.own_reference:
                 no_distance_yet(learner, reference, dtype, exact, packed.sampling.temperature)
 
@@ -223,9 +224,9 @@ class Guard:
         version = h.trainer.version
 
         def observe(batch: Batch, learner_M: np.ndarray) -> None:
-            fresh = batch.version_M == version
+            fresh = batch[VERSION] == version
             exact = lambda: h.learner.exact(batch)  # noqa: E731
-            seen = sampler_agrees(batch, batch.logp_mu_M, learner_M, fresh, dtype=h.run.model.dtype, exact=exact, text=h.text)
+            seen = sampler_agrees(batch, batch[MU], learner_M, fresh, dtype=h.run.model.dtype, exact=exact, text=h.text)
             self._gauges = merge(self._gauges, seen)
 
         return observe
@@ -239,7 +240,7 @@ class Guard:
         """
         if self._books is not None:
             self._books.check(batch)
-        first = not self._moved and bool(np.any(batch.advantage_M))
+        first = not self._moved and bool(np.any(batch[ADVANTAGE]))
         lr, config = h.trainer.optimizer.lr, h.stage.optimizer
         with ExitStack() as stack:
             heard = stack.enter_context(listening(h.trainer, gradients=first)) if first or due(self._index) else None

@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrain.controller.house import Parts
 from posttrain.core import seeds
-from posttrain.core.batch import Demonstrations
+from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.run import Supervised
 from posttrain.core.types import Step
@@ -27,7 +27,7 @@ class Lessons:
         self._fresh = fresh
 
     @contextmanager
-    def watch(self, parts: Parts, trainer: Trainer, stage: Supervised, batch: Demonstrations, index: int) -> Iterator[None]:
+    def watch(self, parts: Parts, trainer: Trainer, stage: Supervised, batch: Batch, index: int) -> Iterator[None]:
         """Around one optimizer step of imitation: every demonstration ends once; at the first, the first demonstration's
         prompt is the one a rollout is shown, and every parameter moves. A gradient that is not finite names the demonstrations that make
         it, and the step is in the record."""
@@ -42,7 +42,7 @@ class Lessons:
             raise InvariantError(told) from error
 
     @contextmanager
-    def _first(self, parts: Parts, trainer: Trainer, stage: Supervised, batch: Demonstrations, index: int) -> Iterator[None]:
+    def _first(self, parts: Parts, trainer: Trainer, stage: Supervised, batch: Batch, index: int) -> Iterator[None]:
         """Around the first step of the stage: the first demonstration's prompt is the one a rollout is shown, and every parameter moves."""
         if not self._fresh:
             yield
@@ -56,7 +56,7 @@ class Lessons:
             yield
         moved(heard, trainer.trained(), config, lr, trainer.optimizer.state_tensors())
 
-    def _first_question(self, parts: Parts, stage: Supervised, batch: Demonstrations, index: int) -> None:
+    def _first_question(self, parts: Parts, stage: Supervised, batch: Batch, index: int) -> None:
         """Compare the first demonstration's prompt with what a rollout shows; a document answers nothing."""
         walk = Prompts(parts.environment.train, seeds.torch_seed(parts.run.seed, f"sft/{stage.name}"), cursor=(index - 1) * stage.batch)
         task, _ = next(walk)

@@ -19,6 +19,7 @@ from posttrain.controller.house import House
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.pieces.baseline import Greedy
+from posttrain.core.streams import MU
 from posttrain.core.types import Credit, Gauge, Gauges, Step, merge
 from posttrain.diagnose.gauges import rollout_gauges
 from posttrain.role.audit import key
@@ -136,6 +137,6 @@ def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
     except NotFinite as error:
         of = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
         said = [batch.select([e]) for e in error.culprits]
-        found = [of.get(one.target_M.tobytes() + one.logp_mu_M.tobytes()) for one in said]
+        found = [of.get(one.target_M.tobytes() + one[MU].tobytes()) for one in said]
         names = [f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})" for e in found if e is not None]
         raise InvariantError(error.told(names, f" ({where})")) from error

@@ -14,6 +14,7 @@ from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.run import Optimizer
+from posttrain.core.streams import ADVANTAGE, MU, RETURN, WEIGHT
 from posttrain.core.types import Gauge, Gauges, Group, ScoredGroup
 from posttrain.role.audit import Opinion, key, plain, weights
 from posttrain.role.listening import Heard, demand, first_update, value_demand
@@ -69,7 +70,7 @@ class Books:
         found: list[list[Opinion]] = []
         self._rows = [slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())]
         for e, rows in enumerate(self._rows):
-            name = batch.target_M[rows].tobytes() + batch.logp_mu_M[rows].tobytes()
+            name = batch.target_M[rows].tobytes() + batch[MU][rows].tobytes()
             if name not in self._by_key:
                 raise InvariantError(
                     f"episode {e} of a minibatch says something no episode of this step said (other tokens, or the same with other log-probs). "
@@ -83,7 +84,7 @@ class Books:
 
     def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[Opinion]) -> list[Opinion]:
         """The opinions whose credit the rows carry: several where answers are alike to the last bit."""
-        got = batch.advantage_M[rows]
+        got = batch[ADVANTAGE][rows]
         alike = [o for o in options if len(o.credit) == len(got)]
         agreeing = [o for o in alike if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))]
         if agreeing:
@@ -99,16 +100,11 @@ class Books:
 
     def streams_agree(self, batch: Batch, rows: slice, options: Sequence[Opinion]) -> list[Opinion]:
         """Those of the opinions whose episode's further streams the rows carry, token by token."""
-        held = {"start": batch.logp_start_M, "reference": batch.logp_ref_M, "values": batch.value_M, "returns": batch.return_M}
         wrong: list[str] = []
         for o in options:
-            own = {
-                "start": o.scored.start,
-                "reference": o.scored.reference,
-                "values": o.scored.values,
-                "returns": None if o.returns is None else (o.returns,),
-            }
-            off = {n: _off(got[rows], np.concatenate(own[n] or ())) for n, got in held.items() if got is not None and own[n]}
+            own = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
+            own |= {} if o.returns is None else {RETURN: o.returns}
+            off = {s.name: _off(batch[s][rows], x) for s, x in own.items() if s in batch}
             wrong += [n for n, x in off.items() if not x <= STREAM_BOUND]
             if all(x <= STREAM_BOUND for x in off.values()):
                 return [o]
@@ -125,7 +121,7 @@ class Books:
             return
         of = {id(o): w for o, w in zip(members, want, strict=True)}
         for rows, options in zip(self._rows, found, strict=True):
-            got = batch.weight_M[rows]
+            got = batch[WEIGHT][rows]
             twins = [o for o in self._by_key[options[0].key] if id(o) in of]
             if twins and all(np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]) for o in twins):
                 raise InvariantError(
@@ -173,8 +169,8 @@ def loss_agrees(a: Algorithm, batch: Batch, heard: Heard) -> Gauges:
         m = int(np.argmax(relative_M))
         ratio = float(asked_M @ want.want_M / (want.want_M @ want.want_M)) if np.any(want.want_M) else np.nan
         raise InvariantError(
-            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its log-prob (credit {batch.advantage_M[m]:.4g}, "
-            f"weight {batch.weight_M[m]:.4g}), the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. "
+            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its log-prob (credit {batch[ADVANTAGE][m]:.4g}, "
+            f"weight {batch[WEIGHT][m]:.4g}), the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. "
             "-1 is a flipped sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the trust region and the KL's direction"
         )
     return {"canary/loss_gap": Gauge(worst, 1)}
@@ -184,7 +180,7 @@ def entropy_and_value_agree(a: Algorithm, batch: Batch, heard: Heard) -> None:
     """What the loss asked of entropies and values is minus the bonus, and the slope of the value loss."""
     told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     if a.entropy is not None and heard.entropy and plain(a.entropy) and a.distill is None and a.tokens is None:
-        told["entropy"] = (np.concatenate(heard.entropy), -a.entropy.coef * batch.weight_M)
+        told["entropy"] = (np.concatenate(heard.entropy), -a.entropy.coef * batch[WEIGHT])
     if a.learns_values is not None and heard.value and plain(a.learns_values):
         want = value_demand(a.learns_values, batch, np.concatenate([v for v, _ in heard.value]))
         if want is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -14,12 +14,12 @@ from torch import Tensor
 from posttrain.algorithm.objective import objective, supervised
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.batch import Batch, Demonstrations, Packed
+from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner
+from posttrain.core.streams import TOP_IDS, WEIGHT
 from posttrain.core.types import Gauge, Gauges, merge
 
-P = TypeVar("P", bound=Packed)
 Observer = Callable[[Batch, np.ndarray], None]
 
 
@@ -93,7 +93,7 @@ class Trainer:
         for micro in batch.split(self.micro_tokens):
             value, alone = a.learns_values is not None, warming
             scores = self.learner.forward(
-                micro, entropy=a.entropy is not None, value=value, candidates_MK=micro.top_ids_MK, head_only=alone
+                micro, entropy=a.entropy is not None, value=value, candidates_MK=micro.find(TOP_IDS), head_only=alone
             )
             if observe is not None:
                 observe(micro, scores.logp.detach().float().cpu().numpy())
@@ -104,19 +104,21 @@ class Trainer:
 
         def own(one: Batch) -> Tensor:
             value = a.learns_values is not None
-            scores = self.learner.forward(one, entropy=a.entropy is not None, value=value, candidates_MK=one.top_ids_MK, head_only=warming)
+            scores = self.learner.forward(
+                one, entropy=a.entropy is not None, value=value, candidates_MK=one.find(TOP_IDS), head_only=warming
+            )
             return objective(a, streams(one, scores.logp.device), scores).loss
 
         return merge(*parts, self._update(batch, own))
 
-    def imitate(self, batch: Demonstrations) -> Gauges:
+    def imitate(self, batch: Batch) -> Gauges:
         """One optimizer step of maximum likelihood on demonstrated tokens."""
         self.learner.train_mode(True)
         total = 0.0
 
-        def alone(micro: Demonstrations) -> Tensor:
+        def alone(micro: Batch) -> Tensor:
             scores = self.learner.forward(micro, entropy=False, value=False)
-            return supervised(torch.as_tensor(micro.weight_M, dtype=scores.logp.dtype, device=scores.logp.device), scores.logp)
+            return supervised(torch.as_tensor(micro[WEIGHT], dtype=scores.logp.dtype, device=scores.logp.device), scores.logp)
 
         for micro in batch.split(self.micro_tokens):
             loss = alone(micro)
@@ -125,7 +127,7 @@ class Trainer:
             total += float(loss.detach())
         return merge({"sft/loss": Gauge(total, 1), "sft/tokens": Gauge(batch.spoken, 1)}, self._update(batch, alone))
 
-    def _update(self, batch: P, alone: Callable[[P], Tensor]) -> Gauges:
+    def _update(self, batch: Batch, alone: Callable[[Batch], Tensor]) -> Gauges:
         """The optimizer's step. `alone` is the loss of a part of the batch, asked again of each episode where the gradient is not finite."""
         lr = self.optimizer.lr
         norm = self.optimizer.step()
@@ -135,15 +137,16 @@ class Trainer:
         self.version += 1
         return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
-    def _culprits(self, batch: P, alone: Callable[[P], Tensor]) -> list[int]:
-        """Episodes whose own loss or gradient is not finite, with the weights of the step, which stood still."""
+    def _culprits(self, batch: Batch, alone: Callable[[Batch], Tensor]) -> list[int]:
+        """Episodes of units whose own loss or gradient is not finite, with the weights of the step, which stood still."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
-        for e in range(batch.episodes):
-            loss = alone(batch.select([e]))
+        for unit in range(batch.units):
+            episodes = batch.members(unit)
+            loss = alone(batch.select(episodes))
             found = torch.autograd.grad(loss, parameters, allow_unused=True)
             if not all(bool(torch.isfinite(x).all()) for x in (loss, *found) if x is not None):
-                out.append(e)
+                out.extend(episodes.tolist())
         return out
 
     def trained(self) -> Mapping[str, Any]:

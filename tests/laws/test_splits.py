@@ -24,6 +24,7 @@ from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.batch import Batch
 from posttrain.core.ladder import LADDER, PPO
 from posttrain.core.pieces.baseline import AnchorMean, TurnMean, Value
+from posttrain.core.streams import ADVANTAGE, START, TOP_LOGP, WEIGHT
 from posttrain.core.types import Gauges, merge
 
 SEED = 3
@@ -121,8 +122,8 @@ def test_on_policy_every_trust_region_is_silent(a: Algorithm) -> None:
     s = streams(batch, dtype=torch.float64)
     scores = here.scores(batch, lp)
     if a.stores_top:
-        assert batch.top_logp_MK is not None
-        scores = replace(scores, candidates=torch.as_tensor(batch.top_logp_MK.astype(np.float64)))
+        assert TOP_LOGP in batch
+        scores = replace(scores, candidates=torch.as_tensor(batch[TOP_LOGP].astype(np.float64)))
     seen = objective(a, s, scores).gauges
     n = float(batch.spoken)
     assert (seen["policy/ratio"].sum, seen["policy/ratio_square"].sum) == (n, n)
@@ -133,7 +134,7 @@ def test_on_policy_every_trust_region_is_silent(a: Algorithm) -> None:
     bare = patch(a, "bare", "-", **changes) if changes else a
     (found,) = torch.autograd.grad(objective(bare, s, scores).loss, lp)
     at = torch.as_tensor((batch.target_M - 100) // 12, dtype=torch.int64)
-    assert torch.equal(found[at], -s.weight_M * s.advantage_M)
+    assert torch.equal(found[at], -s[WEIGHT] * s[ADVANTAGE])
 
 
 @every
@@ -142,7 +143,7 @@ def test_start_left_out_is_the_policy_itself(a: Algorithm) -> None:
     here = world(a, SEED)
     batch = batch_of(a, here.credit, with_start=False)
     bare, scores = streams(batch, dtype=torch.float64), here.scores(batch)
-    known = replace(bare, logp_start_M=scores.logp.detach())
+    known = bare.having({START: scores.logp.detach()})
     for found, right in zip(*(here.gradient(objective(a, s, scores).loss) for s in (bare, known)), strict=True):
         assert torch.equal(found, right)
 
