@@ -22,6 +22,7 @@ from posttrain.algorithm.objective import objective
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.batch import Batch
+from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import LADDER, PPO
 from posttrain.core.pieces.baseline import AnchorMean, TurnMean, Value
 from posttrain.core.streams import ADVANTAGE, START, TOP_LOGP, WEIGHT
@@ -77,6 +78,45 @@ def test_splitting_by_size_adds_up(a: Algorithm) -> None:
     for room in (1, 12, 30):
         parts = batch.split(room)
         assert len(parts) > (1 if batch.episodes > 1 and len(batch.ids_N) > room else 0) and close(summed(here, parts)[0], right)
+
+
+sizes = st.lists(st.integers(1, 4), min_size=14, max_size=14)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, st.integers(1, 200))
+def test_units_are_never_parted(sizes: list[int], room: int) -> None:
+    """Law 2: episodes that a loss reads together (pairs, lists) stay in one micro-batch, and the loss of any split is that of the whole."""
+    here = world(LADDER["grpo"], SEED)
+    unit_E = np.repeat(np.arange(14), sizes)[: here.batch.episodes].astype(np.int32)
+    batch = replace(here.batch, unit_E=unit_E)
+    parts = batch.split(room)
+    assert [x for p in parts for x in p.target_M.tolist()] == batch.target_M.tolist()
+    assert sum(p.units for p in parts) == batch.units == int(unit_E[-1]) + 1
+    assert all(len(p.ids_N) <= room or p.units == 1 for p in parts)
+
+    def compared(part: Batch) -> Tensor:
+        """A loss of each unit as a whole: the spread of its answers' log-probs."""
+        said = here.scores(part).logp
+        answers = torch.stack([said[torch.as_tensor(part.sequence_M == e)].sum() for e in range(part.episodes)])
+        return torch.stack([answers[torch.as_tensor(part.members(u))].logsumexp(0) for u in range(part.units)]).sum()
+
+    assert torch.allclose(torch.stack([compared(p) for p in parts]).sum(), compared(batch), rtol=0, atol=1e-10)
+    assert close(summed(here, parts)[0], whole(LADDER["grpo"])[0])
+
+
+def test_a_part_of_a_unit_is_refused() -> None:
+    """A pair cannot be selected by halves, and units number the episodes in order."""
+    batch = world(LADDER["grpo"], SEED).batch
+    pairs = replace(batch, unit_E=(np.arange(batch.episodes) // 2).astype(np.int32))
+    second = pairs.select(pairs.members(1))
+    assert second.unit_E is not None and second.unit_E.tolist() == [0, 0] and second.units == 1
+    assert [batch.members(e).tolist() for e in range(batch.units)] == [[e] for e in range(batch.episodes)]
+    with pytest.raises(InvariantError, match="part of a unit"):
+        pairs.select([0])
+    for wrong in (np.zeros(3, np.int32), np.ones(batch.episodes, np.int32), np.arange(batch.episodes, dtype=np.int32)[::-1]):
+        with pytest.raises(InvariantError, match="units number"):
+            replace(batch, unit_E=wrong)
 
 
 @every
