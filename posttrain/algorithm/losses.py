@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -12,11 +12,10 @@ import torch
 from posttrain.algorithm.objective import Terms, objective, supervised
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.batch import Batch, Demonstrations, Packed
+from posttrain.core.batch import Batch
 from posttrain.core.ports import TokenScores
+from posttrain.core.streams import TOP_IDS, WEIGHT
 from posttrain.core.types import Gauge, Gauges, merge
-
-P = TypeVar("P", bound=Packed, contravariant=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,16 +28,16 @@ class Reads:
     head_only: bool = False
 
 
-class Loss(Protocol[P]):
+class Loss(Protocol):
     """A sum over the spoken tokens of a minibatch, so that its micro-batches add up."""
 
-    def reads(self, micro: P) -> Reads: ...
+    def reads(self, micro: Batch) -> Reads: ...
 
-    def terms(self, micro: P, scores: TokenScores) -> Terms:
+    def terms(self, micro: Batch, scores: TokenScores) -> Terms:
         """Of one micro-batch of whole units."""
         ...
 
-    def gauges(self, batch: P, parts: Sequence[Terms]) -> Gauges:
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
         """Of the whole minibatch, from its micro-batches in order."""
         ...
 
@@ -52,7 +51,7 @@ class PolicyLoss:
 
     def reads(self, micro: Batch) -> Reads:
         a = self.algorithm
-        return Reads(a.entropy is not None, a.learns_values is not None, micro.top_ids_MK, self.warming)
+        return Reads(a.entropy is not None, a.learns_values is not None, micro.find(TOP_IDS), self.warming)
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
         return objective(self.algorithm, streams(micro, scores.logp.device), scores)
@@ -65,12 +64,12 @@ class PolicyLoss:
 class Likelihood:
     """Maximum likelihood of what was demonstrated, each token by its weight."""
 
-    def reads(self, micro: Demonstrations) -> Reads:
+    def reads(self, micro: Batch) -> Reads:
         return Reads()
 
-    def terms(self, micro: Demonstrations, scores: TokenScores) -> Terms:
+    def terms(self, micro: Batch, scores: TokenScores) -> Terms:
         logp: Any = scores.logp
-        return Terms(supervised(torch.as_tensor(micro.weight_M, dtype=logp.dtype, device=logp.device), logp), {})
+        return Terms(supervised(torch.as_tensor(micro[WEIGHT], dtype=logp.dtype, device=logp.device), logp), {})
 
-    def gauges(self, batch: Demonstrations, parts: Sequence[Terms]) -> Gauges:
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
         return {"sft/loss": Gauge(sum(float(p.loss.detach()) for p in parts), 1), "sft/tokens": Gauge(batch.spoken, 1)}

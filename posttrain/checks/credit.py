@@ -13,6 +13,7 @@ from posttrain.checks.schedule import due
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.streams import ADVANTAGE, MU, RETURN, WEIGHT
 from posttrain.core.types import Group, ScoredGroup, Step
 from posttrain.role.events import Event, Observer, PackedEvent, Remark, ScoredEvent
 from posttrain.role.roles import Roles
@@ -64,7 +65,7 @@ class Books:
         found: list[list[Opinion]] = []
         self._rows = [slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())]
         for e, rows in enumerate(self._rows):
-            name = batch.target_M[rows].tobytes() + batch.logp_mu_M[rows].tobytes()
+            name = batch.target_M[rows].tobytes() + batch[MU][rows].tobytes()
             if name not in self._by_key:
                 raise InvariantError(
                     f"episode {e} of a minibatch says something no episode of this step said (other tokens, or the same with other log-probs). "
@@ -78,7 +79,7 @@ class Books:
 
     def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[Opinion]) -> list[Opinion]:
         """The opinions whose credit the rows carry: several where answers are alike to the last bit."""
-        got = batch.advantage_M[rows]
+        got = batch[ADVANTAGE][rows]
         alike = [o for o in options if len(o.credit) == len(got)]
         agreeing = [o for o in alike if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))]
         if agreeing:
@@ -94,16 +95,11 @@ class Books:
 
     def streams_agree(self, batch: Batch, rows: slice, options: Sequence[Opinion]) -> list[Opinion]:
         """Those of the opinions whose episode's further streams the rows carry, token by token."""
-        held = {"start": batch.logp_start_M, "reference": batch.logp_ref_M, "values": batch.value_M, "returns": batch.return_M}
         wrong: list[str] = []
         for o in options:
-            own = {
-                "start": o.scored.start,
-                "reference": o.scored.reference,
-                "values": o.scored.values,
-                "returns": None if o.returns is None else (o.returns,),
-            }
-            off = {n: _off(got[rows], np.concatenate(own[n] or ())) for n, got in held.items() if got is not None and own[n]}
+            own = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
+            own |= {} if o.returns is None else {RETURN: o.returns}
+            off = {s.name: _off(batch[s][rows], x) for s, x in own.items() if s in batch}
             wrong += [n for n, x in off.items() if not x <= STREAM_BOUND]
             if all(x <= STREAM_BOUND for x in off.values()):
                 return [o]
@@ -120,7 +116,7 @@ class Books:
             return
         of = {id(o): w for o, w in zip(members, want, strict=True)}
         for rows, options in zip(self._rows, found, strict=True):
-            got = batch.weight_M[rows]
+            got = batch[WEIGHT][rows]
             twins = [o for o in self._by_key[options[0].key] if id(o) in of]
             if twins and all(np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]) for o in twins):
                 raise InvariantError(
@@ -155,7 +151,7 @@ class CreditCheck(Observer):
             case ScoredEvent(e, groups):
                 everyone_is_scored(e.groups, groups)
                 self._books = self._opened(h, groups) if due(e.index) else None
-            case PackedEvent(batch=Batch() as batch) if self._books is not None:
+            case PackedEvent(batch=batch) if self._books is not None:
                 self._books.check(batch)
             case _:
                 pass

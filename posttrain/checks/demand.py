@@ -10,6 +10,7 @@ import numpy as np
 from posttrain.checks.audit import kind, pieces, understood
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
+from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, WEIGHT
 
 LIMIT = 20.0
 """Log-ratios are held within this before exp, as the definition of the ratio says."""
@@ -36,11 +37,11 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
         or a.anchor not in ("start", "behaviour")
     ):
         return None
-    mu = batch.logp_mu_M.astype(np.float64)
-    start = logp_M if batch.logp_start_M is None else batch.logp_start_M.astype(np.float64)
+    mu = batch[MU].astype(np.float64)
+    start = batch[START].astype(np.float64) if START in batch else logp_M
     gap = logp_M - (mu if a.anchor == "behaviour" else start)
     ratio = _RATIOS[a.ratio](gap, batch.sequence_M)
-    credit, weight = batch.advantage_M, batch.weight_M
+    credit, weight = batch[ADVANTAGE], batch[WEIGHT]
     sure = np.ones(len(ratio), bool)
     push = ratio
     if a.clip is not None:
@@ -63,15 +64,15 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
 
 def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | None:
     """d loss / d value of one minibatch: weight * coef * the slope of the larger of the plain and the clipped square, halved."""
-    if batch.return_M is None or (value.clip is not None and batch.value_M is None):
+    if RETURN not in batch or (value.clip is not None and VALUE not in batch):
         return None
-    plain = value_M - batch.return_M
+    plain = value_M - batch[RETURN]
     slope = plain
-    if value.clip is not None and batch.value_M is not None:
-        step = value_M - batch.value_M
-        near = batch.value_M + np.clip(step, -value.clip, value.clip) - batch.return_M
+    if value.clip is not None and VALUE in batch:
+        step = value_M - batch[VALUE]
+        near = batch[VALUE] + np.clip(step, -value.clip, value.clip) - batch[RETURN]
         slope = np.where(plain**2 >= near**2, plain, np.where(np.abs(step) <= value.clip, near, 0.0))
-    return batch.weight_M * value.coef * slope
+    return batch[WEIGHT] * value.coef * slope
 
 
 def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
@@ -82,9 +83,9 @@ def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tup
     if kind(pull) == "SequenceL2":
         total = _sums(gap_M, batch.sequence_M)
         return pull.coef * total, pull.coef * _sums(np.abs(logp_M), batch.sequence_M)
-    if batch.logp_ref_M is None or pull.placement not in ("loss", "both"):
+    if REFERENCE not in batch or pull.placement not in ("loss", "both"):
         return None
-    d = logp_M - batch.logp_ref_M
+    d = logp_M - batch[REFERENCE]
     lost = d < -LIMIT
     near = np.maximum(d, -LIMIT)
     k3, k3_slope = np.exp(-near) - 1 + near, np.where(lost, 0.0, 1 - np.exp(-near))

@@ -9,6 +9,7 @@ from posttrain.checks.demand import demand, value_demand
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.streams import ADVANTAGE, WEIGHT
 from posttrain.core.types import Gauge, Gauges
 from posttrain.role.trainer import Passes
 
@@ -40,8 +41,8 @@ def loss_agrees(a: Algorithm, batch: Batch, heard: Passes) -> Gauges:
         m = int(np.argmax(relative_M))
         ratio = float(asked_M @ want.want_M / (want.want_M @ want.want_M)) if np.any(want.want_M) else np.nan
         raise InvariantError(
-            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its log-prob (credit {batch.advantage_M[m]:.4g}, "
-            f"weight {batch.weight_M[m]:.4g}), the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. "
+            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its log-prob (credit {batch[ADVANTAGE][m]:.4g}, "
+            f"weight {batch[WEIGHT][m]:.4g}), the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. "
             "-1 is a flipped sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the trust region and the KL's direction"
         )
     return {"canary/loss_gap": Gauge(worst, 1)}
@@ -51,7 +52,7 @@ def entropy_and_value_agree(a: Algorithm, batch: Batch, heard: Passes) -> None:
     """What the loss asked of entropies and values is minus the bonus, and the slope of the value loss."""
     told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     if a.entropy is not None and heard.entropy and plain(a.entropy) and a.distill is None and a.tokens is None:
-        told["entropy"] = (np.concatenate(heard.entropy), -a.entropy.coef * batch.weight_M)
+        told["entropy"] = (np.concatenate(heard.entropy), -a.entropy.coef * batch[WEIGHT])
     if a.learns_values is not None and heard.value and plain(a.learns_values):
         want = value_demand(a.learns_values, batch, np.concatenate([v for v, _ in heard.value]))
         if want is not None:

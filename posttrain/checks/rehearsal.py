@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from posttrain.algorithm.losses import PolicyLoss
+from posttrain.algorithm.minibatch import MIX
 from posttrain.checks.demand import demand
 from posttrain.checks.loss import loss_agrees
 from posttrain.checks.schedule import due
@@ -17,6 +18,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.trust import Divergence
 from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
+from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, VERSION, WEIGHT
 from posttrain.role.events import Event, LearnedEvent, Observer, PackedEvent, Remark
 from posttrain.role.roles import Roles
 from posttrain.role.trainer import Needs, Passes
@@ -56,10 +58,10 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
     alone = replace(
         a, clip=clip, pull=None, entropy=None, imitate=None, distill=None, tokens=None, shown=None, rewards="sum", shape=(), scale="one"
     )
-    batch = replace(batch, mix_M=np.full(batch.spoken, 0.5))
+    batch = batch.having({MIX: np.full(batch.spoken, 0.5)})
     logp, value = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M))
     PolicyLoss(alone).terms(batch, TokenScores(logp, None, value)).loss.backward()
-    with_credit_M = -_gradient(logp) * np.sign(batch.advantage_M)
+    with_credit_M = -_gradient(logp) * np.sign(batch[ADVANTAGE])
     wrong, right = int((with_credit_M < 0).sum()), int((with_credit_M > 0).sum())
     if wrong or not right:
         raise InvariantError(
@@ -97,14 +99,16 @@ def _made_up() -> tuple[Batch, np.ndarray, np.ndarray]:
         segment_M=np.repeat(np.arange(EPISODES, dtype=np.int32), TOKENS),
         sequence_S=np.arange(EPISODES, dtype=np.int32),
         sampling=Sampling(stop_ids=()),
-        logp_mu_M=beside(0.9),
-        advantage_M=credit,
-        weight_M=weight,
-        version_M=np.zeros(count, np.int32),
-        logp_start_M=beside(0.5),
-        logp_ref_M=beside(0.7),
-        value_M=rng.uniform(-1, 1, count).astype(np.float32),
-        return_M=rng.uniform(-1, 1, count),
+        streams={
+            MU: beside(0.9),
+            ADVANTAGE: credit,
+            WEIGHT: weight,
+            VERSION: np.zeros(count, np.int32),
+            START: beside(0.5),
+            REFERENCE: beside(0.7),
+            VALUE: rng.uniform(-1, 1, count).astype(np.float32),
+            RETURN: rng.uniform(-1, 1, count),
+        },
     )
     return batch, logp, rng.uniform(-1, 1, count).astype(np.float32)
 
@@ -120,7 +124,7 @@ class LossCheck(Observer):
 
     def hear(self, h: Roles, event: Event) -> Remark | None:
         match event:
-            case LearnedEvent(packed=PackedEvent(index=index, batch=Batch() as batch), passes=passes) if due(index):
+            case LearnedEvent(packed=PackedEvent(index=index, batch=batch), passes=passes) if due(index):
                 return Remark(loss_agrees(h.stage.algorithm, batch, passes))
             case _:
                 return None

@@ -11,6 +11,7 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
 from posttrain.core.ports import Scorer
+from posttrain.core.streams import MU, REFERENCE, VERSION
 from posttrain.core.types import SHOWN, Gauge, Gauges, Group, ScoredGroup, Stop, merge
 from posttrain.role.events import AskedEvent, DifferentiatedEvent, Event, Observer, PackedEvent, Remark, ScoredEvent
 from posttrain.role.roles import Roles
@@ -165,18 +166,17 @@ class SamplerCheck(Observer):
         exact = lambda: h.learner.exact(packed)  # noqa: E731
         seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=h.text)
         band = noise_band(h.stage.algorithm, mu[own], learner[own], np.unique(packed.sequence_M[own], return_inverse=True)[1], dtype)
-        if h.reference is not None and h.own_reference and episodes[0].reference is not None:
-            reference = np.concatenate([x for s in episodes for x in s.reference or ()])
+        if h.reference is not None and h.own_reference and REFERENCE in episodes[0]:
+            reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
             no_distance_yet(learner, reference, dtype, exact, packed.sampling.temperature)
         return merge(seen, band)
 
-    def _ratio_is_one(self, h: Roles, packed: PackedEvent, micros: Sequence[tuple[Packed, np.ndarray]]) -> Gauges:
+    def _ratio_is_one(self, h: Roles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]) -> Gauges:
         """On the first optimizer step after a push, every token that the current weights said has rho = 1."""
         out: list[Gauges] = []
         for micro, logp in micros:
-            assert isinstance(micro, Batch)
             exact = lambda batch=micro: h.learner.exact(batch)  # noqa: E731
-            fresh = micro.version_M == packed.version
+            fresh = micro[VERSION] == packed.version
             learner = logp.astype(np.float32)
-            out.append(sampler_agrees(micro, micro.logp_mu_M, learner, fresh, dtype=h.run.model.dtype, exact=exact, text=h.text))
+            out.append(sampler_agrees(micro, micro[MU], learner, fresh, dtype=h.run.model.dtype, exact=exact, text=h.text))
         return merge(*out)

@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.core.batch import Batch, Packed
+from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner
 from posttrain.core.run import Optimizer
+from posttrain.core.streams import ADVANTAGE
 from posttrain.core.types import Gauge, Gauges, merge
 from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, PackedEvent, Remark
 from posttrain.role.probe import packed_text
@@ -261,4 +262,4 @@ class UpdateCheck(Observer):
 
 def _carries(packed: PackedEvent) -> bool:
     """Whether a minibatch asks for an update: a policy's does where it carries credit."""
-    return not isinstance(packed.batch, Batch) or bool(np.any(packed.batch.advantage_M))
+    return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))

@@ -14,7 +14,7 @@ from posttrain.controller.loop import loop
 from posttrain.controller.step import ask, imitate, learn
 from posttrain.controller.stop import Interrupted, Stopper
 from posttrain.core import reader
-from posttrain.core.batch import Demonstrations
+from posttrain.core.batch import Batch
 from posttrain.core.experience import Experience
 from posttrain.core.ports import Examiner
 from posttrain.core.run import Reinforce, Stage, Supervised
@@ -154,13 +154,13 @@ class Stages:
         h = self._teaching(stage, trainer)
         await h.watch.begin(h)
 
-        async def imagine(index: int) -> Demonstrations:
+        async def imagine(index: int) -> Batch:
             with h.clock.of("learn"):
                 return await demonstrations(
                     parts.environment, parts.renderer, parts.rollout.dialogue, stage, seed=parts.run.seed, step=index - 1, context=h.context
                 )
 
-        async def study(index: int, batch: Demonstrations) -> bool:
+        async def study(index: int, batch: Batch) -> bool:
             nonlocal why
             parts.tell(imitate(h, index, batch))
             p.step, p.version, p.optimizer_steps = index, trainer.version, p.optimizer_steps + 1

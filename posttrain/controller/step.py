@@ -18,7 +18,7 @@ from typing import Any
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.losses import Likelihood, Loss, PolicyLoss
 from posttrain.algorithm.steer import remember, standing, steered
-from posttrain.core.batch import Demonstrations
+from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience, Walk
 from posttrain.core.types import Credit, Gauge, Gauges, Group, Step, merge
@@ -107,7 +107,7 @@ async def _learn(h: Roles, begun: Begun) -> Step:
     return _line(h, begun, notes(e, credit, stage.prompts))
 
 
-def optimize(h: Learning[Any], packed: PackedEvent, loss: Loss[Any]) -> Gauges:
+def optimize(h: Learning[Any], packed: PackedEvent, loss: Loss) -> Gauges:
     """One optimizer step with its events."""
     h.watch.tell(h, packed)
     lr, needs = h.trainer.optimizer.lr, h.watch.needs(h, packed)
@@ -116,7 +116,7 @@ def optimize(h: Learning[Any], packed: PackedEvent, loss: Loss[Any]) -> Gauges:
     return gauges
 
 
-def imitate(h: Teaching, index: int, batch: Demonstrations) -> Step:
+def imitate(h: Teaching, index: int, batch: Batch) -> Step:
     """One supervised step; one that cannot be finished names the demonstrations that make it so, and is in the record."""
     with h.clock.of("learn"):
         try:

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.streams import MU
 from posttrain.core.types import Credit, Episode
 from posttrain.role.trainer import NotFinite
 
@@ -25,6 +26,6 @@ def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
     except NotFinite as error:
         of = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
         said = [batch.select([e]) for e in error.culprits]
-        found = [of.get(one.target_M.tobytes() + one.logp_mu_M.tobytes()) for one in said]
+        found = [of.get(one.target_M.tobytes() + one[MU].tobytes()) for one in said]
         names = [f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})" for e in found if e is not None]
         raise InvariantError(error.told(names, f" ({where})")) from error

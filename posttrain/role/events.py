@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.batch import Packed
+from posttrain.core.batch import Batch
 from posttrain.core.experience import Experience
 from posttrain.core.types import Credit, Gauges, ScoredGroup, Step, merge
 from posttrain.role.evaluate import Report
@@ -42,7 +42,7 @@ class ScoredEvent:
 class PackedEvent:
     index: int
     """The step, from 1."""
-    batch: Packed
+    batch: Batch
     first: bool
     """Whether no optimizer step was taken since the last push."""
     version: int

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -13,12 +13,10 @@ from torch import Tensor
 
 from posttrain.algorithm.losses import Loss
 from posttrain.algorithm.objective import Terms
-from posttrain.core.batch import Packed
+from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner, TokenScores
 from posttrain.core.types import Gauge, Gauges, merge
-
-P = TypeVar("P", bound=Packed)
 
 
 class NotFinite(InvariantError):
@@ -89,7 +87,7 @@ class Needs:
 class Passes:
     """What the forward and backward passes of one optimizer step said, per micro-batch in order; float64, as far as it was needed."""
 
-    micros: list[Packed] = field(default_factory=list[Packed])
+    micros: list[Batch] = field(default_factory=list[Batch])
     logp: list[np.ndarray] = field(default_factory=list[np.ndarray])
     asked: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """d loss / d log-prob."""
@@ -100,7 +98,7 @@ class Passes:
     left: int = 0
     """Parameters that still held a gradient before the first backward."""
 
-    def listen(self, micro: Packed, scores: TokenScores, needs: Needs) -> None:
+    def listen(self, micro: Batch, scores: TokenScores, needs: Needs) -> None:
         """Take note of differentiable scores, and of their derivatives once these are there. Hooks read, they never write."""
         if not (needs.logp or needs.asked):
             return
@@ -131,7 +129,7 @@ class Trainer:
     version: int = 0
 
     def step(
-        self, batch: P, loss: Loss[P], needs: Needs = Needs(), before_update: Callable[[Passes], None] = lambda passes: None
+        self, batch: Batch, loss: Loss, needs: Needs = Needs(), before_update: Callable[[Passes], None] = lambda passes: None
     ) -> tuple[Gauges, Passes]:
         """One optimizer step on one minibatch; micro-batches only split it.
 
@@ -157,13 +155,13 @@ class Trainer:
         before_update(passes)
         return merge(loss.gauges(batch, parts), self._update(batch, loss)), passes
 
-    def _forward(self, micro: P, loss: Loss[P]) -> TokenScores:
+    def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
         reads = loss.reads(micro)
         return self.learner.forward(
             micro, entropy=reads.entropy, value=reads.value, candidates_MK=reads.candidates_MK, head_only=reads.head_only
         )
 
-    def _update(self, batch: P, loss: Loss[P]) -> Gauges:
+    def _update(self, batch: Batch, loss: Loss) -> Gauges:
         """The optimizer's step. Where the gradient is not finite the loss is asked again of each unit."""
         lr = self.optimizer.lr
         norm = self.optimizer.step()
@@ -173,16 +171,17 @@ class Trainer:
         self.version += 1
         return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
-    def _culprits(self, batch: P, loss: Loss[P]) -> list[int]:
-        """Episodes whose own loss or gradient is not finite, with the weights of the step, which stood still."""
+    def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
+        """Episodes of units whose own loss or gradient is not finite, with the weights of the step, which stood still."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
-        for e in range(batch.episodes):
-            one = batch.select([e])
+        for unit in range(batch.units):
+            episodes = batch.members(unit)
+            one = batch.select(episodes)
             total = loss.terms(one, self._forward(one, loss)).loss
             found = torch.autograd.grad(total, parameters, allow_unused=True)
             if not all(bool(torch.isfinite(x).all()) for x in (total, *found) if x is not None):
-                out.append(e)
+                out.extend(episodes.tolist())
         return out
 
     def trained(self) -> Mapping[str, Any]:
