@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.token import ClipCov, KlCov, SecondMoment, Tokens, TopEntropy
+from posttrain.core.streams import ADVANTAGE, MU, START
 
 Array = NDArray[np.float64]
 
@@ -22,24 +23,24 @@ def choose(tokens: Tokens, batch: Batch, entropy_M: np.ndarray | None, rng: np.r
     Raises:
         InvariantError: what the choice reads was not scored.
     """
-    before_M = np.asarray(batch.logp_mu_M if batch.logp_start_M is None else batch.logp_start_M, np.float64)
+    before_M = np.asarray(batch[START] if START in batch else batch[MU], np.float64)
     match tokens:
         case ClipCov(share=share, low=low, high=high):
             if rng is None:
                 raise InvariantError("clip-cov draws tokens at random, and no generator was given")
-            cov_M = covariance(batch.advantage_M, before_M)
+            cov_M = covariance(batch[ADVANTAGE], before_M)
             within = np.flatnonzero((cov_M > low) & (cov_M < high))
             count = min(len(within), int(share * len(cov_M)))
             silent = rng.choice(within, count, replace=False) if count else within[:0]
             return ~np.isin(np.arange(len(cov_M)), silent)
         case KlCov(share=share):
-            return largest(covariance(batch.advantage_M, before_M), share)
+            return largest(covariance(batch[ADVANTAGE], before_M), share)
         case TopEntropy(share=share):
             if entropy_M is None:
                 raise InvariantError("tokens=topentropy reads the entropy at the start of the step, which was not scored")
             return largest(np.asarray(entropy_M, np.float64), share)
         case SecondMoment(limit=limit):
-            return within_moment(before_M - batch.logp_mu_M, limit)
+            return within_moment(before_M - batch[MU], limit)
 
 
 def covariance(advantage_M: Array, logp_M: Array) -> Array:

@@ -17,6 +17,7 @@ from posttrain.algorithm.distance import binary_kl
 from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import bounded_exp
 from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
+from posttrain.core.streams import ADVANTAGE, MU
 from posttrain.core.types import Gauge
 
 
@@ -36,7 +37,7 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
     Args:
         start_M: log-probs of the learner at the start of the step. now_M: those of the policy as it is.
     """
-    log_M = start_M.detach() - batch.logp_mu_M
+    log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)
     for piece in pieces:
         if isinstance(piece, Truncate | Mask) and piece.level == "sequence":
@@ -53,7 +54,7 @@ def _factor(piece: Correction, raw_M: Tensor, log_M: Tensor, now_M: Tensor, batc
         case Mask(low=low, high=high):
             return torch.where((raw_M >= low) & (raw_M <= high), raw_M, 0.0)
         case BinaryKL(phi=phi):
-            mu_M = batch.logp_mu_M
+            mu_M = batch[MU]
             near_M = (binary_kl(log_M + mu_M, mu_M) <= phi) & (binary_kl(mu_M, log_M + mu_M) <= phi)
             return torch.where(near_M, raw_M, 0.0)
         case Reject(low=low, high=high):
@@ -62,8 +63,8 @@ def _factor(piece: Correction, raw_M: Tensor, log_M: Tensor, now_M: Tensor, batc
         case Veto(below=below):
             return (~batch.episode_any(bounded_exp(log_M) < below)).to(raw_M.dtype)
         case NegativeMask(delta=delta):
-            left_M = batch.episode_sum(batch.logp_mu_M - now_M) / batch.episode_length() > delta
-            return (~((batch.advantage_M < 0) & left_M)).to(raw_M.dtype)
+            left_M = batch.episode_sum(batch[MU] - now_M) / batch.episode_length() > delta
+            return (~((batch[ADVANTAGE] < 0) & left_M)).to(raw_M.dtype)
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:

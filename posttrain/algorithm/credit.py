@@ -46,6 +46,7 @@ from posttrain.core.pieces.baseline import (
 )
 from posttrain.core.pieces.shape import BestOf
 from posttrain.core.spread import rounding, spread
+from posttrain.core.streams import ENERGY, START, VALUE
 from posttrain.core.types import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
 from posttrain.core.verdict import size
 
@@ -129,7 +130,7 @@ def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
     Where siblings were compared it is 0, for what they agree in was rounded away before."""
     if a.group_relative:
         return 0.0
-    values = max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.values or ()), default=0.0) if a.learns_values else 0.0
+    values = max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.find(VALUE) or ()), default=0.0) if a.learns_values else 0.0
     return rounding([s.charged_size + float(np.max(np.abs(credit_T), initial=0.0)) + 2 * values], s.resolution)
 
 
@@ -269,17 +270,13 @@ def _scales(a: Algorithm, rewards_P: Sequence[Array], noise_P: Sequence[float], 
 def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
     """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken token, the KL
     where it was paid (A05)."""
-    if s.scored.values is None:
-        raise InvariantError("credit with a value baseline reads the stream 'values', which was not scored")
-    values_T = np.concatenate([np.zeros(0), *s.scored.values]).astype(np.float64)
+    values_T = joined(s.scored[VALUE])
     rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
         rewards_T[-1] += s.shaped - math.fsum(s.paid_T)
     if value.trace is not None:
-        if s.scored.start is None:
-            raise InvariantError("V-trace reads the stream 'start', which was not scored")
         mu = [segment.logp[segment.mask] for segment in s.scored.episode.segments]
-        log_T = np.concatenate([np.zeros(0), *s.scored.start]).astype(np.float64) - np.concatenate([np.zeros(0), *mu])
+        log_T = joined(s.scored[START]) - np.concatenate([np.zeros(0), *mu])
         return v_trace(values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace)
     advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
     own = credit_lambda(value, s.spoken)
@@ -328,7 +325,7 @@ def _by_energy(a: Algorithm, samples: Sequence[Sample]) -> tuple[list[Array], bo
         return [np.zeros(s.spoken) for s in samples], True
     weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
     for row_T, s in zip(weight_GT, samples, strict=True):
-        row_T[: s.spoken] = np.cumsum(joined(s.scored.energy, "energy", a))
+        row_T[: s.spoken] = np.cumsum(joined(s.scored[ENERGY]))
     rewards = above(rewards)
     total_T = np.array([math.fsum(w) for w in weight_GT.T])
     earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])

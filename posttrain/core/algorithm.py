@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.pieces.baseline import (
@@ -22,6 +22,7 @@ from posttrain.core.pieces.baseline import (
     AnchorMean,
     Baseline,
     EnergyMean,
+    Greedy,
     GroupMean,
     Others,
     StepMean,
@@ -43,6 +44,10 @@ from posttrain.core.pieces.token import (
     TopEntropy,
 )
 from posttrain.core.pieces.trust import PER_TOKEN, Clip, Divergence, Hump, TrustRegion
+from posttrain.core.request import Request
+
+if TYPE_CHECKING:
+    from posttrain.core.run import Reinforce
 
 Rewards = Literal["sum", "each", "none"]
 """What is compared: the weighted sum of all sources; each source on its own, then summed (GDPO, A31); or nothing at all."""
@@ -150,6 +155,23 @@ class Algorithm:
             or self.distill is not None
             or self.tokens is not None
             or isinstance(self.baseline, Value)
+        )
+
+    @property
+    def refresh(self) -> int:
+        """Steps after which the policy becomes its own reference; 0: never."""
+        return self.pull.refresh if isinstance(self.pull, KL) else 0
+
+    def request(self, stage: Reinforce) -> Request:
+        """What a step of `stage` asks of its rollout."""
+        return Request(
+            groups=stage.prompts,
+            siblings=stage.siblings,
+            extra=stage.oversample,
+            mixed=self.filter == "mixed",
+            most=stage.refill,
+            greedy=isinstance(self.baseline, Greedy),
+            shown=self.shown,
         )
 
     def lineage(self) -> tuple[Algorithm, ...]:

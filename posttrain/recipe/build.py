@@ -15,6 +15,7 @@ import torch
 import transformers
 
 from posttrain import __version__
+from posttrain.checks.watch import observers, of_run
 from posttrain.controller.house import Parts, Setting
 from posttrain.core import seeds
 from posttrain.core.book import Book
@@ -244,6 +245,8 @@ def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tr
             for s in run.stages
             if s.name in others
         },
+        observe=observers,
+        watch=of_run(),
         trackers=trackers,
         close=close,
     )

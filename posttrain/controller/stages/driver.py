@@ -12,22 +12,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from posttrain.controller.house import Clock, Measured, Parts
+from posttrain.controller.house import Measured, Parts
+from posttrain.controller.loop import loop
 from posttrain.controller.stages.progress import Progress, StageResult, StageState
 from posttrain.controller.stop import Interrupted, Stopper
+from posttrain.core import reader
 from posttrain.core.stage import Stage, come_to, starts
 from posttrain.core.types import Step, merge
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.role.canaries import came_back, measured_right, said_by_these_weights
 from posttrain.role.evaluate import Report
+from posttrain.role.events import EvaluatedEvent, RestoredEvent
+from posttrain.role.roles import Clock
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import load_optimizer, load_weights, save_optimizer, save_weights
 
 S = TypeVar("S", bound=Stage)
 T = TypeVar("T", bound=StageState)
+A = TypeVar("A")
 
-DRIVERS: dict[type[Stage], type[Driver[Any, Any]]] = {}
+DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
 """Who takes the steps of a stage, by the type of its settings."""
 
 
@@ -36,8 +40,12 @@ def keep(parts: Parts, name: str) -> None:
     parts.book.keep(name, lambda folder: save_weights(folder, parts.learner))
 
 
-class Driver(ABC, Generic[S, T]):
-    """One stage of a run, from where it stands to its end: `class MyDriver(Driver[MyStage, MyState], stage=MyStage, state=MyState)`."""
+class Driver(ABC, Generic[S, T, A]):
+    """One stage of a run, from where it stands to its end.
+
+    A kind derives `class MyDriver(Driver[MyStage, MyState, Asked], stage=MyStage, state=MyState)`, where `Asked` is what its `ask`
+    returns and its `learn` takes.
+    """
 
     state_type: ClassVar[type[StageState]]
     measures_before: ClassVar[bool] = False
@@ -57,6 +65,8 @@ class Driver(ABC, Generic[S, T]):
         self.state = cast("T", progress.running)
         self.setting = parts.setting(stage)
         self.clock = Clock(total=dict(self.state.roles))
+        self.report: Report | None = None
+        """Of the evaluation after the last step, where there was one."""
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
         self._begun, self._carried = time.perf_counter(), self.state.seconds
 
@@ -67,8 +77,12 @@ class Driver(ABC, Generic[S, T]):
         """Before the first step, with weights and optimizer in place. `checkpoint`: of a stage that was cut in its middle."""
 
     @abstractmethod
-    async def step(self, index: int) -> Step:
-        """Take step `index` (from 1): new weights by `self.trainer`, what must be remembered into `self.state`, and its line of the record."""
+    async def ask(self, index: int) -> A:
+        """What step `index` (from 1) learns from."""
+
+    @abstractmethod
+    async def learn(self, index: int, asked: A) -> Step:
+        """Take the step: new weights by `self.trainer`, what must be remembered into `self.state`. Returns its line of the record."""
 
     def measured_before(self, report: Report | None) -> None:
         """What to say of the evaluation before the first step. None: no task is held out."""
@@ -91,13 +105,14 @@ class Driver(ABC, Generic[S, T]):
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
+        taken = [] if checkpoint is None else [s for s in reader.steps(self.parts.book.folder) if s.stage == self.stage.name]
+        self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         await self.open(checkpoint)
-        report = None
-        while self.state.step < self.stage.steps and not self.state.ended:
-            report = await self._after(await self.step(self.state.step + 1))
-        if self.stage.eval and report is None:
-            report = await self.evaluate()
-        self._finish(report)
+        if not self.state.ended:
+            await loop(self.ask, self._learned, first=self.state.step + 1, last=self.stage.steps)
+        if self.stage.eval and self.report is None:
+            self.report = await self.evaluate()
+        self._finish(self.report)
 
     async def _start(self) -> None:
         """The weights it starts from are in place, and what is known of them is noted."""
@@ -134,21 +149,23 @@ class Driver(ABC, Generic[S, T]):
         """Whether what is measured of its weights is a measure of the run: they are handed on, and the tasks are the run's."""
         return self.stage.hands_on and self.stage.env is None
 
-    async def _after(self, step: Step) -> Report | None:
-        """What follows every step: evaluation when due, the record, whether it is enough, the border."""
+    async def _learned(self, index: int, asked: A) -> bool:
+        """One step and what follows it: evaluation when due, the record, the border. Whether to go on."""
         p, s, stage = self.progress, self.state, self.stage
-        s.step, p.version = step.index, self.trainer.version
+        step = await self.learn(index, asked)
+        p.checks = {**p.checks, **self.watch.state()}
+        s.step, p.version = index, self.trainer.version
         self.parts.version = p.version
         s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
-        report = None
+        self.report = report = None
         if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
-            report = await self.evaluate()
+            self.report = report = await self.evaluate()
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
         self.parts.tell(step)
         s.ended = self.enough(report)
         self._border(report)
-        return report
+        return not s.ended
 
     def _finish(self, report: Report | None) -> None:
         """Write down what came of the stage; its weights are kept, and handed on or put back."""
@@ -181,8 +198,7 @@ class Driver(ABC, Generic[S, T]):
             return last.report
         with self.clock.of("evaluate"):
             report = await parts.evaluate(self.setting, sampling)
-        said_by_these_weights(report.groups, parts.version)
-        measured_right(report)
+        parts.watch.tell(parts, EvaluatedEvent(report, parts.version))
         if report.failed and self.state.step:  # before the first step the pass rate says it
             parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
         parts.measured = Measured(parts.version, sampling, environment, report)
@@ -226,7 +242,8 @@ class Driver(ABC, Generic[S, T]):
 
     def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
         load_optimizer(checkpoint, trainer.optimizer)
-        came_back("optimizer state", self.state.optimizer, lambda: fingerprint(trainer.optimizer.state_tensors().items()))
+        now = lambda: fingerprint(trainer.optimizer.state_tensors().items())  # noqa: E731
+        self.parts.watch.tell(self.parts, RestoredEvent("optimizer state", self.state.optimizer, now))
 
     def _result(self, report: Report | None) -> StageResult:
         p, s, stage = self.progress, self.state, self.stage

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core import tree
-from posttrain.role.draws import Bets
 
 
 @dataclass(frozen=True)
@@ -70,8 +69,8 @@ class Progress:
     accuracy: tuple[float, float, float] | None = None
     """Last measured of the weights the run has come to, on its own held-out tasks."""
     reward: tuple[float, float, float] | None = None
-    bets: Bets = field(default_factory=Bets)
-    """What the statistical checks have seen, over all stages."""
+    checks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What those who check the run keep of it, over all stages."""
     results: tuple[StageResult, ...] = ()
     running: StageState | None = None
     """Where the stage stands that was cut in its middle."""

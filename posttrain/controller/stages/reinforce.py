@@ -1,4 +1,4 @@
-"""The stage that learns from reward: one `train_step` a step, on the six roles of a `House`."""
+"""The stage that learns from reward: `ask` and `learn` of the step, on the six roles."""
 
 from __future__ import annotations
 
@@ -6,13 +6,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from posttrain.algorithm.steer import Memory
-from posttrain.controller.guard import Guard
-from posttrain.controller.house import House
 from posttrain.controller.stages.driver import Driver, keep
 from posttrain.controller.stages.progress import StageState
-from posttrain.controller.step import checked, train_step
-from posttrain.core import reader
-from posttrain.core.pieces.pull import KL
+from posttrain.controller.step import ask, learn
+from posttrain.core.experience import Experience
 from posttrain.core.ports import Examiner
 from posttrain.core.run import Reinforce
 from posttrain.core.stage import starts
@@ -20,6 +17,7 @@ from posttrain.core.types import Step
 from posttrain.role.evaluate import Report
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts
+from posttrain.role.roles import Roles
 from posttrain.role.weights import load_weights, restore, snapshot
 
 
@@ -38,7 +36,7 @@ class ReinforceState(StageState):
     """Name of the kept weights the reference was last refreshed with; '' where it never was."""
 
 
-class ReinforceDriver(Driver[Reinforce, ReinforceState], stage=Reinforce, state=ReinforceState):
+class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinforce, state=ReinforceState):
     """Learns from reward."""
 
     measures_before = True
@@ -48,22 +46,22 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState], stage=Reinforce, state=
 
     async def open(self, checkpoint: Path | None) -> None:
         parts, stage = self.parts, self.stage
-        self.house = self._house(self._reference(checkpoint))
-        history = [] if checkpoint is None else [s for s in reader.steps(parts.book.folder) if s.stage == stage.name]
-        self.guard = Guard(history, self.progress.bets)
+        self.roles = self._roles(self._reference(checkpoint))
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
-        if stage.algorithm.curriculum is not None and self.house.prompts.curriculum is None:
+        if stage.algorithm.curriculum is not None and self.roles.prompts.curriculum is None:
             parts.say(
                 f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has nothing to choose from"
             )
         await parts.publish()
-        await self.guard.begin(self.house)
+        await self.watch.begin(self.roles)
 
-    async def step(self, index: int) -> Step:
-        house, state = self.house, self.state
-        step = await checked(house, self.guard, await train_step(house, self.guard, index))
-        state.cursor, state.memory = house.prompts.cursor, house.memory
-        state.rates, state.visits = dict(house.prompts.rates), dict(house.prompts.visits)
+    async def ask(self, index: int) -> Experience:
+        return await ask(self.roles, index)
+
+    async def learn(self, index: int, asked: Experience) -> Step:
+        state, walk = self.state, asked.walk
+        step = await learn(self.roles, asked)
+        state.memory, state.cursor, state.rates, state.visits = self.roles.memory, walk.cursor, dict(walk.rates), dict(walk.visits)
         return self._refresh(step)
 
     def enough(self, report: Report | None) -> str:
@@ -71,10 +69,10 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState], stage=Reinforce, state=
             return f"target {self.stage.target:g} reached at step {self.state.step}"
         return super().enough(report)
 
-    def _house(self, reference: Examiner | None) -> House:
+    def _roles(self, reference: Examiner | None) -> Roles:
         parts, stage, state = self.parts, self.stage, self.state
         source, curriculum = self.setting.environment.train, stage.algorithm.curriculum
-        return House(
+        return Roles(
             run=parts.run,
             stage=stage,
             sampling=parts.sampling(stage),
@@ -90,6 +88,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState], stage=Reinforce, state=
             memory=state.memory,
             freeze=parts.freeze,
             own_reference=stage.reference is None,
+            watch=self.watch,
             clock=self.clock,
         )
 
@@ -110,11 +109,11 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState], stage=Reinforce, state=
 
     def _refresh(self, step: Step) -> Step:
         """The policy becomes its own reference where the algorithm says so; its weights are kept, for a resumed run."""
-        pull = self.stage.algorithm.pull
-        if not isinstance(pull, KL) or not pull.refresh or step.index % pull.refresh:
+        every = self.stage.algorithm.refresh
+        if not every or step.index % every:
             return step
-        self.house.reference = self.parts.freeze()
-        self.house.reference_digest = self.house.reference.fingerprint()
+        self.roles.reference = self.parts.freeze()
+        self.roles.reference_digest = self.roles.reference.fingerprint()
         self.state.reference = f"{step.stage}-reference-{step.index:06d}"
         keep(self.parts, self.state.reference)
         return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))

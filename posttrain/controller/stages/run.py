@@ -14,7 +14,7 @@ from posttrain.core import tree
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.run import Run
 from posttrain.core.stage import START
-from posttrain.role.canaries import came_back
+from posttrain.role.events import RestoredEvent
 
 
 class Stages:
@@ -30,7 +30,7 @@ class Stages:
     async def run(self, checkpoint: Path | None = None) -> list[StageResult]:
         """All remaining stages. `checkpoint` holds the optimizer of a stage that was cut in the middle."""
         p, parts = self.progress, self.parts
-        came_back("weights", p.weights, parts.learner.fingerprint)
+        parts.watch.tell(parts, RestoredEvent("weights", p.weights, parts.learner.fingerprint))
         parts.version = p.version
         if not p.stage and p.running is None:
             keep(parts, START)

@@ -13,17 +13,22 @@ alpha (Ville's inequality), whatever is looked at and whenever one stops.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
+from posttrain.core.experience import Experience
 from posttrain.core.ports import Odds
 from posttrain.core.types import Episode, Gauge, Gauges, Group, Kept, Segment, Top
+from posttrain.role.events import AskedEvent, Event, Observer, Remark, ScoredEvent
+from posttrain.role.roles import Roles
+from posttrain.role.rounding import noise, unmeasured
 
 TEMPERATURES = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 """Of the distributions that the said tokens might come from instead: sharper and flatter than the reported one."""
@@ -141,7 +146,7 @@ class Bet:
     to 1, and so the stakes' mean exceeds 1 / alpha with probability at most alpha.
     """
 
-    stakes: tuple[float, ...] = ()
+    stakes: list[float] = field(default_factory=list[float])
     """Logarithms."""
     rounds: int = 0
 
@@ -149,13 +154,13 @@ class Bet:
         """One round: the factor of each way."""
         n = self.rounds + 1
         added = -math.log(n) - math.log(n + 1)
-        before = self.stakes or (-math.inf,) * len(log_factors)
-        self.stakes = tuple(float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True))
+        before = self.stakes or [-math.inf] * len(log_factors)
+        self.stakes = [float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True)]
         self.rounds = n
 
     def lose(self) -> None:
         """All of the stake: a factor of 0. What is added later is a stake again."""
-        self.stakes = ()
+        self.stakes = []
 
     @property
     def log_evidence(self) -> float:
@@ -169,6 +174,11 @@ class Bets:
 
     draws: Bet = field(default_factory=Bet)
     siblings: Bet = field(default_factory=Bet)
+
+    @staticmethod
+    def of(data: Mapping[str, Any] | None) -> Bets:
+        """What `dataclasses.asdict` made of them."""
+        return Bets(**{name: Bet(**bet) for name, bet in data.items()}) if data else Bets()
 
 
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
@@ -236,3 +246,40 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
                     "spread and teaches nothing: check that every sibling has random numbers of its own"
                 )
     return {"canary/bet_on_siblings": Gauge(bet.log_evidence, 1)} if bet.rounds else {}
+
+
+class DrawsCheck(Observer):
+    """Some tokens of the first steps, and of every eighth later on, were drawn as the engine says; siblings do not repeat each other."""
+
+    def __init__(self, bets: Bets) -> None:
+        self._bets = bets
+
+    def state(self) -> dict[str, Any]:
+        return {"bets": asdict(self._bets)}
+
+    def hear(self, h: Roles, event: Event) -> Remark | None:
+        match event:
+            case AskedEvent(e) if not h.stage.oversample:
+                apart = unmeasured(h.run.model.dtype, h.sampling.temperature).worst
+                return Remark(bet_on_siblings(self._bets.siblings, e.played, apart))
+            case ScoredEvent(e, _) if e.index <= 16 or e.index % 8 == 0:
+                return Remark(self._probe(h, e))
+            case _:
+                return None
+
+    def _probe(self, h: Roles, e: Experience) -> Gauges:
+        """Of the first groups asked, of which there are always as many: how many others are asked, and which pass the filter, hangs on
+        what was said."""
+        episodes = [x for g in e.played[: h.stage.prompts] for x in g.episodes]
+        first, dtype = e.index * 7 % len(episodes), h.run.model.dtype
+        if h.sync.sampler.draws_by_place:
+            if (looked := look(episodes, first)) is None:
+                return {}
+            uniform = uniforms(looked, h.run.seed, h.stream)
+            return drawn_again(looked, h.learner.odds(looked.packed), uniform, lambda: noise(dtype, h.learner, looked.packed), h.text)
+        if h.stage.oversample:
+            return {}
+        odds = lambda packed: h.learner.odds(packed, TEMPERATURES)  # noqa: E731
+        cheap, believed = dtype == "float32", unmeasured(dtype, h.sampling.temperature).worst
+        apart = lambda packed: believed if cheap else noise(dtype, h.learner, packed)  # noqa: E731
+        return bet_on_answers(self._bets.draws, episodes, first, odds, apart)
