@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from posttrain.controller.stages import Progress, StageResult, Stages, where
+from posttrain.controller.stages import Progress, StageResult, Stages, check_drivers, where
 from posttrain.controller.stop import Stopper
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint, find
@@ -146,6 +146,7 @@ def run(
 
 
 async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkpoint | None, quiet: bool, said: Sequence[str]) -> Result:
+    check_drivers(run)
     check_trackers(run)
     check_engine(run)
     threads = use_threads(run.threads)

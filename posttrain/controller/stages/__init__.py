@@ -4,6 +4,6 @@ from __future__ import annotations
 
 from posttrain.controller.stages import reinforce, supervised
 from posttrain.controller.stages.progress import Progress, StageResult, StageState
-from posttrain.controller.stages.run import Stages, where
+from posttrain.controller.stages.run import Stages, check_drivers, where
 
-__all__ = ["Progress", "StageResult", "StageState", "Stages", "reinforce", "supervised", "where"]
+__all__ = ["Progress", "StageResult", "StageState", "Stages", "check_drivers", "reinforce", "supervised", "where"]
