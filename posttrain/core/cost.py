@@ -68,9 +68,8 @@ def cost(a: Algorithm) -> Cost:
 
 
 def _generation(a: Algorithm) -> list[str]:
-    refill = "groups asked again until the step is full" if a.filter is not None else ""
-    said = [a.baseline.samples(), refill, *(p.samples() for p in a.pieces if p is not a.baseline)]
-    return [text for text in said if text]
+    own = [text for p in a.pieces if (text := p.samples())]
+    return own + (["groups asked again until the step is full"] if a.filter is not None else [])
 
 
 def _memory(a: Algorithm) -> list[str]:
