@@ -60,7 +60,7 @@ class Siblings:
 def centred(b: Baseline, seen: Siblings) -> tuple[Array, float]:
     """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may be permuted, and
     of differences from the lowest reward, so that rewards which nearly agree are still centred."""
-    raise missing(b, "baseline.by_token" if b.per_token else "baseline.centred")
+    raise missing(b, "baseline.centred")
 
 
 @centred.register(Zero)
