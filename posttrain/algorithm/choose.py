@@ -1,7 +1,8 @@
 """Which tokens of a minibatch speak, chosen over the whole of it before it is split, so that a split changes nothing.
 
-One type in `core.pieces.token`, its functions here, registered by it. Chosen from the log-probs before the step: the learner's where they were scored, else the sampler's own. Published code
-chooses inside each micro-batch from the log-probs of the moment, which ties the algorithm to memory settings.
+One type in `core.pieces.token`, its functions here, registered by it. Chosen from the log-probs before the step: the learner's where they
+were scored, else the sampler's own. Published code chooses inside each micro-batch from the log-probs of the moment, which ties the
+algorithm to memory settings.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     A = (r - baseline) / scale
 
-Baselines are in `algorithm.baseline`, shapings in `algorithm.shape`; a scale is one `case` here. Group-relative baselines without spread give exactly 0: fewer than two rewards to
-compare, or max - min of them not above their resolution times the largest sum of absolute terms, tested before any division
-(`core.spread`). Scales and whitening say "no spread" by the same rule.
+Baselines are in `algorithm.baseline`, shapings in `algorithm.shape`; a scale is one `case` here. Group-relative baselines without
+spread give exactly 0: fewer than two rewards to compare, or max - min of them not above their resolution times the largest sum of
+absolute terms, tested before any division (`core.spread`). Scales and whitening say "no spread" by the same rule.
 
 Worked example, rewards [1, 0, 0, 1] of one prompt: groupmean [.5, -.5, -.5, .5], with group_std +-.8660, others +-.6667.
 """

@@ -119,7 +119,8 @@ def test_a_wrong_combination_is_refused_for_its_own_reason(toys: Any, changes: d
 
 
 def test_credit_and_loss_use_its_mathematics(toys: Any) -> None:
-    plain, brief = (patch(DR_GRPO, "x", "-", anchor="start", shape=s, clip=toys.Bell()) for s in ((), (toys.Brief(price=0.5),)))
+    plain = patch(DR_GRPO, "x", "-", clip=toys.Bell())
+    brief = patch(plain, "y", "-", shape=(toys.Brief(price=0.5),))
     lengths = [[2, 4, 6]]
     centred_length = np.array([2, 4, 6]) - 4
     assert np.subtract(credits(brief, [1, 0, 0], lengths=lengths), credits(plain, [1, 0, 0], lengths=lengths))[0] == pytest.approx(
