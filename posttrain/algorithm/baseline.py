@@ -18,7 +18,6 @@ from posttrain.algorithm.spread import Array, above, compared, mean
 from posttrain.algorithm.turns import by_state, by_turn
 from posttrain.algorithm.value import gae, v_trace
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.baseline import (
     AnchorMean,
     Baseline,
@@ -37,6 +36,7 @@ from posttrain.core.pieces.baseline import (
     Zero,
 )
 from posttrain.core.spread import rounding, spread
+from posttrain.core.streams import ENERGY, START, VALUE
 from posttrain.core.types import Episode
 
 # --- one number a sample -------------------------------------------------------------------------------------------
@@ -147,17 +147,13 @@ def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
     """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken token, the KL
     where it was paid (A05)."""
-    if s.scored.values is None:
-        raise InvariantError("credit with a value baseline reads the stream 'values', which was not scored")
-    values_T = np.concatenate([np.zeros(0), *s.scored.values]).astype(np.float64)
+    values_T = joined(s.scored[VALUE])
     rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
         rewards_T[-1] += s.shaped - math.fsum(s.paid_T)
     if value.trace is not None:
-        if s.scored.start is None:
-            raise InvariantError("V-trace reads the stream 'start', which was not scored")
         mu = [segment.logp[segment.mask] for segment in s.scored.episode.segments]
-        log_T = np.concatenate([np.zeros(0), *s.scored.start]).astype(np.float64) - np.concatenate([np.zeros(0), *mu])
+        log_T = joined(s.scored[START]) - np.concatenate([np.zeros(0), *mu])
         return v_trace(values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace)
     advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
     own = credit_lambda(value, s.spoken)
@@ -211,7 +207,7 @@ def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
         return TokenCredit([np.zeros(s.spoken) for s in samples], True)
     weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
     for row_T, s in zip(weight_GT, samples, strict=True):
-        row_T[: s.spoken] = np.cumsum(joined(s.scored.energy, "energy", a))
+        row_T[: s.spoken] = np.cumsum(joined(s.scored[ENERGY]))
     rewards = above(rewards)
     total_T = np.array([math.fsum(w) for w in weight_GT.T])
     earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])

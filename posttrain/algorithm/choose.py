@@ -17,6 +17,7 @@ from posttrain.algorithm.register import missing
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.token import ClipCov, KlCov, SecondMoment, Tokens, TopEntropy
+from posttrain.core.streams import ADVANTAGE, MU, START
 
 Array = NDArray[np.float64]
 
@@ -41,7 +42,7 @@ def paid(tokens: Tokens, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None
 def _(tokens: ClipCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
     if rng is None:
         raise InvariantError("clip-cov draws tokens at random, and no generator was given")
-    cov_M = covariance(batch.advantage_M, _before(batch))
+    cov_M = covariance(batch[ADVANTAGE], _before(batch))
     within = np.flatnonzero((cov_M > tokens.low) & (cov_M < tokens.high))
     count = min(len(within), int(tokens.share * len(cov_M)))
     silent = rng.choice(within, count, replace=False) if count else within[:0]
@@ -50,7 +51,7 @@ def _(tokens: ClipCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.rando
 
 @choose.register
 def _(tokens: KlCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
-    return largest(covariance(batch.advantage_M, _before(batch)), tokens.share)
+    return largest(covariance(batch[ADVANTAGE], _before(batch)), tokens.share)
 
 
 @paid.register
@@ -67,12 +68,12 @@ def _(tokens: TopEntropy, batch: Batch, entropy_M: np.ndarray | None, rng: np.ra
 
 @choose.register
 def _(tokens: SecondMoment, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
-    return within_moment(_before(batch) - batch.logp_mu_M, tokens.limit)
+    return within_moment(_before(batch) - batch[MU], tokens.limit)
 
 
 def _before(batch: Batch) -> Array:
     """Log-probs before the step [M]: the learner's where they were scored, else the sampler's."""
-    return np.asarray(batch.logp_mu_M if batch.logp_start_M is None else batch.logp_start_M, np.float64)
+    return np.asarray(batch[START] if START in batch else batch[MU], np.float64)
 
 
 def covariance(advantage_M: Array, logp_M: Array) -> Array:

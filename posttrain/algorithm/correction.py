@@ -20,6 +20,7 @@ from posttrain.algorithm.register import missing
 from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import bounded_exp
 from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
+from posttrain.core.streams import ADVANTAGE, MU
 from posttrain.core.types import Gauge
 
 
@@ -52,7 +53,7 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
     Args:
         start_M: log-probs of the learner at the start of the step. now_M: those of the policy as it is.
     """
-    log_M = start_M.detach() - batch.logp_mu_M
+    log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)
     for piece in pieces:
         if piece.of_episodes():
@@ -79,7 +80,7 @@ def _(piece: Mask, seen: Mismatch) -> Tensor:
 
 @factor.register
 def _(piece: BinaryKL, seen: Mismatch) -> Tensor:
-    mu_M = seen.batch.logp_mu_M
+    mu_M = seen.batch[MU]
     near_M = (binary_kl(seen.log_M + mu_M, mu_M) <= piece.phi) & (binary_kl(mu_M, seen.log_M + mu_M) <= piece.phi)
     return torch.where(near_M, seen.raw_M, 0.0)
 
@@ -97,8 +98,8 @@ def _(piece: Veto, seen: Mismatch) -> Tensor:
 
 @factor.register
 def _(piece: NegativeMask, seen: Mismatch) -> Tensor:
-    left_M = seen.batch.episode_sum(seen.batch.logp_mu_M - seen.now_M) / seen.batch.episode_length() > piece.delta
-    return (~((seen.batch.advantage_M < 0) & left_M)).to(seen.raw_M.dtype)
+    left_M = seen.batch.episode_sum(seen.batch[MU] - seen.now_M) / seen.batch.episode_length() > piece.delta
+    return (~((seen.batch[ADVANTAGE] < 0) & left_M)).to(seen.raw_M.dtype)
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:

@@ -27,6 +27,7 @@ from posttrain.algorithm.turns import earned
 from posttrain.algorithm.whiten import whitened
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.spread import rounding, spread
+from posttrain.core.streams import VALUE
 from posttrain.core.types import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
 from posttrain.core.verdict import size
 
@@ -102,7 +103,7 @@ def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
     Where siblings were compared it is 0, for what they agree in was rounded away before."""
     if a.group_relative:
         return 0.0
-    values = max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.values or ()), default=0.0) if a.learns_values else 0.0
+    values = max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.find(VALUE) or ()), default=0.0) if a.learns_values else 0.0
     return rounding([s.charged_size + float(np.max(np.abs(credit_T), initial=0.0)) + 2 * values], s.resolution)
 
 

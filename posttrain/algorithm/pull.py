@@ -9,8 +9,8 @@ from torch import Tensor
 from posttrain.algorithm import kl
 from posttrain.algorithm.register import missing
 from posttrain.algorithm.streams import Streams
-from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.pull import KL, Pull, SequenceL2, TokenL2
+from posttrain.core.streams import REFERENCE
 
 
 @singledispatch
@@ -27,9 +27,7 @@ def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -
 def _(pull: KL, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
     if not kl.in_loss(pull):
         return None
-    if batch.logp_ref_M is None:
-        raise InvariantError("a KL in the loss reads the reference's log-probs, which are missing from the batch")
-    return pull.coef * kl.estimate(pull.estimator, logp_M - batch.logp_ref_M, log_ratio_M)
+    return pull.coef * kl.estimate(pull.estimator, logp_M - batch[REFERENCE], log_ratio_M)
 
 
 @pull_term.register

@@ -35,7 +35,7 @@ class Push:
 class Look:
     """What a trust region may look at, detached: the ratio it bounds, and where it came from.
 
-    candidates_MK: log pi of the batch's `top_ids_MK`, where the trust region reads them.
+    candidates_MK: log pi of the batch's `TOP_IDS`, where the trust region reads them.
     """
 
     ratio_M: Tensor

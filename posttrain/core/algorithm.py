@@ -168,13 +168,13 @@ class Algorithm:
         return 0 if self.pull is None else self.pull.renews()
 
     def request(self, stage: Reinforce) -> Request:
-        """What a step of `stage` needs of the rollout."""
+        """What a step of `stage` asks of its rollout."""
         return Request(
-            prompts=stage.prompts,
+            groups=stage.prompts,
             siblings=stage.siblings,
             extra=stage.oversample,
-            most=stage.refill,
             mixed=self.filter == "mixed",
+            most=stage.refill,
             greedy=self.baseline.greedy,
             shown=self.shown,
         )

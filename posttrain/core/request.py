@@ -1,35 +1,33 @@
-"""What a step needs of a rollout, in one object that the algorithm makes (`Algorithm.request`)."""
+"""What an algorithm asks of a rollout: one object, from the algorithm and its stage."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from posttrain.core.pieces.token import Shown
-
-if TYPE_CHECKING:
-    from posttrain.core.types import Group
 
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """Groups of siblings for one step. How they are said is the sampling contract's, which prompts come next the curriculum's."""
+    """The groups of one step."""
 
-    prompts: int
-    """Groups the step learns from."""
+    groups: int
+    """Groups wanted."""
     siblings: int
-    """Episodes of each group, those that are shown included."""
+    """Samples of each prompt."""
     extra: int = 0
-    """So many more siblings are begun in each group; what has not ended once the wanted number has is aborted."""
-    most: int = 8
-    """At most `most * prompts` groups are asked for, whatever the filter turns away."""
+    """So many more samples of each prompt are started, and those given up that have not ended once `siblings` have."""
     mixed: bool = False
-    """Only groups whose raw outcomes differ are learned from."""
+    """Only groups whose raw outcomes differ count."""
+    most: int = 8
+    """Times `groups` that may be asked for until enough of them count."""
     greedy: bool = False
-    """Each prompt's argmax answer is sampled beside the siblings and never learned from."""
+    """Each prompt's argmax answer too, beside its siblings."""
     shown: Shown | None = None
-    """So many of the siblings are written by a demonstration, in this style. None: all are the policy's."""
+    """Demonstrations that stand in for the last siblings."""
 
-    def keeps(self, group: Group) -> bool:
-        """Whether the step learns from a group that was played."""
-        return not self.mixed or group.mixed
+    def __post_init__(self) -> None:
+        if self.groups < 1 or self.siblings < 1 or self.most < 1 or self.extra < 0:
+            raise ValueError(
+                f"a request of {self.groups} groups of {self.siblings} + {self.extra} samples, at most {self.most} times, asks for nothing"
+            )
