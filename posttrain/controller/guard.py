@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 
@@ -37,8 +36,8 @@ from posttrain.role.canaries import (
     stops_are_true,
 )
 from posttrain.role.draws import TEMPERATURES, Bets, bet_on_answers, bet_on_siblings, drawn_again, look, uniforms
-from posttrain.role.listening import SAMPLED, listening
-from posttrain.role.movement import gradient_reaches, moved, watched
+from posttrain.role.listening import listening
+from posttrain.role.movement import gradient_reaches, moved
 from posttrain.role.noise import noise_band
 from posttrain.role.pack import Minibatch
 from posttrain.role.rehearsal import rehearse
@@ -242,21 +241,21 @@ class Guard:
         first = not self._moved and bool(np.any(batch.advantage_M))
         lr, config = h.trainer.optimizer.lr, h.stage.optimizer
         with ExitStack() as stack:
-            heard = stack.enter_context(listening(h.trainer, gradients=first)) if first or due(self._index) else None
-            from_rest = first and not h.trainer.optimizer.state_tensors().get("steps", 1)
-            before = watched(h.trainer.trained(), SAMPLED) if from_rest else {}
+            update = config if first else None
+            heard = stack.enter_context(listening(h.trainer, update=update)) if first or due(self._index) else None
             yield
         if heard is None:
             return
         if due(self._index):
             self._gauges = merge(self._gauges, loss_agrees(h.stage.algorithm, batch, heard))
-        if first:
-            seen = moved(heard, h.trainer.trained(), config, lr, h.trainer.optimizer.state_tensors())
-            self._gauges = merge(self._gauges, seen)
-            self._moved = bool(seen)
-        if from_rest:
-            optimizer: Any = h.trainer.optimizer
-            self._gauges = merge(self._gauges, update_agrees(config, heard, before, h.trainer.trained(), optimizer.state_tensors()))
+        if heard.handed is None:
+            return
+        seen = moved(heard.handed, h.trainer.trained(), lr)
+        self._gauges = merge(self._gauges, seen)
+        self._moved = bool(seen)
+        if heard.handed.expected:
+            agreed = update_agrees(config, heard.handed, h.trainer.trained(), h.trainer.optimizer.state_tensors())
+            self._gauges = merge(self._gauges, agreed)
 
 
 def sameness(h: House) -> Callable[[Task], Hashable]:

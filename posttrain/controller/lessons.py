@@ -51,10 +51,11 @@ class Lessons:
         served_is_trained(dict(parts.learner.tensors()), trainer.trained())
         gradient_reaches(parts.learner, parts.sync.canary)
         self._first_question(parts, stage, batch, index)
-        lr, config = trainer.optimizer.lr, stage.optimizer
-        with listening(trainer, gradients=True) as heard:
+        lr = trainer.optimizer.lr
+        with listening(trainer, update=stage.optimizer) as heard:
             yield
-        moved(heard, trainer.trained(), config, lr, trainer.optimizer.state_tensors())
+        if heard.handed is not None:
+            moved(heard.handed, trainer.trained(), lr)
 
     def _first_question(self, parts: Parts, stage: Supervised, batch: Demonstrations, index: int) -> None:
         """Compare the first demonstration's prompt with what a rollout shows; a document answers nothing."""

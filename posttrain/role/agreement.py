@@ -8,7 +8,6 @@ from itertools import pairwise
 from typing import Any
 
 import numpy as np
-import torch
 
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
@@ -16,7 +15,8 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.run import Optimizer
 from posttrain.core.types import Gauge, Gauges, Group, ScoredGroup
 from posttrain.role.audit import Opinion, key, plain, weights
-from posttrain.role.listening import Heard, demand, first_update, value_demand
+from posttrain.role.listening import Heard, demand, value_demand
+from posttrain.role.movement import Handed, departure
 
 CREDIT_BOUND = 1e-9
 """Relative difference of two float64 opinions on one number."""
@@ -27,7 +27,7 @@ FAINT = 1e-9
 LOSS_BOUND = 5e-6
 """Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32: docs/trust.md."""
 UPDATE_BOUND = 0.02
-"""Departure of a first optimizer step, in learning rates."""
+"""Departure of a first optimizer step, relative to the size of a full one (`Expected.size`; of AdamW the learning rate)."""
 
 
 def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) -> None:
@@ -198,15 +198,13 @@ def entropy_and_value_agree(a: Algorithm, batch: Batch, heard: Heard) -> None:
             )
 
 
-def update_agrees(
-    config: Optimizer, heard: Heard, before: Mapping[str, torch.Tensor], after: Mapping[str, Any], state: Mapping[str, Any]
-) -> Gauges:
+def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], state: Mapping[str, Any]) -> Gauges:
     """The first optimizer step is the configured one, nothing more: learning rate, warm-up, decay and clip included."""
-    worst = first_update(config, heard, dict(before), dict(after), dict(state))
-    if worst.moved > UPDATE_BOUND or worst.momentum > UPDATE_BOUND:
+    worst = departure(handed, after, state)
+    if worst.moved > UPDATE_BOUND or worst.state > UPDATE_BOUND:
         raise InvariantError(
-            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} learning rates, its momentum by "
-            f"{worst.momentum:.3g} of its size (gradient norm {heard.norm:.3g}; configured lr={config.lr:g}, warmup={config.warmup}, "
+            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full step, its state by "
+            f"{worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured lr={config.lr:g}, warmup={config.warmup}, "
             f"weight_decay={config.weight_decay:g}, clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
         )
     return {"canary/update_gap": Gauge(worst.moved, 1)}

@@ -5,7 +5,6 @@ Nothing is computed differently while somebody listens: hooks read, they never w
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,17 +17,16 @@ from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.run import Optimizer
 from posttrain.role.audit import kind, pieces, understood
+from posttrain.role.movement import Handed
 from posttrain.role.trainer import Trainer
 
 LIMIT = 20.0
 """Log-ratios are held within this before exp, as the definition of the ratio says."""
-SAMPLED = 1 << 20
-"""Tensors up to this many numbers have their first update followed."""
 
 
 @dataclass
 class Heard:
-    """One optimizer step as it was heard: per micro-batch, in order; and the gradients the optimizer was handed."""
+    """One optimizer step as it was heard: per micro-batch, in order; and what the optimizer was handed."""
 
     logp: list[np.ndarray] = field(default_factory=list[np.ndarray])
     asked: list[np.ndarray] = field(default_factory=list[np.ndarray])
@@ -39,20 +37,8 @@ class Heard:
     """(value, d loss / d value), where the loss reads it."""
     left: int = 0
     """Parameters that still held a gradient before the first backward."""
-    gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
-    """Of the tensors of at most `SAMPLED` numbers."""
-    largest: dict[str, Largest] = field(default_factory=dict[str, Any])
-    """Of every tensor with a gradient that is not 0."""
-    norm: float = math.nan
-
-
-@dataclass(frozen=True)
-class Largest:
-    """The number of a tensor with the largest gradient: where it lies in the flat tensor, its gradient and its weight before the step."""
-
-    index: int
-    gradient: float
-    weight: float
+    handed: Handed | None = None
+    """What the optimizer was handed, where it was listened to."""
 
 
 class _Ear:
@@ -80,21 +66,13 @@ class _Ear:
 
 
 class _Scale:
-    """An optimizer whose gradients are copied as they arrive."""
+    """An optimizer that says, before its step, what the step should do."""
 
-    def __init__(self, optimizer: Any, heard: Heard) -> None:
-        self._optimizer, self._heard = optimizer, heard
+    def __init__(self, optimizer: Any, heard: Heard, config: Optimizer) -> None:
+        self._optimizer, self._heard, self._config = optimizer, heard, config
 
     def step(self) -> float:
-        moved = self._optimizer.trained()
-        grads = {n: p.grad for n, p in moved.items() if p.grad is not None}
-        self._heard.gradients = {n: g.detach().double().cpu().clone() for n, g in grads.items() if g.numel() <= SAMPLED}
-        for name, g in grads.items():
-            at = int(g.detach().abs().argmax())
-            gradient, weight = (float(x.detach().flatten()[at]) for x in (g, moved[name]))
-            if gradient:
-                self._heard.largest[name] = Largest(at, gradient, weight)
-        self._heard.norm = math.sqrt(math.fsum(float(g.detach().double().square().sum()) for g in grads.values()))
+        self._heard.handed = Handed.of(self._optimizer, self._config)
         return self._optimizer.step()
 
     def __getattr__(self, name: str) -> Any:
@@ -102,12 +80,12 @@ class _Scale:
 
 
 @contextmanager
-def listening(trainer: Trainer, *, gradients: bool) -> Iterator[Heard]:
-    """Inside the block the trainer's learner, and with `gradients` its optimizer too, are listened to."""
+def listening(trainer: Trainer, *, update: Optimizer | None) -> Iterator[Heard]:
+    """Inside the block the trainer's learner, and with `update`, the stage's configuration, its optimizer too, are listened to."""
     heard, learner, optimizer = Heard(), trainer.learner, trainer.optimizer
     trainer.learner = _Ear(learner, heard)  # type: ignore[assignment]
-    if gradients:
-        trainer.optimizer = _Scale(optimizer, heard)  # type: ignore[assignment]
+    if update is not None:
+        trainer.optimizer = _Scale(optimizer, heard, update)  # type: ignore[assignment]
     try:
         yield heard
     finally:
@@ -209,38 +187,3 @@ _RATIOS = {
     "sequence_mean": lambda gap, sequence: _exp(_sums(gap, sequence) / _sums(np.ones(len(gap)), sequence)),
     "sequence_product": lambda gap, sequence: _exp(_sums(gap, sequence)),
 }
-
-
-@dataclass(frozen=True)
-class Update:
-    """The largest departure of a first optimizer step from the configured one, each relative to what was expected."""
-
-    name: str
-    moved: float
-    momentum: float
-
-
-def first_update(
-    config: Optimizer, heard: Heard, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
-) -> Update:
-    """The first step of AdamW from rest is known in closed form: -lr * g / (|g| + eps) - lr * decay * w.
-
-    Args:
-        before, after: what the optimizer moves, around the step.
-        state: its state afterwards; the moments are (1 - beta1) * g and (1 - beta2) * g^2.
-    """
-    lr = config.lr / config.warmup if config.warmup else config.lr
-    shrink = min(1.0, config.clip / heard.norm) if heard.norm > 0 else 1.0
-    worst = Update("", 0.0, 0.0)
-    for name, raw in heard.gradients.items():
-        g, old, new = raw * shrink, before[name].double().cpu(), after[name].detach().double().cpu()
-        want = -lr * g / (g.abs() + config.eps) - lr * config.weight_decay * old
-        moved = float(((new - old - want).abs() - 3e-7 * old.abs()).max()) / lr
-        momentum = 0.0
-        for key, part, want in (("exp_avg", 1 - config.beta1, g), ("exp_avg_sq", 1 - config.beta2, g * g)):
-            size = part * float(want.abs().max())
-            if size > 0 and (held := state.get(f"{key}.{name}")) is not None:
-                momentum = max(momentum, float((held.double().cpu() - part * want).abs().max()) / size)
-        if max(moved, momentum) > max(worst.moved, worst.momentum):
-            worst = Update(name, moved, momentum)
-    return worst

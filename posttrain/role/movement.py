@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,16 +12,19 @@ import torch
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Learner
+from posttrain.core.ports import Expected, Learner
 from posttrain.core.run import Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauge, Gauges, Segment
-from posttrain.role.listening import Heard, Largest
 
 NUDGE = 0.05
 """How far a weight that got no gradient is moved, in standard deviations of its tensor, to see whether it matters."""
 FELT = 1e-3
 """Nats by which a log-prob must change for a nudge to count as felt: far above rounding, far below what such a nudge does."""
+SAMPLED = 1 << 20
+"""Parameters up to this many numbers have their first update followed."""
+ROUNDING = 3e-7
+"""Of a float32 weight to which something was added, relative to its size."""
 
 
 def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
@@ -84,19 +88,56 @@ def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) 
     return float(np.abs(after - before).max()) > FELT
 
 
-def moved(heard: Heard, parameters: Mapping[str, Any], config: Optimizer, lr: float, state: Mapping[str, Any]) -> Gauges:
+@dataclass(frozen=True)
+class Largest:
+    """The number of a parameter with the largest gradient: where it lies in the flat tensor, its value, and what a step adds to it."""
+
+    index: int
+    weight: float
+    move: float
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What an optimizer is handed for a step, and what it says that the step should do; made just before the step."""
+
+    norm: float
+    """Of all gradients."""
+    largest: Mapping[str, Largest]
+    """Of every parameter with a gradient that is not 0."""
+    expected: Mapping[str, Expected] = field(default_factory=dict[str, Expected])
+    """Of the parameters of at most `SAMPLED` numbers, where this is the optimizer's first step."""
+    before: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Copies of the same parameters."""
+
+    @classmethod
+    def of(cls, optimizer: Any, config: Optimizer) -> Handed:
+        """`config` is the stage's, whatever the optimizer was built with."""
+        trained = optimizer.trained()
+        grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
+        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
+        largest: dict[str, Largest] = {}
+        for name, g in grads.items():
+            at = int(g.abs().argmax())
+            if float(g.flatten()[at]):
+                move = optimizer.expected_update(config, name, g, norm, at).move
+                largest[name] = Largest(at, float(trained[name].detach().flatten()[at]), float(move))
+        first = not optimizer.state_tensors().get("steps", 1)
+        small = [n for n, g in grads.items() if g.numel() <= SAMPLED] if first else []
+        expected = {n: optimizer.expected_update(config, n, grads[n], norm) for n in small}
+        return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small})
+
+
+def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
     """In an optimizer step every parameter with a gradient moves, where its move is larger than its rounding.
 
     Args:
-        heard: the step, with the largest gradient of each parameter and the weight it belongs to.
-        parameters: what the optimizer moves, after the step. lr: of this step. state: of the optimizer, after the step.
+        handed: the step. parameters: what the optimizer moves, after the step. lr: of this step.
     """
-    shrink = min(1.0, config.clip / heard.norm) if heard.norm > 0 else 1.0
     pushed: list[str] = []
     still: list[str] = []
-    for name, top in heard.largest.items():
-        spacing = float(np.spacing(np.float32(abs(top.weight))))
-        if abs(top.gradient) * shrink < 10 * config.eps or lr * _step_size(config, state, name, top) < 8 * spacing:
+    for name, top in handed.largest.items():
+        if abs(top.move) < 8 * float(np.spacing(np.float32(abs(top.weight)))):
             continue
         pushed.append(name)
         if float(parameters[name].detach().flatten()[top.index]) == top.weight:
@@ -107,20 +148,33 @@ def moved(heard: Heard, parameters: Mapping[str, Any], config: Optimizer, lr: fl
             f"{', ...' if len(still) > 5 else ''}. The optimizer holds other tensors than the ones that train, or leaves some out. Check what it was "
             f"built from, and that the learning rate ({lr:g} in this step) is what you meant"
         )
-    return {"canary/moved": Gauge(len(pushed), len(heard.largest))} if pushed else {}
+    return {"canary/moved": Gauge(len(pushed), len(handed.largest))} if pushed else {}
 
 
-def _step_size(config: Optimizer, state: Mapping[str, Any], name: str, top: Largest) -> float:
-    """Learning rates by which AdamW moves a weight: 1 from rest, and any less where earlier gradients pull the other way."""
-    parts = [state.get(f"{key}.{name}") for key in ("exp_avg", "exp_avg_sq", "step")]
-    if any(x is None for x in parts):
-        return 1.0
-    first, second, taken = (float(x.flatten()[top.index if x.numel() > 1 else 0]) for x in parts if x is not None)
-    taken = max(1.0, taken)
-    mean, square = first / (1 - config.beta1**taken), second / (1 - config.beta2**taken)
-    return min(1.0, abs(mean / (math.sqrt(square) + config.eps) + config.weight_decay * top.weight))
+@dataclass(frozen=True)
+class Update:
+    """The largest departure of an optimizer step from the configured one, each relative to what was expected."""
+
+    name: str
+    moved: float
+    state: float
 
 
-def watched(parameters: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Copies of the parameters of at most `most` numbers, as they are before an optimizer step."""
-    return {name: p.detach().clone() for name, p in parameters.items() if p.numel() <= most}
+def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
+    """How far a step went from what was expected of it: of all parameters that were followed, the worst.
+
+    Args:
+        after: what the optimizer moves, after the step. state: its state then.
+    """
+    worst = Update("", 0.0, 0.0)
+    for name, expected in handed.expected.items():
+        old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
+        off = float(((new - old - expected.move).abs() - ROUNDING * old.abs()).max())
+        moved, kept = off / expected.size if expected.size else float(off > 0), 0.0
+        for word, want in expected.state.items():
+            size = float(want.abs().max())
+            if size > 0 and (held := state.get(f"{word}.{name}")) is not None:
+                kept = max(kept, float((held.double().cpu() - want).abs().max()) / size)
+        if max(moved, kept) > max(worst.moved, worst.state):
+            worst = Update(name, moved, kept)
+    return worst
