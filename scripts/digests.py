@@ -330,6 +330,7 @@ def main() -> int:
     comparing = commands.add_parser("compare")
     comparing.add_argument("before", type=Path)
     comparing.add_argument("after", type=Path)
+    comparing.add_argument("--only", default="*", help="runs whose name fits this pattern")
     comparing.add_argument("--all", action="store_true", help="every part that differs, and not the first of each run")
     args = parser.parse_args()
     if args.command == "take":
@@ -340,6 +341,7 @@ def main() -> int:
         args.out.write_text(json.dumps(taken, indent=0, sort_keys=True) + "\n", encoding="utf-8")
         return 0
     before, after = (json.loads(path.read_text(encoding="utf-8")) for path in (args.before, args.after))
+    before, after = ({run: x for run, x in taken.items() if fnmatch.fnmatch(run, args.only)} for taken in (before, after))
     found = compare(before, after)
     for line in told(found, sys.maxsize if args.all else 15):
         print(line)
