@@ -23,6 +23,8 @@ FELT = 1e-3
 """Nats by which a log-prob must change for a nudge to count as felt: far above rounding, far below what such a nudge does."""
 SAMPLED = 1 << 20
 """Parameters up to this many numbers have their first update followed."""
+SMALLEST = 1e-12
+"""Weights nearer to 0 are taken as this large: a move far below the rounding of any other weight may be lost on its way in float32."""
 ROUNDING = 3e-7
 """Of a float32 weight to which something was added, relative to its size."""
 
@@ -137,7 +139,7 @@ def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
     pushed: list[str] = []
     still: list[str] = []
     for name, top in handed.largest.items():
-        if abs(top.move) < 8 * float(np.spacing(np.float32(abs(top.weight)))):
+        if abs(top.move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(top.weight))))):
             continue
         pushed.append(name)
         if float(parameters[name].detach().flatten()[top.index]) == top.weight:
