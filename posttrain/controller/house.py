@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from posttrain.algorithm.steer import Memory
 from posttrain.core.book import Book
 from posttrain.core.ports import Examiner, Learner, PairRenderer, Sampler, Teacher, Tracker
 from posttrain.core.run import Optimizer as OptimizerConfig
@@ -17,64 +15,10 @@ from posttrain.core.run import Reinforce, Run, Stage
 from posttrain.core.sampling import Sampling, Spell
 from posttrain.core.types import Step
 from posttrain.role.evaluate import Report, evaluate
-from posttrain.role.prompts import Prompts
+from posttrain.role.events import Observers
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Optimizer, Trainer
-
-
-@dataclass
-class Clock:
-    """Wall seconds per role. Facts for people: no digest covers them."""
-
-    seconds: dict[str, float] = field(default_factory=dict[str, float])
-    total: dict[str, float] = field(default_factory=dict[str, float])
-
-    @contextmanager
-    def of(self, role: str) -> Iterator[None]:
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - begun
-            self.seconds[role] = self.seconds.get(role, 0.0) + spent
-            self.total[role] = self.total.get(role, 0.0) + spent
-
-    def take(self) -> dict[str, float]:
-        """What was measured since the last call."""
-        taken, self.seconds = self.seconds, {}
-        return taken
-
-
-@dataclass
-class House:
-    """The six roles of one reinforcement stage, and the little state that a checkpoint must carry."""
-
-    run: Run
-    stage: Reinforce
-    sampling: Sampling
-    """The stage's contract, resolved."""
-    rollout: Rollout
-    prompts: Prompts
-    learner: Learner
-    trainer: Trainer
-    sync: Sync
-    reference: Examiner | None
-    reference_digest: str
-    book: Book
-    text: Callable[[np.ndarray], str]
-    """Decodes token ids, for messages."""
-    memory: Memory = Memory()
-    freeze: Callable[[], Examiner] | None = None
-    """A frozen copy of the policy as it is, for a reference that is refreshed."""
-    own_reference: bool = True
-    """Whether the reference began as the policy itself, so that nothing lies between them before the first step."""
-    clock: Clock = field(default_factory=Clock)
-
-    @property
-    def stream(self) -> str:
-        """Of the random numbers of this stage's rollouts."""
-        return f"train/{self.stage.name}"
 
 
 @dataclass
@@ -99,6 +43,10 @@ class Parts:
     """A frozen model of this directory, which must share the policy's tokenizer."""
     optimize: Callable[[OptimizerConfig], Optimizer]
     """A new optimizer of the learner's parameters."""
+    observe: Callable[[Stage, Sequence[Step], Mapping[str, Any]], Observers] = lambda stage, steps, kept: Observers()
+    """Who observes a stage, of which these steps are taken; with what a checkpoint kept of them."""
+    watch: Observers = field(default_factory=Observers)
+    """Who observes what happens between steps."""
     trackers: list[Tracker] = field(default_factory=list[Tracker])
     close: Callable[[], None] = lambda: None
     """Ends the engine: its threads, processes and memory."""

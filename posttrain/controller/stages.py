@@ -3,29 +3,30 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from posttrain.algorithm.steer import Memory
-from posttrain.controller.guard import Guard
-from posttrain.controller.house import Clock, House, Parts
-from posttrain.controller.lessons import Lessons
-from posttrain.controller.step import checked, train_step
+from posttrain.controller.house import Parts
+from posttrain.controller.loop import loop
+from posttrain.controller.step import ask, imitate, learn
 from posttrain.controller.stop import Interrupted, Stopper
 from posttrain.core import reader
-from posttrain.core.pieces.pull import KL
+from posttrain.core.batch import Batch
+from posttrain.core.experience import Experience
 from posttrain.core.ports import Examiner
 from posttrain.core.run import Reinforce, Stage, Supervised
 from posttrain.core.types import Step, merge
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.role.canaries import came_back, measured_right, said_by_these_weights
 from posttrain.role.demonstrate import demonstrations
-from posttrain.role.draws import Bets
 from posttrain.role.evaluate import Report
+from posttrain.role.events import EvaluatedEvent, RestoredEvent
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts
+from posttrain.role.roles import Clock, Roles, Teaching
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import load_optimizer, load_weights, restore, save_optimizer, save_weights, snapshot
 
@@ -69,8 +70,8 @@ class Progress:
     rates: dict[str, float] | None = None
     visits: dict[str, int] | None = None
     """What a curriculum has seen of each task."""
-    bets: dict[str, Any] | None = None
-    """What the statistical checks have seen (`role.draws.Bets`), over all stages."""
+    checks: dict[str, Any] = field(default_factory=dict[str, Any])
+    """What those who check the run keep of it, over all stages."""
     reference: str = ""
     """Name of the kept weights the reference was last refreshed with; '' where it never was."""
     optimizer_steps: int = 0
@@ -108,7 +109,7 @@ class Stages:
     async def run(self, checkpoint: Path | None = None) -> list[StageResult]:
         """All remaining stages. `checkpoint` holds the optimizer of a stage that was cut in the middle."""
         p, parts = self.progress, self.parts
-        came_back("weights", p.weights, parts.learner.fingerprint)
+        parts.watch.tell(parts, RestoredEvent("weights", p.weights, parts.learner.fingerprint))
         if not p.stage and not p.step:
             parts.book.keep("start", lambda folder: save_weights(folder, parts.learner))
         for position in range(p.stage, len(parts.run.stages)):
@@ -150,26 +151,26 @@ class Stages:
         limit = next((r.seconds for r in p.done if r.name == stage.beside), None)
         parts.say(self._describe(stage, limit))
         why = f"all {stage.steps} steps"
-        lessons = Lessons(fresh=not p.step)
-        while p.step < stage.steps:
-            with self._clock.of("learn"):
-                batch = await demonstrations(
-                    parts.environment,
-                    parts.renderer,
-                    parts.rollout.dialogue,
-                    stage,
-                    seed=parts.run.seed,
-                    step=p.step,
-                    context=parts.sampler.context,
+        h = self._teaching(stage, trainer)
+        await h.watch.begin(h)
+
+        async def imagine(index: int) -> Batch:
+            with h.clock.of("learn"):
+                return await demonstrations(
+                    parts.environment, parts.renderer, parts.rollout.dialogue, stage, seed=parts.run.seed, step=index - 1, context=h.context
                 )
-                with lessons.watch(parts, trainer, stage, batch, p.step + 1):
-                    gauges = trainer.imitate(batch)
-            p.step, p.version, p.optimizer_steps = p.step + 1, trainer.version, p.optimizer_steps + 1
-            parts.tell(Step(stage.name, p.step, p.version, gauges, self._clock.take()))
+
+        async def study(index: int, batch: Batch) -> bool:
+            nonlocal why
+            parts.tell(imitate(h, index, batch))
+            p.step, p.version, p.optimizer_steps = index, trainer.version, p.optimizer_steps + 1
             self._border(stage, trainer, None)
             if limit is not None and self._seconds() >= limit:
                 why = f"stopped after the {limit:.0f} s that {stage.beside} took"
-                break
+                return False
+            return True
+
+        await loop(imagine, study, first=p.step + 1, last=stage.steps)
         parts.version = p.version
         report = await self._evaluate(stage) if stage.eval else None
         result = self._result(stage, "supervised", report, why)
@@ -181,7 +182,8 @@ class Stages:
 
     def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
         load_optimizer(checkpoint, trainer.optimizer)
-        came_back("optimizer state", self.progress.optimizer, lambda: fingerprint(trainer.optimizer.state_tensors().items()))
+        now = lambda: fingerprint(trainer.optimizer.state_tensors().items())  # noqa: E731
+        self.parts.watch.tell(self.parts, RestoredEvent("optimizer state", self.progress.optimizer, now))
 
     def _before(self, stage: str) -> str:
         """Name of the kept weights a stage started from."""
@@ -199,22 +201,22 @@ class Stages:
                 p.accuracy, p.reward = report.accuracy.known, report.reward.known
                 p.before, p.reward_before = (x and x[0] for x in (p.accuracy, p.reward))
             parts.say(productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)")
-        house = self._house(stage, checkpoint)
-        history = [] if fresh else [s for s in reader.steps(parts.book.folder) if s.stage == stage.name]
-        guard = Guard(history, Bets.of(p.bets))
+        h = self._roles(stage, checkpoint)
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
-        if stage.algorithm.curriculum is not None and house.prompts.curriculum is None:
+        if stage.algorithm.curriculum is not None and h.prompts.curriculum is None:
             parts.say(
                 f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has nothing to choose from"
             )
         await parts.publish()
-        await guard.begin(house)
-        report = None
-        while p.step < stage.steps and not p.ended:
-            step = await checked(house, guard, await train_step(house, guard, p.step + 1))
-            p.step, p.version, p.cursor, p.memory = p.step + 1, house.trainer.version, house.prompts.cursor, asdict(house.memory)
-            p.rates, p.visits, p.bets = dict(house.prompts.rates), dict(house.prompts.visits), asdict(guard.bets)
-            step = self._refresh(stage, house, step)
+        await h.watch.begin(h)
+        report: Report | None = None
+
+        async def study(index: int, e: Experience) -> bool:
+            nonlocal report
+            step = await learn(h, e)
+            p.step, p.version, p.memory = index, h.trainer.version, asdict(h.memory)
+            p.cursor, p.rates, p.visits, p.checks = e.walk.cursor, dict(e.walk.rates), dict(e.walk.visits), h.watch.state()
+            step = self._refresh(stage, h, step)
             p.optimizer_steps += int(step.gauges["optim/steps"].sum)
             parts.version = p.version
             report = None
@@ -224,17 +226,43 @@ class Stages:
                 step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self._clock.take()})
             parts.tell(step)
             p.ended = self._enough(stage, report)
-            self._border(stage, house.trainer, report)
+            self._border(stage, h.trainer, report)
+            return not p.ended
+
+        if not p.ended:
+            await loop(partial(ask, h), study, first=p.step + 1, last=stage.steps)
         final = report or await self._evaluate(stage)
         return self._result(stage, "reinforce", final, p.ended or f"all {stage.steps} steps")
 
-    def _house(self, stage: Reinforce, checkpoint: Path | None) -> House:
+    def _teaching(self, stage: Supervised, trainer: Trainer) -> Teaching:
+        parts, p = self.parts, self.progress
+        return Teaching(
+            run=parts.run,
+            stage=stage,
+            learner=parts.learner,
+            trainer=trainer,
+            sync=parts.sync,
+            book=parts.book,
+            text=parts.text,
+            watch=parts.observe(stage, self._history(stage) if p.step else (), {}),
+            clock=self._clock,
+            environment=parts.environment,
+            renderer=parts.renderer,
+            dialogue=parts.rollout.dialogue,
+            stop_ids=parts.stop_ids,
+            context=parts.sampler.context,
+        )
+
+    def _history(self, stage: Stage) -> list[Step]:
+        return [s for s in reader.steps(self.parts.book.folder) if s.stage == stage.name]
+
+    def _roles(self, stage: Reinforce, checkpoint: Path | None) -> Roles:
         parts, p = self.parts, self.progress
         reference = self._reference(stage, checkpoint)
         trainer = parts.trainer(stage.optimizer, stage.micro_tokens)
         if checkpoint is not None:
             self._load_optimizer(checkpoint, trainer)
-        return House(
+        return Roles(
             run=parts.run,
             stage=stage,
             sampling=parts.sampling(stage),
@@ -252,6 +280,7 @@ class Stages:
             memory=Memory(**p.memory) if p.memory else Memory(),
             freeze=parts.freeze,
             own_reference=stage.reference is None,
+            watch=parts.observe(stage, self._history(stage) if p.step else (), p.checks),
             clock=self._clock,
         )
 
@@ -270,13 +299,13 @@ class Stages:
         restore(parts.learner, now)
         return reference
 
-    def _refresh(self, stage: Reinforce, house: House, step: Step) -> Step:
+    def _refresh(self, stage: Reinforce, h: Roles, step: Step) -> Step:
         """The policy becomes its own reference where the algorithm says so; its weights are kept, for a resumed run."""
-        pull, p = stage.algorithm.pull, self.progress
-        if not isinstance(pull, KL) or not pull.refresh or p.step % pull.refresh:
+        every, p = stage.algorithm.refresh, self.progress
+        if not every or p.step % every:
             return step
-        house.reference = self.parts.freeze()
-        house.reference_digest = house.reference.fingerprint()
+        h.reference = self.parts.freeze()
+        h.reference_digest = h.reference.fingerprint()
         p.reference = f"{stage.name}-reference-{p.step:06d}"
         self.parts.book.keep(p.reference, lambda folder: save_weights(folder, self.parts.learner))
         return replace(step, notes=(*step.notes, f"the reference is now the policy of step {p.step}"))
@@ -303,8 +332,7 @@ class Stages:
             return self._last[1]
         with self._clock.of("evaluate"):
             report = await self.parts.evaluate(sampling)
-        said_by_these_weights(report.groups, self.parts.version)
-        measured_right(report)
+        self.parts.watch.tell(self.parts, EvaluatedEvent(report, self.parts.version))
         if report.failed and self.progress.step:  # before the first step the pass rate says it
             self.parts.say(f"{stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
         self._last, self._sampled = (self.parts.version, report), sampling

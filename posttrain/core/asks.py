@@ -1,8 +1,9 @@
 """What the tree of a run can name beyond its own folder: code, addresses, secrets, files and models elsewhere.
 
 A run folder from somebody else only proposes these (`recipe.admit`). Every field of the tree is decided in this one place: `DECIDED`
-says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing. A field that is in
-neither fails `tests/rooms/test_foreign_folders.py`.
+says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing, and pieces of an
+algorithm (`core.pieces`) hold nothing but numbers, words and switches that their formulas read. A field that is none of these fails
+`tests/rooms/test_foreign_folders.py`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import tree
+from posttrain.core.pieces.piece import Piece
 from posttrain.core.run import Run, Where
 
 
@@ -131,14 +133,17 @@ HARMLESS = frozenset(
         *("Supervised.name", "Supervised.style", "Supervised.beside", "Supervised.eval", "Reinforce.name"),
         *("Algorithm.name", "Algorithm.paper", "Algorithm.note", "Algorithm.scale", "Algorithm.rewards", "Algorithm.whiten"),
         *("Algorithm.ratio", "Algorithm.anchor", "Algorithm.aggregate", "Algorithm.filter"),
-        *("AnchorMean.by", "Divergence.measure", "KL.estimator", "KL.placement", "Truncate.level", "Mask.level"),
-        *("BestOf.gain", "TargetLength.form", "Gate.source", "Imitate.of", "Imitate.unsure", "Shown.style"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
         *("Embedded.compiled", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )
-"""Texts, choices and switches that reach nothing outside the run folder."""
+"""Texts, choices and switches that reach nothing outside the run folder, beside those of pieces."""
+
+
+def harmless(owner: type, field: str) -> bool:
+    """Whether a text, choice or switch of this class reaches nothing outside the run folder. Those of every piece of an algorithm do not."""
+    return issubclass(owner, Piece) or f"{owner.__name__}.{field}" in HARMLESS
 
 
 def values(run: Run) -> dict[str, tuple[str, Any]]:

@@ -11,6 +11,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from posttrain.algorithm.losses import PolicyLoss
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import RunFolderError
@@ -84,7 +85,7 @@ class Bench:
         return self._references[name]
 
     def _reference_name(self, recorded: RecordedStep) -> str:
-        every = getattr(recorded.stage.algorithm.pull, "refresh", 0)
+        every = recorded.stage.algorithm.refresh
         if every and recorded.index > every:
             return f"{recorded.stage.name}{KEPT_REFERENCE}{(recorded.index - 1) // every * every:06d}"
         return recorded.stage.reference or before(recorded.run, recorded.stage.name)
@@ -104,7 +105,7 @@ class Bench:
         """What the optimizer would have been handed for this minibatch."""
         probe = _Probe(self._learner.parameters())
         self._learner.touched = 0
-        seen = Trainer(cast("Learner", self._learner), probe, micro_tokens).policy_step(batch, a, warming=warming)
+        seen, _ = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
         policy = {n: g for n, g in probe.taken.items() if not n.startswith(HEAD)}
         head = {n: g for n, g in probe.taken.items() if n.startswith(HEAD)}
         return Gradient(policy, head, seen["optim/grad_norm"].mean, self._learner.touched), seen

@@ -14,6 +14,7 @@ import torch
 import transformers
 
 from posttrain import __version__
+from posttrain.checks.watch import observers, of_run
 from posttrain.controller.house import Parts
 from posttrain.core import seeds
 from posttrain.core.book import Book
@@ -210,6 +211,8 @@ def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tr
         freeze=lambda: FrozenScorer(policy),
         teacher=lambda path: make_teacher(run, path, policy),
         optimize=lambda config: AdamW(learner.parameters(), config),
+        observe=observers,
+        watch=of_run(),
         trackers=trackers,
         close=close,
     )

@@ -4,24 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.objective import objective, supervised
-from posttrain.algorithm.streams import streams
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.batch import Batch, Demonstrations, Packed
+from posttrain.algorithm.losses import Loss
+from posttrain.algorithm.objective import Terms
+from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Expected, Learner
+from posttrain.core.ports import Expected, Learner, TokenScores
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.types import Gauge, Gauges, merge
-
-P = TypeVar("P", bound=Packed)
-Observer = Callable[[Batch, np.ndarray], None]
 
 
 class NotFinite(InvariantError):
@@ -89,6 +85,55 @@ class Optimizer(Protocol):
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
 
+@dataclass(frozen=True)
+class Needs:
+    """What those who observe an optimizer step need of it beside its gauges. What nobody needs is not copied."""
+
+    logp: bool = False
+    """The learner's log-probs of every spoken token."""
+    asked: bool = False
+    """What the loss asks of each log-prob, entropy and value: its derivative by them."""
+
+    def __or__(self, other: Needs) -> Needs:
+        return Needs(self.logp or other.logp, self.asked or other.asked)
+
+
+@dataclass
+class Passes:
+    """What the forward and backward passes of one optimizer step said, per micro-batch in order; float64, as far as it was needed."""
+
+    micros: list[Batch] = field(default_factory=list[Batch])
+    logp: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    asked: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    """d loss / d log-prob."""
+    entropy: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    """d loss / d entropy, where the loss reads it."""
+    value: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
+    """(value, d loss / d value), where the loss reads it."""
+    left: int = 0
+    """Parameters that still held a gradient before the first backward."""
+
+    def listen(self, micro: Batch, scores: TokenScores, needs: Needs) -> None:
+        """Take note of differentiable scores, and of their derivatives once these are there. Hooks read, they never write."""
+        if not (needs.logp or needs.asked):
+            return
+        self.micros.append(micro)
+        self.logp.append(_numbers(scores.logp))
+        if not needs.asked:
+            return
+        if scores.entropy is not None and scores.entropy.requires_grad:
+            scores.entropy.register_hook(lambda grad: self.entropy.append(_numbers(grad)))
+        if scores.value is not None and scores.value.requires_grad:
+            said = _numbers(scores.value)
+            scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad))))
+        if scores.logp.requires_grad:
+            scores.logp.register_hook(lambda grad: self.asked.append(_numbers(grad)))
+
+
+def _numbers(x: Tensor) -> np.ndarray:
+    return x.detach().double().cpu().numpy()
+
+
 @dataclass
 class Trainer:
     """Turns minibatches into new weights. `version` counts optimizer steps that moved them."""
@@ -98,67 +143,60 @@ class Trainer:
     micro_tokens: int
     version: int = 0
 
-    def policy_step(self, batch: Batch, a: Algorithm, observe: Observer | None = None, *, warming: bool = False) -> Gauges:
+    def step(
+        self, batch: Batch, loss: Loss, needs: Needs = Needs(), before_update: Callable[[Passes], None] = lambda passes: None
+    ) -> tuple[Gauges, Passes]:
         """One optimizer step on one minibatch; micro-batches only split it.
 
-        `warming` trains the value head alone. `observe` sees each micro-batch with the learner's log-probs before anything is differentiated; it may raise.
+        Args:
+            needs: what is to be kept of the passes.
+            before_update: is shown the passes once the gradient is there, before the optimizer moves; it may raise.
+
+        Raises:
+            NotFinite: the gradient is not; the weights were left as they were.
         """
+        passes = Passes()
+        if needs.asked:
+            passes.left = sum(p.grad is not None and bool(p.grad.any()) for p in self.learner.parameters().values())
         self.learner.train_mode(True)
-        parts: list[Gauges] = []
+        parts: list[Terms] = []
         for micro in batch.split(self.micro_tokens):
-            value, alone = a.learns_values is not None, warming
-            scores = self.learner.forward(
-                micro, entropy=a.entropy is not None, value=value, candidates_MK=micro.top_ids_MK, head_only=alone
-            )
-            if observe is not None:
-                observe(micro, scores.logp.detach().float().cpu().numpy())
-            terms = objective(a, streams(micro, scores.logp.device), scores)
+            scores = self._forward(micro, loss)
+            passes.listen(micro, scores, needs)
+            terms = loss.terms(micro, scores)
             terms.loss.backward()
             self.optimizer.gather()
-            parts.append(terms.gauges)
+            parts.append(Terms(terms.loss.detach(), terms.gauges))
+        before_update(passes)
+        return merge(loss.gauges(batch, parts), self._update(batch, loss)), passes
 
-        def own(one: Batch) -> Tensor:
-            value = a.learns_values is not None
-            scores = self.learner.forward(one, entropy=a.entropy is not None, value=value, candidates_MK=one.top_ids_MK, head_only=warming)
-            return objective(a, streams(one, scores.logp.device), scores).loss
+    def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
+        reads = loss.reads(micro)
+        return self.learner.forward(
+            micro, entropy=reads.entropy, value=reads.value, candidates_MK=reads.candidates_MK, head_only=reads.head_only
+        )
 
-        return merge(*parts, self._update(batch, own))
-
-    def imitate(self, batch: Demonstrations) -> Gauges:
-        """One optimizer step of maximum likelihood on demonstrated tokens."""
-        self.learner.train_mode(True)
-        total = 0.0
-
-        def alone(micro: Demonstrations) -> Tensor:
-            scores = self.learner.forward(micro, entropy=False, value=False)
-            return supervised(torch.as_tensor(micro.weight_M, dtype=scores.logp.dtype, device=scores.logp.device), scores.logp)
-
-        for micro in batch.split(self.micro_tokens):
-            loss = alone(micro)
-            loss.backward()
-            self.optimizer.gather()
-            total += float(loss.detach())
-        return merge({"sft/loss": Gauge(total, 1), "sft/tokens": Gauge(batch.spoken, 1)}, self._update(batch, alone))
-
-    def _update(self, batch: P, alone: Callable[[P], Tensor]) -> Gauges:
-        """The optimizer's step. `alone` is the loss of a part of the batch, asked again of each episode where the gradient is not finite."""
+    def _update(self, batch: Batch, loss: Loss) -> Gauges:
+        """The optimizer's step. Where the gradient is not finite the loss is asked again of each unit."""
         lr = self.optimizer.lr
         norm = self.optimizer.step()
         self.learner.train_mode(False)
         if not math.isfinite(norm):
-            raise NotFinite(norm, self.version + 1, self._culprits(batch, alone), batch.episodes)
+            raise NotFinite(norm, self.version + 1, self._culprits(batch, loss), batch.episodes)
         self.version += 1
         return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
-    def _culprits(self, batch: P, alone: Callable[[P], Tensor]) -> list[int]:
-        """Episodes whose own loss or gradient is not finite, with the weights of the step, which stood still."""
+    def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
+        """Episodes of units whose own loss or gradient is not finite, with the weights of the step, which stood still."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
-        for e in range(batch.episodes):
-            loss = alone(batch.select([e]))
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            if not all(bool(torch.isfinite(x).all()) for x in (loss, *found) if x is not None):
-                out.append(e)
+        for unit in range(batch.units):
+            episodes = batch.members(unit)
+            one = batch.select(episodes)
+            total = loss.terms(one, self._forward(one, loss)).loss
+            found = torch.autograd.grad(total, parameters, allow_unused=True)
+            if not all(bool(torch.isfinite(x).all()) for x in (total, *found) if x is not None):
+                out.extend(episodes.tolist())
         return out
 
     def trained(self) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.checks.update import Handed, moved
 from posttrain.controller.house import Parts
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError, RewardError
@@ -19,7 +20,6 @@ from posttrain.core.ladder import GRPO
 from posttrain.core.run import Optimizer, Run
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.optimizer import AdamW
-from posttrain.role.movement import Handed, moved
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 

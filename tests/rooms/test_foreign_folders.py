@@ -22,10 +22,12 @@ from safetensors.torch import load_file
 import posttrain
 from posttrain.cli import main
 from posttrain.core import reader, tree, trust
-from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, values
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, harmless, values
 from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
+from posttrain.core.pieces.piece import Piece
 from posttrain.core.run import Env, Model, Reward, Run, Where
 from posttrain.recipe.shipped import RECIPES
 from posttrain.recipe.shipped import recipe as shipped
@@ -46,13 +48,13 @@ WAYS: dict[str, Callable[[Path], list[str]]] = {
 # --- every field is decided ----------------------------------------------------------------------------------------------
 
 
-def fields(cls: type, seen: set[type]) -> Iterator[tuple[str, Any]]:
-    """(`Class.field`, declared type) of all dataclasses that the tree of a run can hold."""
+def fields(cls: type, seen: set[type]) -> Iterator[tuple[type, str, Any]]:
+    """(class, field, declared type) of all dataclasses that the tree of a run can hold."""
     if cls in seen:
         return
     seen.add(cls)
     for name, declared in tree.hints(cls).items():
-        yield f"{cls.__name__}.{name}", declared
+        yield cls, name, declared
         for part in parts(declared):
             yield from fields(part, seen)
 
@@ -76,12 +78,19 @@ def leaves(declared: Any) -> set[Any]:
 
 
 def test_every_field_of_the_tree_is_decided() -> None:
-    named = {key for key, declared in fields(Run, set()) if leaves(declared) & {str, bool}}
-    assert not named - DECIDED.keys() - HARMLESS, (
-        "decide in core/asks.py what these name: code, an address, a secret, a place outside, or nothing"
-    )
-    assert not (DECIDED.keys() | HARMLESS) - named, "core/asks.py decides fields that are gone"
-    assert not DECIDED.keys() & HARMLESS
+    found = [(cls, f"{cls.__name__}.{name}", harmless(cls, name)) for cls, name, kind in fields(Run, set()) if leaves(kind) & {str, bool}]
+    undecided = {key for _, key, reaches_nothing in found if not reaches_nothing} - DECIDED.keys()
+    assert not undecided, "decide in core/asks.py what these name: code, an address, a secret, a place outside, or nothing"
+    assert not (DECIDED.keys() | HARMLESS) - {key for _, key, _ in found}, "core/asks.py decides fields that are gone"
+    assert not DECIDED.keys() & {key for _, key, reaches_nothing in found if reaches_nothing}, "decided twice"
+    assert not HARMLESS & {key for cls, key, _ in found if issubclass(cls, Piece)}, "a piece's fields are decided for all pieces at once"
+
+
+def test_pieces_hold_numbers_words_and_switches_alone() -> None:
+    """Why a piece's field needs no decision of its own: it names nothing that could be opened, run or asked."""
+    for cls, name, declared in fields(Algorithm, set()):
+        if issubclass(cls, Piece):
+            assert leaves(declared) and not tree.pieces(declared) and tree.mapping_item(declared) is None, f"{cls.__name__}.{name}"
 
 
 def test_a_new_field_would_be_found() -> None:
@@ -90,8 +99,8 @@ def test_a_new_field_would_be_found() -> None:
         command: tuple[str, ...] = ()
         tries: int = 3
 
-    found = {key for key, declared in fields(Hook, set()) if leaves(declared) & {str, bool}}
-    assert found == {"Hook.command"}
+    found = {name for cls, name, declared in fields(Hook, set()) if leaves(declared) & {str, bool} and not harmless(cls, name)}
+    assert found == {"command"}
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))

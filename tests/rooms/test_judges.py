@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.controller.judges import GOLD, Judges
+from posttrain.checks.judges import GOLD, Judges
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.run import Env, Reward

@@ -1,4 +1,4 @@
-"""Whether what the policy computes with is what it learns with: every weight that matters gets a gradient, and moves by it."""
+"""Whether an optimizer step is the configured one: every weight that matters gets a gradient, and moves by it."""
 
 from __future__ import annotations
 
@@ -14,19 +14,25 @@ from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Expected, Learner
 from posttrain.core.run import Optimizer
-from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauge, Gauges, Segment
+from posttrain.core.streams import ADVANTAGE
+from posttrain.core.types import Gauge, Gauges, merge
+from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, PackedEvent, Remark
+from posttrain.role.probe import packed_text
+from posttrain.role.roles import Learning
 
 NUDGE = 0.05
 """How far a weight that got no gradient is moved, in standard deviations of its tensor, to see whether it matters."""
 FELT = 1e-3
 """Nats by which a log-prob must change for a nudge to count as felt: far above rounding, far below what such a nudge does."""
+
 SAMPLED = 1 << 20
 """Parameters up to this many numbers have their first update followed."""
 SMALLEST = 1e-12
 """Weights nearer to 0 are taken as this large: a move far below the rounding of any other weight may be lost on its way in float32."""
 ROUNDING = 3e-7
 """Of a float32 weight to which something was added, relative to its size."""
+UPDATE_BOUND = 0.02
+"""Departure of a first optimizer step, relative to the size of a full one (`Expected.size`; of AdamW the learning rate)."""
 
 
 def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
@@ -72,13 +78,6 @@ def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
         )
 
 
-def packed_text(ids: np.ndarray) -> Packed:
-    """int32 ids as if the policy had said all but the first."""
-    spoken = np.arange(len(ids)) > 0
-    blank = np.where(spoken, 0, np.nan).astype(np.float32)
-    return Packed.of([Segment(ids.astype(np.int32), spoken, blank, np.where(spoken, 0, -1).astype(np.int32), Sampling(stop_ids=()))])
-
-
 @torch.no_grad()
 def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
     kept = parameter.detach().clone()
@@ -88,6 +87,17 @@ def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) 
     after = learner.score(packed)
     parameter.copy_(kept)
     return float(np.abs(after - before).max()) > FELT
+
+
+def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    """What the sampler is served is what the optimizer moves (small constants of an architecture aside)."""
+    left = {n: t for n, t in served.items() if n not in trained and t.is_floating_point()}
+    size, whole = sum(t.numel() for t in left.values()), sum(t.numel() for t in served.values())
+    if size > 0.005 * whole:
+        raise InvariantError(
+            f"{len(left)} of {len(served)} tensors ({size / whole:.0%} of the weights) never reach the optimizer: {', '.join(list(left)[:5])}"
+            f"{', ...' if len(left) > 5 else ''}. They will stay as they are. Check requires_grad and what the optimizer was built from"
+        )
 
 
 @dataclass(frozen=True)
@@ -180,3 +190,52 @@ def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[
         if max(moved, kept) > max(worst.moved, worst.state):
             worst = Update(name, moved, kept)
     return worst
+
+
+def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], state: Mapping[str, Any]) -> Gauges:
+    """The first optimizer step is the configured one, nothing more: learning rate, warm-up, decay and clip included."""
+    worst = departure(handed, after, state)
+    if worst.moved > UPDATE_BOUND or worst.state > UPDATE_BOUND:
+        raise InvariantError(
+            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full step, its state by "
+            f"{worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured lr={config.lr:g}, warmup={config.warmup}, "
+            f"weight_decay={config.weight_decay:g}, clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
+        )
+    return {"canary/update_gap": Gauge(worst.moved, 1)}
+
+
+class UpdateCheck(Observer):
+    """Every parameter that matters gets a gradient and moves by it; the first optimizer step of a stage is the configured one.
+
+    Without credit there may be nothing to follow: the gradient of a KL pull is 0 at the reference itself.
+    """
+
+    def __init__(self, *, moved: bool) -> None:
+        self._moved = moved
+        """Whether a step was followed already."""
+        self._handed: Handed | None = None
+
+    async def begin(self, h: Learning[Any]) -> None:
+        served_is_trained(dict(h.learner.tensors()), h.trainer.trained())
+        gradient_reaches(h.learner, h.sync.canary)
+
+    def hear(self, h: Learning[Any], event: Event) -> Remark | None:
+        match event:
+            case DifferentiatedEvent(packed, _):
+                self._handed = None if self._moved or not _carries(packed) else Handed.of(h.trainer.optimizer, h.stage.optimizer)
+            case LearnedEvent(lr=lr) if self._handed is not None:
+                return Remark(self._follow(h, self._handed, lr))
+            case _:
+                pass
+        return None
+
+    def _follow(self, h: Learning[Any], handed: Handed, lr: float) -> Gauges:
+        trained, optimizer = h.trainer.trained(), h.trainer.optimizer
+        seen = moved(handed, trained, lr)
+        self._moved = bool(seen)
+        return merge(seen, update_agrees(h.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {})
+
+
+def _carries(packed: PackedEvent) -> bool:
+    """Whether a minibatch asks for an update: a policy's does where it carries credit."""
+    return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -23,8 +23,12 @@ import numpy as np
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
+from posttrain.core.experience import Experience
 from posttrain.core.ports import Odds
 from posttrain.core.types import Episode, Gauge, Gauges, Group, Kept, Segment, Top
+from posttrain.role.events import AskedEvent, Event, Observer, Remark, ScoredEvent
+from posttrain.role.roles import Roles
+from posttrain.role.rounding import noise, unmeasured
 
 TEMPERATURES = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 """Of the distributions that the said tokens might come from instead: sharper and flatter than the reported one."""
@@ -242,3 +246,40 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
                     "spread and teaches nothing: check that every sibling has random numbers of its own"
                 )
     return {"canary/bet_on_siblings": Gauge(bet.log_evidence, 1)} if bet.rounds else {}
+
+
+class DrawsCheck(Observer):
+    """Some tokens of the first steps, and of every eighth later on, were drawn as the engine says; siblings do not repeat each other."""
+
+    def __init__(self, bets: Bets) -> None:
+        self._bets = bets
+
+    def state(self) -> dict[str, Any]:
+        return {"bets": asdict(self._bets)}
+
+    def hear(self, h: Roles, event: Event) -> Remark | None:
+        match event:
+            case AskedEvent(e) if not h.stage.oversample:
+                apart = unmeasured(h.run.model.dtype, h.sampling.temperature).worst
+                return Remark(bet_on_siblings(self._bets.siblings, e.played, apart))
+            case ScoredEvent(e, _) if e.index <= 16 or e.index % 8 == 0:
+                return Remark(self._probe(h, e))
+            case _:
+                return None
+
+    def _probe(self, h: Roles, e: Experience) -> Gauges:
+        """Of the first groups asked, of which there are always as many: how many others are asked, and which pass the filter, hangs on
+        what was said."""
+        episodes = [x for g in e.played[: h.stage.prompts] for x in g.episodes]
+        first, dtype = e.index * 7 % len(episodes), h.run.model.dtype
+        if h.sync.sampler.draws_by_place:
+            if (looked := look(episodes, first)) is None:
+                return {}
+            uniform = uniforms(looked, h.run.seed, h.stream)
+            return drawn_again(looked, h.learner.odds(looked.packed), uniform, lambda: noise(dtype, h.learner, looked.packed), h.text)
+        if h.stage.oversample:
+            return {}
+        odds = lambda packed: h.learner.odds(packed, TEMPERATURES)  # noqa: E731
+        cheap, believed = dtype == "float32", unmeasured(dtype, h.sampling.temperature).worst
+        apart = lambda packed: believed if cheap else noise(dtype, h.learner, packed)  # noqa: E731
+        return bet_on_answers(self._bets.draws, episodes, first, odds, apart)
