@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithm import kl
+from posttrain.algorithm.choose import paid
 from posttrain.algorithm.correction import Corrected, correct
 from posttrain.algorithm.distance import jensen_shannon
 from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN
+from posttrain.algorithm.pull import pull_term
 from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import Look, Push, importance, push
 from posttrain.algorithm.value import value_loss
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import InvariantError
-from posttrain.core.pieces.pull import KL, Pull, SequenceL2, TokenL2
-from posttrain.core.pieces.token import KlCov
 from posttrain.core.ports import TokenScores
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, TOP_LOGP, VALUE, WEIGHT
 from posttrain.core.types import Gauge, Gauges
@@ -86,7 +86,7 @@ def _start(a: Algorithm, now_M: Tensor, batch: Streams) -> Tensor:
 
 def _chosen(a: Algorithm, loudness_M: Tensor, now_M: Tensor, batch: Streams) -> Tensor:
     """Loudness after the choice of tokens, and with shown tokens at the gradient of p / (p + gamma) (LUFFY, A24)."""
-    if a.tokens is not None and not isinstance(a.tokens, KlCov):
+    if a.tokens is not None and a.tokens.silences:
         loudness_M = loudness_M * batch[CHOSEN]
     if a.shown is None:
         return loudness_M
@@ -105,8 +105,8 @@ def _beside(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams, s
     term_M = torch.zeros_like(logp_M)
     if a.pull is not None and (pull_M := pull_term(a.pull, log_ratio_M, logp_M, batch)) is not None:
         term_M = term_M + pull_M
-    if isinstance(a.tokens, KlCov):
-        term_M = term_M + a.tokens.coef * batch[CHOSEN] * log_ratio_M.abs()
+    if a.tokens is not None and (paid_M := paid(a.tokens, batch[CHOSEN], log_ratio_M)) is not None:
+        term_M = term_M + paid_M
     if a.entropy is not None:
         term_M = term_M - a.entropy.coef * _present(scores.entropy, "entropy", a)
     if a.distill is not None:
@@ -127,23 +127,6 @@ def imitation(a: Algorithm, logp_M: Tensor, batch: Streams) -> Tensor:
 def unsure(logp_M: Tensor) -> Tensor:
     """CHORD-phi's p (1 - p): .01 -> .0099, .5 -> .25, .99 -> .0099 (A24)."""
     return logp_M.exp() * (1 - logp_M.exp())
-
-
-def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    """The differentiable regulariser per token [M]; None where it lives in the credit alone.
-
-    `SequenceL2` is coef/2 * (sum of the episode's log-ratios)^2 once per episode (A20, Eq. 3), its value shared out over the
-    episode's tokens: a token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi.
-    """
-    match pull:
-        case KL():
-            if not kl.in_loss(pull):
-                return None
-            return pull.coef * kl.estimate(pull.estimator, logp_M - batch[REFERENCE], log_ratio_M)
-        case SequenceL2(coef=coef):
-            return coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
-        case TokenL2(coef=coef):
-            return coef * log_ratio_M.square()
 
 
 def _present(score: Tensor | None, name: str, a: Algorithm) -> Tensor:

@@ -1,8 +1,9 @@
 """What the tree of a run can name beyond its own folder: code, addresses, secrets, files and models elsewhere.
 
 A run folder from somebody else only proposes these (`recipe.admit`). Every field of the tree is decided in this one place: `DECIDED`
-says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing. What a kind of stage adds
-it decides itself (`Stage.harmless`, `Stage.models`). A field that nobody decides fails `tests/rooms/test_foreign_folders.py`, and asks.
+says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing, and pieces of an
+algorithm (`core.pieces`) hold nothing but numbers, words and switches that their formulas read. What a kind of stage adds it decides
+itself (`Stage.harmless`, `Stage.models`). A field that nobody decides fails `tests/rooms/test_foreign_folders.py`.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any, cast
 
 from posttrain.core import tree
 from posttrain.core.env import Where
+from posttrain.core.pieces.piece import Piece
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
 
@@ -136,14 +138,12 @@ HARMLESS = frozenset(
         *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
         *("Algorithm.name", "Algorithm.paper", "Algorithm.note", "Algorithm.scale", "Algorithm.rewards", "Algorithm.whiten"),
         *("Algorithm.ratio", "Algorithm.anchor", "Algorithm.aggregate", "Algorithm.filter"),
-        *("AnchorMean.by", "Divergence.measure", "KL.estimator", "KL.placement", "Truncate.level", "Mask.level"),
-        *("BestOf.gain", "TargetLength.form", "Gate.source", "Imitate.of", "Imitate.unsure", "Shown.style"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
         *("Embedded.compiled", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )
-"""Texts, choices and switches that reach nothing outside the run folder."""
+"""Texts, choices and switches that reach nothing outside the run folder, beside those of pieces and of kinds of stage."""
 
 
 def key(cls: type, name: str) -> str:
@@ -157,7 +157,7 @@ def decided(cls: type, name: str) -> Decision | None:
     if named in DECIDED:
         return DECIDED[named]
     own: Any = cls if issubclass(cls, Stage) else Stage
-    if named in HARMLESS or name in own.harmless:
+    if named in HARMLESS or issubclass(cls, Piece) or name in own.harmless:
         return lambda x, _: None
     return (lambda x, _: _model(x)) if name in own.models else None
 

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
+from posttrain.core.open import Open
 from posttrain.core.sampling import Sampling
-from posttrain.core.tree import Open
 
 START = "start"
 """In `Stage.start`: the model as it was loaded."""
@@ -38,7 +38,7 @@ class Optimizer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Stage(Open):
+class Stage(Open, begin=True):
     """One stage of a run. Its kinds are the subclasses that are known; run.json names each by its class."""
 
     harmless: ClassVar[tuple[str, ...]] = ()

@@ -1,7 +1,8 @@
 """Trees of frozen dataclasses to plain JSON data and back, losslessly and strictly.
 
 A dataclass becomes an object with one key per field. Where the declared type is a union, the object also carries
-`"type": "ClassName"`, so that `Clip | None` can grow into `Clip | Cap | None` without changing what is on disk.
+`"type": "ClassName"`, so that `Clip | None` can grow into `Clip | Cap | None` without changing what is on disk. An open choice
+(`core.open`) is a union of the classes that derive from it.
 Non-finite floats become `{"float": "inf"}`, because JSON has no word for them. Reading refuses what it does not know:
 the message names the dotted path and the nearest valid key.
 
@@ -18,44 +19,14 @@ import typing
 from collections.abc import Mapping
 from enum import Enum
 from functools import cache
-from typing import Any, ClassVar, Literal, TypeVar, Union, cast
+from typing import Any, Literal, TypeVar, Union, cast
 
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.open import alternatives, is_open
 
 T = TypeVar("T")
 NoneType = type(None)
 TAG = "type"
-
-
-# --- open unions -----------------------------------------------------------------------------------------------------
-
-
-class Open:
-    """Base of a union that anybody can add to: wherever a direct subclass of it is declared, all known subclasses of that one are valid.
-
-    They are known by their class names, from the moment they are defined, in that order.
-    """
-
-    _kinds: ClassVar[dict[str, type[Any]]]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        if Open in cls.__bases__:
-            cls._kinds = {}
-            return
-        if cls.__name__ in cls._kinds:
-            raise TypeError(f"two kinds are called {cls.__name__}, and files name a kind by its class: give one another name")
-        cls._kinds[cls.__name__] = cls
-
-    @classmethod
-    def kinds(cls) -> dict[str, type[Any]]:
-        """The known ones among a base's subclasses, or a kind itself with its subclasses, by name."""
-        return {name: kind for name, kind in cls._kinds.items() if issubclass(kind, cls)}
-
-    @classmethod
-    def forget(cls) -> None:
-        """No longer a kind: for one that a test or a notebook defines a second time."""
-        cls._kinds.pop(cls.__name__, None)
 
 
 # --- looking at declared types ---------------------------------------------------------------------------------------
@@ -68,22 +39,19 @@ def hints(cls: type) -> dict[str, Any]:
     return {f.name: resolved[f.name] for f in dataclasses.fields(cls)}
 
 
-def _open(declared: Any) -> bool:
-    """Whether it is a base class that stands for its known kinds."""
-    kinds: Any = getattr(declared, "kinds", None) if isinstance(declared, type) else None
-    return kinds is not None and declared not in kinds().values()
-
-
 def is_union(declared: Any) -> bool:
-    return typing.get_origin(declared) in (Union, types.UnionType) or _open(declared)
+    """Whether there are alternatives to tell apart: a union, or an open choice."""
+    return _is_written_union(declared) or is_open(declared)
 
 
 def members(declared: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, flat; of any other type, itself alone."""
-    if _open(declared):
-        return tuple(declared.kinds().values())
-    alternatives = typing.get_args(declared) if is_union(declared) else (declared,)
-    return tuple(m for a in alternatives for m in (a.kinds().values() if _open(a) else (a,)))
+    """The alternatives of a union or an open choice, flat; of any other type, itself alone."""
+    written = typing.get_args(declared) if _is_written_union(declared) else (declared,)
+    return tuple(x for m in written for x in (alternatives(m) if is_open(m) else (m,)))
+
+
+def _is_written_union(declared: Any) -> bool:
+    return typing.get_origin(declared) in (Union, types.UnionType)
 
 
 def pieces(declared: Any) -> dict[str, type]:

@@ -22,11 +22,14 @@ from safetensors.torch import load_file
 import posttrain
 from posttrain.cli import main
 from posttrain.core import reader, tree, trust
+from posttrain.core.algorithm import Algorithm
 from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, decided, key, values
 from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.env import Reward, Where
 from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
+from posttrain.core.open import alternatives
+from posttrain.core.pieces.piece import Piece
 from posttrain.core.run import Env, Model, Run
 from posttrain.core.stage import Stage
 from posttrain.recipe.shipped import RECIPES
@@ -85,9 +88,17 @@ def test_every_field_of_the_tree_is_decided() -> None:
     named = {key(cls, name) for cls, name in texts}
     assert not (DECIDED.keys() | HARMLESS) - named, "core/asks.py decides fields that are gone"
     assert not DECIDED.keys() & HARMLESS
-    for kind in Stage.kinds().values():
+    assert not HARMLESS & {key(cls, name) for cls, name in texts if issubclass(cls, Piece)}, "a piece's fields are decided for all at once"
+    for kind in alternatives(Stage):
         assert {*kind.harmless, *kind.models} <= tree.hints(kind).keys() - tree.hints(Stage).keys(), "a kind decides its own fields"
         assert not {*kind.harmless} & {*kind.models}
+
+
+def test_pieces_hold_numbers_words_and_switches_alone() -> None:
+    """Why a piece's field needs no decision of its own: it names nothing that could be opened, run or asked."""
+    for cls, name, declared in fields(Algorithm, set()):
+        if issubclass(cls, Piece):
+            assert leaves(declared) and not tree.pieces(declared) and tree.mapping_item(declared) is None, f"{cls.__name__}.{name}"
 
 
 def test_a_new_field_would_be_found() -> None:

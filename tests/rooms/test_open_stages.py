@@ -23,6 +23,7 @@ from posttrain.core.asks import Kind, asks, decided
 from posttrain.core.checkpoint import find, scan
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, RunFolderError
+from posttrain.core.open import alternatives
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage, come_to, starts
 from posttrain.core.tree import from_plain, to_plain
@@ -80,16 +81,16 @@ class AverageDriver(Driver[Average, AverageState, torch.Tensor], stage=Average, 
 def registries() -> Iterator[None]:
     """As they were, once these tests are over."""
     yield
-    Average.forget()
-    AverageState.forget()
+    Average.withdraw()
+    AverageState.withdraw()
     del DRIVERS[Average]
-    assert set(Stage.kinds()) == {"Supervised", "Reinforce"} == {s.__name__ for s in DRIVERS}
+    assert alternatives(Stage) == (Supervised, Reinforce) and set(DRIVERS) == {Supervised, Reinforce}
 
 
-def with_average(**changes: Any) -> Run:
+def with_average() -> Run:
     """SFT, RL, then the weights of the SFT come back a part of the way."""
     run = tiny_run(steps=2)
-    mean = Average(name="mean", toward="sft", **{"steps": 4, "checkpoint_every": 1, "eval_every": 2} | changes)
+    mean = Average(name="mean", toward="sft", steps=4, checkpoint_every=1, eval_every=2)
     return replace(run, stages=(*run.stages, mean))
 
 
@@ -155,9 +156,9 @@ def test_what_a_kind_does_not_decide_is_asked_for(monkeypatch: pytest.MonkeyPatc
 
 
 def test_names_are_given_once() -> None:
-    with pytest.raises(TypeError, match="two kinds are called Average"):
+    with pytest.raises(ConfigError, match="Give the class another name"):
         type("Average", (Stage,), {})
-    with pytest.raises(TypeError, match="has a driver already"):
+    with pytest.raises(ConfigError, match="has a driver already"):
         type("Other", (Driver,), {}, stage=Average, state=AverageState)
 
 

@@ -17,6 +17,7 @@ from posttrain.controller.loop import loop
 from posttrain.controller.stages.progress import Progress, StageResult, StageState
 from posttrain.controller.stop import Interrupted, Stopper
 from posttrain.core import reader
+from posttrain.core.errors import ConfigError
 from posttrain.core.stage import Stage, come_to, starts
 from posttrain.core.types import Step, merge
 from posttrain.diagnose.gauges import unjudged_words
@@ -54,7 +55,7 @@ class Driver(ABC, Generic[S, T, A]):
     def __init_subclass__(cls, *, stage: type[Stage], state: type[StageState]) -> None:
         super().__init_subclass__()
         if stage in DRIVERS:
-            raise TypeError(
+            raise ConfigError(
                 f"{stage.__name__} has a driver already, {DRIVERS[stage].__name__}; derive another settings type for another one"
             )
         cls.state_type, DRIVERS[stage] = state, cls

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from posttrain.core import tree
+from posttrain.core.open import Open
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class StageResult:
 
 
 @dataclass
-class StageState(tree.Open):
+class StageState(Open, begin=True):
     """Where a stage stands, of whatever kind. Each kind has a subclass with what it remembers beside this."""
 
     step: int = 0

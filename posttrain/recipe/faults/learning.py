@@ -197,7 +197,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "gae_over_observations",
-    seam="posttrain.algorithm.credit:_with_values",
+    seam="posttrain.algorithm.baseline:_with_values",
     what="advantages step through a tool's tokens as if the policy had said them, with value 0 there",
     harm="credit fades across every tool result, and the last action before it is told the future is worth nothing",
     source="trap 12, pain 15",
@@ -238,7 +238,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "group_sum_baseline",
-    seam="posttrain.algorithm.credit:_mean",
+    seam="posttrain.algorithm.baseline:mean",
     what="the baseline divides by one sample less than it summed",
     harm="credit no longer sums to zero: answers are pushed down on average, and entropy rises or falls for no reason",
     source="law 4",
