@@ -157,7 +157,7 @@ def test_what_a_kind_does_not_decide_is_asked_for(monkeypatch: pytest.MonkeyPatc
 
 def test_names_are_given_once() -> None:
     with pytest.raises(ConfigError, match="Give the class another name"):
-        type("Average", (Stage,), {})
+        type("Average", (Stage,), {"__module__": "elsewhere"})
     with pytest.raises(ConfigError, match="has a driver already"):
         type("Other", (Driver,), {}, stage=Average, state=AverageState)
 
