@@ -21,6 +21,7 @@ from posttrain.algorithm.steer import remember, standing, steered
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience, Walk
+from posttrain.core.request import Rate
 from posttrain.core.types import Credit, Gauge, Gauges, Group, Step, merge
 from posttrain.diagnose.gauges import rollout_gauges
 from posttrain.diagnose.words import notes
@@ -41,12 +42,12 @@ from posttrain.role.trainer import NAMED, NotFinite
 
 async def ask(h: Roles, index: int) -> Experience:
     """Play and judge the groups of step `index`, from 1."""
-    version = h.trainer.version
+    version, request = h.trainer.version, h.stage.algorithm.request(h.stage)
     with h.clock.of("rollout"):
-        played, passed = await h.rollout.until(h.prompts, h.stage.algorithm.request(h.stage), h.sampling, h.stream)
+        played, passed = await h.rollout.until(h.prompts, request, h.sampling, h.stream, h.memory.rate)
         h.prompts.learn(played)
     walk = Walk(h.prompts.cursor, dict(h.prompts.rates), dict(h.prompts.visits))
-    return Experience(index, version, played, passed, h.sync.sampler.gauges(), walk)
+    return Experience(index, version, played, passed, request.groups, h.sync.sampler.gauges(), walk)
 
 
 @dataclass
@@ -103,7 +104,8 @@ async def _learn(h: Roles, begun: Begun) -> Step:
     with h.clock.of("book"):
         _write(h, begun)
     seen, episodes = merge(*begun.learned), sum(len(g.episodes) for g in credit.groups)
-    h.memory = remember(stage.algorithm, replace(h.memory, ema=credit.ema), seen, episodes=episodes)
+    asked = Rate(len(e.played), sum(e.passed))
+    h.memory = remember(stage.algorithm, replace(h.memory, ema=credit.ema), seen, episodes=episodes, asked=asked)
     return _line(h, begun, notes(e, credit, stage.prompts))
 
 
@@ -148,7 +150,7 @@ def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
 def _line(h: Roles, begun: Begun, notes: tuple[str, ...]) -> Step:
     """The step as a line of the record."""
     e, credit, seen = begun.experience, begun.credit or Credit((), h.memory.ema), h.watch.take()
-    gauges = merge(rollout_gauges(e.played, len(e.refused), credit, e.version), e.engine, seen.gauges, *begun.learned)
+    gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *begun.learned)
     verifiers = {name: g.mean for name, g in h.rollout.environment.gauges().items() if g.count}
     clock = {**h.clock.take(), **h.sync.sampler.clock(), **verifiers}
     return Step(h.stage.name, e.index, h.trainer.version, gauges, clock, (*notes, *seen.notes))

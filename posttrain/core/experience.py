@@ -30,6 +30,8 @@ class Experience:
     """Of the weights it was begun under: no token is older."""
     played: tuple[Group, ...]
     passed: tuple[bool, ...]
+    wanted: int
+    """Groups the step has room for: the first of those that passed."""
     engine: Gauges = field(default_factory=Gauges)
     """The engine's counters for it."""
     walk: Walk = Walk(0)
@@ -38,9 +40,17 @@ class Experience:
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Those that passed."""
-        return tuple(g for g, passed in zip(self.played, self.passed, strict=True) if passed)
+        """Those that the step learns from."""
+        return self._passed()[: self.wanted]
+
+    @property
+    def spare(self) -> tuple[Group, ...]:
+        """Those that passed when there was no room any more."""
+        return self._passed()[self.wanted :]
 
     @property
     def refused(self) -> tuple[Group, ...]:
         return tuple(g for g, passed in zip(self.played, self.passed, strict=True) if not passed)
+
+    def _passed(self) -> tuple[Group, ...]:
+        return tuple(g for g, passed in zip(self.played, self.passed, strict=True) if passed)

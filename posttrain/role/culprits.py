@@ -25,7 +25,7 @@ def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
         yield
     except NotFinite as error:
         of = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
-        said = [batch.select([e]) for e in error.culprits]
-        found = [of.get(one.target_M.tobytes() + one[MU].tobytes()) for one in said]
+        said = [batch.sequence_M == e for e in error.culprits]
+        found = [of.get(batch.target_M[at_M].tobytes() + batch[MU][at_M].tobytes()) for at_M in said]
         names = [f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})" for e in found if e is not None]
         raise InvariantError(error.told(names, f" ({where})")) from error

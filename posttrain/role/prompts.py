@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from posttrain.core import seeds
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.pieces.token import Curriculum, NoEasy, Priority
 from posttrain.core.ports import TaskSource
 from posttrain.core.types import Group, Task
@@ -59,6 +59,10 @@ class Prompts:
                 )
             case Priority(floor=floor):
                 return self._draw(floor)
+            case other:
+                raise InvariantError(
+                    f"nobody says which task comes next under curriculum={type(other).__name__.lower()}: give it a case in `Prompts`"
+                )
 
     def _walk(self) -> tuple[Task, int]:
         count = self.source.count

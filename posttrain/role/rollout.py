@@ -15,7 +15,7 @@ from typing import Any, TypeVar, cast
 from posttrain.core import seeds
 from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.ports import Attempt, Dialogue, Environment, PairRenderer, Sampler, Teacher
-from posttrain.core.request import Request
+from posttrain.core.request import Rate, Request
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Limits
 from posttrain.core.transcript import Transcript
@@ -139,13 +139,22 @@ class Rollout:
         return Group(task, visit, episodes, others[-1] if greedy else None, started - len(ended), spoken)
 
     async def until(
-        self, prompts: Iterator[tuple[Task, int]], request: Request, sampling: Sampling, stream: str
+        self, prompts: Iterator[tuple[Task, int]], request: Request, sampling: Sampling, stream: str, seen: Rate = Rate()
     ) -> tuple[tuple[Group, ...], tuple[bool, ...]]:
-        """Groups, in the order they were asked, until enough of them count; and which of them do."""
+        """Groups, in the order they were asked, until enough of them pass; and which of them do.
+
+        They are asked in waves, each as large as the rate at which groups passed so far lets it have to be. A wave waits for its last
+        answer, so the fewer there are the less the engine idles. Sizes are functions of what was said, never of time; where more
+        pass than are wanted, the first ones asked are taken (`Experience.groups`).
+
+        Args:
+            seen: groups of earlier steps, and how many of them passed.
+        """
         played, passed = list[Group](), list[bool]()
         most = request.most * request.groups
-        while sum(passed) < request.groups and len(played) < most:
-            wave = [next(prompts) for _ in range(min(request.groups - sum(passed), most - len(played)))]
+        while (missing := request.groups - sum(passed)) > 0 and len(played) < most:
+            rate = seen.and_then(len(played), sum(passed))
+            wave = [next(prompts) for _ in range(min(rate.wave(missing), most - len(played)))]
             groups = await together([self.group(task, visit, request, sampling, stream) for task, visit in wave])
             played += groups
             passed += [not request.mixed or group.mixed for group in groups]

@@ -378,10 +378,11 @@ def test_groups_lie_in_the_order_they_were_asked_whatever_passes() -> None:
             ]
             return replace(said, task=task, visit=visit, episodes=tuple(judged))
 
-    passes = [False, True, False, True, True]
+    passes = [False, True, False, True, True, False, True, False, False]
     prompts = ((Task(str(i), "?"), i) for i in range(100))
     rollout = Played(None, None, lambda name: None, SEED)  # type: ignore[arg-type]
     played, passed = asyncio.run(rollout.until(prompts, Request(groups=3, siblings=1, mixed=True), Sampling(), STREAM))
-    assert [g.visit for g in played] == list(range(5)) and list(passed) == passes
-    asked = Experience(1, 0, played, passed)
-    assert [g.visit for g in asked.groups] == [1, 3, 4] and [g.visit for g in asked.refused] == [0, 2]
+    assert [g.visit for g in played] == list(range(9)) and list(passed) == passes  # 3, then 2 missing at a rate of 1 / 3
+    asked = Experience(1, 0, played, passed, 3)
+    assert [g.visit for g in asked.groups] == [1, 3, 4] and [g.visit for g in asked.refused] == [0, 2, 5, 7, 8]
+    assert [g.visit for g in asked.spare] == [6]

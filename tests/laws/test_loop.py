@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.controller.loop import loop
+from posttrain.core.request import Rate
 
 
 class Log:
@@ -64,9 +65,9 @@ def test_asking_runs_ahead_by_the_bound_and_no_further(waits: list[int], bound: 
 
 
 def test_what_is_not_wanted_any_more_is_given_up() -> None:
-    log = Log([50], stop=2)
+    log = Log([900, 1, 1, 900, 900, 900], stop=2)
     played(log, 1, 100, 3)
-    assert log.events[-1] == ("learn", 2) and log.given_up == [3, 4, 5]
+    assert log.learned == 2 and log.given_up == [3, 4, 5]
 
 
 @pytest.mark.parametrize("bound", [0, 2])
@@ -79,3 +80,11 @@ def test_a_failure_of_asking_is_raised_where_it_would_be_learned(bound: int) -> 
 
 def test_no_step_is_no_work() -> None:
     assert played(Log(), 5, 4, 0) == []
+
+
+def test_waves_are_as_large_as_the_rate_lets_them_have_to_be() -> None:
+    assert Rate().wave(32) == 32
+    assert Rate(50, 20).wave(32) == 80
+    assert Rate(50, 50).wave(32) == 32 and Rate(50, 49).wave(32) == 33
+    assert Rate(50, 0).wave(32) == 3200
+    assert Rate(8, 2).halved().and_then(4, 3) == Rate(8, 4)
