@@ -157,7 +157,7 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
     words = mine(tmp_path / "data")
     said = refused(capsys, "run", *words, "--out", str(tmp_path / "run"), code=5)
     assert "the disk is full" in said and "The last good checkpoint is" in said and "--resume" in said
-    assert find(tmp_path / "run").state["step"] == 1 and not list((tmp_path / "run").rglob("half"))
+    assert find(tmp_path / "run").state["running"]["step"] == 1 and not list((tmp_path / "run").rglob("half"))
     assert main(["run", "--resume", str(tmp_path / "run")]) == 0
     assert [s.index for s in rl_steps(tmp_path / "run")] == [1, 2]
 
