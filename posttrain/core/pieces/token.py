@@ -244,6 +244,10 @@ class Curriculum(Piece, begin=True):
     def weight(self, rate: float) -> float:
         """Of a task with this pass rate."""
 
+    def left_out(self) -> str:
+        """What every task did that is not asked, in words."""
+        return "has weight 0"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoEasy(Curriculum):
@@ -259,6 +263,9 @@ class NoEasy(Curriculum):
 
     def weight(self, rate: float) -> float:
         return 1.0 if rate < self.rate else 0.0
+
+    def left_out(self) -> str:
+        return f"was solved at a rate of {self.rate:g} or more"
 
 
 @dataclass(frozen=True, kw_only=True)
