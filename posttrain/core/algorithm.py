@@ -153,11 +153,6 @@ class Algorithm:
         return any(p.reads_silent for p in self.pieces)
 
     @property
-    def draws_tokens(self) -> bool:
-        """Whether the tokens that speak are drawn at random."""
-        return self.tokens is not None and self.tokens.draws
-
-    @property
     def silences(self) -> bool:
         """Whether its trust region gives tokens outside its bounds a push of exactly 0."""
         return self.clip is not None and self.clip.silences

@@ -23,8 +23,6 @@ class Tokens(Piece, begin=True):
     reads_silent: ClassVar[bool] = True
     silences: ClassVar[bool] = True
     """Whether the tokens it did not choose have no policy gradient."""
-    draws: ClassVar[bool] = False
-    """Whether it draws them at random."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +33,6 @@ class ClipCov(Tokens):
 
     cov_t = (A_t - mean A) * (logp_t - mean logp) over the minibatch, with the log-probs before it.
     """
-
-    draws = True
 
     share: float = 2e-4
     low: float = 1.0
