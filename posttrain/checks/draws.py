@@ -37,7 +37,7 @@ MOST = 10.0
 STAKES = (0.02, 0.2, 0.8)
 """Shares of the stake that are bet on two siblings saying the same."""
 ALPHA = 4e-8
-"""Chance of a false alarm in a whole run, of each of the two bets. Together with `canaries.in_order_of_the_file` below 1e-7."""
+"""Chance of a false alarm in a whole run, of each of the two bets. Together with `data.in_order_of_the_file` below 1e-7."""
 PROBED = 256
 """Spoken tokens looked at in a step."""
 PACKED = 4096

@@ -12,7 +12,7 @@ import torch
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Learner
+from posttrain.core.ports import Expected, Learner
 from posttrain.core.run import Optimizer
 from posttrain.core.streams import ADVANTAGE
 from posttrain.core.types import Gauge, Gauges, merge
@@ -25,13 +25,14 @@ NUDGE = 0.05
 FELT = 1e-3
 """Nats by which a log-prob must change for a nudge to count as felt: far above rounding, far below what such a nudge does."""
 
-
 SAMPLED = 1 << 20
-"""Tensors up to this many numbers have their first update followed."""
-
-
+"""Parameters up to this many numbers have their first update followed."""
+SMALLEST = 1e-12
+"""Weights nearer to 0 are taken as this large: a move far below the rounding of any other weight may be lost on its way in float32."""
+ROUNDING = 3e-7
+"""Of a float32 weight to which something was added, relative to its size."""
 UPDATE_BOUND = 0.02
-"""Departure of a first optimizer step, in learning rates."""
+"""Departure of a first optimizer step, relative to the size of a full one (`Expected.size`; of AdamW the learning rate)."""
 
 
 def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
@@ -101,26 +102,54 @@ def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class Largest:
-    """The number of a tensor with the largest gradient: where it lies in the flat tensor, its gradient and its weight before the step."""
+    """The number of a parameter with the largest gradient: where it lies in the flat tensor, its value, and what a step adds to it."""
 
     index: int
-    gradient: float
     weight: float
+    move: float
 
 
-def moved(heard: Handed, parameters: Mapping[str, Any], config: Optimizer, lr: float, state: Mapping[str, Any]) -> Gauges:
+@dataclass(frozen=True)
+class Handed:
+    """What an optimizer is handed for a step, and what it says that the step should do; made just before the step."""
+
+    norm: float
+    """Of all gradients."""
+    largest: Mapping[str, Largest]
+    """Of every parameter with a gradient that is not 0."""
+    expected: Mapping[str, Expected] = field(default_factory=dict[str, Expected])
+    """Of the parameters of at most `SAMPLED` numbers, where this is the optimizer's first step."""
+    before: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Copies of the same parameters."""
+
+    @classmethod
+    def of(cls, optimizer: Any, config: Optimizer) -> Handed:
+        """`config` is the stage's, whatever the optimizer was built with."""
+        trained = optimizer.trained()
+        grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
+        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
+        largest: dict[str, Largest] = {}
+        for name, g in grads.items():
+            at = int(g.abs().argmax())
+            if float(g.flatten()[at]):
+                move = optimizer.expected_update(config, name, g, norm, at).move
+                largest[name] = Largest(at, float(trained[name].detach().flatten()[at]), float(move))
+        first = not optimizer.state_tensors().get("steps", 1)
+        small = [n for n, g in grads.items() if g.numel() <= SAMPLED] if first else []
+        expected = {n: optimizer.expected_update(config, n, grads[n], norm) for n in small}
+        return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small})
+
+
+def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
     """In an optimizer step every parameter with a gradient moves, where its move is larger than its rounding.
 
     Args:
-        heard: the step, with the largest gradient of each parameter and the weight it belongs to.
-        parameters: what the optimizer moves, after the step. lr: of this step. state: of the optimizer, after the step.
+        handed: the step. parameters: what the optimizer moves, after the step. lr: of this step.
     """
-    shrink = min(1.0, config.clip / heard.norm) if heard.norm > 0 else 1.0
     pushed: list[str] = []
     still: list[str] = []
-    for name, top in heard.largest.items():
-        spacing = float(np.spacing(np.float32(abs(top.weight))))
-        if abs(top.gradient) * shrink < 10 * config.eps or lr * _step_size(config, state, name, top) < 8 * spacing:
+    for name, top in handed.largest.items():
+        if abs(top.move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(top.weight))))):
             continue
         pushed.append(name)
         if float(parameters[name].detach().flatten()[top.index]) == top.weight:
@@ -131,98 +160,45 @@ def moved(heard: Handed, parameters: Mapping[str, Any], config: Optimizer, lr: f
             f"{', ...' if len(still) > 5 else ''}. The optimizer holds other tensors than the ones that train, or leaves some out. Check what it was "
             f"built from, and that the learning rate ({lr:g} in this step) is what you meant"
         )
-    return {"canary/moved": Gauge(len(pushed), len(heard.largest))} if pushed else {}
-
-
-def _step_size(config: Optimizer, state: Mapping[str, Any], name: str, top: Largest) -> float:
-    """Learning rates by which AdamW moves a weight: 1 from rest, and any less where earlier gradients pull the other way."""
-    parts = [state.get(f"{key}.{name}") for key in ("exp_avg", "exp_avg_sq", "step")]
-    if any(x is None for x in parts):
-        return 1.0
-    first, second, taken = (float(x.flatten()[top.index if x.numel() > 1 else 0]) for x in parts if x is not None)
-    taken = max(1.0, taken)
-    mean, square = first / (1 - config.beta1**taken), second / (1 - config.beta2**taken)
-    return min(1.0, abs(mean / (math.sqrt(square) + config.eps) + config.weight_decay * top.weight))
-
-
-def watched(parameters: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Copies of the parameters of at most `most` numbers, as they are before an optimizer step."""
-    return {name: p.detach().clone() for name, p in parameters.items() if p.numel() <= most}
-
-
-@dataclass(frozen=True)
-class Handed:
-    """What an optimizer was handed for a step, before it moves."""
-
-    gradients: dict[str, torch.Tensor]
-    """float64 copies, of the tensors of at most `SAMPLED` numbers."""
-    largest: dict[str, Largest]
-    """Of every tensor with a gradient that is not 0."""
-    norm: float
-    before: dict[str, Any] = field(default_factory=dict[str, Any])
-    """What it moves, copied, of the small tensors; where it starts from rest."""
-    from_rest: bool = False
-
-    @classmethod
-    def of(cls, optimizer: Any) -> Handed:
-        moves = optimizer.trained()
-        grads = {n: p.grad for n, p in moves.items() if p.grad is not None}
-        small = {n: g.detach().double().cpu().clone() for n, g in grads.items() if g.numel() <= SAMPLED}
-        largest: dict[str, Largest] = {}
-        for name, g in grads.items():
-            at = int(g.detach().abs().argmax())
-            gradient, weight = (float(x.detach().flatten()[at]) for x in (g, moves[name]))
-            if gradient:
-                largest[name] = Largest(at, gradient, weight)
-        norm = math.sqrt(math.fsum(float(g.detach().double().square().sum()) for g in grads.values()))
-        from_rest = not optimizer.state_tensors().get("steps", 1)
-        return cls(small, largest, norm, watched(moves, SAMPLED) if from_rest else {}, from_rest)
+    return {"canary/moved": Gauge(len(pushed), len(handed.largest))} if pushed else {}
 
 
 @dataclass(frozen=True)
 class Update:
-    """The largest departure of a first optimizer step from the configured one, each relative to what was expected."""
+    """The largest departure of an optimizer step from the configured one, each relative to what was expected."""
 
     name: str
     moved: float
-    momentum: float
+    state: float
 
 
-def first_update(
-    config: Optimizer, heard: Handed, before: dict[str, torch.Tensor], after: dict[str, torch.Tensor], state: dict[str, torch.Tensor]
-) -> Update:
-    """The first step of AdamW from rest is known in closed form: -lr * g / (|g| + eps) - lr * decay * w.
+def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
+    """How far a step went from what was expected of it: of all parameters that were followed, the worst.
 
     Args:
-        before, after: what the optimizer moves, around the step.
-        state: its state afterwards; the moments are (1 - beta1) * g and (1 - beta2) * g^2.
+        after: what the optimizer moves, after the step. state: its state then.
     """
-    lr = config.lr / config.warmup if config.warmup else config.lr
-    shrink = min(1.0, config.clip / heard.norm) if heard.norm > 0 else 1.0
     worst = Update("", 0.0, 0.0)
-    for name, raw in heard.gradients.items():
-        g, old, new = raw * shrink, before[name].double().cpu(), after[name].detach().double().cpu()
-        want = -lr * g / (g.abs() + config.eps) - lr * config.weight_decay * old
-        moved = float(((new - old - want).abs() - 3e-7 * old.abs()).max()) / lr
-        momentum = 0.0
-        for key, part, want in (("exp_avg", 1 - config.beta1, g), ("exp_avg_sq", 1 - config.beta2, g * g)):
-            size = part * float(want.abs().max())
-            if size > 0 and (held := state.get(f"{key}.{name}")) is not None:
-                momentum = max(momentum, float((held.double().cpu() - part * want).abs().max()) / size)
-        if max(moved, momentum) > max(worst.moved, worst.momentum):
-            worst = Update(name, moved, momentum)
+    for name, expected in handed.expected.items():
+        old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
+        off = float(((new - old - expected.move).abs() - ROUNDING * old.abs()).max())
+        moved, kept = off / expected.size if expected.size else float(off > 0), 0.0
+        for word, want in expected.state.items():
+            size = float(want.abs().max())
+            if size > 0 and (held := state.get(f"{word}.{name}")) is not None:
+                kept = max(kept, float((held.double().cpu() - want).abs().max()) / size)
+        if max(moved, kept) > max(worst.moved, worst.state):
+            worst = Update(name, moved, kept)
     return worst
 
 
-def update_agrees(
-    config: Optimizer, heard: Handed, before: Mapping[str, torch.Tensor], after: Mapping[str, Any], state: Mapping[str, Any]
-) -> Gauges:
+def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], state: Mapping[str, Any]) -> Gauges:
     """The first optimizer step is the configured one, nothing more: learning rate, warm-up, decay and clip included."""
-    worst = first_update(config, heard, dict(before), dict(after), dict(state))
-    if worst.moved > UPDATE_BOUND or worst.momentum > UPDATE_BOUND:
+    worst = departure(handed, after, state)
+    if worst.moved > UPDATE_BOUND or worst.state > UPDATE_BOUND:
         raise InvariantError(
-            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} learning rates, its momentum by "
-            f"{worst.momentum:.3g} of its size (gradient norm {heard.norm:.3g}; configured lr={config.lr:g}, warmup={config.warmup}, "
+            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full step, its state by "
+            f"{worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured lr={config.lr:g}, warmup={config.warmup}, "
             f"weight_decay={config.weight_decay:g}, clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
         )
     return {"canary/update_gap": Gauge(worst.moved, 1)}
@@ -246,7 +222,7 @@ class UpdateCheck(Observer):
     def hear(self, h: Learning[Any], event: Event) -> Remark | None:
         match event:
             case DifferentiatedEvent(packed, _):
-                self._handed = None if self._moved or not _carries(packed) else Handed.of(h.trainer.optimizer)
+                self._handed = None if self._moved or not _carries(packed) else Handed.of(h.trainer.optimizer, h.stage.optimizer)
             case LearnedEvent(lr=lr) if self._handed is not None:
                 return Remark(self._follow(h, self._handed, lr))
             case _:
@@ -254,10 +230,10 @@ class UpdateCheck(Observer):
         return None
 
     def _follow(self, h: Learning[Any], handed: Handed, lr: float) -> Gauges:
-        trained, state, config = h.trainer.trained(), h.trainer.optimizer.state_tensors(), h.stage.optimizer
-        seen = moved(handed, trained, config, lr, state)
+        trained, optimizer = h.trainer.trained(), h.trainer.optimizer
+        seen = moved(handed, trained, lr)
         self._moved = bool(seen)
-        return merge(seen, update_agrees(config, handed, handed.before, trained, state) if handed.from_rest else {})
+        return merge(seen, update_agrees(h.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {})
 
 
 def _carries(packed: PackedEvent) -> bool:

@@ -73,7 +73,9 @@ REGISTRY: dict[str, Definition] = {
         "1",
         "rounding",
     ),
-    "canary/update_gap": Definition("largest departure of the first optimizer step from the configured one", "learning rates", "rounding"),
+    "canary/update_gap": Definition(
+        "largest departure of the first optimizer step from the configured one", "full steps (AdamW: learning rates)", "rounding"
+    ),
     "canary/mute_sources": Definition("share of reward sources that gave 0 to every answer, right ones included", "share", "0"),
     "canary/drawn_again": Definition("tokens of a step that were drawn again and came out the same", "tokens", "no band"),
     "canary/bet_on_draws": Definition(

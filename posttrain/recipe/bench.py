@@ -15,7 +15,7 @@ from posttrain.algorithm.losses import PolicyLoss
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import RunFolderError
-from posttrain.core.ports import Examiner, Learner, TokenScores
+from posttrain.core.ports import Examiner, Expected, Learner, TokenScores
 from posttrain.core.run import Run
 from posttrain.core.types import Gauges, Top
 from posttrain.engine.learner import FrozenScorer, HFLearner
@@ -132,6 +132,9 @@ class _Probe:
 
     def trained(self) -> Mapping[str, torch.Tensor]:
         return self._parameters
+
+    def expected_update(self, config: Any, name: str, gradient: torch.Tensor, norm: float, at: int | None = None) -> Expected:
+        return Expected(torch.zeros(gradient.shape if at is None else (1,), dtype=torch.float64), {}, 0.0)
 
     def state_tensors(self) -> Mapping[str, torch.Tensor]:
         return {}

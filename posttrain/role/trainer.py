@@ -15,7 +15,8 @@ from posttrain.algorithm.losses import Loss
 from posttrain.algorithm.objective import Terms
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Learner, TokenScores
+from posttrain.core.ports import Expected, Learner, TokenScores
+from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.types import Gauge, Gauges, merge
 
 
@@ -65,7 +66,21 @@ class Optimizer(Protocol):
         """What a step moves, by parameter: its master where it has one."""
         ...
 
-    def state_tensors(self) -> Mapping[str, torch.Tensor]: ...
+    def expected_update(self, config: OptimizerConfig, name: str, gradient: Tensor, norm: float, at: int | None = None) -> Expected:
+        """What the next step must do to parameter `name`; asked before it, and changes nothing.
+
+        It is the definition, from what the stage configured, the steps taken and the state so far: nothing that the step itself
+        computes, and nothing the optimizer was built with, since these are what is checked.
+
+        Args:
+            gradient: of the parameter, before any clip. norm: of all gradients together.
+            at: only of this number of the flattened parameter.
+        """
+        ...
+
+    def state_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Everything a resumed run needs, by name; `steps` counts the steps taken, `WORD.PARAMETER` is state of a parameter."""
+        ...
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 

@@ -14,6 +14,8 @@ from law_toys import SAMPLING, STAGE, Answer, scored_group
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN, WHOLE, Whole
 from posttrain.algorithm.streams import streams
+from posttrain.checks.audit import opinions
+from posttrain.checks.credit import Books
 from posttrain.core import streams as declared
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
@@ -21,8 +23,6 @@ from posttrain.core.ladder import GRPO, REINFORCE
 from posttrain.core.ports import Learner
 from posttrain.core.streams import ADVANTAGE, MU, SCORED, START, VERSION, WEIGHT, Maker, Scoring, Stream
 from posttrain.core.types import Group, ScoredGroup
-from posttrain.role.agreement import Books
-from posttrain.role.audit import opinions
 from posttrain.role.pack import pack
 from posttrain.role.score import score
 

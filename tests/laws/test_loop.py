@@ -1,0 +1,81 @@
+"""The loop between asking and learning: what is asked when is a function of steps, whatever takes how long."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.controller.loop import loop
+
+
+class Log:
+    """Asks and learns nothing, and remembers in which order."""
+
+    def __init__(self, waits: list[int] | None = None, stop: int = 10**9, fails: int = 0) -> None:
+        self.waits, self.stop, self.fails = waits or [0], stop, fails
+        self.learned = 0
+        self.events: list[tuple[str, int]] = []
+        self.behind: list[int] = []
+        self.given_up: list[int] = []
+
+    async def ask(self, index: int) -> int:
+        self.events.append(("ask", index))
+        self.behind.append(index - 1 - self.learned)
+        try:
+            for _ in range(self.waits[index % len(self.waits)]):
+                await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            self.given_up.append(index)
+            raise
+        if index == self.fails:
+            raise ValueError("asked in vain")
+        return index * 10
+
+    async def learn(self, index: int, asked: int) -> bool:
+        assert asked == index * 10
+        self.events.append(("learn", index))
+        await asyncio.sleep(0)
+        self.learned = index
+        return index < self.stop
+
+
+def played(log: Log, first: int, last: int, bound: int) -> list[tuple[str, int]]:
+    asyncio.run(loop(log.ask, log.learn, first=first, last=last, bound=bound))
+    return log.events
+
+
+def test_bound_zero_is_ask_learn_ask_learn() -> None:
+    assert played(Log(), 3, 5, 0) == [(verb, i) for i in (3, 4, 5) for verb in ("ask", "learn")]
+
+
+@given(st.lists(st.integers(0, 7), min_size=1, max_size=5), st.integers(0, 4), st.integers(1, 9))
+@settings(max_examples=60, deadline=None)
+def test_asking_runs_ahead_by_the_bound_and_no_further(waits: list[int], bound: int, steps: int) -> None:
+    log = Log(waits)
+    events = played(log, 1, steps, bound)
+    assert [i for verb, i in events if verb == "learn"] == list(range(1, steps + 1))
+    assert sorted(i for verb, i in events if verb == "ask") == list(range(1, steps + 1))
+    assert max(log.behind) <= bound
+    asked_before = {i: len([1 for verb, _ in events[: events.index(("learn", i))] if verb == "ask"]) for i in range(1, steps + 1)}
+    assert all(n <= min(steps, i + bound) for i, n in asked_before.items())
+
+
+def test_what_is_not_wanted_any_more_is_given_up() -> None:
+    log = Log([50], stop=2)
+    played(log, 1, 100, 3)
+    assert log.events[-1] == ("learn", 2) and log.given_up == [3, 4, 5]
+
+
+@pytest.mark.parametrize("bound", [0, 2])
+def test_a_failure_of_asking_is_raised_where_it_would_be_learned(bound: int) -> None:
+    log = Log(fails=3)
+    with pytest.raises(ValueError, match="asked in vain"):
+        played(log, 1, 9, bound)
+    assert log.learned == 2
+
+
+def test_no_step_is_no_work() -> None:
+    assert played(Log(), 5, 4, 0) == []
