@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from posttrain.core.errors import ConfigError, nearest
@@ -78,7 +79,7 @@ class Algorithm:
         for reason in _meaningless(self):
             raise ConfigError(f"algorithm {self.name!r}: {reason}")
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Every piece it is made of, in the order of its choices."""
         chosen = [getattr(self, name) for name in CHOICES]
