@@ -142,7 +142,7 @@ HARMLESS = frozenset(
 
 
 def harmless(owner: type, field: str) -> bool:
-    """Whether a text, choice or switch of this class reaches nothing outside the run folder. Those of every piece of an algorithm do not."""
+    """Whether a text, choice or switch of this class reaches nothing outside the run folder: no piece of an algorithm has one that does."""
     return issubclass(owner, Piece) or f"{owner.__name__}.{field}" in HARMLESS
 
 
