@@ -14,7 +14,6 @@ from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import Look, importance, push
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError
-from posttrain.core.pieces.trust import Clip, Divergence, FutureKL, Geometric
 from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 from posttrain.core.types import Gauge, Gauges
 
@@ -40,7 +39,7 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
             int(sequence_M.max()) + 1,
             streams={MU: mu, ADVANTAGE: torch.full_like(mu, sign), WEIGHT: torch.ones_like(mu)},
         )
-        if a.anchor == "behaviour" and isinstance(a.clip, Clip | Geometric | FutureKL | Divergence) and not a.stores_top:
+        if a.anchor == "behaviour" and a.silences and not a.stores_top:
             ratio = importance(a.ratio, learner - mu, batch)
             worst = max(worst, _silent(push(a.clip, Look(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M))
         if a.correction:

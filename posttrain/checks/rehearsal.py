@@ -15,7 +15,6 @@ from posttrain.checks.schedule import due
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.pieces.trust import Divergence
 from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, VERSION, WEIGHT
@@ -54,7 +53,7 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
 
     A push is never negative, so this holds for every algorithm, also where the audit does not know its pieces.
     """
-    clip = replace(a.clip, top=0) if isinstance(a.clip, Divergence) else a.clip
+    clip = None if a.clip is None else a.clip.without_top()
     alone = replace(
         a, clip=clip, pull=None, entropy=None, imitate=None, distill=None, tokens=None, shown=None, rewards="sum", shape=(), scale="one"
     )

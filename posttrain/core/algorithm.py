@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from posttrain.core.errors import ConfigError, nearest
@@ -78,7 +79,7 @@ class Algorithm:
         for reason in _meaningless(self):
             raise ConfigError(f"algorithm {self.name!r}: {reason}")
 
-    @property
+    @cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """Every piece it is made of, in the order of its choices."""
         chosen = [getattr(self, name) for name in CHOICES]
@@ -151,11 +152,6 @@ class Algorithm:
     def reads_silent_tokens(self) -> bool:
         """Whether a token with zero credit still matters (pull, entropy, value, imitation), so it may not leave the batch."""
         return any(p.reads_silent for p in self.pieces)
-
-    @property
-    def draws_tokens(self) -> bool:
-        """Whether the tokens that speak are drawn at random."""
-        return self.tokens is not None and self.tokens.draws
 
     @property
     def silences(self) -> bool:

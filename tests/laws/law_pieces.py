@@ -1,6 +1,6 @@
-"""Two pieces that posttrain does not have, each with its numbers and words and its mathematics. `test_open_pieces` offers them for a while.
+"""Two pieces that posttrain does not have, with numbers, words and mathematics. `test_open_pieces` offers them for a while.
 
-In the library these would be four places in two files a choice: the types in `core/pieces/{trust,shape}.py`, the functions in
+In the library each would be two files: the type in `core/pieces/{trust,shape}.py`, the functions in
 `algorithm/{trust,shape}.py`.
 """
 

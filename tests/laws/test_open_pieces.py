@@ -41,7 +41,7 @@ from posttrain.core.pieces.correction import Correction
 from posttrain.core.pieces.piece import Piece
 from posttrain.core.pieces.pull import KL, Pull
 from posttrain.core.pieces.shape import Shaping, Signed
-from posttrain.core.pieces.token import ClipCov, Curriculum, KlCov, NoEasy, Priority, Tokens
+from posttrain.core.pieces.token import Curriculum, NoEasy, Priority, Tokens
 from posttrain.core.pieces.trust import Clip, TrustRegion
 from posttrain.core.request import Request
 from posttrain.core.run import Reinforce, Run
@@ -234,7 +234,6 @@ def test_a_request_says_what_a_step_needs_of_the_rollout() -> None:
 
 def test_what_else_roles_ask() -> None:
     assert GRPO.refresh == 0 and patch(GRPO, "x", "-", pull=KL(refresh=7)).refresh == 7
-    assert [patch(GRPO, "x", "-", tokens=t).draws_tokens for t in (ClipCov(), KlCov())] == [True, False]
     silent = {"Clip", "Geometric", "Divergence", "FutureKL"}
     assert {x.__name__ for x in alternatives(TrustRegion) if x.silences} == silent and GRPO.silences and not REMAX.silences
     assert NoEasy(rate=0.5).weight(0.4) == 1.0 and NoEasy(rate=0.5).weight(0.5) == 0.0 and not NoEasy.drawn

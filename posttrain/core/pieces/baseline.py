@@ -148,7 +148,8 @@ class EnergyMean(Baseline):
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.scale != "one":
-            yield f"scale={a.scale} is one number for an answer, and baseline=energymean compares token by token. Set scale=one, or whiten=token"
+            whole = f"scale={a.scale} is one number for an answer"
+            yield f"{whole}, and baseline=energymean compares token by token. Set scale=one, or whiten=token"
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         return ("energy",)

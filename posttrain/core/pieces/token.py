@@ -23,8 +23,6 @@ class Tokens(Piece, begin=True):
     reads_silent: ClassVar[bool] = True
     silences: ClassVar[bool] = True
     """Whether the tokens it did not choose have no policy gradient."""
-    draws: ClassVar[bool] = False
-    """Whether it draws them at random."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,8 +33,6 @@ class ClipCov(Tokens):
 
     cov_t = (A_t - mean A) * (logp_t - mean logp) over the minibatch, with the log-probs before it.
     """
-
-    draws = True
 
     share: float = 2e-4
     low: float = 1.0
@@ -244,6 +240,10 @@ class Curriculum(Piece, begin=True):
     def weight(self, rate: float) -> float:
         """Of a task with this pass rate."""
 
+    def left_out(self) -> str:
+        """What every task did that is not asked, in words."""
+        return "has weight 0"
+
 
 @dataclass(frozen=True, kw_only=True)
 class NoEasy(Curriculum):
@@ -259,6 +259,9 @@ class NoEasy(Curriculum):
 
     def weight(self, rate: float) -> float:
         return 1.0 if rate < self.rate else 0.0
+
+    def left_out(self) -> str:
+        return f"was solved at a rate of {self.rate:g} or more"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -61,7 +61,8 @@ class Clip(TrustRegion):
         yield from super().refuses(a)
         # Credit that varies inside a sequence is refused there for a reason of its own, which says what to do.
         if a.ratio in ("sequence_mean", "sequence_product") and a.aggregate == "token_mean" and not a.varies:
-            yield "a clipped sequence-level ratio with aggregate=token_mean is no longer a mean over sequences. Set aggregate=sequence_mean"
+            mean = "is no longer a mean over sequences. Set aggregate=sequence_mean"
+            yield f"a clipped sequence-level ratio with aggregate=token_mean {mean}"
 
 
 @dataclass(frozen=True, kw_only=True)
