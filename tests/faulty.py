@@ -171,7 +171,7 @@ def _chat(run: Run, folder: Path) -> Run:
 
 
 def tiny_rewards() -> tuple[Any, ...]:
-    from posttrain.core.run import Reward
+    from posttrain.core.env import Reward
 
     return (Reward(function="last_integer"),)
 

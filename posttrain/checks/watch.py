@@ -17,7 +17,8 @@ from posttrain.checks.resume import RestoreCheck, ResumeCheck
 from posttrain.checks.sampler import SamplerCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.verifier import VerifierCheck
-from posttrain.core.run import Reinforce, Stage, Supervised
+from posttrain.core.run import Reinforce, Supervised
+from posttrain.core.stage import Stage
 from posttrain.core.types import Step
 from posttrain.role.events import Observer, Observers
 

@@ -10,15 +10,34 @@ import numpy as np
 
 from posttrain.core.book import Book
 from posttrain.core.ports import Examiner, Learner, PairRenderer, Sampler, Teacher, Tracker
-from posttrain.core.run import Optimizer as OptimizerConfig
-from posttrain.core.run import Reinforce, Run, Stage
+from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling, Spell
+from posttrain.core.stage import Optimizer as OptimizerConfig
+from posttrain.core.stage import Stage
 from posttrain.core.types import Step
 from posttrain.role.evaluate import Report, evaluate
 from posttrain.role.events import Observers
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Optimizer, Trainer
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a stage plays: an environment, and the rollout in it."""
+
+    environment: Teacher
+    rollout: Rollout
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A held-out evaluation, with all it depends on."""
+
+    version: int
+    sampling: Sampling
+    environment: Teacher
+    report: Report
 
 
 @dataclass
@@ -43,6 +62,8 @@ class Parts:
     """A frozen model of this directory, which must share the policy's tokenizer."""
     optimize: Callable[[OptimizerConfig], Optimizer]
     """A new optimizer of the learner's parameters."""
+    settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    """Of the stages that have an environment of their own, by name."""
     observe: Callable[[Stage, Sequence[Step], Mapping[str, Any]], Observers] = lambda stage, steps, kept: Observers()
     """Who observes a stage, of which these steps are taken; with what a checkpoint kept of them."""
     watch: Observers = field(default_factory=Observers)
@@ -52,6 +73,8 @@ class Parts:
     """Ends the engine: its threads, processes and memory."""
     version: int = 0
     """Optimizer steps so far, over all stages: the version of the learner's weights."""
+    measured: Measured | None = None
+    """The last held-out evaluation, so that no weights are evaluated twice."""
 
     def tell(self, step: Step) -> None:
         """Write one line of the record and tell whoever listens."""
@@ -64,12 +87,16 @@ class Parts:
         for tracker in self.trackers:
             tracker.say(line)
 
+    def setting(self, stage: Stage) -> Setting:
+        """Where a stage plays."""
+        return self.settings.get(stage.name) or Setting(self.environment, self.rollout)
+
     def sampling(self, stage: Stage) -> Sampling:
-        """The contract under which a stage is evaluated: its own, or that of the run's next reinforcement stage."""
+        """The contract under which a stage is evaluated: its own, or that of the run's next stage in which the policy speaks."""
         after = self.run.stages[self.run.stages.index(stage) :]
-        own = [s for s in (*after, *self.run.stages) if isinstance(s, Reinforce)]
-        contract = (own[0].sampling if own else Sampling()).resolve(self.stop_ids, self.spell)
-        stores = own[0].algorithm.stores_top if own else 0
+        own = [(s.contract, s.stores_top) for s in (*after, *self.run.stages) if s.contract is not None]
+        said, stores = own[0] if own else (Sampling(), 0)
+        contract = said.resolve(self.stop_ids, self.spell)
         return replace(contract, top=stores) if stores != contract.top else contract
 
     async def publish(self) -> None:
@@ -77,10 +104,10 @@ class Parts:
         if self.sampler.version != self.version:
             await self.sync.push(self.version)
 
-    async def evaluate(self, sampling: Sampling) -> Report:
+    async def evaluate(self, setting: Setting, sampling: Sampling) -> Report:
         """Held-out evaluation of the learner's weights."""
         await self.publish()
-        result = await evaluate(self.rollout, self.environment.heldout, sampling, self.run.evaluation)
+        result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
         self.sampler.gauges()
         return result
 

@@ -167,7 +167,7 @@ def _wrong(declared: Any, data: Any, path: str) -> ConfigError:
 def build(declared: Any, data: Any, path: str) -> Any:
     """Plain data as a value of a declared type; `path` names it in messages."""
     if declared is Any:
-        return data
+        return _anything(data)
     if isinstance(data, dict):
         table = cast("dict[str, Any]", data)
         if table.keys() == {"float"} and float in members(declared):
@@ -185,6 +185,14 @@ def build(declared: Any, data: Any, path: str) -> Any:
             raise _wrong(declared, data, path)
         return tuple(build(x, v, f"{path}.{i}") for i, (v, x) in enumerate(zip(elements, items, strict=True)))
     return _scalar(declared, data, path)
+
+
+def _anything(data: Any) -> Any:
+    """Plain data where no type is declared: as it is, but for numbers that JSON has no word for."""
+    if isinstance(data, dict):
+        table = cast("dict[str, Any]", data)
+        return float(table["float"]) if table.keys() == {"float"} else {k: _anything(v) for k, v in table.items()}
+    return [_anything(x) for x in cast("list[Any]", data)] if isinstance(data, list) else data
 
 
 def _scalar(declared: Any, data: Any, path: str) -> Any:

@@ -17,10 +17,11 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import RunFolderError
 from posttrain.core.ports import Examiner, Expected, Learner, TokenScores
 from posttrain.core.run import Run
+from posttrain.core.stage import starts
 from posttrain.core.types import Gauges, Top
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.recipe.build import make_teacher, use_threads
-from posttrain.recipe.recorded import KEPT_REFERENCE, RecordedStep, before
+from posttrain.recipe.recorded import KEPT_REFERENCE, RecordedStep
 from posttrain.recipe.target import built_policy
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import load_weights
@@ -88,7 +89,7 @@ class Bench:
         every = recorded.stage.algorithm.refresh
         if every and recorded.index > every:
             return f"{recorded.stage.name}{KEPT_REFERENCE}{(recorded.index - 1) // every * every:06d}"
-        return recorded.stage.reference or before(recorded.run, recorded.stage.name)
+        return recorded.stage.reference or starts(recorded.run.stages, recorded.stage)
 
     def _freeze(self, recorded: RecordedStep, name: str) -> Examiner:
         if name == recorded.stage.reference:

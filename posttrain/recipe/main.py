@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from posttrain.controller.stages import Progress, StageResult, Stages
+from posttrain.controller.stages import Progress, StageResult, Stages, check_drivers, where
 from posttrain.controller.stop import Stopper
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint, find
@@ -28,7 +28,17 @@ from posttrain.engine.models import Policy
 from posttrain.recipe import faults
 from posttrain.recipe import overrides as dotted
 from posttrain.recipe.admit import admitted, gone, noted, told
-from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads, words_in_tokens
+from posttrain.recipe.build import (
+    distinct,
+    facts,
+    make_environment,
+    make_parts,
+    make_policy,
+    make_roles,
+    own_environments,
+    use_threads,
+    words_in_tokens,
+)
 from posttrain.recipe.console import PlainConsole
 from posttrain.recipe.engines import check_engine
 from posttrain.recipe.progress import Terminal
@@ -36,7 +46,7 @@ from posttrain.recipe.proofs import prove_start
 from posttrain.recipe.remote import Remote, evaluate_remote, is_url, refuse, remote_run
 from posttrain.recipe.shipped import recipe as shipped
 from posttrain.recipe.summary import planted_lines, show, show_report
-from posttrain.recipe.target import keep_policy, kept_policy, target_run
+from posttrain.recipe.target import TOKENIZER, keep_policy, kept_policy, target_run
 from posttrain.recipe.trackers import check_trackers, make_trackers
 from posttrain.role.evaluate import Report
 from posttrain.role.evaluate import evaluate as measure
@@ -56,12 +66,17 @@ class Result:
     @property
     def accuracy(self) -> float | None:
         """Share of held-out answers that are right, of the weights the run ended with; None where nothing was measured."""
-        return next((s.accuracy[0] for s in reversed(self.stages) if s.beside is None and s.accuracy is not None), None)
+        return next((s.accuracy[0] for s in self._measures if s.accuracy is not None), None)
 
     @property
     def reward(self) -> float | None:
         """Mean held-out reward of the same weights: another number where a reward grades."""
-        return next((s.reward[0] for s in reversed(self.stages) if s.beside is None and s.reward is not None), None)
+        return next((s.reward[0] for s in self._measures if s.reward is not None), None)
+
+    @property
+    def _measures(self) -> list[StageResult]:
+        """Stages whose weights the run went on with, measured on its own tasks; the last one first."""
+        return [s for s in reversed(self.stages) if s.hands_on and self.run.stage(s.name).env is None]
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:
@@ -131,14 +146,18 @@ def run(
 
 
 async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkpoint | None, quiet: bool, said: Sequence[str]) -> Result:
+    check_drivers(run)
     check_trackers(run)
     check_engine(run)
     threads = use_threads(run.threads)
     environment = make_environment(run)
-    policy = make_policy(run, environment)
+    others = own_environments(run, environment)
+    everywhere = distinct(environment, others)
+    policy = make_policy(run, environment, others)
     if book is None:
         folder = out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        book = Book.create(folder, run, facts(policy, threads, getattr(environment, "contained", ())))
+        contained = dict.fromkeys(x for e in everywhere for x in getattr(e, "contained", ()))
+        book = Book.create(folder, run, facts(policy, threads, tuple(contained)))
         said = [*said, *noted(folder, run)]
     trackers = _beside(run, policy, book)
     terminal = Terminal(run)
@@ -146,13 +165,13 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
         trackers.insert(0, terminal)
         for line in (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *said, f"run folder: {book.folder}"):
             terminal.say(line)
-    parts = make_parts(run, policy, environment, book, trackers)
+    parts = make_parts(run, policy, environment, book, trackers, others)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine):
         terminal.say(parts.sampler.describe())
     progress = Progress()
     if checkpoint is not None:
         with damage_is_named(f"{checkpoint.folder}/state.json"):
-            progress = Progress(**checkpoint.state)
+            progress = where(run, checkpoint.state)
         load_weights(checkpoint.folder, parts.learner)
         parts.version = progress.version
         if not quiet:
@@ -168,7 +187,7 @@ async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkp
             tracker.close(final(results))
     finally:
         with ExitStack() as closing:  # each is closed, whatever another one raises
-            for close in (book.close, parts.environment.close, parts.close, lambda: terminal.close({})):
+            for close in (book.close, *(e.close for e in everywhere), parts.close, lambda: terminal.close({})):
                 closing.callback(close)
     if not quiet:
         show(terminal.console, run, results, book.folder)
@@ -197,7 +216,7 @@ def _standing(run: Run, p: Progress) -> str:
     if p.stage >= len(run.stages):
         return "this run is finished: nothing is left to do"
     stage = run.stages[p.stage]
-    return f"resuming at stage {p.stage + 1} of {len(run.stages)}: {stage.name}, after {p.step} of {stage.steps} steps"
+    return f"resuming at stage {p.stage + 1} of {len(run.stages)}: {stage.name}, after {p.running.step if p.running else 0} of {stage.steps} steps"
 
 
 def evaluate(
@@ -230,6 +249,7 @@ def evaluate(
     contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
     contract = replace(contract, **{k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature)) if v is not None})
     use_threads(run.threads)
+    written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
     asked = tuple(replace(s, sampling=contract) for s in run.stages if isinstance(s, Reinforce))
     run = replace(run, stages=asked or run.stages)
     environment = make_environment(run)
@@ -241,7 +261,7 @@ def evaluate(
         show_report(console, str(target), environment.name, report)
         return report
     refuse(remote)
-    policy = make_policy(run, environment)
+    policy = make_policy(run, environment, written=written)
     roles = make_roles(run, policy, environment)
     if weights is not None:
         load_weights(weights, roles.learner)

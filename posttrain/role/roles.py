@@ -13,8 +13,9 @@ import numpy as np
 from posttrain.algorithm.steer import Memory
 from posttrain.core.book import Book
 from posttrain.core.ports import Dialogue, Examiner, Learner, PairRenderer, Teacher
-from posttrain.core.run import Reinforce, Run, Stage, Supervised
+from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.core.stage import Stage
 from posttrain.role.events import Observers
 from posttrain.role.prompts import Prompts
 from posttrain.role.rollout import Rollout

@@ -30,7 +30,7 @@ from posttrain.algorithm.trust import pushed
 from posttrain.cli import ladder as terminal
 from posttrain.core import ladder
 from posttrain.core.algorithm import Algorithm, patch
-from posttrain.core.asks import asks, harmless
+from posttrain.core.asks import asks, decided
 from posttrain.core.cost import cost, reads
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.formula import formula, formulas, patches
@@ -91,7 +91,7 @@ def test_overrides_and_json_read_a_new_piece(toys: Any) -> None:
         built("clip=bel")
     paths = {path for path, _ in surface(run)}
     assert {"rl.algorithm.clip.width", "rl.algorithm.shape.brief.price"} <= paths
-    assert asks(run) == () and harmless(toys.Bell, "width"), "a piece reaches nothing outside"
+    assert asks(run) == () and decided(toys.Bell, "width") is not None, "a piece reaches nothing outside"
 
 
 def test_its_words_and_its_cost_are_shown(toys: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,12 +23,15 @@ import posttrain
 from posttrain.cli import main
 from posttrain.core import reader, tree, trust
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, harmless, values
+from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, decided, key, values
 from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM, Embedded
+from posttrain.core.env import Reward, Where
 from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
+from posttrain.core.open import alternatives
 from posttrain.core.pieces.piece import Piece
-from posttrain.core.run import Env, Model, Reward, Run, Where
+from posttrain.core.run import Env, Model, Run
+from posttrain.core.stage import Stage
 from posttrain.recipe.shipped import RECIPES
 from posttrain.recipe.shipped import recipe as shipped
 from posttrain.role.weights import WEIGHTS
@@ -78,12 +81,17 @@ def leaves(declared: Any) -> set[Any]:
 
 
 def test_every_field_of_the_tree_is_decided() -> None:
-    found = [(cls, f"{cls.__name__}.{name}", harmless(cls, name)) for cls, name, kind in fields(Run, set()) if leaves(kind) & {str, bool}]
-    undecided = {key for _, key, reaches_nothing in found if not reaches_nothing} - DECIDED.keys()
-    assert not undecided, "decide in core/asks.py what these name: code, an address, a secret, a place outside, or nothing"
-    assert not (DECIDED.keys() | HARMLESS) - {key for _, key, _ in found}, "core/asks.py decides fields that are gone"
-    assert not DECIDED.keys() & {key for _, key, reaches_nothing in found if reaches_nothing}, "decided twice"
-    assert not HARMLESS & {key for cls, key, _ in found if issubclass(cls, Piece)}, "a piece's fields are decided for all pieces at once"
+    texts = [(cls, name) for cls, name, declared in fields(Run, set()) if leaves(declared) & {str, bool}]
+    assert not [key(cls, name) for cls, name in texts if decided(cls, name) is None], (
+        "decide in core/asks.py what these name: code, an address, a secret, a place outside, or nothing"
+    )
+    named = {key(cls, name) for cls, name in texts}
+    assert not (DECIDED.keys() | HARMLESS) - named, "core/asks.py decides fields that are gone"
+    assert not DECIDED.keys() & HARMLESS
+    assert not HARMLESS & {key(cls, name) for cls, name in texts if issubclass(cls, Piece)}, "a piece's fields are decided for all at once"
+    for kind in alternatives(Stage):
+        assert {*kind.harmless, *kind.models} <= tree.hints(kind).keys() - tree.hints(Stage).keys(), "a kind decides its own fields"
+        assert not {*kind.harmless} & {*kind.models}
 
 
 def test_pieces_hold_numbers_words_and_switches_alone() -> None:
@@ -99,13 +107,17 @@ def test_a_new_field_would_be_found() -> None:
         command: tuple[str, ...] = ()
         tries: int = 3
 
-    found = {name for cls, name, declared in fields(Hook, set()) if leaves(declared) & {str, bool} and not harmless(cls, name)}
-    assert found == {"command"}
+    found = [(cls, name) for cls, name, declared in fields(Hook, set()) if leaves(declared) & {str, bool}]
+    assert found == [(Hook, "command")] and decided(Hook, "command") is None
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_shipped_recipes_ask_for_nothing(name: str) -> None:
     assert asks(shipped(name)) == ()
+
+
+def rl(run: Run, **changes: Any) -> Run:
+    return replace(run, stages=(run.stages[0], replace(run.stages[1], **changes)))
 
 
 ASKING: dict[str, tuple[Kind, Callable[[Run], Run]]] = {
@@ -117,6 +129,8 @@ ASKING: dict[str, tuple[Kind, Callable[[Run], Run]]] = {
     "env.rewards.1.function": (Kind.CODE, lambda r: replace(r, env=Env(rewards=(Reward(function="exact"), Reward(function="f.py:f"))))),
     "env.sandbox.name": (Kind.ADDRESS, lambda r: replace(r, env=Env(sandbox=Where(name="http://there")))),
     "env.sandbox.token": (Kind.SECRET, lambda r: replace(r, env=Env(sandbox=Where(token="HF_TOKEN")))),
+    "rl.env.args.url": (Kind.CODE, lambda r: rl(r, env=Env(name="verifiers:theirs", args={"url": "http://there"}))),
+    "rl.reference": (Kind.OUTSIDE, lambda r: rl(r, reference="some/model")),
     "engine.url": (Kind.ADDRESS, lambda r: replace(r, engine=VLLM(url="http://there"))),
     "engine.key_env": (Kind.SECRET, lambda r: replace(r, engine=VLLM(url="http://there", key_env="HF_TOKEN"))),
     "engine.share": (Kind.OUTSIDE, lambda r: replace(r, engine=VLLM(server=True, share="/home"))),

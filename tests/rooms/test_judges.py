@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from posttrain.checks.judges import GOLD, Judges
+from posttrain.core.env import Env, Reward
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Attempt, Talk
-from posttrain.core.run import Env, Reward
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.build import environment
