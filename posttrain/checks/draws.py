@@ -14,13 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
 import numpy as np
 
-from posttrain.core import seeds
+from posttrain.core import seeds, tree
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
@@ -146,7 +146,7 @@ class Bet:
     to 1, and so the stakes' mean exceeds 1 / alpha with probability at most alpha.
     """
 
-    stakes: list[float] = field(default_factory=list[float])
+    stakes: tuple[float, ...] = ()
     """Logarithms."""
     rounds: int = 0
 
@@ -154,13 +154,13 @@ class Bet:
         """One round: the factor of each way."""
         n = self.rounds + 1
         added = -math.log(n) - math.log(n + 1)
-        before = self.stakes or [-math.inf] * len(log_factors)
-        self.stakes = [float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True)]
+        before = self.stakes or (-math.inf,) * len(log_factors)
+        self.stakes = tuple(float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True))
         self.rounds = n
 
     def lose(self) -> None:
         """All of the stake: a factor of 0. What is added later is a stake again."""
-        self.stakes = []
+        self.stakes = ()
 
     @property
     def log_evidence(self) -> float:
@@ -177,8 +177,11 @@ class Bets:
 
     @staticmethod
     def of(data: Mapping[str, Any] | None) -> Bets:
-        """What `dataclasses.asdict` made of them."""
-        return Bets(**{name: Bet(**bet) for name, bet in data.items()}) if data else Bets()
+        """What `plain` made of them."""
+        return tree.from_plain(Bets, data) if data else Bets()
+
+    def plain(self) -> dict[str, Any]:
+        return tree.to_plain(self)
 
 
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
@@ -255,7 +258,7 @@ class DrawsCheck(Observer):
         self._bets = bets
 
     def state(self) -> dict[str, Any]:
-        return {"bets": asdict(self._bets)}
+        return {"bets": self._bets.plain()}
 
     def hear(self, h: Roles, event: Event) -> Remark | None:
         match event:
