@@ -11,7 +11,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.streams import ADVANTAGE, WEIGHT
 from posttrain.core.types import Gauge, Gauges
-from posttrain.role.trainer import Passes
+from posttrain.role.passes import Passes
 
 LOSS_BOUND = 5e-6
 """Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32: docs/trust.md."""

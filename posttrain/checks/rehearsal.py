@@ -19,8 +19,8 @@ from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, VERSION, WEIGHT
 from posttrain.role.events import Event, LearnedEvent, Observer, PackedEvent, Remark
+from posttrain.role.passes import Needs, Passes
 from posttrain.role.roles import Roles
-from posttrain.role.trainer import Needs, Passes
 
 EPISODES, TOKENS = 6, 16
 
@@ -37,7 +37,7 @@ def rehearse(a: Algorithm) -> None:
         return
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
     PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
-    heard = Passes(logp=[_numbers(logp)], asked=[_gradient(logp)])
+    heard = Passes(Needs(), logp=[_numbers(logp)], asked=[_gradient(logp)])
     if entropy.grad is not None:
         heard.entropy.append(_gradient(entropy))
     if value.grad is not None:

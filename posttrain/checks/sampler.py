@@ -14,9 +14,9 @@ from posttrain.core.ports import Scorer
 from posttrain.core.streams import MU, REFERENCE, VERSION
 from posttrain.core.types import SHOWN, Gauge, Gauges, Group, ScoredGroup, Stop, merge
 from posttrain.role.events import AskedEvent, DifferentiatedEvent, Event, Observer, PackedEvent, Remark, ScoredEvent
+from posttrain.role.passes import Needs
 from posttrain.role.roles import Roles
 from posttrain.role.rounding import Exact, Gap, allowed
-from posttrain.role.trainer import Needs
 
 
 def sampler_agrees(

@@ -1,31 +1,26 @@
 """The loop: a bounded queue between asking and learning. How far asking may run ahead is all that topologies differ in.
 
-consumes   `ask(index)`, `learn(index, asked)`
+consumes   `ask(index)`
 waits for  learning of step i - 1 - bound before step i is asked
-produces   steps, learned in order
+produces   what was asked for each step, in order
 """
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-async def loop(
-    ask: Callable[[int], Awaitable[T]], learn: Callable[[int, T], Awaitable[bool]], *, first: int, last: int, bound: int = 0
-) -> None:
-    """Ask and learn the steps `first` to `last`, in order, until `learn` says that it was the last one wanted.
+async def loop(ask: Callable[[int], Awaitable[T]], *, first: int, last: int, bound: int = 0) -> AsyncGenerator[tuple[int, T]]:
+    """The steps `first` to `last` in order, each with what was asked for it. Whoever iterates learns from it before the next one.
 
     Step i is asked once step i - 1 - bound is learned: with bound 0 that is ask, learn, ask, learn, one after the other; with bound 1
     the next step is asked while this one is learned. What is asked when is a function of steps, never of time. What was asked and
-    is not wanted any more is given up; so it is where something raises.
-
-    Args:
-        learn: returns whether to go on.
+    is not wanted any more is given up (`contextlib.aclosing`); so it is where something raises.
     """
     asked: deque[asyncio.Task[T]] = deque()
     due = first
@@ -34,8 +29,7 @@ async def loop(
             while due <= min(last, index + bound):
                 asked.append(asyncio.ensure_future(_held(ask, due)))
                 due += 1
-            if not await learn(index, await asked.popleft()):
-                return
+            yield index, await asked.popleft()
     finally:
         for task in asked:
             task.cancel()

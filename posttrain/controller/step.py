@@ -11,13 +11,13 @@ produces   new weights at the sampler, one `Step` for the record
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from posttrain.algorithm.credit import credit_step, without_credit
-from posttrain.algorithm.losses import Likelihood, Loss, PolicyLoss
-from posttrain.algorithm.steer import remember, standing, steered
+from posttrain.algorithm.losses import Likelihood, PolicyLoss
+from posttrain.algorithm.steer import Memory, remember, standing, steered
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience, Walk
@@ -26,16 +26,9 @@ from posttrain.core.types import Credit, Gauge, Gauges, Group, Step, merge
 from posttrain.diagnose.gauges import rollout_gauges
 from posttrain.diagnose.words import notes
 from posttrain.role.culprits import named
-from posttrain.role.events import (
-    AskedEvent,
-    DifferentiatedEvent,
-    LearnedEvent,
-    PackedEvent,
-    PushedEvent,
-    ScoredEvent,
-)
+from posttrain.role.events import AskedEvent, PushedEvent, ScoredEvent
 from posttrain.role.pack import pack
-from posttrain.role.roles import Learning, Roles, Teaching
+from posttrain.role.roles import Roles, Teaching
 from posttrain.role.score import score
 from posttrain.role.trainer import NAMED, NotFinite
 
@@ -57,7 +50,6 @@ class Begun:
     experience: Experience
     credit: Credit | None = None
     learned: list[Gauges] = field(default_factory=lambda: [{"optim/steps": Gauge(0, 1)}])
-    written: bool = False
     line: Step | None = None
 
 
@@ -66,63 +58,68 @@ async def learn(h: Roles, e: Experience) -> Step:
 
     A step that a check or a loss stops is recorded all the same, as far as it came, with what stopped it as its note.
     """
-    begun = Begun(e)
+    stage, version, begun = h.stage, h.trainer.version, Begun(e)
+    a = steered(stage.algorithm, h.memory)
+    if warming := a.learns_values is not None and e.index <= a.learns_values.warmup:
+        a = standing(a)
+    with stopped_is_recorded(h, begun):
+        with h.clock.of("rollout"):
+            h.watch.tell(AskedEvent(e))
+        with h.clock.of("score"):
+            groups = score(e.groups, a, h.learner, h.reference, optimizer_steps=stage.optimizer_steps)
+            h.watch.tell(ScoredEvent(e, groups))
+            credit = credit_step(a, groups, max_tokens=h.sampling.max_tokens, ema=h.memory.ema)
+            begun.credit = credit = without_credit(credit) if warming else credit
+        with h.clock.of("learn"):
+            for minibatch in pack(credit, a, stage, seed=h.run.seed, step=e.index, version=version):
+                if (batch := minibatch.batch) is not None:
+                    with named(batch, credit, f"{stage.name} step {e.index}"):
+                        seen = h.trainer.step(batch, PolicyLoss(a, warming), h.watch, index=e.index, first=minibatch.first)
+                    begun.learned.append(seen)
+        with h.clock.of("sync"):
+            if h.trainer.version != version:
+                await h.sync.push(h.trainer.version)
+            h.watch.tell(PushedEvent(e, credit))
+        begun.line = _line(h, begun, notes(e, credit, stage.prompts))
+        h.memory = _memory(h, begun, credit)
+        return await h.watch.after(begun.line)
+
+
+def _memory(h: Roles, begun: Begun, credit: Credit) -> Memory:
+    """What the algorithm remembers after the step."""
+    seen, episodes, e = merge(*begun.learned), sum(len(g.episodes) for g in credit.groups), begun.experience
+    before = replace(h.memory, ema=credit.ema)
+    return remember(h.stage.algorithm, before, seen, episodes=episodes, asked=Rate(len(e.played), sum(e.passed)))
+
+
+@contextmanager
+def stopped_is_recorded(h: Roles, begun: Begun) -> Iterator[None]:
+    """The step's line is in the record also where the step is stopped, with why; a record that cannot be written is no reason to try again."""
     try:
-        begun.line = await _learn(h, begun)
-        return await h.watch.after(h, begun.line)
+        yield
     except RunFolderError:
         raise
     except PosttrainError as error:
         line = begun.line or _line(h, begun, ())
-        _write(h, begun)
         h.book.write(replace(line, notes=(*line.notes, f"stopped: {error}")))
         raise
 
 
-async def _learn(h: Roles, begun: Begun) -> Step:
-    stage, e, version = h.stage, begun.experience, h.trainer.version
-    a = steered(stage.algorithm, h.memory)
-    if warming := a.learns_values is not None and e.index <= a.learns_values.warmup:
-        a = standing(a)
-    with h.clock.of("rollout"):
-        h.watch.tell(h, AskedEvent(e))
-    with h.clock.of("score"):
-        groups = score(e.groups, a, h.learner, h.reference, optimizer_steps=stage.optimizer_steps)
-        h.watch.tell(h, ScoredEvent(e, groups))
-        credit = credit_step(a, groups, max_tokens=h.sampling.max_tokens, ema=h.memory.ema)
-        begun.credit = credit = without_credit(credit) if warming else credit
-    with h.clock.of("learn"):
-        for minibatch in pack(credit, a, stage, seed=h.run.seed, step=e.index, version=version):
-            if (batch := minibatch.batch) is not None:
-                packed = PackedEvent(e.index, batch, minibatch.first, h.trainer.version)
-                with named(batch, credit, f"{stage.name} step {e.index}"):
-                    begun.learned.append(optimize(h, packed, PolicyLoss(a, warming)))
-    with h.clock.of("sync"):
-        if h.trainer.version != version:
-            await h.sync.push(h.trainer.version)
-        h.watch.tell(h, PushedEvent(e, credit))
-    with h.clock.of("book"):
-        _write(h, begun)
-    seen, episodes = merge(*begun.learned), sum(len(g.episodes) for g in credit.groups)
-    asked = Rate(len(e.played), sum(e.passed))
-    h.memory = remember(stage.algorithm, replace(h.memory, ema=credit.ema), seen, episodes=episodes, asked=asked)
-    return _line(h, begun, notes(e, credit, stage.prompts))
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """What one supervised step learns from."""
+
+    index: int
+    """The step, from 1."""
+    batch: Batch
 
 
-def optimize(h: Learning[Any], packed: PackedEvent, loss: Loss) -> Gauges:
-    """One optimizer step with its events."""
-    h.watch.tell(h, packed)
-    lr, needs = h.trainer.optimizer.lr, h.watch.needs(h, packed)
-    gauges, passes = h.trainer.step(packed.batch, loss, needs, lambda seen: h.watch.tell(h, DifferentiatedEvent(packed, seen)))
-    h.watch.tell(h, LearnedEvent(packed, passes, lr))
-    return gauges
-
-
-def imitate(h: Teaching, index: int, batch: Batch) -> Step:
+async def imitate(h: Teaching, lesson: Lesson) -> Step:
     """One supervised step; one that cannot be finished names the demonstrations that make it so, and is in the record."""
+    index, batch = lesson.index, lesson.batch
     with h.clock.of("learn"):
         try:
-            gauges = optimize(h, PackedEvent(index, batch, False, h.trainer.version), Likelihood())
+            gauges = h.trainer.step(batch, Likelihood(), h.watch, index=index)
         except NotFinite as error:
             names = [f"demonstration {e} ({h.text(batch.select([e]).ids_N)[:60]!r})" for e in error.culprits[:NAMED]]
             told = error.told([*names, *[""] * (len(error.culprits) - len(names))], f" ({h.stage.name} step {index})")
@@ -133,10 +130,9 @@ def imitate(h: Teaching, index: int, batch: Batch) -> Step:
 
 
 def _write(h: Roles, begun: Begun) -> None:
-    """The step's episodes, once; those of a step that came to no credit without any."""
-    if begun.written or not h.run.record_episodes:
+    """The step's episodes; those of a step that came to no credit without any."""
+    if not h.run.record_episodes:
         return
-    begun.written = True
     credit, groups = begun.credit, begun.experience.groups
     rest = groups if credit is None else _unjudged(groups)
     h.book.write_episodes(h.stage.name, begun.experience.index, credit or Credit((), h.memory.ema), rest)
@@ -148,7 +144,9 @@ def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
 
 
 def _line(h: Roles, begun: Begun, notes: tuple[str, ...]) -> Step:
-    """The step as a line of the record."""
+    """The step as a line of the record; its episodes are in theirs."""
+    with h.clock.of("book"):
+        _write(h, begun)
     e, credit, seen = begun.experience, begun.credit or Credit((), h.memory.ema), h.watch.take()
     gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *begun.learned)
     verifiers = {name: g.mean for name, g in h.rollout.environment.gauges().items() if g.count}

@@ -106,7 +106,7 @@ class Bench:
         """What the optimizer would have been handed for this minibatch."""
         probe = _Probe(self._learner.parameters())
         self._learner.touched = 0
-        seen, _ = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
+        seen = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
         policy = {n: g for n, g in probe.taken.items() if not n.startswith(HEAD)}
         head = {n: g for n, g in probe.taken.items() if n.startswith(HEAD)}
         return Gradient(policy, head, seen["optim/grad_norm"].mean, self._learner.touched), seen

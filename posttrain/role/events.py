@@ -24,7 +24,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.experience import Experience
 from posttrain.core.types import Credit, Gauges, ScoredGroup, Step, merge
 from posttrain.role.evaluate import Report
-from posttrain.role.trainer import Needs, Passes
+from posttrain.role.passes import Needs, Passes
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,28 +125,31 @@ class Observers:
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._all = tuple(observers)
+        self._h: Any = None
         self._gauges: Gauges = {}
         self._notes: tuple[str, ...] = ()
 
-    def needs(self, h: Any, event: PackedEvent) -> Needs:
+    def needs(self, event: PackedEvent) -> Needs:
         out = Needs()
         for one in self._all:
-            out = out | one.needs(h, event)
+            out = out | one.needs(self._h, event)
         return out
 
     async def begin(self, h: Any) -> None:
+        """What the stage works with, before its first step."""
+        self._h = h
         for one in self._all:
             await one.begin(h)
 
-    def tell(self, h: Any, event: Event) -> None:
+    def tell(self, event: Event) -> None:
         """Every observer hears it, in order."""
         for one in self._all:
-            self._add(one.hear(h, event))
+            self._add(one.hear(self._h, event))
 
-    async def after(self, h: Any, step: Step) -> Step:
+    async def after(self, step: Step) -> Step:
         """The step's line with what the observers say of it, each of the line as the one before left it."""
         for one in self._all:
-            if (remark := await one.after(h, step)) is not None:
+            if (remark := await one.after(self._h, step)) is not None:
                 step = _with(step, remark)
         return step
 
@@ -166,3 +169,6 @@ class Observers:
 
 def _with(step: Step, remark: Remark) -> Step:
     return Step(step.stage, step.index, step.version, {**step.gauges, **remark.gauges}, step.clock, (*step.notes, *remark.notes))
+
+
+UNOBSERVED = Observers()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -18,6 +17,8 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Expected, Learner, TokenScores
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.types import Gauge, Gauges, merge
+from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
+from posttrain.role.passes import Passes
 
 
 class NotFinite(InvariantError):
@@ -85,55 +86,6 @@ class Optimizer(Protocol):
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
 
-@dataclass(frozen=True)
-class Needs:
-    """What those who observe an optimizer step need of it beside its gauges. What nobody needs is not copied."""
-
-    logp: bool = False
-    """The learner's log-probs of every spoken token."""
-    asked: bool = False
-    """What the loss asks of each log-prob, entropy and value: its derivative by them."""
-
-    def __or__(self, other: Needs) -> Needs:
-        return Needs(self.logp or other.logp, self.asked or other.asked)
-
-
-@dataclass
-class Passes:
-    """What the forward and backward passes of one optimizer step said, per micro-batch in order; float64, as far as it was needed."""
-
-    micros: list[Batch] = field(default_factory=list[Batch])
-    logp: list[np.ndarray] = field(default_factory=list[np.ndarray])
-    asked: list[np.ndarray] = field(default_factory=list[np.ndarray])
-    """d loss / d log-prob."""
-    entropy: list[np.ndarray] = field(default_factory=list[np.ndarray])
-    """d loss / d entropy, where the loss reads it."""
-    value: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
-    """(value, d loss / d value), where the loss reads it."""
-    left: int = 0
-    """Parameters that still held a gradient before the first backward."""
-
-    def listen(self, micro: Batch, scores: TokenScores, needs: Needs) -> None:
-        """Take note of differentiable scores, and of their derivatives once these are there. Hooks read, they never write."""
-        if not (needs.logp or needs.asked):
-            return
-        self.micros.append(micro)
-        self.logp.append(_numbers(scores.logp))
-        if not needs.asked:
-            return
-        if scores.entropy is not None and scores.entropy.requires_grad:
-            scores.entropy.register_hook(lambda grad: self.entropy.append(_numbers(grad)))
-        if scores.value is not None and scores.value.requires_grad:
-            said = _numbers(scores.value)
-            scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad))))
-        if scores.logp.requires_grad:
-            scores.logp.register_hook(lambda grad: self.asked.append(_numbers(grad)))
-
-
-def _numbers(x: Tensor) -> np.ndarray:
-    return x.detach().double().cpu().numpy()
-
-
 @dataclass
 class Trainer:
     """Turns minibatches into new weights. `version` counts optimizer steps that moved them."""
@@ -143,32 +95,32 @@ class Trainer:
     micro_tokens: int
     version: int = 0
 
-    def step(
-        self, batch: Batch, loss: Loss, needs: Needs = Needs(), before_update: Callable[[Passes], None] = lambda passes: None
-    ) -> tuple[Gauges, Passes]:
+    def step(self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False) -> Gauges:
         """One optimizer step on one minibatch; micro-batches only split it.
 
         Args:
-            needs: what is to be kept of the passes.
-            before_update: is shown the passes once the gradient is there, before the optimizer moves; it may raise.
+            watch: who observes it: PackedEvent before the first pass, DifferentiatedEvent before the optimizer moves, LearnedEvent after.
+            index: the stage's step it belongs to. first: whether no optimizer step was taken since the last push.
 
         Raises:
             NotFinite: the gradient is not; the weights were left as they were.
         """
-        passes = Passes()
-        if needs.asked:
-            passes.left = sum(p.grad is not None and bool(p.grad.any()) for p in self.learner.parameters().values())
+        packed = PackedEvent(index, batch, first, self.version)
+        watch.tell(packed)
+        lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
         self.learner.train_mode(True)
         parts: list[Terms] = []
         for micro in batch.split(self.micro_tokens):
             scores = self._forward(micro, loss)
-            passes.listen(micro, scores, needs)
+            passes.listen(micro, scores)
             terms = loss.terms(micro, scores)
             terms.loss.backward()
             self.optimizer.gather()
             parts.append(Terms(terms.loss.detach(), terms.gauges))
-        before_update(passes)
-        return merge(loss.gauges(batch, parts), self._update(batch, loss)), passes
+        watch.tell(DifferentiatedEvent(packed, passes))
+        gauges = merge(loss.gauges(batch, parts), self._update(batch, loss))
+        watch.tell(LearnedEvent(packed, passes, lr))
+        return gauges
 
     def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
         reads = loss.reads(micro)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import aclosing
 
 import pytest
 from hypothesis import given, settings
@@ -44,7 +45,13 @@ class Log:
 
 
 def played(log: Log, first: int, last: int, bound: int) -> list[tuple[str, int]]:
-    asyncio.run(loop(log.ask, log.learn, first=first, last=last, bound=bound))
+    async def work() -> None:
+        async with aclosing(loop(log.ask, first=first, last=last, bound=bound)) as steps:
+            async for index, asked in steps:
+                if not await log.learn(index, asked):
+                    break
+
+    asyncio.run(work())
     return log.events
 
 

@@ -56,14 +56,16 @@ class AverageDriver(Driver[Average, AverageState, torch.Tensor], stage=Average, 
 
     die_at: ClassVar[int] = 0
 
-    async def open(self, checkpoint: Path | None) -> None:
+    async def open(self, checkpoint: Path | None) -> Any:
         self.other = load_file(self.parts.book.kept(self.stage.toward) / WEIGHTS)
         self.parts.say(f"{self.stage.name}: pulled toward {self.stage.toward}")
+        return self._ask, self._learn
 
-    async def ask(self, index: int) -> torch.Tensor:
+    async def _ask(self, index: int) -> torch.Tensor:
         return torch.tensor(self.stage.share / (1 + self.state.way))
 
-    async def learn(self, index: int, asked: torch.Tensor) -> Step:
+    async def _learn(self, asked: torch.Tensor) -> Step:
+        index = self.state.step + 1
         if index == self.die_at:
             raise RuntimeError("killed")
         moved = 0.0

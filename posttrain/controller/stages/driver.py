@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
@@ -44,8 +46,8 @@ def keep(parts: Parts, name: str) -> None:
 class Driver(ABC, Generic[S, T, A]):
     """One stage of a run, from where it stands to its end.
 
-    A kind derives `class MyDriver(Driver[MyStage, MyState, Asked], stage=MyStage, state=MyState)`, where `Asked` is what its `ask`
-    returns and its `learn` takes.
+    A kind derives `class MyDriver(Driver[MyStage, MyState, Asked], stage=MyStage, state=MyState)`, where `Asked` is what its
+    `ask` returns and its `learn` takes.
     """
 
     state_type: ClassVar[type[StageState]]
@@ -74,16 +76,16 @@ class Driver(ABC, Generic[S, T, A]):
     # --- what a kind writes ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def open(self, checkpoint: Path | None) -> None:
-        """Before the first step, with weights and optimizer in place. `checkpoint`: of a stage that was cut in its middle."""
+    async def open(self, checkpoint: Path | None) -> tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]:
+        """Before the first step, with weights and optimizer in place. `checkpoint`: of a stage that was cut in its middle.
 
-    @abstractmethod
-    async def ask(self, index: int) -> A:
-        """What step `index` (from 1) learns from."""
+        Returns `ask` and `learn`: `ask(index)` is what step `index` (from 1) learns from; `learn(asked)` takes the step, by
+        `self.trainer`, and is its line of the record.
+        """
 
-    @abstractmethod
-    async def learn(self, index: int, asked: A) -> Step:
-        """Take the step: new weights by `self.trainer`, what must be remembered into `self.state`. Returns its line of the record."""
+    def remember(self, asked: A, step: Step) -> Step:
+        """After a step: what later steps need to know of it goes into `self.state`. Returns its line, maybe with another note."""
+        return step
 
     def measured_before(self, report: Report | None) -> None:
         """What to say of the evaluation before the first step. None: no task is held out."""
@@ -108,9 +110,13 @@ class Driver(ABC, Generic[S, T, A]):
             self._load_optimizer(checkpoint, self.trainer)
         taken = [] if checkpoint is None else [s for s in reader.steps(self.parts.book.folder) if s.stage == self.stage.name]
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
-        await self.open(checkpoint)
-        if not self.state.ended:
-            await loop(self.ask, self._learned, first=self.state.step + 1, last=self.stage.steps)
+        ask, learn = await self.open(checkpoint)
+        last = 0 if self.state.ended else self.stage.steps
+        async with aclosing(loop(ask, first=self.state.step + 1, last=last)) as steps:
+            async for index, asked in steps:
+                step = await learn(asked)
+                if not await self._goes_on(index, self.remember(asked, step)):
+                    break
         if self.stage.eval and self.report is None:
             self.report = await self.evaluate()
         self._finish(self.report)
@@ -150,10 +156,9 @@ class Driver(ABC, Generic[S, T, A]):
         """Whether what is measured of its weights is a measure of the run: they are handed on, and the tasks are the run's."""
         return self.stage.hands_on and self.stage.env is None
 
-    async def _learned(self, index: int, asked: A) -> bool:
-        """One step and what follows it: evaluation when due, the record, the border. Whether to go on."""
+    async def _goes_on(self, index: int, step: Step) -> bool:
+        """What follows a step: evaluation when due, the record, the border. Whether there is another one."""
         p, s, stage = self.progress, self.state, self.stage
-        step = await self.learn(index, asked)
         p.checks = {**p.checks, **self.watch.state()}
         s.step, p.version = index, self.trainer.version
         self.parts.version = p.version
@@ -199,7 +204,7 @@ class Driver(ABC, Generic[S, T, A]):
             return last.report
         with self.clock.of("evaluate"):
             report = await parts.evaluate(self.setting, sampling)
-        parts.watch.tell(parts, EvaluatedEvent(report, parts.version))
+        parts.watch.tell(EvaluatedEvent(report, parts.version))
         if report.failed and self.state.step:  # before the first step the pass rate says it
             parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
         parts.measured = Measured(parts.version, sampling, environment, report)
@@ -244,7 +249,7 @@ class Driver(ABC, Generic[S, T, A]):
     def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
         load_optimizer(checkpoint, trainer.optimizer)
         now = lambda: fingerprint(trainer.optimizer.state_tensors().items())  # noqa: E731
-        self.parts.watch.tell(self.parts, RestoredEvent("optimizer state", self.state.optimizer, now))
+        self.parts.watch.tell(RestoredEvent("optimizer state", self.state.optimizer, now))
 
     def _result(self, report: Report | None) -> StageResult:
         p, s, stage = self.progress, self.state, self.stage

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 from posttrain.algorithm.steer import Memory
@@ -44,7 +46,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
     def measured_before(self, report: Report | None) -> None:
         self.parts.say(productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)")
 
-    async def open(self, checkpoint: Path | None) -> None:
+    async def open(self, checkpoint: Path | None) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
         parts, stage = self.parts, self.stage
         self.roles = self._roles(self._reference(checkpoint))
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
@@ -54,13 +56,10 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             )
         await parts.publish()
         await self.watch.begin(self.roles)
+        return partial(ask, self.roles), partial(learn, self.roles)
 
-    async def ask(self, index: int) -> Experience:
-        return await ask(self.roles, index)
-
-    async def learn(self, index: int, asked: Experience) -> Step:
+    def remember(self, asked: Experience, step: Step) -> Step:
         state, walk = self.state, asked.walk
-        step = await learn(self.roles, asked)
         state.memory, state.cursor, state.rates, state.visits = self.roles.memory, walk.cursor, dict(walk.rates), dict(walk.visits)
         return self._refresh(step)
 

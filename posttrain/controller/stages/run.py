@@ -26,7 +26,7 @@ class Stages:
     async def run(self, checkpoint: Path | None = None) -> list[StageResult]:
         """All remaining stages. `checkpoint` holds the optimizer of a stage that was cut in the middle."""
         p, parts = self.progress, self.parts
-        parts.watch.tell(parts, RestoredEvent("weights", p.weights, parts.learner.fingerprint))
+        parts.watch.tell(RestoredEvent("weights", p.weights, parts.learner.fingerprint))
         parts.version = p.version
         if not p.stage and p.running is None:
             keep(parts, START)

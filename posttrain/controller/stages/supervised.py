@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
-from posttrain.controller.step import imitate
-from posttrain.core.batch import Batch
+from posttrain.controller.step import Lesson, imitate
 from posttrain.core.run import Supervised
 from posttrain.core.types import Step
 from posttrain.role.demonstrate import demonstrations
@@ -20,10 +21,10 @@ class SupervisedState(StageState):
     """A minibatch is a function of (seed, stage, step), so nothing more is remembered."""
 
 
-class SupervisedDriver(Driver[Supervised, SupervisedState, Batch], stage=Supervised, state=SupervisedState):
+class SupervisedDriver(Driver[Supervised, SupervisedState, Lesson], stage=Supervised, state=SupervisedState):
     """Imitates texts of one style."""
 
-    async def open(self, checkpoint: Path | None) -> None:
+    async def open(self, checkpoint: Path | None) -> tuple[Callable[[int], Awaitable[Lesson]], Callable[[Lesson], Awaitable[Step]]]:
         parts, stage, setting = self.parts, self.stage, self.setting
         bound = f"{stage.steps} steps" if self.limit is None else f"as long as {stage.time_of} took ({self.limit:.0f} s)"
         wrong = f", {stage.wrong:.0%} of them wrong" if stage.wrong else ""
@@ -45,13 +46,11 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, Batch], stage=Supervi
             context=parts.sampler.context,
         )
         await self.watch.begin(self.roles)
+        return self._ask, partial(imitate, self.roles)
 
-    async def ask(self, index: int) -> Batch:
+    async def _ask(self, index: int) -> Lesson:
         h = self.roles
         with self.clock.of("learn"):
-            return await demonstrations(
-                h.environment, h.renderer, h.dialogue, self.stage, seed=h.run.seed, step=index - 1, context=h.context
-            )
-
-    async def learn(self, index: int, asked: Batch) -> Step:
-        return imitate(self.roles, index, asked)
+            seed, before = h.run.seed, index - 1
+            batch = await demonstrations(h.environment, h.renderer, h.dialogue, self.stage, seed=seed, step=before, context=h.context)
+        return Lesson(index, batch)
