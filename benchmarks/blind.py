@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from posttrain.recipe import build, main
+from posttrain.recipe import build, session
 from posttrain.role.events import Observers
 
 
@@ -21,6 +21,6 @@ def unwatched() -> Iterator[None]:
     with (
         patch.object(build, "observers", lambda *_: Observers()),
         patch.object(build, "of_run", Observers),
-        patch.object(main, "prove_start", _believed),
+        patch.object(session, "prove_start", _believed),
     ):
         yield

@@ -62,8 +62,9 @@ class Driver(ABC, Generic[S, T, A]):
             )
         cls.state_type, DRIVERS[stage] = state, cls
 
-    def __init__(self, parts: Parts, progress: Progress, stage: S, stopper: Stopper) -> None:
-        self.parts, self.progress, self.stage, self.stopper = parts, progress, stage, stopper
+    def __init__(self, parts: Parts, progress: Progress, stage: S, stopper: Stopper, checkpoint: Path | None = None) -> None:
+        """`checkpoint` holds its optimizer where it was cut in its middle."""
+        self.parts, self.progress, self.stage, self.stopper, self.checkpoint = parts, progress, stage, stopper, checkpoint
         progress.running = progress.running or self.state_type()
         self.state = cast("T", progress.running)
         self.setting = parts.setting(stage)
@@ -101,8 +102,9 @@ class Driver(ABC, Generic[S, T, A]):
 
     # --- what all share ----------------------------------------------------------------------------------------------
 
-    async def run(self, checkpoint: Path | None) -> None:
-        """From where the stage stands to its end. `checkpoint` holds its optimizer where it was cut in its middle."""
+    async def run(self) -> None:
+        """From where the stage stands to its end."""
+        checkpoint = self.checkpoint
         if checkpoint is None:
             await self._start()
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from posttrain.controller.house import Parts
-from posttrain.controller.stages.driver import DRIVERS, keep
-from posttrain.controller.stages.progress import Progress, StageResult
+from posttrain.controller.stages.driver import DRIVERS, Driver, keep
+from posttrain.controller.stages.progress import Progress
 from posttrain.controller.stop import Stopper
 from posttrain.core import tree
 from posttrain.core.errors import ConfigError, InvariantError
@@ -18,13 +18,16 @@ from posttrain.role.events import RestoredEvent
 
 
 class Stages:
-    """Runs all stages of `parts.run` from where `progress` stands."""
+    """All stages of `parts.run`, from where `progress` stands."""
 
     def __init__(self, parts: Parts, progress: Progress, stopper: Stopper) -> None:
         self.parts, self.progress, self.stopper = parts, progress, stopper
 
-    async def run(self, checkpoint: Path | None = None) -> list[StageResult]:
-        """All remaining stages. `checkpoint` holds the optimizer of a stage that was cut in the middle."""
+    def left(self, checkpoint: Path | None = None) -> Iterator[Driver[Any, Any, Any]]:
+        """The drivers of the stages that are left, in order; each is to be run to its end before the next one is asked for.
+
+        `checkpoint` holds the optimizer of a stage that was cut in the middle.
+        """
         p, parts = self.progress, self.parts
         parts.watch.tell(RestoredEvent("weights", p.weights, parts.learner.fingerprint))
         parts.version = p.version
@@ -32,8 +35,7 @@ class Stages:
             keep(parts, START)
         for stage in parts.run.stages[p.stage :]:
             cut = checkpoint if p.running is not None else None
-            await DRIVERS[type(stage)](parts, p, stage, self.stopper).run(cut)
-        return list(p.results)
+            yield DRIVERS[type(stage)](parts, p, stage, self.stopper, cut)
 
 
 def check_drivers(run: Run) -> None:
