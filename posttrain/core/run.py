@@ -14,7 +14,6 @@ from posttrain.core.engines import Embedded, Engine
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.shape import BestOf
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Optimizer, Stage, refusals
 
@@ -154,7 +153,7 @@ class Reinforce(Stage):
                 f"{self.name}: {a.name} learns from demonstrations, and this sampling may ban what they say. Set allowed_ids=none "
                 "allowed_words=none bad_ids=none bad_words=none min_tokens=0"
             )
-        if (best := next((s for s in a.shape if isinstance(s, BestOf)), None)) and best.k >= self.siblings:
+        if (best := a.best_of) is not None and best.k >= self.siblings:
             raise ConfigError(
                 f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is learned. Lower shape.bestof.k, or raise siblings"
             )
