@@ -65,7 +65,7 @@ class VerifierCheck(Observer):
             raise RewardError(
                 f"{unjudged} of {len(episodes)} samples of this step could not be judged: {unjudged_words(e.played)}. They are no wrong answers, so they were "
                 f"left out, and more than {h.stage.name}.max_failed={h.stage.max_failed:g} of a step is too many to go on. Mend "
-                f"{', '.join(r.function for r in h.run.env.rewards) or 'the environment'}, then resume: posttrain run --resume {h.book.folder}"
+                f"{', '.join(r.function for r in h.run.env_of(h.stage).rewards) or 'the environment'}, then resume: posttrain run --resume {h.book.folder}"
             )
 
     def _unjudged(self, e: Experience) -> tuple[str, ...]:

@@ -255,8 +255,9 @@ class Run:
             raise ConfigError(f"stage name {strange[0]!r}: use at most 64 letters, digits, - and _, since files of the run are named by it")
         if len(set(names)) != len(names):
             raise ConfigError(f"stage names must differ: {names}")
-        if blind := [s.name for s in self.stages if isinstance(s, Reinforce) and s.target is not None and not self.env_of(s).heldout]:
-            raise ConfigError(f"{blind[0]}.target is never measured with env.heldout=0: set env.heldout, or target=none")
+        if blind := [s for s in self.stages if isinstance(s, Reinforce) and s.target is not None and not self.env_of(s).heldout]:
+            name, env = blind[0].name, "env" if blind[0].env is None else f"{blind[0].name}.env"
+            raise ConfigError(f"{name}.target is never measured with {env}.heldout=0: set {env}.heldout, or {name}.target=none")
         for why in refusals(self.stages):
             raise ConfigError(why)
 

@@ -114,8 +114,9 @@ def refusals(stages: tuple[Stage, ...]) -> Iterator[str]:
                 f"out with {s.name}=none"
             )
         if s.time_of is not None and s.time_of not in before[1:]:
+            earlier = f", one of {before[1:]}" if before[1:] else ", and there is none"
             yield (
-                f"stage {s.name!r}: time_of={s.time_of!r} must name an earlier stage of {before[1:]}; set {s.name}.time_of=none, or leave "
+                f"stage {s.name!r}: time_of={s.time_of!r} must name an earlier stage{earlier}; set {s.name}.time_of=none, or leave "
                 f"the stage out with {s.name}=none"
             )
         if not s.hands_on and not s.eval and s.name not in (t.start for t in stages[i + 1 :]):

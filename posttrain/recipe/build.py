@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -168,7 +169,8 @@ def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
                 continue
             found = next((e for known, e in built if known == stage.env), None)
             if found is None:
-                found = environment(stage.env, run.seed)
+                with said_of(f"{stage.name}.env"):
+                    found = environment(stage.env, run.seed)
                 built.append((stage.env, found))
             out[stage.name] = found
             check_environment(run, found, [stage])
@@ -177,6 +179,15 @@ def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
             one.close()
         raise
     return out
+
+
+@contextmanager
+def said_of(path: str) -> Generator[None]:
+    """What is wrong with a stage's own environment is said with its path; its messages call their environment `env`."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{path} (called env here): {error}") from error
 
 
 def distinct(env: Environment, others: Mapping[str, Environment]) -> list[Environment]:

@@ -47,17 +47,18 @@ class Result:
     @property
     def accuracy(self) -> float | None:
         """Share of held-out answers that are right, of the weights the run ended with; None where nothing was measured."""
-        return next((s.accuracy[0] for s in self._measures if s.accuracy is not None), None)
+        return self._last.accuracy[0] if self._last is not None and self._last.accuracy is not None else None
 
     @property
     def reward(self) -> float | None:
         """Mean held-out reward of the same weights: another number where a reward grades."""
-        return next((s.reward[0] for s in self._measures if s.reward is not None), None)
+        return self._last.reward[0] if self._last is not None and self._last.reward is not None else None
 
     @property
-    def _measures(self) -> list[StageResult]:
-        """Stages whose weights the run went on with, measured on its own tasks; the last one first."""
-        return [s for s in reversed(self.stages) if s.hands_on and self.run.stage(s.name).env is None]
+    def _last(self) -> StageResult | None:
+        """The stage whose weights the run ended with; None where it was measured on tasks of its own."""
+        last = next((s for s in reversed(self.stages) if s.hands_on), None)
+        return last if last is not None and self.run.stage(last.name).env is None else None
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:
@@ -138,7 +139,8 @@ def evaluate(
     contract = replace(contract, **{k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature)) if v is not None})
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
-    asked = tuple(replace(s, sampling=contract) for s in run.stages if isinstance(s, Reinforce))
+    alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}  # the stages they name are left out
+    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
     run = replace(run, stages=asked or run.stages)
     environment = make_environment(run)
     if not environment.heldout:

@@ -146,21 +146,35 @@ class Session:
 
 
 def opened(chosen: Chosen, quiet: bool) -> Session:
-    """Build what the run needs. A run folder is made once all of it has been found good."""
+    """Build what the run needs, or close again what was built of it."""
+    with ExitStack() as undone:
+        if chosen.book is not None:
+            undone.callback(chosen.book.close)
+        session = _built(chosen, quiet, undone)
+        undone.pop_all()
+    return session
+
+
+def _built(chosen: Chosen, quiet: bool, undone: ExitStack) -> Session:
+    """Everything of a session; a run folder is made once all before it has been found good. `undone` is told how each is closed."""
     run, book = chosen.run, chosen.book
     check_drivers(run)
     check_trackers(run)
     check_engine(run)
     threads = use_threads(run.threads)
     environment = make_environment(run)
+    undone.callback(environment.close)
     others = own_environments(run, environment)
     everywhere = distinct(environment, others)
+    for own in everywhere[1:]:
+        undone.callback(own.close)
     policy = make_policy(run, environment, others)
     said = chosen.said
     if book is None:
         folder = chosen.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         contained = dict.fromkeys(x for e in everywhere for x in getattr(e, "contained", ()))
         book = Book.create(folder, run, facts(policy, threads, tuple(contained)))
+        undone.callback(book.close)
         said = (*said, *noted(folder, run))
     trackers = beside(run, policy, book)
     terminal = Terminal(run)
@@ -169,6 +183,7 @@ def opened(chosen: Chosen, quiet: bool) -> Session:
         for line in (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *said, f"run folder: {book.folder}"):
             terminal.say(line)
     parts = make_parts(run, policy, environment, book, trackers, others)
+    undone.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine):
         terminal.say(parts.sampler.describe())
     progress = restored(run, parts, chosen.checkpoint)
@@ -196,14 +211,10 @@ def final(results: Sequence[StageResult]) -> dict[str, float]:
 
 
 def beside(run: Run, policy: Policy, book: Book) -> list[Tracker]:
-    """The run's trackers, with the tokenizer and the model's config beside the record; where they cannot be written, the book is closed."""
-    try:
-        keep_policy(book, policy)
-        with disk_full_is_reported(book.folder / "trackers", lambda: "Nothing was lost"):
-            return [*make_trackers(run, book.folder)]
-    except BaseException:
-        book.close()
-        raise
+    """The run's trackers, with the tokenizer and the model's config beside the record."""
+    keep_policy(book, policy)
+    with disk_full_is_reported(book.folder / "trackers", lambda: "Nothing was lost"):
+        return [*make_trackers(run, book.folder)]
 
 
 def standing(run: Run, p: Progress) -> str:

@@ -5,6 +5,7 @@ And what every kind can say of itself: where it starts, on what it plays, how lo
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,14 +16,15 @@ import torch
 from safetensors.torch import load_file
 
 import posttrain
-from posttrain.controller.stages import where
+from posttrain.controller.stages import Progress, Stages, where
 from posttrain.controller.stages.driver import DRIVERS, Driver
 from posttrain.controller.stages.progress import StageState
-from posttrain.core import reader
+from posttrain.controller.stop import Interrupted, Stopper
+from posttrain.core import files, reader
 from posttrain.core.asks import Kind, asks, decided
 from posttrain.core.checkpoint import find, scan
-from posttrain.core.env import Env
-from posttrain.core.errors import ConfigError, RunFolderError
+from posttrain.core.env import Env, Reward
+from posttrain.core.errors import ConfigError, RewardError, RunFolderError
 from posttrain.core.open import alternatives
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage, come_to, starts
@@ -31,7 +33,7 @@ from posttrain.core.types import Gauge, Step
 from posttrain.recipe.build import distinct, make_environment, own_environments
 from posttrain.recipe.overrides import apply, surface
 from posttrain.role.weights import WEIGHTS
-from tests.tiny import tiny_run
+from tests.tiny import only_rl, tiny_parts, tiny_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,6 +190,50 @@ def test_the_state_of_another_kind_is_damage(tmp_path: Path) -> None:
             where(with_average(), {**state, **harm})
 
 
+async def interrupted(folder: Path, run: Run) -> str:
+    """What a run says that is asked to end before its first step has ended."""
+    parts = tiny_parts(folder, run)
+    try:
+        with pytest.raises(Interrupted) as said:
+            for stage in Stages(parts, Progress(), Stopper(2)).left():
+                await stage.run()
+        return str(said.value)
+    finally:
+        parts.book.close()
+        parts.close()
+
+
+async def test_a_stage_cut_behind_its_last_evaluation_is_gone_on_with(tmp_path: Path) -> None:
+    """The evaluation that met the target is in the record, and is not written twice."""
+    run = only_rl(tiny_run(steps=3, eval_every=1, target=0.0))
+    assert "the last checkpoint is complete" in await interrupted(tmp_path / "cut", run)
+    done = posttrain.run(resume=tmp_path / "cut", quiet=True)
+    whole = posttrain.run(run, out=tmp_path / "whole", quiet=True)
+    assert [(r.why, r.accuracy, r.pass_at) for r in done.stages] == [(r.why, r.accuracy, r.pass_at) for r in whole.stages]
+    assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
+    assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
+
+
+async def test_a_stage_that_is_not_checkpointed_says_so(tmp_path: Path) -> None:
+    sft, rl = tiny_run(steps=1).stages
+    run = replace(tiny_run(), stages=(replace(sft, hands_on=False, eval=True), rl))
+    assert "it hands nothing on, so it is not checkpointed and begins anew" in await interrupted(tmp_path / "run", run)
+    assert not scan(tmp_path / "run")
+
+
+def test_what_cannot_be_resumed_is_left_closed(tmp_path: Path) -> None:
+    """In one process the same sentence is said twice, and the folder is free for others."""
+    posttrain.run(with_average(), out=tmp_path / "run", quiet=True)
+    last = find(tmp_path / "run")
+    (last.folder / "state.json").write_text(json.dumps({**json.loads((last.folder / "state.json").read_text()), "state": {"stage": 7}}))
+    digests = json.loads((last.folder / "digests.json").read_text())
+    digests["state.json"] = files.digest(last.folder / "state.json")
+    (last.folder / "digests.json").write_text(json.dumps(digests))
+    for _ in range(2):
+        with pytest.raises(RunFolderError, match="7 of 3 stages"):
+            posttrain.run(resume=tmp_path / "run", quiet=True)
+
+
 # --- what every kind can say -----------------------------------------------------------------------------------------------
 
 
@@ -229,6 +275,46 @@ def test_an_environment_of_its_own(tmp_path: Path) -> None:
     assert posttrain.evaluate(tmp_path / "run", samples=1, quiet=True).accuracy.prompts == 6, "the run's own tasks"
 
 
+def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
+    """A stage on tasks of its own, or without evaluation, moves the weights: what was measured before is no measure of them."""
+    run = tiny_run()
+    sft = replace(run.stages[0], eval=True, steps=2)
+    for folder, aside in (
+        ("own", replace(sft, name="aside", env=Env(name="countdown", heldout=4))),
+        ("blind", replace(sft, name="aside", eval=False)),
+    ):
+        two = replace(run, model=replace(run.model, context=128), stages=(sft, aside))
+        ended = posttrain.run(two, out=tmp_path / folder, quiet=True)
+        assert ended.stages[0].accuracy is not None and ended.accuracy is None and ended.reward is None
+        assert find(tmp_path / folder).metric is None and find(tmp_path / folder, "best").state["stage"] == 1
+        three = replace(two, stages=(*two.stages, replace(sft, name="last")))
+        done = posttrain.run(three, out=tmp_path / f"{folder}-three", quiet=True)
+        assert done.stages[2].before is None and done.accuracy == (done.stages[2].accuracy or (None,))[0] is not None
+
+
+def test_a_stage_that_names_another_is_evaluated_alone(tmp_path: Path) -> None:
+    """`posttrain eval` asks under the stage's contract, whatever it started from, and whether or not the run went on with it."""
+    sft, rl = tiny_run(steps=1, checkpoint_every=0).stages
+    run = replace(tiny_run(), stages=(sft, replace(rl, start="sft", time_of="sft", hands_on=False)))
+    posttrain.run(run, out=tmp_path / "run", quiet=True)
+    assert posttrain.evaluate(tmp_path / "run", samples=1, quiet=True).accuracy.prompts == 6
+
+
+def test_a_wrong_environment_of_a_stage_is_named_with_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="rl.env \\(called env here\\): env.name='nope' is no environment"):
+        posttrain.run(tiny_run(), "rl.env=nope", out=tmp_path / "run", quiet=True)
+
+
+def test_who_has_to_be_mended_is_the_stages_own(tmp_path: Path) -> None:
+    """Too many unjudged samples: the message names the reward of the environment that the stage plays on."""
+    broken = tmp_path / "broken.py"
+    broken.write_text("def broken(task, text):\n    raise RuntimeError('down')\n")
+    run = only_rl(tiny_run(eval=False))
+    own = replace(run.env, heldout=0, rewards=(Reward(function=f"{broken}:broken"),))
+    with pytest.raises(RewardError, match=f"Mend {broken}:broken, then resume"):
+        posttrain.run(replace(run, stages=(replace(run.stages[0], env=own),)), out=tmp_path / "run", quiet=True)
+
+
 def test_equal_environments_are_built_once() -> None:
     run = tiny_run()
     sft, rl = run.stages
@@ -256,7 +342,8 @@ SFT, RL = Supervised(name="sft", style="answer"), Reinforce(name="rl")
         ((replace(SFT, name="start"),), "cannot be called 'start'"),
         ((SFT, replace(SFT, name="x", eval=False, hands_on=False)), "nothing is measured of it and no later stage starts from it"),
         ((replace(SFT, hands_on=False),), "no stage hands its weights on"),
-        ((SFT, replace(RL, target=0.5, env=Env(heldout=0))), "rl.target is never measured"),
+        ((replace(SFT, time_of="rl"), RL), "must name an earlier stage, and there is none; set sft.time_of=none"),
+        ((SFT, replace(RL, target=0.5, env=Env(heldout=0))), "rl.target is never measured with rl.env.heldout=0: set rl.env.heldout"),
     ],
 )
 def test_what_means_nothing_is_refused(stages: tuple[Stage, ...], why: str) -> None:

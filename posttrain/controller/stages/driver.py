@@ -210,7 +210,7 @@ class Driver(ABC, Generic[S, T, A]):
         if report.failed and self.state.step:  # before the first step the pass rate says it
             parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
         parts.measured = Measured(parts.version, sampling, environment, report)
-        if parts.run.record_episodes:
+        if parts.run.record_episodes and not parts.book.holds_evaluation(self.stage.name, self.state.step):  # of a stage cut behind it
             parts.book.write_evaluation(self.stage.name, self.state.step, report.groups)
         return report
 
@@ -226,9 +226,10 @@ class Driver(ABC, Generic[S, T, A]):
         if stage.hands_on and (due or self.stopper.number):
             self._checkpoint(report.reward.known[0] if stage.env is None and report and report.reward.known else None)
         if self.stopper.number:
+            kept = "the last checkpoint is complete" if stage.hands_on else "it hands nothing on, so it is not checkpointed and begins anew"
             raise Interrupted(
                 self.stopper.number,
-                f"stopped at {stage.name} step {step}; the last checkpoint is complete. Go on with: posttrain run --resume {self.parts.book.folder}",
+                f"stopped at {stage.name} step {step}; {kept}. Go on with: posttrain run --resume {self.parts.book.folder}",
             )
 
     def _checkpoint(self, metric: float | None) -> None:
@@ -256,8 +257,8 @@ class Driver(ABC, Generic[S, T, A]):
     def _result(self, report: Report | None) -> StageResult:
         p, s, stage = self.progress, self.state, self.stage
         accuracy, reward = (report.accuracy.known, report.reward.known) if report else (None, None)
-        if self._of_the_run:
-            p.accuracy, p.reward = accuracy or p.accuracy, reward or p.reward
+        if stage.hands_on:  # nothing is known of these weights where they were not measured on the run's own tasks
+            p.accuracy, p.reward = (accuracy, reward) if self._of_the_run else (None, None)
         return StageResult(
             name=stage.name,
             kind=type(stage).__name__.lower(),

@@ -27,6 +27,7 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, Lesson], stage=Superv
     async def open(self, checkpoint: Path | None) -> tuple[Callable[[int], Awaitable[Lesson]], Callable[[Lesson], Awaitable[Step]]]:
         parts, stage, setting = self.parts, self.stage, self.setting
         bound = f"{stage.steps} steps" if self.limit is None else f"as long as {stage.time_of} took ({self.limit:.0f} s)"
+        bound += "" if stage.wall_time is None else f" or {stage.wall_time:g} s"
         wrong = f", {stage.wrong:.0%} of them wrong" if stage.wrong else ""
         parts.say(f"{stage.name}: imitate '{stage.style}' texts{wrong}; {stage.batch} a step, {bound}")
         self.roles = Teaching(
