@@ -58,7 +58,7 @@ class Result:
     def _last(self) -> StageResult | None:
         """The stage whose weights the run ended with; None where it was measured on tasks of its own."""
         last = next((s for s in reversed(self.stages) if s.hands_on), None)
-        return last if last is not None and self.run.stage(last.name).env is None else None
+        return last if last is not None and self.run.env_of(self.run.stage(last.name)) == self.run.env else None
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:

@@ -287,7 +287,7 @@ def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
         ended = posttrain.run(two, out=tmp_path / folder, quiet=True)
         assert ended.stages[0].accuracy is not None and ended.accuracy is None and ended.reward is None
         assert find(tmp_path / folder).metric is None and find(tmp_path / folder, "best").state["stage"] == 1
-        three = replace(two, stages=(*two.stages, replace(sft, name="last")))
+        three = replace(two, stages=(*two.stages, replace(sft, name="last", env=run.env)))
         done = posttrain.run(three, out=tmp_path / f"{folder}-three", quiet=True)
         assert done.stages[2].before is None and done.accuracy == (done.stages[2].accuracy or (None,))[0] is not None
 

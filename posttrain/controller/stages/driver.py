@@ -146,7 +146,7 @@ class Driver(ABC, Generic[S, T, A]):
     def _known(self, start: str) -> tuple[float | None, float | None]:
         """Accuracy and mean reward of the weights it starts from, where they were measured on the same held-out tasks."""
         p, run = self.progress, self.parts.run
-        if start == come_to(run.stages, self.stage) and self.stage.env is None:
+        if start == come_to(run.stages, self.stage) and self._on_its_tasks:
             return p.accuracy and p.accuracy[0], p.reward and p.reward[0]
         same = [r for r in p.results if run.env_of(run.stage(r.name)) == run.env_of(self.stage)]
         ended = [(r.accuracy[0], r.reward and r.reward[0]) for r in same if r.name == start and r.accuracy is not None]
@@ -156,7 +156,12 @@ class Driver(ABC, Generic[S, T, A]):
     @property
     def _of_the_run(self) -> bool:
         """Whether what is measured of its weights is a measure of the run: they are handed on, and the tasks are the run's."""
-        return self.stage.hands_on and self.stage.env is None
+        return self.stage.hands_on and self._on_its_tasks
+
+    @property
+    def _on_its_tasks(self) -> bool:
+        """Whether the stage is measured on the run's held-out tasks."""
+        return self.parts.run.env_of(self.stage) == self.parts.run.env
 
     async def _goes_on(self, index: int, step: Step) -> bool:
         """What follows a step: evaluation when due, the record, the border. Whether there is another one."""
@@ -224,7 +229,7 @@ class Driver(ABC, Generic[S, T, A]):
         stage, step = self.stage, self.state.step
         due = stage.checkpoint_every and step % stage.checkpoint_every == 0
         if stage.hands_on and (due or self.stopper.number):
-            self._checkpoint(report.reward.known[0] if stage.env is None and report and report.reward.known else None)
+            self._checkpoint(report.reward.known[0] if self._on_its_tasks and report and report.reward.known else None)
         if self.stopper.number:
             kept = "the last checkpoint is complete" if stage.hands_on else "it hands nothing on, so it is not checkpointed and begins anew"
             raise Interrupted(
