@@ -113,7 +113,7 @@ class TaskCheck(Observer):
         self._walk += [g.task.id for g in e.played][: WALK - len(self._walk)]
         in_order_of_the_file(self._walk, h.prompts.source)
         if h.stage.algorithm.filter == "mixed":
-            filter_reads_outcomes(e.groups, e.refused)
+            filter_reads_outcomes((*e.groups, *e.spare), e.refused)
 
     def _never_asked_before(self, played: Sequence[Group]) -> None:
         """Every (task, visit) is asked once in a stage: its random numbers belong to it alone."""

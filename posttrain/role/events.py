@@ -141,6 +141,10 @@ class Observers:
         for one in self._all:
             await one.begin(h)
 
+    def end(self) -> None:
+        """The stage is over. What it works with holds these observers, so it would not be freed while they hold it."""
+        self._h = None
+
     def tell(self, event: Event) -> None:
         """Every observer hears it, in order."""
         for one in self._all:
