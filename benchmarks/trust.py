@@ -103,12 +103,12 @@ def cost(folder: Path) -> dict[str, float]:
     here = [0]
 
     def timed(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Observers, h: Any, event: Any) -> Any:
+        def call(self: Observers, event: Any) -> Any:
             if isinstance(event, AskedEvent):
                 here[0] = event.experience.index
             begun = time.perf_counter()
             try:
-                return real(self, h, event)
+                return real(self, event)
             finally:
                 spent[here[0]] += time.perf_counter() - begun  # type: ignore[assignment]
 
