@@ -89,8 +89,6 @@ class Roles(Learning[Reinforce]):
     reference: Examiner | None
     reference_digest: str
     memory: Memory = Memory()
-    freeze: Callable[[], Examiner] | None = None
-    """A frozen copy of the policy as it is, for a reference that is refreshed."""
     own_reference: bool = True
     """Whether the reference began as the policy itself, so that nothing lies between them before the first step."""
 

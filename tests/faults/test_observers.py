@@ -28,8 +28,8 @@ from posttrain.core.stage import Stage
 from posttrain.core.types import Episode, Group, Segment, Step, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.optimizer import AdamW
-from posttrain.role.events import AskedEvent, Event, LearnedEvent, Observer, Observers, PackedEvent, Remark
-from tests.tiny import play, tiny_parts, tiny_run
+from posttrain.role.events import AskedEvent, Event, LearnedEvent, Observer, Observers, PackedEvent, PushedEvent, Remark
+from tests.tiny import play, tiny_parts
 
 
 def observed(folder: Path, more: Observer) -> None:
@@ -147,3 +147,29 @@ def test_a_gradient_that_float32_cannot_square_is_no_fault(size: float) -> None:
     handed = Handed.of(optimizer, config)
     optimizer.step()
     update_agrees(config, handed, optimizer.trained(), optimizer.state_tensors())
+
+
+class Listens(Observer):
+    """Whether what a pass said is still alive once its optimizer step is over."""
+
+    def __init__(self) -> None:
+        self.alive: list[bool] = []
+        self._heard: list[weakref.ref[Any]] = []
+
+    def hear(self, h: Any, event: Event) -> Remark | None:
+        if isinstance(event, PackedEvent | PushedEvent):
+            self.alive += [one() is not None for one in self._heard]
+            self._heard.clear()
+        if isinstance(event, LearnedEvent):
+            self._heard.append(weakref.ref(event.passes))
+
+
+def test_what_a_pass_said_is_freed_with_its_step(tmp_path: Path) -> None:
+    """Hooks on its tensors would keep the arrays alive, and the graph with them."""
+    listens = Listens()
+    gc.disable()
+    try:
+        observed(tmp_path / "run", listens)
+    finally:
+        gc.enable()
+    assert len(listens.alive) > 5 and not any(listens.alive)

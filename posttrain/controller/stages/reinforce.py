@@ -85,7 +85,6 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             book=parts.book,
             text=parts.text,
             memory=state.memory,
-            freeze=parts.freeze,
             own_reference=stage.reference is None,
             watch=self.watch,
             clock=self.clock,
