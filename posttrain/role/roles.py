@@ -89,6 +89,8 @@ class Roles(Learning[Reinforce]):
     reference: Examiner | None
     reference_digest: str
     memory: Memory = Memory()
+    beside: tuple[Teacher, ...] = ()
+    """Other environments on which the run, this stage or a later one is measured: what they hold out must not be trained on either."""
     own_reference: bool = True
     """Whether the reference began as the policy itself, so that nothing lies between them before the first step."""
 

@@ -6,7 +6,7 @@ import asyncio
 import gc
 import weakref
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+import posttrain
 from posttrain.checks.data import TaskCheck
 from posttrain.checks.update import Handed, UpdateCheck, update_agrees
 from posttrain.checks.watch import observers
@@ -29,7 +30,7 @@ from posttrain.core.types import Episode, Group, Segment, Step, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.optimizer import AdamW
 from posttrain.role.events import AskedEvent, Event, LearnedEvent, Observer, Observers, PackedEvent, PushedEvent, Remark
-from tests.tiny import play, tiny_parts
+from tests.tiny import play, tiny_parts, tiny_run
 
 
 def observed(folder: Path, more: Observer) -> None:
@@ -173,3 +174,12 @@ def test_what_a_pass_said_is_freed_with_its_step(tmp_path: Path) -> None:
     finally:
         gc.enable()
     assert len(listens.alive) > 5 and not any(listens.alive)
+
+
+def test_what_the_run_holds_out_is_not_trained_on_elsewhere(tmp_path: Path) -> None:
+    """A stage on the run's tasks with another split: what the run is measured on is among its training tasks."""
+    run = tiny_run(steps=8, prompts=8)
+    sft, rl = run.stages
+    leaks = replace(rl, env=replace(run.env, heldout=1))
+    with pytest.raises(InvariantError, match="held-out accuracy would measure memory"):
+        posttrain.run(replace(run, stages=(sft, leaks, replace(sft, name="after"))), out=tmp_path / "run", quiet=True)
