@@ -114,7 +114,7 @@ def make_run(job: Job) -> Run:
     stage = Reinforce(
         name="rl",
         algorithm=NO_KL,
-        sampling=Sampling(max_tokens=job.cap),
+        sampling=Sampling(max_tokens=job.cap, stop_ids=()),  # lengths are forced, so no token ends an answer
         optimizer=Optimizer(lr=LR, warmup=0),
         prompts=job.prompts,
         siblings=SIBLINGS,

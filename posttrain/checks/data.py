@@ -97,23 +97,26 @@ class TaskCheck(Observer):
 
     def __init__(self) -> None:
         self._held: Mapping[Hashable, str] = {}
+        self._held_beside: Mapping[Hashable, str] = {}
         self._asked: set[tuple[str, int]] = set()
         self._walk: list[str] = []
 
     async def begin(self, h: Roles) -> None:
         same = sameness(h.rollout.environment)
         self._held = {same(t): t.id for t in h.rollout.environment.heldout}
+        self._held_beside = {as_written(t): t.id for e in h.beside for t in e.heldout}
 
     def hear(self, h: Roles, event: Event) -> Remark | None:
         if not isinstance(event, AskedEvent):
             return
         e = event.experience
         no_held_out_task(e.played, self._held, sameness(h.rollout.environment))
+        no_held_out_task(e.played, self._held_beside, as_written)
         self._never_asked_before(e.played)
         self._walk += [g.task.id for g in e.played][: WALK - len(self._walk)]
         in_order_of_the_file(self._walk, h.prompts.source)
         if h.stage.algorithm.filter == "mixed":
-            filter_reads_outcomes(e.groups, e.refused)
+            filter_reads_outcomes((*e.groups, *e.spare), e.refused)
 
     def _never_asked_before(self, played: Sequence[Group]) -> None:
         """Every (task, visit) is asked once in a stage: its random numbers belong to it alone."""
@@ -128,4 +131,9 @@ class TaskCheck(Observer):
 
 def sameness(environment: Any) -> Callable[[Task], Hashable]:
     """When two tasks are the same: as the environment says, else where their prompts are."""
-    return getattr(environment, "key", None) or (lambda task: repr(task.prompt))
+    return getattr(environment, "key", None) or as_written
+
+
+def as_written(task: Task) -> Hashable:
+    """Of tasks of any two environments: they are the same where their prompts are."""
+    return repr(task.prompt)

@@ -31,6 +31,8 @@ SMALLEST = 1e-12
 """Weights nearer to 0 are taken as this large: a move far below the rounding of any other weight may be lost on its way in float32."""
 ROUNDING = 3e-7
 """Of a float32 weight to which something was added, relative to its size."""
+UNDERFLOW = 1e-36
+"""State that is nowhere larger is not looked at: below it float32 loses digits, or all of a number."""
 UPDATE_BOUND = 0.02
 """Departure of a first optimizer step, relative to the size of a full one (`Expected.size`; of AdamW the learning rate)."""
 
@@ -185,7 +187,7 @@ def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[
         moved, kept = off / expected.size if expected.size else float(off > 0), 0.0
         for word, want in expected.state.items():
             size = float(want.abs().max())
-            if size > 0 and (held := state.get(f"{word}.{name}")) is not None:
+            if size > UNDERFLOW and (held := state.get(f"{word}.{name}")) is not None:
                 kept = max(kept, float((held.double().cpu() - want).abs().max()) / size)
         if max(moved, kept) > max(worst.moved, worst.state):
             worst = Update(name, moved, kept)
@@ -224,7 +226,8 @@ class UpdateCheck(Observer):
             case DifferentiatedEvent(packed, _):
                 self._handed = None if self._moved or not _carries(packed) else Handed.of(h.trainer.optimizer, h.stage.optimizer)
             case LearnedEvent(lr=lr) if self._handed is not None:
-                return Remark(self._follow(h, self._handed, lr))
+                handed, self._handed = self._handed, None  # it holds copies of weights
+                return Remark(self._follow(h, handed, lr))
             case _:
                 pass
         return None

@@ -48,9 +48,10 @@ def of_run() -> Observers:
 
 
 OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = {Reinforce: reinforcement, Supervised: imitation}
-"""By the type of the stage. A kind that is not here is not observed."""
+"""By the type of the stage. A kind that is not here, and derives from none that is, is not observed."""
 
 
 def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
     """Those who observe `stage`, of which `steps` are taken already; `kept` is what a checkpoint stored of all of them."""
-    return Observers(OF[type(stage)](steps, kept) if type(stage) in OF else ())
+    kind = next((k for k in type(stage).__mro__ if k in OF), None)
+    return Observers(() if kind is None else OF[kind](steps, kept))

@@ -1,4 +1,4 @@
-"""A stage's roles in one hand, and what a run shares between its stages."""
+"""What a run shares between its stages."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ async def imitate(h: Teaching, lesson: Lesson) -> Step:
             h.book.write(Step(h.stage.name, index, h.trainer.version, {}, notes=(f"stopped: {told}",)))
             raise InvariantError(told) from error
     seen = h.watch.take()
-    return Step(h.stage.name, index, h.trainer.version, merge(gauges, seen.gauges), h.clock.take(), seen.notes)
+    return await h.watch.after(Step(h.stage.name, index, h.trainer.version, merge(gauges, seen.gauges), h.clock.take(), seen.notes))
 
 
 def _write(h: Roles, begun: Begun) -> None:

@@ -35,8 +35,6 @@ class Experience:
     engine: Gauges = field(default_factory=Gauges)
     """The engine's counters for it."""
     walk: Walk = Walk(0)
-    clock: Mapping[str, float] = field(default_factory=dict[str, float])
-    """Seconds by what they were spent on: facts of the machine, which no digest covers."""
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -123,7 +123,7 @@ class Scoring:
     def reference(self) -> Examiner:
         if self.frozen is None:
             raise InvariantError(
-                f"algorithm {self.algorithm.name!r} reads a reference, and the house has none: build it with one, or take the pieces away that read it"
+                f"algorithm {self.algorithm.name!r} reads a reference, and the stage has none: build its roles with one, or take the pieces away that read it"
             )
         return self.frozen
 

@@ -8,7 +8,7 @@ stops the run. Nothing is computed differently because somebody observes.
     PackedEvent           a minibatch is made; nothing was differentiated
     DifferentiatedEvent   its gradient is there; the optimizer has not moved
     LearnedEvent          the optimizer has moved; nothing was pushed
-    PushedEvent           the sampler serves the new weights
+    PushedEvent           the sampler serves the weights that came of it
 
 Between steps there are two more: EvaluatedEvent, held-out tasks were answered, and RestoredEvent, something came back from
 a checkpoint.
@@ -44,7 +44,7 @@ class PackedEvent:
     """The step, from 1."""
     batch: Batch
     first: bool
-    """Whether no optimizer step was taken since the last push."""
+    """Whether it is the first minibatch of a step, so that the sampler still serves the learner's weights."""
     version: int
     """Of the learner's weights before the optimizer step."""
 
@@ -140,6 +140,10 @@ class Observers:
         self._h = h
         for one in self._all:
             await one.begin(h)
+
+    def end(self) -> None:
+        """The stage is over. What it works with holds these observers, so it would not be freed while they hold it."""
+        self._h = None
 
     def tell(self, event: Event) -> None:
         """Every observer hears it, in order."""

@@ -25,7 +25,7 @@ from posttrain.core.types import OUTSIDE, Credit, EpisodeCredit, GroupCredit
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step: its tokens (None when all of them are silent), and whether the policy has moved since rollout."""
+    """One optimizer step: its tokens (None when all of them are silent), and whether it is the first of its step."""
 
     batch: Batch | None
     first: bool

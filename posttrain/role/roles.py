@@ -89,8 +89,8 @@ class Roles(Learning[Reinforce]):
     reference: Examiner | None
     reference_digest: str
     memory: Memory = Memory()
-    freeze: Callable[[], Examiner] | None = None
-    """A frozen copy of the policy as it is, for a reference that is refreshed."""
+    beside: tuple[Teacher, ...] = ()
+    """Other environments on which the run, this stage or a later one is measured: what they hold out must not be trained on either."""
     own_reference: bool = True
     """Whether the reference began as the policy itself, so that nothing lies between them before the first step."""
 

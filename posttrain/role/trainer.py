@@ -100,7 +100,7 @@ class Trainer:
 
         Args:
             watch: who observes it: PackedEvent before the first pass, DifferentiatedEvent before the optimizer moves, LearnedEvent after.
-            index: the stage's step it belongs to. first: whether no optimizer step was taken since the last push.
+            index: the stage's step it belongs to. first: whether it is the first minibatch of a step (`PackedEvent`).
 
         Raises:
             NotFinite: the gradient is not; the weights were left as they were.

@@ -119,6 +119,7 @@ class Driver(ABC, Generic[S, T, A]):
                 step = await learn(asked)
                 if not await self._goes_on(index, self.remember(asked, step)):
                     break
+        self.watch.end()
         if self.stage.eval and self.report is None:
             self.report = await self.evaluate()
         self._finish(self.report)
