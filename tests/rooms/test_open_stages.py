@@ -310,7 +310,7 @@ def test_who_has_to_be_mended_is_the_stages_own(tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text("def broken(task, text):\n    raise RuntimeError('down')\n")
     run = only_rl(tiny_run(eval=False))
-    own = replace(run.env, heldout=0, rewards=(Reward(function=f"{broken}:broken"),))
+    own = replace(run.env, rewards=(Reward(function=f"{broken}:broken"),))
     with pytest.raises(RewardError, match=f"Mend {broken}:broken, then resume"):
         posttrain.run(replace(run, stages=(replace(run.stages[0], env=own),)), out=tmp_path / "run", quiet=True)
 
