@@ -7,53 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from posttrain.controller import stages
-from posttrain.core.types import Gauges, Step
-from posttrain.recipe import main
-from posttrain.role.draws import Bets
-
-
-class Blind:
-    """In place of the controller's guard: it looks at nothing."""
-
-    def __init__(self, history: Any = (), bets: Bets | None = None) -> None:
-        self.bets = bets or Bets()
-
-    def take(self) -> Gauges:
-        return {}
-
-    async def begin(self, h: Any) -> None:
-        pass
-
-    async def after(self, h: Any, step: Step) -> Step:
-        return step
-
-    def rolled_out(self, h: Any, asked: Any) -> None:
-        h.sync.sampler.gauges()
-
-    def scored(self, h: Any, groups: Any) -> None:
-        pass
-
-    def unjudged(self, asked: Any) -> tuple[str, ...]:
-        return ()
-
-    def observer(self, h: Any, minibatch: Any) -> None:
-        return None
-
-    @contextmanager
-    def first_move(self, h: Any, batch: Any) -> Iterator[None]:
-        yield
-
-
-class Deaf:
-    """In place of the checks of a supervised stage."""
-
-    def __init__(self, **_: Any) -> None:
-        pass
-
-    @contextmanager
-    def watch(self, *_: Any) -> Iterator[None]:
-        yield
+from posttrain.recipe import build, session
+from posttrain.role.events import Observers
 
 
 async def _believed(*_: Any) -> None:
@@ -64,8 +19,8 @@ async def _believed(*_: Any) -> None:
 def unwatched() -> Iterator[None]:
     """Nothing is checked inside the block."""
     with (
-        patch.object(stages, "Guard", Blind),
-        patch.object(stages, "Lessons", Deaf),
-        patch.object(main, "prove_start", _believed),
+        patch.object(build, "observers", lambda *_: Observers()),
+        patch.object(build, "of_run", Observers),
+        patch.object(session, "prove_start", _believed),
     ):
         yield

@@ -1,4 +1,4 @@
-"""posttrain's side of `grpo_step.py`: a worker process that runs the real `train_step`, one per command.
+"""posttrain's side of `grpo_step.py`: a worker process that runs the real step, one per command.
 
 The parts are built by `posttrain.recipe.build.make_parts` from a `Run` with the shipped defaults; the one thing put
 in between is `ForcedLengths`, which gives each sibling its number of tokens through the Sampler port. All canaries
@@ -20,9 +20,8 @@ from typing import Any
 import numpy as np
 from grpo_work import LR, SIBLINGS, SYMBOLS, Job, Wire, lengths_PG, memory_mb, prompt, reward
 
-from posttrain.controller.guard import Guard
-from posttrain.controller.house import House, Parts
-from posttrain.controller.step import train_step
+from posttrain.controller.house import Parts
+from posttrain.controller.step import ask, learn
 from posttrain.core.algorithm import patch
 from posttrain.core.book import Book
 from posttrain.core.ladder import GRPO
@@ -34,6 +33,7 @@ from posttrain.core.verdict import Verdict
 from posttrain.environment.single import Generated, SingleTurn
 from posttrain.recipe.build import facts, make_parts, make_policy, use_threads
 from posttrain.role.prompts import Prompts
+from posttrain.role.roles import Roles
 
 NO_KL = patch(GRPO, "grpo_no_kl", "2402.03300", pull=None)
 
@@ -114,7 +114,7 @@ def make_run(job: Job) -> Run:
     stage = Reinforce(
         name="rl",
         algorithm=NO_KL,
-        sampling=Sampling(max_tokens=job.cap),
+        sampling=Sampling(max_tokens=job.cap, stop_ids=()),  # lengths are forced, so no token ends an answer
         optimizer=Optimizer(lr=LR, warmup=0),
         prompts=job.prompts,
         siblings=SIBLINGS,
@@ -126,11 +126,11 @@ def make_run(job: Job) -> Run:
     return Run(recipe="benchmark", model=Model(path=job.checkpoint), stages=(stage,), threads=job.threads, record_episodes=False)
 
 
-def make_house(parts: Parts) -> House:
-    """The house of the run's one stage, as `controller.stages` builds it."""
+def make_roles(parts: Parts) -> Roles:
+    """The roles of the run's one stage, as `controller.stages` builds them."""
     stage = parts.run.stages[0]
     assert isinstance(stage, Reinforce)
-    return House(
+    return Roles(
         run=parts.run,
         stage=stage,
         sampling=parts.sampling(stage),
@@ -143,20 +143,21 @@ def make_house(parts: Parts) -> House:
         reference_digest="",
         book=parts.book,
         text=parts.text,
+        watch=parts.observe(stage, (), {}),
     )
 
 
 async def serve(wire: Wire, job: Job, folder: Path) -> None:
-    """Build the house once, then one `train_step` per `step` command."""
+    """Build the roles once, then one step per `step` command."""
     run, env = make_run(job), Symbols()
     threads = use_threads(run.threads)
     policy = make_policy(run, env)
     with Book.create(folder, run, facts(policy, threads)) as book:
         parts = make_parts(run, policy, env, book, [])
         lengths = parts.rollout.sampler = ForcedLengths(parts.sampler)
-        house, guard = make_house(parts), Guard()
+        roles = make_roles(parts)
         await parts.publish()
-        await guard.begin(house)
+        await roles.watch.begin(roles)
         table = lengths_PG(job.regime, job.prompts).ravel()
         wire.send(ready=True, **memory_mb())
         index = 0
@@ -164,7 +165,7 @@ async def serve(wire: Wire, job: Job, folder: Path) -> None:
             lengths.lengths, lengths.asked = np.minimum(table, command.get("at_most", 10**9)).tolist(), 0
             begun = time.perf_counter()
             index += 1
-            step = await guard.after(house, await train_step(house, guard, index))
+            step = await learn(roles, await ask(roles, index))
             seconds = time.perf_counter() - begun
             extra = {name: gauge.mean for name, gauge in step.gauges.items()}
             wire.send(seconds=seconds, roles=dict(step.clock), spoken=sum(lengths.lengths), extra=extra, **memory_mb())

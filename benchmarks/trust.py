@@ -17,8 +17,7 @@ import platform
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from types import ModuleType
@@ -28,17 +27,18 @@ from unittest.mock import patch
 import torch
 
 import posttrain
-from posttrain.controller import guard, judges
-from posttrain.controller.guard import Guard
+from posttrain.checks import credit, data, draws, judges, loss, measured, rehearsal, resume, sampler, update, verifier
+from posttrain.checks.audit import plain
+from posttrain.checks.demand import demand
+from posttrain.checks.schedule import due
 from posttrain.core import reader
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ladder import LADDER
 from posttrain.diagnose import rules
 from posttrain.recipe import proofs
 from posttrain.recipe.faults import FAULTS
-from posttrain.role import agreement, canaries, draws, movement, rehearsal, rounding
-from posttrain.role.audit import plain
-from posttrain.role.listening import demand
+from posttrain.role import rounding
+from posttrain.role.events import AskedEvent, Observers
 from tests.faulty import STEPS, catch, named, smallest, start
 
 ROOT = Path(__file__).parents[1]
@@ -46,8 +46,15 @@ RESULTS = ROOT / "benchmarks" / "results" / "trust.json"
 PAGE = ROOT / "docs" / "trust.md"
 HEALTHY = ("reinforce", "reinforce_ema", "rloo", "ppo", "grpo", "dapo", "dr_grpo", "gspo", "cispo", "maxrl")
 SEEDS = (0, 1, 2)
-CHECKS = (draws.drawn_again, draws.bet_on_draws, draws.bet_on_siblings, movement.gradient_reaches, movement.moved)
-"""Of the modules beside `canaries`, the functions that are checks."""
+EVERY_STEP = (
+    *(sampler.masks_cover_what_was_said, sampler.said_by_these_weights, sampler.stops_are_true, sampler.sampler_agrees),
+    *(sampler.reference_unmoved, sampler.no_distance_yet, draws.drawn_again, draws.bet_on_draws, draws.bet_on_siblings),
+    *(data.no_held_out_task, data.in_order_of_the_file, data.filter_reads_outcomes, data.demonstration_ends_once, data.same_question),
+    *(verifier.failures_stay_out, judges.Judges, update.served_is_trained, update.gradient_reaches, update.moved),
+    *(measured.measured_right, resume.goes_on, resume.came_back),
+)
+SECOND_OPINIONS = (credit.everyone_is_scored, credit.Books, loss.loss_agrees, loss.entropy_and_value_agree, update.update_agrees)
+"""What the page lists of `posttrain/checks`."""
 HEALTHY_STEPS = 12
 
 
@@ -88,7 +95,7 @@ def healthy(name: str, seed: int, model: Path, folder: Path) -> Healthy:
 
 
 def cost(folder: Path) -> dict[str, float]:
-    """Seconds of a run of the recipe `arithmetic`, and of those the seconds inside the guard: in all, and at steps without second opinions.
+    """Seconds of a run of the recipe `arithmetic`, and of those the seconds inside its checks: in all, and at steps without second opinions.
 
     A step's seconds are its phases'; clocks with a slash lie inside one, or add up what many requests waited at once.
     """
@@ -96,49 +103,39 @@ def cost(folder: Path) -> dict[str, float]:
     here = [0]
 
     def timed(real: Callable[..., Any]) -> Callable[..., Any]:
-        def call(self: Guard, *args: Any, **kwargs: Any) -> Any:
+        def call(self: Observers, event: Any) -> Any:
+            if isinstance(event, AskedEvent):
+                here[0] = event.experience.index
             begun = time.perf_counter()
             try:
-                return real(self, *args, **kwargs)
+                return real(self, event)
             finally:
-                spent[self._index] += time.perf_counter() - begun  # type: ignore[assignment]
+                spent[here[0]] += time.perf_counter() - begun  # type: ignore[assignment]
 
         return call
 
     def timed_async(real: Callable[..., Any]) -> Callable[..., Any]:
-        async def call(self: Guard, *args: Any, **kwargs: Any) -> Any:
+        async def call(self: Observers, *args: Any) -> Any:
             begun = time.perf_counter()
             try:
-                return await real(self, *args, **kwargs)
+                return await real(self, *args)
             finally:
-                spent[self._index] += time.perf_counter() - begun  # type: ignore[assignment]
+                spent[here[0]] += time.perf_counter() - begun  # type: ignore[assignment]
 
         return call
-
-    real_move = Guard.first_move
-
-    @contextmanager
-    def move(self: Guard, *args: Any) -> Iterator[None]:
-        begun = time.perf_counter()
-        with real_move(self, *args):
-            inside = time.perf_counter()
-            yield
-            here[0] = time.perf_counter()
-        spent[self._index] += inside - begun + time.perf_counter() - here[0]  # type: ignore[assignment]
 
     steps = 31
     words = ("sft.steps=60", f"rl.steps={steps}", "rl.eval_every=0", "rl.checkpoint_every=0", "env.heldout=0", "algorithm=grpo")
     with (
-        patch.object(Guard, "rolled_out", timed(Guard.rolled_out)),
-        patch.object(Guard, "scored", timed(Guard.scored)),
-        patch.object(Guard, "begin", timed_async(Guard.begin)),
-        patch.object(Guard, "after", timed_async(Guard.after)),
-        patch.object(Guard, "first_move", move),
+        patch.object(Observers, "tell", timed(Observers.tell)),
+        patch.object(Observers, "needs", timed(Observers.needs)),
+        patch.object(Observers, "begin", timed_async(Observers.begin)),
+        patch.object(Observers, "after", timed_async(Observers.after)),
     ):
         posttrain.run("arithmetic", *words, out=folder / "cost", quiet=True)
     phases = {s.index: [x for name, x in s.clock.items() if "/" not in name] for s in reader.steps(folder / "cost") if s.stage == "rl"}
     taken = {index: sum(seconds) for index, seconds in phases.items()}
-    plain_steps = [i for i in taken if i > 16 and not guard.due(i)]
+    plain_steps = [i for i in taken if i > 16 and not due(i)]
     return {
         "steps": steps,
         "share": sum(spent.values()) / sum(taken.values()),
@@ -242,26 +239,25 @@ def page(data: dict[str, Any]) -> str:
         "**Types** refuse to be born wrong (`posttrain/core/types.py`, `batch.py`): a mask, log-probs and versions that are not aligned, labels that are not the next tokens, "
         "a group of two prompts, a verdict that is a number although its verifier failed.",
         "",
-        "**Before the first step** (`posttrain/recipe/proofs.py`, `posttrain/role/rehearsal.py`):",
+        "**Before the first step** (`posttrain/recipe/proofs.py`, `posttrain/checks/rehearsal.py`):",
         "",
         *table(
-            [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"] + [(f"`{n}`", t) for n, t in functions(rehearsal)],
+            [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"]
+            + [(f"`{f.__name__}`", summary(f)) for f in (rehearsal.rehearse, rehearsal.points_uphill)],
             "check",
             "what holds",
         ),
-        "**In every step** (`posttrain/role/canaries.py`, `draws.py`, `movement.py`, `posttrain/controller/guard.py`); a violated one stops the run with exit code 3 and says what to look at:",
+        "**In every step** (`posttrain/checks`); a violated one stops the run with exit code 3 and says what to look at:",
         "",
         *table(
-            [(f"`{n}`", t) for n, t in functions(canaries)]
-            + [(f"`{f.__name__}`", summary(f)) for f in CHECKS]
-            + [("`Judges`", summary(judges.Judges))],
+            [(f"`{f.__name__}`", summary(f)) for f in EVERY_STEP],
             "check",
             "what holds",
         ),
-        f"**A second opinion** (`posttrain/role/agreement.py`, `audit.py`), {summary(guard.due).split(': ')[1]} Credit, weights and the loss are computed again from "
+        f"**A second opinion** (`posttrain/checks/credit.py`, `loss.py`, `update.py`), {summary(due).split(': ')[1]} Credit, weights and the loss are computed again from "
         "their definitions by code that shares nothing with what trained:",
         "",
-        *table([("`Books`", summary(agreement.Books))] + [(f"`{n}`", t) for n, t in functions(agreement)], "check", "what holds"),
+        *table([(f"`{f.__name__}`", summary(f)) for f in SECOND_OPINIONS], "check", "what holds"),
         "**Live rules** (`posttrain/diagnose/rules.py`) read the record and warn in its notes:",
         "",
         *table([(f"`{n}`", summary(f)) for n, f in rules.RULES.items()], "rule", "when it speaks"),
@@ -277,8 +273,8 @@ def page(data: dict[str, Any]) -> str:
         "",
         f"{len(HEALTHY)} algorithms x {len(SEEDS)} seeds, {HEALTHY_STEPS} steps each: {len(tripped)} tripped anything"
         + (": " + "; ".join(f"{r['algorithm']} seed {r['seed']}: {r['tripped'][:80]}" for r in tripped) if tripped else "")
-        + f". Largest difference between the loss and its second opinion {max(gaps):.1e} (bound {agreement.LOSS_BOUND:g}), of a log-prob between sampler and learner "
-        f"{max(r['logp_gap'] for r in runs):.1e} (bound {rounding.LEAST['float32'].worst:g}), of a first update {max(r['update_gap'] or 0 for r in runs):.1e} learning rates (bound {agreement.UPDATE_BOUND:g}).",
+        + f". Largest difference between the loss and its second opinion {max(gaps):.1e} (bound {loss.LOSS_BOUND:g}), of a log-prob between sampler and learner "
+        f"{max(r['logp_gap'] for r in runs):.1e} (bound {rounding.LEAST['float32'].worst:g}), of a first update {max(r['update_gap'] or 0 for r in runs):.1e} learning rates (bound {update.UPDATE_BOUND:g}).",
         "",
         f"Algorithms: {', '.join(HEALTHY)}.",
         "",

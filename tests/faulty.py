@@ -108,7 +108,7 @@ def catch(fault: Fault, model: Path, folder: Path) -> Caught | None:
 
 def reached(out: Path, error: BaseException) -> int:
     """The step of its stage in which a run broke; 0 before the first one."""
-    inside = {"train_step", "after", "watch"} & {f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)}
+    inside = {"learn", "ask", "imitate"} & {f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)}
     steps = reader.steps(out) if (out / "run.json").exists() else []
     stopped = bool(steps) and any(note.startswith("stopped: ") for note in steps[-1].notes)  # the broken step is the last of them
     return len([s for s in steps if s.stage == steps[-1].stage]) + (bool(inside) and not stopped)
@@ -131,7 +131,7 @@ def detector(error: BaseException) -> tuple[str, str]:
     name = code.co_qualname.removesuffix(".__post_init__")
     if module.startswith("posttrain.core."):
         return "type", name
-    if module in ("posttrain.recipe.proofs", "posttrain.role.rehearsal"):
+    if module in ("posttrain.recipe.proofs", "posttrain.checks.rehearsal"):
         return "proof", name
     return "canary", name
 
@@ -171,7 +171,7 @@ def _chat(run: Run, folder: Path) -> Run:
 
 
 def tiny_rewards() -> tuple[Any, ...]:
-    from posttrain.core.run import Reward
+    from posttrain.core.env import Reward
 
     return (Reward(function="last_integer"),)
 

@@ -15,7 +15,7 @@ FLOORS = (
     ("core",),
     ("algorithm", "environment", "data", "plan", "diagnose"),
     ("role", "engine"),
-    ("controller", "search", "serve"),
+    ("checks", "controller", "search", "serve"),
     ("recipe",),
     ("cli",),
 )

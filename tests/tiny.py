@@ -61,7 +61,10 @@ def tiny_parts(folder: Path, run: Run | None = None) -> Parts:
 async def play(parts: Parts) -> list[StageResult]:
     """Run all stages of the parts."""
     try:
-        return await Stages(parts, Progress(), Stopper()).run()
+        progress = Progress()
+        for stage in Stages(parts, progress, Stopper()).left():
+            await stage.run()
+        return list(progress.results)
     finally:
         parts.book.close()
 

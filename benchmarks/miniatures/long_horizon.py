@@ -12,9 +12,11 @@ from torch import Tensor, nn
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
 from benchmarks.miniatures.world import Answers, Table, ask, batch_of, loss_of, scored_group
 from posttrain.algorithm.credit import credit_step, without_credit
+from posttrain.algorithm.minibatch import IMITATE
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import PPO, VAPO
 from posttrain.core.pieces.baseline import Value
+from posttrain.core.streams import RETURN, VALUE
 from posttrain.core.types import Credit
 
 CHOICES, VOCAB, RIGHT, ANSWERS, STEPS, WARMUP = 8, 4, 0.8, 32, 45, 5
@@ -107,9 +109,8 @@ def train(a: Algorithm, length: int, seed: int, fit: float = FIT) -> np.ndarray:
         batch = batch_of(a, answers, np.stack([e.advantage[0] for e in episodes]), ANSWERS)
         returns_ET = np.stack([e.returns[0] for e in episodes if e.returns is not None])
         imitate_ET = (solved_E[:, None] / (solved_E.sum() * length).clamp(min=1)).expand(-1, length).numpy()
-        batch = replace(
-            batch, value_M=old_ET.numpy().ravel(), return_M=returns_ET.ravel(), imitate_M=None if a.imitate is None else imitate_ET.ravel()
-        )
+        imitate = None if a.imitate is None else imitate_ET.ravel().astype(np.float64)
+        batch = batch.having({VALUE: old_ET.numpy().ravel(), RETURN: returns_ET.ravel(), IMITATE: imitate})
         loss, _ = loss_of(a, batch, policy, answers, values(on_ET))
         optimizer.zero_grad()
         loss.backward()

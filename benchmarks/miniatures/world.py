@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from posttrain.algorithm.choose import choose
 from posttrain.algorithm.credit import credit_step, whitened
+from posttrain.algorithm.minibatch import CHOSEN
 from posttrain.algorithm.objective import objective
 from posttrain.algorithm.streams import streams
 from posttrain.algorithm.weigh import weigh
@@ -26,6 +27,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.pieces.baseline import Ema, Value
 from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
+from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, START, VALUE, VERSION, WEIGHT
 from posttrain.core.types import Episode, Gauges, Group, Scored, ScoredGroup, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 
@@ -144,8 +146,8 @@ def scored_group(
         segment = Segment(np.zeros(length + 1, np.int32), mask, logp, np.where(mask, 0, -1).astype(np.int32), contract(length))
         verdicts = tuple(Judged(str(k), 1.0, Verdict.value(float(r))) for k, r in enumerate(rewards))
         episode = Episode(task, 0, i, (segment,), Stop.LENGTH, verdicts)
-        start, reference, values = (None if x is None else (x[i],) for x in (start_GT, reference_GT, values_GT))
-        scored.append(Scored(episode, start, reference, values))
+        held = {START: start_GT, REFERENCE: reference_GT, VALUE: values_GT}
+        scored.append(Scored(episode, streams={s: (x[i],) for s, x in held.items() if x is not None}))
     return ScoredGroup(Group(task, 0, tuple(s.episode for s in scored)), tuple(scored))
 
 
@@ -222,14 +224,19 @@ def batch_of(
         segment_M=np.repeat(np.arange(e, dtype=np.int32), t),
         sequence_S=np.arange(e, dtype=np.int32),
         sampling=contract(t),
-        logp_mu_M=answers.mu_ET.numpy().ravel(),
-        advantage_M=np.broadcast_to(credit_ET.reshape(e, -1), (e, t)).ravel().astype(np.float64),
-        weight_M=np.repeat(weight_E, t),
-        version_M=np.zeros(e * t, np.int32),
-        logp_start_M=None if start_ET is None else start_ET.numpy().ravel(),
-        logp_ref_M=None if reference_ET is None else reference_ET.numpy().ravel(),
+        streams={
+            MU: answers.mu_ET.numpy().ravel(),
+            ADVANTAGE: np.broadcast_to(credit_ET.reshape(e, -1), (e, t)).ravel().astype(np.float64),
+            WEIGHT: np.repeat(weight_E, t),
+            VERSION: np.zeros(e * t, np.int32),
+        },
+    ).having(
+        {
+            START: None if start_ET is None else start_ET.numpy().ravel(),
+            REFERENCE: None if reference_ET is None else reference_ET.numpy().ravel(),
+        }
     )
-    return batch if a.tokens is None else replace(batch, chosen_M=choose(a.tokens, batch, None, rng))
+    return batch if a.tokens is None else batch.having({CHOSEN: choose(a.tokens, batch, None, rng)})
 
 
 def loss_of(a: Algorithm, batch: Batch, policy: Policy, answers: Answers, value_ET: Tensor | None = None) -> tuple[Tensor, Gauges]:

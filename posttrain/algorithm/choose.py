@@ -1,45 +1,79 @@
 """Which tokens of a minibatch speak, chosen over the whole of it before it is split, so that a split changes nothing.
 
-Chosen from the log-probs before the step: the learner's where they were scored, else the sampler's own. Published code
-chooses inside each micro-batch from the log-probs of the moment, which ties the algorithm to memory settings.
+One type in `core.pieces.token`, its functions here, registered by it. Chosen from the log-probs before the step: the learner's where they
+were scored, else the sampler's own. Published code chooses inside each micro-batch from the log-probs of the moment, which ties the
+algorithm to memory settings.
 """
 
 from __future__ import annotations
 
+from functools import singledispatch
+
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
+from posttrain.algorithm.register import missing
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.token import ClipCov, KlCov, SecondMoment, Tokens, TopEntropy
+from posttrain.core.streams import ADVANTAGE, MU, START
 
 Array = NDArray[np.float64]
 
 
+@singledispatch
 def choose(tokens: Tokens, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
-    """bool [M]: the tokens that speak; for `KlCov` the ones that pay.
+    """bool [M]: the tokens that speak; where the piece silences none, the ones that `paid` charges.
 
     Raises:
         InvariantError: what the choice reads was not scored.
     """
-    before_M = np.asarray(batch.logp_mu_M if batch.logp_start_M is None else batch.logp_start_M, np.float64)
-    match tokens:
-        case ClipCov(share=share, low=low, high=high):
-            if rng is None:
-                raise InvariantError("clip-cov draws tokens at random, and no generator was given")
-            cov_M = covariance(batch.advantage_M, before_M)
-            within = np.flatnonzero((cov_M > low) & (cov_M < high))
-            count = min(len(within), int(share * len(cov_M)))
-            silent = rng.choice(within, count, replace=False) if count else within[:0]
-            return ~np.isin(np.arange(len(cov_M)), silent)
-        case KlCov(share=share):
-            return largest(covariance(batch.advantage_M, before_M), share)
-        case TopEntropy(share=share):
-            if entropy_M is None:
-                raise InvariantError("tokens=topentropy reads the entropy at the start of the step, which was not scored")
-            return largest(np.asarray(entropy_M, np.float64), share)
-        case SecondMoment(limit=limit):
-            return within_moment(before_M - batch.logp_mu_M, limit)
+    raise missing(tokens, "choose.choose")
+
+
+@singledispatch
+def paid(tokens: Tokens, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None:
+    """What the chosen tokens pay beside the policy term [M], differentiated; None where they pay nothing."""
+    return None
+
+
+@choose.register
+def _(tokens: ClipCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
+    if rng is None:
+        raise InvariantError("clip-cov draws tokens at random, and no generator was given")
+    cov_M = covariance(batch[ADVANTAGE], _before(batch))
+    within = np.flatnonzero((cov_M > tokens.low) & (cov_M < tokens.high))
+    count = min(len(within), int(tokens.share * len(cov_M)))
+    silent = rng.choice(within, count, replace=False) if count else within[:0]
+    return ~np.isin(np.arange(len(cov_M)), silent)
+
+
+@choose.register
+def _(tokens: KlCov, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
+    return largest(covariance(batch[ADVANTAGE], _before(batch)), tokens.share)
+
+
+@paid.register
+def _(tokens: KlCov, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None:
+    return tokens.coef * chosen_M * log_ratio_M.abs()
+
+
+@choose.register
+def _(tokens: TopEntropy, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
+    if entropy_M is None:
+        raise InvariantError("tokens=topentropy reads the entropy at the start of the step, which was not scored")
+    return largest(np.asarray(entropy_M, np.float64), tokens.share)
+
+
+@choose.register
+def _(tokens: SecondMoment, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
+    return within_moment(_before(batch) - batch[MU], tokens.limit)
+
+
+def _before(batch: Batch) -> Array:
+    """Log-probs before the step [M]: the learner's where they were scored, else the sampler's."""
+    return np.asarray(batch[START] if START in batch else batch[MU], np.float64)
 
 
 def covariance(advantage_M: Array, logp_M: Array) -> Array:

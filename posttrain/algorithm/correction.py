@@ -1,4 +1,5 @@
-"""Train/inference mismatch: c = start/mu, detached, multiplies the push (A25). One type, one `case`.
+"""Train/inference mismatch: c = start/mu, detached, multiplies the push (A25). One type in
+`core.pieces.correction`, one function here, registered by it.
 
 The sampler drew from mu, the learner computes gradients as if from its own policy at the start of the step. The raw
 ratio is what an unbiased estimate needs; what is used bounds its variance. Both are returned, because their distance is
@@ -9,14 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import singledispatch
 
 import torch
 from torch import Tensor
 
 from posttrain.algorithm.distance import binary_kl
+from posttrain.algorithm.register import missing
 from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import bounded_exp
 from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
+from posttrain.core.streams import ADVANTAGE, MU
 from posttrain.core.types import Gauge
 
 
@@ -28,6 +32,19 @@ class Corrected:
     used_M: Tensor
 
 
+@dataclass(frozen=True, eq=False)
+class Mismatch:
+    """What a correction may look at, detached."""
+
+    raw_M: Tensor
+    """start/mu [M], of the episode's product where the piece takes that."""
+    log_M: Tensor
+    """log start/mu of each token [M]."""
+    now_M: Tensor
+    """log-probs of the policy as it is [M]."""
+    batch: Streams
+
+
 def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch: Streams) -> Corrected:
     """The correction of each token: the product over `pieces`. Tokens it masks stay in the denominator of the aggregation.
 
@@ -36,34 +53,53 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
     Args:
         start_M: log-probs of the learner at the start of the step. now_M: those of the policy as it is.
     """
-    log_M = start_M.detach() - batch.logp_mu_M
+    log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)
     for piece in pieces:
-        if isinstance(piece, Truncate | Mask) and piece.level == "sequence":
+        if piece.of_episodes():
             raw_M = bounded_exp(batch.episode_sum(log_M))
-        used_M = used_M * _factor(piece, raw_M, log_M, now_M.detach(), batch)
+        used_M = used_M * factor(piece, Mismatch(raw_M, log_M, now_M.detach(), batch))
     return Corrected(raw_M, used_M)
 
 
-def _factor(piece: Correction, raw_M: Tensor, log_M: Tensor, now_M: Tensor, batch: Streams) -> Tensor:
+@singledispatch
+def factor(piece: Correction, seen: Mismatch) -> Tensor:
     """What one piece multiplies the push with [M]."""
-    match piece:
-        case Truncate(cap=cap):
-            return raw_M if cap is None else raw_M.clamp(max=cap)
-        case Mask(low=low, high=high):
-            return torch.where((raw_M >= low) & (raw_M <= high), raw_M, 0.0)
-        case BinaryKL(phi=phi):
-            mu_M = batch.logp_mu_M
-            near_M = (binary_kl(log_M + mu_M, mu_M) <= phi) & (binary_kl(mu_M, log_M + mu_M) <= phi)
-            return torch.where(near_M, raw_M, 0.0)
-        case Reject(low=low, high=high):
-            mean_M = bounded_exp(batch.episode_sum(log_M) / batch.episode_length())
-            return ((mean_M >= low) & (mean_M <= high)).to(raw_M.dtype)
-        case Veto(below=below):
-            return (~batch.episode_any(bounded_exp(log_M) < below)).to(raw_M.dtype)
-        case NegativeMask(delta=delta):
-            left_M = batch.episode_sum(batch.logp_mu_M - now_M) / batch.episode_length() > delta
-            return (~((batch.advantage_M < 0) & left_M)).to(raw_M.dtype)
+    raise missing(piece, "correction.factor")
+
+
+@factor.register
+def _(piece: Truncate, seen: Mismatch) -> Tensor:
+    return seen.raw_M if piece.cap is None else seen.raw_M.clamp(max=piece.cap)
+
+
+@factor.register
+def _(piece: Mask, seen: Mismatch) -> Tensor:
+    return torch.where((seen.raw_M >= piece.low) & (seen.raw_M <= piece.high), seen.raw_M, 0.0)
+
+
+@factor.register
+def _(piece: BinaryKL, seen: Mismatch) -> Tensor:
+    mu_M = seen.batch[MU]
+    near_M = (binary_kl(seen.log_M + mu_M, mu_M) <= piece.phi) & (binary_kl(mu_M, seen.log_M + mu_M) <= piece.phi)
+    return torch.where(near_M, seen.raw_M, 0.0)
+
+
+@factor.register
+def _(piece: Reject, seen: Mismatch) -> Tensor:
+    mean_M = bounded_exp(seen.batch.episode_sum(seen.log_M) / seen.batch.episode_length())
+    return ((mean_M >= piece.low) & (mean_M <= piece.high)).to(seen.raw_M.dtype)
+
+
+@factor.register
+def _(piece: Veto, seen: Mismatch) -> Tensor:
+    return (~seen.batch.episode_any(bounded_exp(seen.log_M) < piece.below)).to(seen.raw_M.dtype)
+
+
+@factor.register
+def _(piece: NegativeMask, seen: Mismatch) -> Tensor:
+    left_M = seen.batch.episode_sum(seen.batch[MU] - seen.now_M) / seen.batch.episode_length() > piece.delta
+    return (~((seen.batch[ADVANTAGE] < 0) & left_M)).to(seen.raw_M.dtype)
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:

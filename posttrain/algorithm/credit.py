@@ -2,9 +2,9 @@
 
     A = (r - baseline) / scale
 
-A baseline, a scale or a shaping is one `case` here. Group-relative baselines without spread give exactly 0: fewer than two rewards to
-compare, or max - min of them not above their resolution times the largest sum of absolute terms, tested before any division
-(`core.spread`). Scales and whitening say "no spread" by the same rule.
+Baselines are in `algorithm.baseline`, shapings in `algorithm.shape`; a scale is one `case` here. Group-relative baselines without
+spread give exactly 0: fewer than two rewards to compare, or max - min of them not above their resolution times the largest sum of
+absolute terms, tested before any division (`core.spread`). Scales and whitening say "no spread" by the same rule.
 
 Worked example, rewards [1, 0, 0, 1] of one prompt: groupmean [.5, -.5, -.5, .5], with group_std +-.8660, others +-.6667.
 """
@@ -17,35 +17,17 @@ from dataclasses import replace
 
 import numpy as np
 
-from posttrain.algorithm.sample import Sample, joined, noise_of, penalty
+from posttrain.algorithm.baseline import Siblings, by_token, centred
+from posttrain.algorithm.sample import Sample, noise_of, penalty
 from posttrain.algorithm.shape import best_spread, shaped, sizes
-from posttrain.algorithm.spread import Array, above, compared
+from posttrain.algorithm.spread import Array
 from posttrain.algorithm.spread import mean as _mean
 from posttrain.algorithm.spread import std as _std
-from posttrain.algorithm.turns import by_state, by_turn, earned
-from posttrain.algorithm.value import gae, v_trace
+from posttrain.algorithm.turns import earned
 from posttrain.algorithm.whiten import whitened
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.errors import InvariantError
-from posttrain.core.pieces.baseline import (
-    TO_GO,
-    AnchorMean,
-    Ema,
-    EnergyMean,
-    Greedy,
-    GroupMean,
-    LengthMean,
-    Others,
-    SecondBest,
-    SoftMean,
-    StepMean,
-    ToGo,
-    TurnMean,
-    Value,
-    Zero,
-)
-from posttrain.core.pieces.shape import BestOf
 from posttrain.core.spread import rounding, spread
+from posttrain.core.streams import VALUE
 from posttrain.core.types import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
 from posttrain.core.verdict import size
 
@@ -64,18 +46,10 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
     """
     samples_P = [_samples(a, g, max_tokens) for g in groups]
     returns: list[Array | None] = [None] * sum(len(samples) for samples in samples_P)
-    if (value := a.learns_values) is not None:
-        pairs: list[tuple[Array, Array | None]] = [_with_values(value, s) for samples in samples_P for s in samples]
-        raw, returns, silent_P = [p[0] for p in pairs], [p[1] for p in pairs], [False] * len(groups)
-    elif isinstance(a.baseline, StepMean):
-        raw, silent_P = _by_steps(a, samples_P)
-    elif isinstance(a.baseline, TurnMean | AnchorMean):
-        raw = [x for samples in samples_P for x in _by_turns(a, samples)]
-        counts = np.cumsum([len(samples) for samples in samples_P])[:-1].tolist()
-        silent_P = [not any(np.any(x) for x in raw[i:j]) for i, j in zip([0, *counts], [*counts, len(raw)], strict=True)]
-    elif isinstance(a.baseline, EnergyMean):
-        pairs_P = [_by_energy(a, samples) for samples in samples_P]
-        raw, silent_P = [x for credit, _ in pairs_P for x in credit], [silent for _, silent in pairs_P]
+    if a.baseline.per_token:
+        found_P = [by_token(a.baseline, a, samples) for samples in samples_P]
+        raw, silent_P = [x for found in found_P for x in found.credit], [found.silent for found in found_P]
+        returns = [x for found in found_P for x in found.returns or [None] * len(found.credit)]
     else:
         raw, silent_P, ema = _by_samples(a, samples_P, groups, ema)
     flat = [s for samples in samples_P for s in samples]
@@ -84,7 +58,7 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
         if a.whiten is None
         else whitened(a.whiten, raw, [_source(s) for s in flat], [_doubt(a, s, x) for s, x in zip(flat, raw, strict=True)])
     )
-    if a.kl_in_credit is not None and a.kl_in_credit.placement == "token":
+    if a.charges_tokens:
         final = [x - s.penalty_T for x, s in zip(final, flat, strict=True)]
     rows = iter(zip(final, returns, strict=True))
     return Credit(
@@ -112,7 +86,7 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
     terms = np.array([0.0 if a.rewards == "none" else size(e.verdicts) for e in episodes], np.float64)
     rewards, dropped = shaped(a.shape, raw, episodes, max_tokens)
     terms = sizes(a.shape, raw, terms, episodes, max_tokens)
-    if isinstance(a.baseline, Greedy) and (group.group.greedy is None or group.group.greedy.reward is None):
+    if a.baseline.greedy and (group.group.greedy is None or group.group.greedy.reward is None):
         dropped = ["the greedy answer was not judged"] * len(episodes)
     paid = [np.zeros(e.spoken) if a.rewards == "none" else earned(e) for e in episodes]
     rows = zip(group.episodes, rewards, terms, paid, dropped, strict=True)
@@ -129,7 +103,7 @@ def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
     Where siblings were compared it is 0, for what they agree in was rounded away before."""
     if a.group_relative:
         return 0.0
-    values = max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.values or ()), default=0.0) if a.learns_values else 0.0
+    values = max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.find(VALUE) or ()), default=0.0) if a.learns_values else 0.0
     return rounding([s.charged_size + float(np.max(np.abs(credit_T), initial=0.0)) + 2 * values], s.resolution)
 
 
@@ -142,8 +116,7 @@ def _by_samples(
     """Credit [T] of every sample from its reward and its siblings'; a KL in the reward is charged to go or to the whole episode.
 
     The scale is that of whole rewards, and divides all of credit: the KL still to pay and what was paid before, too."""
-    to_go = isinstance(a.baseline, TO_GO)
-    in_reward = a.kl_in_credit is not None and a.kl_in_credit.placement != "token"
+    to_go, in_reward, relative = a.baseline.to_go, a.charges_answers, a.group_relative
     centred_P: list[Array]
     divisors = [1.0] * len(samples_P)
     if a.rewards == "each":
@@ -152,57 +125,28 @@ def _by_samples(
     else:
         rewards_P = [np.array([s.shaped - (s.charged if in_reward else 0.0) for s in samples]) for samples in samples_P]
         noise_P = [noise_of(samples, charged=in_reward) for samples in samples_P]
-        silent_P = [a.group_relative and not spread(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
+        silent_P = [relative and not spread(r, noise) for r, noise in zip(rewards_P, noise_P, strict=True)]
         centred_P = []
         for r, silent, samples, group in zip(rewards_P, silent_P, samples_P, groups, strict=True):
             lengths = np.array([s.spoken for s in samples], np.float64)
             uncharged = np.array([s.shaped for s in samples]) if to_go else r
-            centred, ema = (np.zeros_like(r), ema) if silent else _centred(a, uncharged, lengths, group, ema)
-            centred_P.append(centred)
+            own, ema = (np.zeros_like(r), ema) if silent else _centred(a, uncharged, lengths, group, ema)
+            centred_P.append(own)
         divisors = _scales(a, rewards_P, noise_P, samples_P)
     raw: list[Array] = []
-    for centred, d, samples in zip(centred_P, divisors, samples_P, strict=True):
-        for x, s in zip(centred, samples, strict=True):
+    for own, d, samples in zip(centred_P, divisors, samples_P, strict=True):
+        for x, s in zip(own, samples, strict=True):
             x_T = x - (np.cumsum(s.penalty_T[::-1])[::-1] if to_go and in_reward else np.zeros(s.spoken))
-            if isinstance(a.baseline, ToGo):
+            if a.baseline.earns_to_go:
                 x_T -= np.cumsum(s.paid_T) - s.paid_T
             raw.append(x_T / d if d > 0 else np.zeros_like(x_T))
     return raw, silent_P, ema
 
 
 def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
-    """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may be permuted, and
-    of differences from the lowest reward, so that rewards which nearly agree are still centred."""
-    over = above(r)
-    match a.baseline:
-        case Zero() | ToGo():
-            return r, ema
-        case Ema(decay=decay):
-            before: list[float] = []
-            for x in r:
-                before.append(ema)
-                ema = decay * ema + (1 - decay) * float(x)
-            return r - np.array(before), ema
-        case GroupMean():
-            return over - _mean(over), ema
-        case Others():
-            return over - (math.fsum(over) - over) / (len(r) - 1), ema
-        case LengthMean():
-            total = math.fsum(lengths)
-            return over - (math.fsum(lengths * over) / total if total else 0.0), ema
-        case SoftMean(tau=tau):
-            under = r - r.max()
-            return under - tau * math.log(math.fsum(np.exp(under / tau)) / len(r)), ema
-        case SecondBest():
-            order = np.argsort(r, kind="stable")
-            only = np.zeros_like(r)
-            only[order[-1]] = r[order[-1]] - r[order[-2]]
-            return only, ema
-        case Greedy():
-            greedy = group.group.greedy
-            return r - (0.0 if greedy is None or greedy.reward is None else greedy.reward), ema
-        case Value() | StepMean() | EnergyMean() | TurnMean() | AnchorMean():
-            raise InvariantError("this baseline gives credit per token, not per sample")
+    """Reward less baseline [G] of one prompt, and the moving baseline afterwards."""
+    greedy = group.group.greedy
+    return centred(a.baseline, Siblings(r, lengths, 0.0 if greedy is None or greedy.reward is None else greedy.reward, ema))
 
 
 def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
@@ -218,10 +162,10 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
         noise = _noise_of_source(scored, source)
         if not spread(r, noise):
             continue
-        over = above(r)
-        centred = over - _mean(over) if isinstance(a.baseline, GroupMean) else over - (math.fsum(over) - over) / (len(r) - 1)
+        lengths = np.array([scored[i].episode.spoken for i, _, _ in valued], np.float64)
+        own, _ = centred(a.baseline, Siblings(r, lengths))
         scale = _std(r, noise) if a.scale == "group_std" else 1.0
-        for (i, weight, _), x in zip(valued, centred, strict=True):
+        for (i, weight, _), x in zip(valued, own, strict=True):
             total[i] += weight * x / scale
     return total
 
@@ -254,103 +198,14 @@ def _scales(a: Algorithm, rewards_P: Sequence[Array], noise_P: Sequence[float], 
             means = [_mean(r) if len(r) else 0.0 for r in rewards_P]
             return [m if m > noise else 0.0 for m, noise in zip(means, noise_P, strict=True)]
         case "best_std":
-            k = next(s.k for s in a.shape if isinstance(s, BestOf))
+            assert a.best_of is not None
+            k = a.best_of.k
             outcomes = [np.array([s.scored.episode.reward for s in samples], np.float64) for samples in samples_P]
             return [min(k, len(r)) * best_spread(r, k) if spread(r, n) else 0.0 for r, n in zip(outcomes, noise_P, strict=True)]
         case "mixed_share":
             every = sum(len(r) for r in rewards_P)
             valid = sum(len(r) for r, noise in zip(rewards_P, noise_P, strict=True) if spread(r, noise))
             return [valid / every if every else 0.0] * len(rewards_P)
-
-
-# --- several numbers a sample --------------------------------------------------------------------------------------
-
-
-def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
-    """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken token, the KL
-    where it was paid (A05)."""
-    if s.scored.values is None:
-        raise InvariantError("credit with a value baseline reads the stream 'values', which was not scored")
-    values_T = np.concatenate([np.zeros(0), *s.scored.values]).astype(np.float64)
-    rewards_T = s.paid_T - s.penalty_T
-    if len(rewards_T):
-        rewards_T[-1] += s.shaped - math.fsum(s.paid_T)
-    if value.trace is not None:
-        if s.scored.start is None:
-            raise InvariantError("V-trace reads the stream 'start', which was not scored")
-        mu = [segment.logp[segment.mask] for segment in s.scored.episode.segments]
-        log_T = np.concatenate([np.zeros(0), *s.scored.start]).astype(np.float64) - np.concatenate([np.zeros(0), *mu])
-        return v_trace(values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace)
-    advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
-    own = credit_lambda(value, s.spoken)
-    if own != value.gae_lambda:
-        advantage_T, _ = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=own)
-    return advantage_T, return_T
-
-
-def credit_lambda(value: Value, length: int) -> float:
-    """Lambda of the credit of an answer of `length` tokens: its own, the targets', or 1 - 1 / (alpha * length), not below 0 (A19)."""
-    if value.length_alpha is not None:
-        return max(0.0, 1 - 1 / (value.length_alpha * length)) if length else 0.0
-    return value.gae_lambda if value.credit_lambda is None else value.credit_lambda
-
-
-def _by_steps(a: Algorithm, samples_P: Sequence[Sequence[Sample]]) -> tuple[list[Array], list[bool]]:
-    """Process-supervised credit (A07): steps normalised over all steps of the group; a token sums those that end at or after it."""
-    raw: list[Array] = []
-    silent: list[bool] = []
-    for samples in samples_P:
-        steps = [_steps(s) for s in samples]
-        if not any(steps):
-            steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
-            noise = noise_of(samples)
-        else:
-            noise = rounding([abs(v) for each in steps for _, v in each], max(s.resolution for s in samples))
-        values = np.array([v for each in steps for _, v in each], np.float64)
-        silent.append(not spread(values, noise))
-        credits = iter(compared(values, noise, scaled=a.scale == "group_std").tolist())
-        for s, each in zip(samples, steps, strict=True):
-            ends_T = np.zeros(s.spoken)
-            for (end, _), x in zip(each, credits, strict=False):
-                if 0 < end <= s.spoken:
-                    ends_T[end - 1] += x
-            raw.append(np.cumsum(ends_T[::-1])[::-1].copy())
-    return raw, silent
-
-
-def _by_energy(a: Algorithm, samples: Sequence[Sample]) -> tuple[list[Array], bool]:
-    """(credit [T] of each sibling, whether nobody differs): less the mean at t of those that still speak, weighted by W_t (OTB, A04).
-
-    Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and -1/4, -1/3.
-    """
-    rewards = np.array([s.shaped - s.charged for s in samples])
-    if not spread(rewards, noise_of(samples)):
-        return [np.zeros(s.spoken) for s in samples], True
-    weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
-    for row_T, s in zip(weight_GT, samples, strict=True):
-        row_T[: s.spoken] = np.cumsum(joined(s.scored.energy, "energy", a))
-    rewards = above(rewards)
-    total_T = np.array([math.fsum(w) for w in weight_GT.T])
-    earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])
-    speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)
-    compared_T = (speaking_T > 1) & (total_T > 0)
-    mean_T = np.divide(earned_T, total_T, out=np.zeros_like(total_T), where=compared_T)
-    return [np.where(compared_T, r - mean_T, 0.0)[: s.spoken] for r, s in zip(rewards, samples, strict=True)], False
-
-
-def _by_turns(a: Algorithm, samples: Sequence[Sample]) -> list[Array]:
-    episodes, rewards = [s.scored.episode for s in samples], np.array([s.shaped for s in samples], np.float64)
-    scaled, noise = a.scale == "group_std", noise_of(samples, charged=False)
-    if isinstance(a.baseline, TurnMean):
-        return by_turn(a.baseline, episodes, rewards, noise, scaled=scaled)
-    assert isinstance(a.baseline, AnchorMean)
-    return by_state(a.baseline, episodes, rewards, noise, scaled=scaled)
-
-
-def _steps(s: Sample) -> list[tuple[int, float]]:
-    """(spoken tokens up to the step's end, value) of every judged step of an episode."""
-    found = s.scored.episode.verdicts
-    return [(j.end, j.weight * j.verdict.score) for j in found if j.end is not None and not j.paid and j.verdict.score is not None]
 
 
 def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> EpisodeCredit:

@@ -13,6 +13,7 @@ from torch import Tensor
 from posttrain.algorithm.streams import Streams
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.trust import Divergence
+from posttrain.core.streams import TOP_IDS, TOP_LOGP
 
 TINY = 1e-12
 """Least probability of the rest: it is a difference of sums near 1, so below this it is rounding."""
@@ -25,12 +26,15 @@ def distance(region: Divergence, logq_M: Tensor, logp_M: Tensor, batch: Streams,
     """
     p, q = logp_M[:, None], logq_M[:, None]
     if region.top:
-        if batch.top_logp_MK is None or batch.top_ids_MK is None or batch.target_M is None or candidates_MK is None:
-            raise InvariantError("a top-k divergence reads the sampler's most probable tokens, which are missing from the batch")
-        inside = batch.top_ids_MK == batch.target_M[:, None]
+        ids_MK = batch[TOP_IDS]
+        if batch.target_M is None or candidates_MK is None:
+            raise InvariantError(
+                "a top-k divergence compares the policy's log-probs of the candidates, and the forward pass was not asked for them (candidates_MK)"
+            )
+        inside = ids_MK == batch.target_M[:, None]
         # Where the said token is among the candidates, its own column would count it twice.
         apart = ~inside.any(1, keepdim=True)
-        p = torch.cat([batch.top_logp_MK, p.masked_fill(~apart, -torch.inf)], 1)
+        p = torch.cat([batch[TOP_LOGP], p.masked_fill(~apart, -torch.inf)], 1)
         q = torch.cat([candidates_MK, q.masked_fill(~apart, -torch.inf)], 1)
     return total_variation(p, q) if region.measure == "tv" else forward_kl(p, q)
 

@@ -14,16 +14,18 @@ import torch
 from torch import Tensor
 
 from posttrain.algorithm import kl
+from posttrain.algorithm.choose import paid
 from posttrain.algorithm.correction import Corrected, correct
 from posttrain.algorithm.distance import jensen_shannon
+from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN
+from posttrain.algorithm.pull import pull_term
 from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import Look, Push, importance, push
 from posttrain.algorithm.value import value_loss
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import InvariantError
-from posttrain.core.pieces.pull import KL, Pull, SequenceL2, TokenL2
-from posttrain.core.pieces.token import KlCov
 from posttrain.core.ports import TokenScores
+from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, TOP_LOGP, VALUE, WEIGHT
 from posttrain.core.types import Gauge, Gauges
 
 
@@ -48,24 +50,24 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     """
     logp_M: Tensor = scores.logp
     start_M = _start(a, logp_M.detach(), batch)
-    log_ratio_M = logp_M - (batch.logp_mu_M if a.anchor == "behaviour" else start_M)
+    log_ratio_M = logp_M - (batch[MU] if a.anchor == "behaviour" else start_M)
     ratio_M = importance(a.ratio, log_ratio_M, batch)
-    pushed = push(a.clip, Look(ratio_M, log_ratio_M.detach(), batch.advantage_M, logp_M.detach(), batch, _detached(scores.candidates)))
+    pushed = push(a.clip, Look(ratio_M, log_ratio_M.detach(), batch[ADVANTAGE], logp_M.detach(), batch, _detached(scores.candidates)))
     corrected = correct(a.correction, start_M, logp_M, batch) if a.correction else None
     loudness_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
     loudness_M = _chosen(a, loudness_M, logp_M.detach(), batch)
-    term_M = -(loudness_M * batch.advantage_M).detach() * logp_M + _beside(a, log_ratio_M, logp_M, batch, scores)
+    term_M = -(loudness_M * batch[ADVANTAGE]).detach() * logp_M + _beside(a, log_ratio_M, logp_M, batch, scores)
     seen = _Seen(batch)
     if (value := a.learns_values) is not None:
-        value_M, return_M = _present(scores.value, "value", a), _present(batch.return_M, "returns", a)
-        each_M = value_loss(value_M, batch.value_M, return_M, value.clip)
+        value_M, return_M = _present(scores.value, "value", a), batch[RETURN]
+        each_M = value_loss(value_M, batch.find(VALUE), return_M, value.clip)
         term_M = term_M + value.coef * each_M
         seen.values(each_M, value_M, return_M)
     seen.policy(ratio_M, pushed, loudness_M)
-    seen.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=batch.logp_start_M is not None or "start" in a.reads)
+    seen.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=START in batch or "start" in a.reads)
     if corrected is not None:
         seen.correction(corrected)
-    loss = (batch.weight_M * term_M).sum()
+    loss = (batch[WEIGHT] * term_M).sum()
     return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch), seen.gauges())
 
 
@@ -77,17 +79,18 @@ def supervised(weight_M: Tensor, logp_M: Tensor) -> Tensor:
 def _start(a: Algorithm, now_M: Tensor, batch: Streams) -> Tensor:
     """Log-probs of the policy at the start of the step [M]: scored, the policy itself, or interpolated (A-3PO, A26)."""
     if a.anchor == "proximal":
-        return batch.logp_mu_M + _present(batch.mix_M, "mix", a) * (now_M - batch.logp_mu_M)
-    return now_M if batch.logp_start_M is None else batch.logp_start_M
+        return batch[MU] + batch[MIX] * (now_M - batch[MU])
+    known_M = batch.find(START)
+    return now_M if known_M is None else known_M
 
 
 def _chosen(a: Algorithm, loudness_M: Tensor, now_M: Tensor, batch: Streams) -> Tensor:
     """Loudness after the choice of tokens, and with shown tokens at the gradient of p / (p + gamma) (LUFFY, A24)."""
-    if a.tokens is not None and not isinstance(a.tokens, KlCov):
-        loudness_M = loudness_M * _present(batch.chosen_M, "chosen", a)
+    if a.tokens is not None and a.tokens.silences:
+        loudness_M = loudness_M * batch[CHOSEN]
     if a.shown is None:
         return loudness_M
-    shown_M = _present(batch.shown_M, "shown", a)
+    shown_M = batch[WAS_SHOWN]
     return torch.where(shown_M, 0.0 if a.shown.gamma is None else shown_push(now_M, a.shown.gamma), loudness_M)
 
 
@@ -102,20 +105,20 @@ def _beside(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams, s
     term_M = torch.zeros_like(logp_M)
     if a.pull is not None and (pull_M := pull_term(a.pull, log_ratio_M, logp_M, batch)) is not None:
         term_M = term_M + pull_M
-    if isinstance(a.tokens, KlCov):
-        term_M = term_M + a.tokens.coef * _present(batch.chosen_M, "chosen", a) * log_ratio_M.abs()
+    if a.tokens is not None and (paid_M := paid(a.tokens, batch[CHOSEN], log_ratio_M)) is not None:
+        term_M = term_M + paid_M
     if a.entropy is not None:
         term_M = term_M - a.entropy.coef * _present(scores.entropy, "entropy", a)
     if a.distill is not None:
-        teacher_MK, student_MK = _present(batch.top_logp_MK, "teacher", a), _present(scores.candidates, "candidates", a)
+        teacher_MK, student_MK = batch[TOP_LOGP], _present(scores.candidates, "candidates", a)
         term_M = term_M + a.distill.coef * jensen_shannon(teacher_MK, student_MK, a.distill.beta)
     return term_M
 
 
 def imitation(a: Algorithm, logp_M: Tensor, batch: Streams) -> Tensor:
-    """-coef * weighted log-prob of the imitated tokens; `imitate_M` sums to 1 over the minibatch (A19, A24)."""
+    """-coef * weighted log-prob of the imitated tokens; `IMITATE` sums to 1 over the minibatch (A19, A24)."""
     assert a.imitate is not None
-    weight_M = _present(batch.imitate_M, "imitate", a)
+    weight_M = batch[IMITATE]
     if a.imitate.unsure:
         weight_M = weight_M * unsure(logp_M.detach())
     return -a.imitate.coef * (weight_M * logp_M).sum()
@@ -126,29 +129,12 @@ def unsure(logp_M: Tensor) -> Tensor:
     return logp_M.exp() * (1 - logp_M.exp())
 
 
-def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    """The differentiable regulariser per token [M]; None where it lives in the credit alone.
-
-    `SequenceL2` is coef/2 * (sum of the episode's log-ratios)^2 once per episode (A20, Eq. 3), its value shared out over the
-    episode's tokens: a token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi.
-    """
-    match pull:
-        case KL():
-            if not kl.in_loss(pull):
-                return None
-            if batch.logp_ref_M is None:
-                raise InvariantError("a KL in the loss reads the reference's log-probs, which are missing from the batch")
-            return pull.coef * kl.estimate(pull.estimator, logp_M - batch.logp_ref_M, log_ratio_M)
-        case SequenceL2(coef=coef):
-            return coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
-        case TokenL2(coef=coef):
-            return coef * log_ratio_M.square()
-
-
-def _present(stream: Tensor | None, name: str, a: Algorithm) -> Tensor:
-    if stream is None:
-        raise InvariantError(f"the objective of {a.name!r} reads {name!r}, which is missing")
-    return stream
+def _present(score: Tensor | None, name: str, a: Algorithm) -> Tensor:
+    if score is None:
+        raise InvariantError(
+            f"the objective of {a.name!r} reads {name!r}, which the forward pass was not asked for: pass it to `Learner.forward`"
+        )
+    return score
 
 
 def _detached(x: Tensor | None) -> Tensor | None:
@@ -163,7 +149,7 @@ class _Seen:
         self._sums: dict[str, Tensor] = {}
 
     def _add(self, name: str, x_M: Tensor) -> None:
-        self._sums[name] = x_M.detach().sum(dtype=self._batch.weight_M.dtype)
+        self._sums[name] = x_M.detach().sum(dtype=self._batch[WEIGHT].dtype)
 
     def policy(self, ratio_M: Tensor, pushed: Push, loudness_M: Tensor) -> None:
         """How far tokens went and how many were silenced. `ratio_square` is what a few huge ratios show up in."""
@@ -171,7 +157,7 @@ class _Seen:
         self._add("policy/clip_high", pushed.high_M)
         self._add("policy/ratio", ratio_M)
         self._add("policy/ratio_square", ratio_M.square())
-        self._add("policy/surrogate", loudness_M * self._batch.advantage_M)
+        self._add("policy/surrogate", loudness_M * self._batch[ADVANTAGE])
 
     def drift(self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool) -> None:
         """Distances per token: from the start of the step, the anchor and the reference (k3), and from the sampler.
@@ -180,14 +166,14 @@ class _Seen:
         no sampler, hence no mismatch.
         """
         now_M, b = logp_M.detach(), self._batch
-        mu_M = b.logp_mu_M if b.shown_M is None else torch.where(b.shown_M, start_M, b.logp_mu_M)
+        mu_M = torch.where(b[WAS_SHOWN], start_M, b[MU]) if WAS_SHOWN in b else b[MU]
         if knows_start:
             self._add("policy/kl_start", kl.estimate("k3", start_M - now_M))
         self._add("policy/kl_anchor", kl.estimate("k3", -log_ratio_M.detach()))
         self._add("mismatch/logp_gap", (start_M - mu_M).abs())
         self._add("mismatch/kl", kl.estimate("k3", mu_M - start_M))
-        if b.logp_ref_M is not None:
-            self._add("policy/kl_reference", kl.estimate("k3", now_M - b.logp_ref_M))
+        if REFERENCE in b:
+            self._add("policy/kl_reference", kl.estimate("k3", now_M - b[REFERENCE]))
         if entropy_M is not None:
             self._add("policy/entropy", entropy_M)
 
@@ -208,6 +194,6 @@ class _Seen:
         self._add("correction/silenced", corrected.used_M == 0)
 
     def gauges(self) -> Gauges:
-        count = float(len(self._batch.weight_M))
+        count = float(len(self._batch[WEIGHT]))
         sums = torch.stack(list(self._sums.values())).cpu().numpy()
         return {name: Gauge(float(x), count) for name, x in zip(self._sums, sums, strict=True)}

@@ -12,8 +12,8 @@ import torch
 from posttrain.algorithm import kl
 from posttrain.algorithm.spread import Array
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.errors import InvariantError
 from posttrain.core.spread import rounding
+from posttrain.core.streams import REFERENCE, START
 from posttrain.core.types import Scored
 from posttrain.core.verdict import resolution
 
@@ -64,13 +64,11 @@ def penalty(a: Algorithm, scored: Scored) -> Array:
     if pull is None:
         return np.zeros(scored.episode.spoken)
     mu = tuple(s.logp[s.mask] for s in scored.episode.segments)
-    said_T = joined(scored.start if a.anchor == "start" else mu, "start", a)
-    gap_T = said_T - joined(scored.reference, "reference", a)
+    said_T = joined(scored[START] if a.anchor == "start" else mu)
+    gap_T = said_T - joined(scored[REFERENCE])
     return pull.coef * kl.estimate(pull.estimator, torch.from_numpy(gap_T)).numpy()  # pyright: ignore[reportUnknownMemberType]
 
 
-def joined(parts: tuple[np.ndarray, ...] | None, name: str, a: Algorithm) -> Array:
+def joined(parts: tuple[np.ndarray, ...]) -> Array:
     """Per-segment arrays as one [T] over the episode's spoken tokens."""
-    if parts is None:
-        raise InvariantError(f"credit of {a.name!r} reads the stream {name!r}, which was not scored")
     return np.concatenate([np.zeros(0), *parts]).astype(np.float64)

@@ -1,4 +1,6 @@
-"""Shaping: what the algorithm makes of the raw outcome before it compares. One `case` a piece; group pieces see all siblings.
+"""Shaping: what the algorithm makes of the raw outcome before it compares. Group pieces see all siblings.
+
+One type in `core.pieces.shape`, its functions here, registered by it: `shape`, and `grown` or `dropped` where it needs them.
 
 Filters, pass rates and difficulty read the raw outcome, never this.
 """
@@ -7,10 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import singledispatch
 
 import numpy as np
 from numpy.typing import NDArray
 
+from posttrain.algorithm.register import missing
 from posttrain.core.errors import DataError
 from posttrain.core.pieces.shape import (
     BestOf,
@@ -34,13 +38,11 @@ Array = NDArray[np.float64]
 
 def shaped(pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> tuple[Array, list[str]]:
     """(rewards [G] after all pieces, why each episode may carry no gradient or '') of one prompt's judged siblings."""
-    dropped = ["said nothing" if e.spoken == 0 else "" for e in episodes]
+    why = ["said nothing" if e.spoken == 0 else "" for e in episodes]
     for piece in pieces:
-        if isinstance(piece, DropTruncated):
-            dropped = [d or ("truncated" if cut_off(e) else "") for d, e in zip(dropped, episodes, strict=True)]
-        else:
-            rewards = shape(piece, rewards, episodes, max_tokens)
-    return rewards, dropped
+        why = [w or dropped(piece, e) for w, e in zip(why, episodes, strict=True)]
+        rewards = shape(piece, rewards, episodes, max_tokens)
+    return rewards, why
 
 
 def sizes(pieces: Sequence[Shaping], rewards: Array, terms: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
@@ -50,67 +52,145 @@ def sizes(pieces: Sequence[Shaping], rewards: Array, terms: Array, episodes: Seq
     """
     for piece in pieces:
         after = shape(piece, rewards, episodes, max_tokens)
-        match piece:
-            case Signed():
-                terms = 2 * terms + 1
-            case BestOf(k=k, gain=gain):
-                terms = np.full(len(terms), min(k, len(terms)) * (1 + gain) * np.max(terms, initial=0.0))
-            case TargetLength(form="most"):
-                pass  # a share of them
-            case Gate() | Cosine():
-                terms = np.maximum(terms, np.abs(after))
-            case RelativeLength(coef=coef):
-                known = _references(episodes)
-                terms = known[:, 0] + 1 + coef * (terms + np.abs(known[:, 1]))
-            case _:
-                terms = terms + np.abs(after - rewards)
+        terms = grown(piece, terms, rewards, after, episodes)
         rewards = after
     return terms
+
+
+# --- the functions of a piece ----------------------------------------------------------------------------------------
+
+
+@singledispatch
+def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    """Rewards [G] after one piece. Numeric cases: A10, A32, C04."""
+    raise missing(piece, "shape.shape")
+
+
+@singledispatch
+def grown(piece: Shaping, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    """Sums of absolute terms [G] of the rewards `after` one piece, from those of the `rewards` before it: what it added is one term."""
+    return terms + np.abs(after - rewards)
+
+
+@singledispatch
+def dropped(piece: Shaping, episode: Episode) -> str:
+    """Why an episode may carry no gradient; '' where it may."""
+    return ""
+
+
+@shape.register
+def _(piece: Signed, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    return 2 * rewards - 1
+
+
+@grown.register
+def _(piece: Signed, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    return 2 * terms + 1
+
+
+@shape.register
+def _(piece: Overlong, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    """DAPO Eq. 13, clamped: L_max 100, cache 20: 80 tokens -> 0, 85 -> -.25, 90 -> -.5, 100 and above -> -1."""
+    cache = piece.cache * max_tokens
+    return rewards + np.clip((max_tokens - cache - _length(episodes)) / cache, -1.0, 0.0)
+
+
+@shape.register
+def _(piece: DropTruncated, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    return rewards
+
+
+@dropped.register
+def _(piece: DropTruncated, episode: Episode) -> str:
+    return "truncated" if cut_off(episode) else ""
+
+
+@shape.register
+def _(piece: BestOf, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    return min(piece.k, len(rewards)) * (best_gain(rewards, piece.k) if piece.gain else best_of(rewards, piece.k))
+
+
+@grown.register
+def _(piece: BestOf, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    return np.full(len(terms), min(piece.k, len(terms)) * (1 + piece.gain) * np.max(terms, initial=0.0))
+
+
+@shape.register
+def _(piece: RankLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    length = _length(episodes)
+    width = np.ptp(length) if len(length) else 0.0
+    bonus = 0.5 - (length - length.min()) / width if width > 0 else np.zeros_like(length)
+    return rewards + piece.coef * np.where(_solved(episodes), bonus, np.minimum(0.0, bonus))
+
+
+@shape.register
+def _(piece: TargetLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    gap = np.array([float(e.task.info.get("n_gold", piece.target)) for e in episodes]) - _length(episodes)
+    alpha = piece.alpha
+    return rewards - alpha * np.abs(gap) if piece.form == "exact" else rewards * np.clip(alpha * gap + 0.5, 0.0, 1.0)
+
+
+@grown.register
+def _(piece: TargetLength, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    return terms if piece.form == "most" else terms + np.abs(after - rewards)  # most: a share of them
+
+
+@shape.register
+def _(piece: RateLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    solved = _solved(episodes)
+    rate = float(solved.mean()) if len(solved) else 0.0
+    return rewards - piece.beta * max(rate, 1 / max(1, len(solved))) * _length(episodes)
+
+
+@shape.register
+def _(piece: Cosine, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    swing = (1 + np.cos(np.pi * np.minimum(_length(episodes) / max_tokens, 1.0))) / 2
+    right = piece.solved_long + (piece.solved_short - piece.solved_long) * swing
+    wrong = piece.wrong_long + (piece.wrong_short - piece.wrong_long) * swing
+    return np.where([cut_off(e) for e in episodes], piece.exceeded, np.where(_solved(episodes), right, wrong))
+
+
+@grown.register(Cosine)
+@grown.register(Gate)
+def _(piece: Cosine | Gate, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    return np.maximum(terms, np.abs(after))
+
+
+@shape.register
+def _(piece: Repetition, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    return rewards - piece.penalty * np.array([repeated(_said(e), piece.n) for e in episodes])
+
+
+@shape.register
+def _(piece: Gate, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    return np.where([_opened(e, piece.source) for e in episodes], rewards, piece.otherwise)
+
+
+@shape.register
+def _(piece: RelativeLength, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+    known = _references(episodes)
+    return known[:, 0] / np.maximum(_length(episodes), 1.0) - 1 + piece.coef * (rewards - known[:, 1])
+
+
+@grown.register
+def _(piece: RelativeLength, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
+    known = _references(episodes)
+    return known[:, 0] + 1 + piece.coef * (terms + np.abs(known[:, 1]))
+
+
+# --- what they are made of -------------------------------------------------------------------------------------------
 
 
 def cut_off(episode: Episode) -> bool:
     return episode.stop.cut
 
 
-def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
-    """Rewards [G] after one piece. Numeric cases: A10, A32, C04.
+def _length(episodes: Sequence[Episode]) -> Array:
+    return np.array([e.spoken for e in episodes], np.float64)
 
-    `Overlong` is DAPO Eq. 13, clamped: L_max 100, cache 20: 80 tokens -> 0, 85 -> -.25, 90 -> -.5, 100 and above -> -1.
-    """
-    length = np.array([e.spoken for e in episodes], np.float64)
-    solved = np.array([e.reward is not None and e.reward >= SOLVED for e in episodes])
-    match piece:
-        case Signed():
-            return 2 * rewards - 1
-        case Overlong(cache=share):
-            cache = share * max_tokens
-            return rewards + np.clip((max_tokens - cache - length) / cache, -1.0, 0.0)
-        case DropTruncated():
-            return rewards
-        case BestOf(k=k):
-            return min(k, len(rewards)) * (best_gain(rewards, k) if piece.gain else best_of(rewards, k))
-        case RankLength(coef=coef):
-            width = np.ptp(length) if len(length) else 0.0
-            bonus = 0.5 - (length - length.min()) / width if width > 0 else np.zeros_like(length)
-            return rewards + coef * np.where(solved, bonus, np.minimum(0.0, bonus))
-        case TargetLength(target=target, alpha=alpha, form=form):
-            gap = np.array([float(e.task.info.get("n_gold", target)) for e in episodes]) - length
-            return rewards - alpha * np.abs(gap) if form == "exact" else rewards * np.clip(alpha * gap + 0.5, 0.0, 1.0)
-        case RateLength(beta=beta):
-            rate = float(solved.mean()) if len(solved) else 0.0
-            return rewards - beta * max(rate, 1 / max(1, len(solved))) * length
-        case Cosine():
-            swing = (1 + np.cos(np.pi * np.minimum(length / max_tokens, 1.0))) / 2
-            right = piece.solved_long + (piece.solved_short - piece.solved_long) * swing
-            wrong = piece.wrong_long + (piece.wrong_short - piece.wrong_long) * swing
-            return np.where([cut_off(e) for e in episodes], piece.exceeded, np.where(solved, right, wrong))
-        case Repetition(n=n, penalty=penalty):
-            return rewards - penalty * np.array([repeated(_said(e), n) for e in episodes])
-        case Gate(source=source, otherwise=otherwise):
-            return np.where([_opened(e, source) for e in episodes], rewards, otherwise)
-        case RelativeLength(coef=coef):
-            known = _references(episodes)
-            return known[:, 0] / np.maximum(length, 1.0) - 1 + coef * (rewards - known[:, 1])
+
+def _solved(episodes: Sequence[Episode]) -> NDArray[np.bool_]:
+    return np.array([e.reward is not None and e.reward >= SOLVED for e in episodes])
 
 
 def best_of(rewards: Array, k: int) -> Array:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.pieces.pull import KL
+from posttrain.core.request import Rate
 from posttrain.core.types import Gauge
 
 
@@ -22,6 +23,13 @@ class Memory:
     """The entropy coefficient, where it adapts."""
     spread: bool = False
     """Whether the entropy was at or above its target, so that no bonus is due."""
+    played: float = 0.0
+    passed: float = 0.0
+    """Groups asked, and those that passed the filter; each step counts half as much as the one after it."""
+
+    @property
+    def rate(self) -> Rate:
+        return Rate(self.played, self.passed)
 
 
 def steered(a: Algorithm, memory: Memory) -> Algorithm:
@@ -38,12 +46,15 @@ def standing(a: Algorithm) -> Algorithm:
     return replace(a, pull=None, entropy=None, imitate=None, distill=None)
 
 
-def remember(a: Algorithm, memory: Memory, gauges: Mapping[str, Gauge], *, episodes: int) -> Memory:
-    """The memory after a step whose gauges were these. `a` is the algorithm as configured, not as steered.
+def remember(a: Algorithm, memory: Memory, gauges: Mapping[str, Gauge], *, episodes: int, asked: Rate = Rate()) -> Memory:
+    """The memory after a step whose gauges were these. `a` is the algorithm as configured, not as steered; `asked` are the step's groups.
 
     KL (A05): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. Entropy (A33): coef rises by delta below
     the target and falls by it above, not below 0; at or above the target it is not applied.
     """
+    if a.filter is not None:
+        rate = memory.rate.halved().and_then(asked.played, asked.passed)
+        memory = replace(memory, played=rate.played, passed=rate.passed)
     if isinstance(a.pull, KL) and a.pull.target is not None and "policy/kl_reference" in gauges:
         memory = replace(memory, pull=adapted(a.pull, memory.pull or a.pull.coef, gauges["policy/kl_reference"].mean, episodes))
     if a.entropy is not None and a.entropy.target is not None and "policy/entropy" in gauges:

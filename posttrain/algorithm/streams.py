@@ -3,39 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from posttrain.core.batch import Batch
+from posttrain.core.streams import TOP_IDS, WEIGHT, Streamed
 
 
 @dataclass(frozen=True, eq=False)
-class Streams:
-    """What the loss reads, one entry per spoken token [M]; nothing here is differentiated.
+class Streams(Streamed[Tensor]):
+    """What the loss reads, one entry per spoken token: the streams of a batch, by the same declarations. Nothing here is differentiated."""
 
-    Optional streams are None exactly where the batch has none. `logp_start_M` is None also on the first optimizer step
-    after a sync, where the policy at the start of the step is the policy itself.
-    """
-
-    logp_mu_M: Tensor
-    advantage_M: Tensor
-    weight_M: Tensor
+    HOLDER: ClassVar[str] = "the minibatch"
     sequence_M: Tensor
     """int64: episode of each token, 0..episodes-1."""
     episodes: int
-    logp_start_M: Tensor | None = None
-    logp_ref_M: Tensor | None = None
-    value_M: Tensor | None = None
-    return_M: Tensor | None = None
-    mix_M: Tensor | None = None
-    chosen_M: Tensor | None = None
-    imitate_M: Tensor | None = None
-    shown_M: Tensor | None = None
     target_M: Tensor | None = None
-    top_ids_MK: Tensor | None = None
-    top_logp_MK: Tensor | None = None
+    """int64: the token said, where the batch has candidates to compare it with."""
 
     def episode_sum(self, x_M: Tensor) -> Tensor:
         """[M] -> [M]: every token gets the sum over its whole episode, all segments. Differentiable."""
@@ -43,11 +30,11 @@ class Streams:
 
     def episode_length(self) -> Tensor:
         """[M]: spoken tokens of each token's episode."""
-        return self.episode_sum(torch.ones_like(self.weight_M))
+        return self.episode_sum(torch.ones_like(self[WEIGHT]))
 
     def episode_any(self, x_M: Tensor) -> Tensor:
         """bool [M] -> bool [M]: whether any token of the episode is True."""
-        return self.episode_sum(x_M.to(self.weight_M.dtype)) > 0
+        return self.episode_sum(x_M.to(self[WEIGHT].dtype)) > 0
 
     def to_go(self, x_M: Tensor, discount: float) -> Tensor:
         """[M] -> [M]: sum over this and later tokens of the episode of discount^distance * x."""
@@ -68,30 +55,15 @@ def discounted(x_M: Tensor, sequence_M: Tensor, discount: float) -> Tensor:
 
 
 def streams(batch: Batch, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Streams:
-    """The batch's streams on `device`; numbers in `dtype`."""
+    """The batch's streams on `device`: floats in `dtype`, integers as int64, booleans as they are."""
+    kinds = {"f": dtype, "i": torch.int64, "b": torch.bool}
 
-    def put(x_M: np.ndarray | None) -> Tensor | None:
-        return None if x_M is None else torch.as_tensor(x_M, dtype=dtype, device=device)
+    def put(x: np.ndarray) -> Tensor:
+        return torch.as_tensor(x, dtype=kinds[x.dtype.kind], device=device)
 
-    def exactly(x: np.ndarray | None, kind: torch.dtype) -> Tensor | None:
-        return None if x is None else torch.as_tensor(x, dtype=kind, device=device)
-
-    tops = batch.top_ids_MK is not None
     return Streams(
-        logp_mu_M=torch.as_tensor(batch.logp_mu_M, dtype=dtype, device=device),
-        advantage_M=torch.as_tensor(batch.advantage_M, dtype=dtype, device=device),
-        weight_M=torch.as_tensor(batch.weight_M, dtype=dtype, device=device),
-        sequence_M=torch.as_tensor(batch.sequence_M, dtype=torch.int64, device=device),
-        episodes=batch.episodes,
-        logp_start_M=put(batch.logp_start_M),
-        logp_ref_M=put(batch.logp_ref_M),
-        value_M=put(batch.value_M),
-        return_M=put(batch.return_M),
-        mix_M=put(batch.mix_M),
-        chosen_M=exactly(batch.chosen_M, torch.bool),
-        imitate_M=put(batch.imitate_M),
-        shown_M=exactly(batch.shown_M, torch.bool),
-        target_M=exactly(batch.target_M, torch.int64) if tops else None,
-        top_ids_MK=exactly(batch.top_ids_MK, torch.int64),
-        top_logp_MK=put(batch.top_logp_MK),
+        put(batch.sequence_M),
+        batch.episodes,
+        put(batch.target_M) if TOP_IDS in batch else None,
+        streams={stream: put(x) for stream, x in batch.streams.items()},
     )

@@ -1,4 +1,4 @@
-"""Trust regions: how loudly a token may speak. A trust region is one type in `core.pieces.trust` and one `case` in `push`.
+"""Trust regions: how loudly a token may speak. A trust region is one type in `core.pieces.trust` and one function here, registered by it.
 
 Everything here is detached: a push multiplies the score-function gradient A * grad log pi and is never differentiated.
 That this equals the gradient of each published objective is law 1.
@@ -7,11 +7,13 @@ That this equals the gradient of each published objective is law 1.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import singledispatch
 
 import torch
 from torch import Tensor
 
 from posttrain.algorithm.distance import distance
+from posttrain.algorithm.register import missing
 from posttrain.algorithm.streams import Streams
 from posttrain.core.algorithm import Ratio
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper, TrustRegion
@@ -33,7 +35,7 @@ class Push:
 class Look:
     """What a trust region may look at, detached: the ratio it bounds, and where it came from.
 
-    candidates_MK: log pi of the batch's `top_ids_MK`, where the trust region reads them.
+    candidates_MK: log pi of the batch's `TOP_IDS`, where the trust region reads them.
     """
 
     ratio_M: Tensor
@@ -42,6 +44,16 @@ class Look:
     logp_M: Tensor
     batch: Streams
     candidates_MK: Tensor | None = None
+
+    @property
+    def up_M(self) -> Tensor:
+        """bool [M]: tokens that credit makes likelier."""
+        return self.advantage_M > 0
+
+    @property
+    def down_M(self) -> Tensor:
+        """bool [M]: tokens that credit makes less likely."""
+        return self.advantage_M < 0
 
 
 def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
@@ -64,35 +76,71 @@ def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
 
 
 def push(region: TrustRegion | None, look: Look) -> Push:
-    """What each token's policy gradient is multiplied with.
+    """What each token's policy gradient is multiplied with; without a trust region the ratio."""
+    return _loud(look.ratio_M) if region is None else pushed(region, look)
 
-    `Clip` (A05, Eq. 7 of 1707.06347): the gradient of -min(r A, clip(r, 1-low, 1+high) A) is -r A grad log pi, or 0 where
-    the clipped branch is the smaller: r > 1+high with A > 0, r < 1-low with A < 0.
-    """
-    r_M, up_M, down_M = look.ratio_M, look.advantage_M > 0, look.advantage_M < 0
-    match region:
-        case None:
-            return _loud(r_M)
-        case Clip(low=low, high=high, cap=cap):
-            return _clipped(r_M, down_M & (r_M < 1 - low), (up_M & (r_M > 1 + high)) | (down_M & (r_M > (cap or torch.inf))))
-        case Cap(low=low, high=high):
-            return _loud(r_M.clamp(low, high))
-        case Taper(cap=cap):
-            return _loud(torch.where(down_M, r_M.clamp(max=cap), 1.0))
-        case Soft(tau=tau, tau_negative=tau_negative):
-            gate_M = torch.sigmoid(_either(up_M, tau, tau_negative, r_M) * (r_M - 1))
-            return _loud(4 * r_M * gate_M * (1 - gate_M))
-        case Geometric(low=low, high=high):
-            return _geometric(low, high, look)
-        case Divergence():
-            far_M = distance(region, look.logp_M, look.logp_M - look.log_ratio_M, look.batch, look.candidates_MK) > region.delta
-            return _clipped(r_M.clamp(max=region.cap), down_M & (r_M < 1) & far_M, up_M & (r_M > 1) & far_M)
-        case FutureKL(low=low, high=high):
-            pushed = push(Clip(low=low, high=high), look)
-            return Push(pushed.push_M * future(region, look), pushed.low_M, pushed.high_M)
-        case Hump():
-            k_M, fade_M = _either(up_M, region.k, region.k_negative, r_M), _either(up_M, region.fade, region.fade_negative, r_M)
-            return _loud(r_M.pow(k_M) * torch.exp(fade_M * (1 - r_M)))
+
+@singledispatch
+def pushed(region: TrustRegion, look: Look) -> Push:
+    """`push` of one trust region."""
+    raise missing(region, "trust.pushed")
+
+
+@pushed.register
+def _(region: Clip, look: Look) -> Push:
+    """A05, Eq. 7 of 1707.06347: the gradient of -min(r A, clip(r, 1-low, 1+high) A) is -r A grad log pi, or 0 where the clipped branch
+    is the smaller: r > 1+high with A > 0, r < 1-low with A < 0."""
+    r_M, up_M, down_M = look.ratio_M, look.up_M, look.down_M
+    loud_M = (up_M & (r_M > 1 + region.high)) | (down_M & (r_M > (region.cap or torch.inf)))
+    return _clipped(r_M, down_M & (r_M < 1 - region.low), loud_M)
+
+
+@pushed.register
+def _(region: Cap, look: Look) -> Push:
+    return _loud(look.ratio_M.clamp(region.low, region.high))
+
+
+@pushed.register
+def _(region: Taper, look: Look) -> Push:
+    return _loud(torch.where(look.down_M, look.ratio_M.clamp(max=region.cap), 1.0))
+
+
+@pushed.register
+def _(region: Soft, look: Look) -> Push:
+    r_M = look.ratio_M
+    gate_M = torch.sigmoid(_either(look.up_M, region.tau, region.tau_negative, r_M) * (r_M - 1))
+    return _loud(4 * r_M * gate_M * (1 - gate_M))
+
+
+@pushed.register
+def _(region: Geometric, look: Look) -> Push:
+    """GMPO: d/dlogp_t of exp(mean of clipped log-ratios) * A is that weight * A / |y|, and 0 where the token is clipped."""
+    low, high = region.low, region.high
+    high_M = look.up_M & (look.log_ratio_M > high)
+    low_M = look.down_M & (look.log_ratio_M < -low)
+    held_M = torch.where(high_M, high, torch.where(low_M, -low, look.log_ratio_M))
+    weight_M = bounded_exp(look.batch.episode_sum(held_M) / look.batch.episode_length())
+    return _clipped(weight_M, low_M, high_M)
+
+
+@pushed.register
+def _(region: Divergence, look: Look) -> Push:
+    r_M = look.ratio_M
+    far_M = distance(region, look.logp_M, look.logp_M - look.log_ratio_M, look.batch, look.candidates_MK) > region.delta
+    return _clipped(r_M.clamp(max=region.cap), look.down_M & (r_M < 1) & far_M, look.up_M & (r_M > 1) & far_M)
+
+
+@pushed.register
+def _(region: FutureKL, look: Look) -> Push:
+    clipped = pushed(Clip(low=region.low, high=region.high), look)
+    return Push(clipped.push_M * future(region, look), clipped.low_M, clipped.high_M)
+
+
+@pushed.register
+def _(region: Hump, look: Look) -> Push:
+    r_M = look.ratio_M
+    k_M, fade_M = _either(look.up_M, region.k, region.k_negative, r_M), _either(look.up_M, region.fade, region.fade_negative, r_M)
+    return _loud(r_M.pow(k_M) * torch.exp(fade_M * (1 - r_M)))
 
 
 def _either(which_M: Tensor, yes: float, no: float, like_M: Tensor) -> Tensor:
@@ -108,15 +156,6 @@ def _loud(push_M: Tensor) -> Push:
 
 def _clipped(ratio_M: Tensor, low_M: Tensor, high_M: Tensor) -> Push:
     return Push(ratio_M.masked_fill(low_M | high_M, 0.0), low_M, high_M)
-
-
-def _geometric(low: float, high: float, look: Look) -> Push:
-    """GMPO: d/dlogp_t of exp(mean of clipped log-ratios) * A is that weight * A / |y|, and 0 where the token is clipped."""
-    high_M = (look.advantage_M > 0) & (look.log_ratio_M > high)
-    low_M = (look.advantage_M < 0) & (look.log_ratio_M < -low)
-    held_M = torch.where(high_M, high, torch.where(low_M, -low, look.log_ratio_M))
-    weight_M = bounded_exp(look.batch.episode_sum(held_M) / look.batch.episode_length())
-    return _clipped(weight_M, low_M, high_M)
 
 
 def future(region: FutureKL, look: Look) -> Tensor:

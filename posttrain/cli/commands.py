@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from argparse import Namespace
 
 from posttrain.core.errors import ConfigError
@@ -14,9 +15,10 @@ def run(o: Namespace) -> int:
         if o.recipe:
             tell(_settings(o.recipe, o.overrides))
         return 0
-    from posttrain.recipe import main
+    from posttrain.recipe import session
 
-    main.run(o.recipe or "", *o.overrides, out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust)
+    with session.begun(o.recipe or "", *o.overrides, out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust) as begun:
+        asyncio.run(begun.play())
     return 0
 
 

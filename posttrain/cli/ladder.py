@@ -9,7 +9,6 @@ from posttrain.core.cost import anchor, cost, reads
 from posttrain.core.formula import FORM, compact, credit_words, formula, formulas, patches, source, word
 from posttrain.core.formula.picture import WIDTH, picture, wrapped
 from posttrain.core.ladder import LADDER, algorithm
-from posttrain.core.pieces.pull import KL
 
 
 def tree() -> str:
@@ -64,7 +63,7 @@ def one(name: str) -> str:
     a = algorithm(name)
     out = [f"{a.name}   ({source(a)})", "", FORM, ""]
     out += [line for label, text in formulas(a) for line in _prose(f"  {label:<8} ", text)]
-    if isinstance(a.pull, KL):
+    if a.pull is not None and a.pull.truth:
         out += _prose("  KL       ", f"its gradient is {a.pull.truth}")
     paid = cost(a)
     out += ["", *_prose("reads    ", ", ".join(reads(a)) or "nothing beside what the sampler stored")]

@@ -1,80 +1,43 @@
-"""A stage's roles in one hand, and what a run shares between its stages."""
+"""What a run shares between its stages."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
-from posttrain.algorithm.steer import Memory
 from posttrain.core.book import Book
 from posttrain.core.ports import Examiner, Learner, PairRenderer, Sampler, Teacher, Tracker
-from posttrain.core.run import Optimizer as OptimizerConfig
-from posttrain.core.run import Reinforce, Run, Stage
+from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling, Spell
+from posttrain.core.stage import Optimizer as OptimizerConfig
+from posttrain.core.stage import Stage
 from posttrain.core.types import Step
 from posttrain.role.evaluate import Report, evaluate
-from posttrain.role.prompts import Prompts
+from posttrain.role.events import Observers
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 from posttrain.role.trainer import Optimizer, Trainer
 
 
-@dataclass
-class Clock:
-    """Wall seconds per role. Facts for people: no digest covers them."""
+@dataclass(frozen=True)
+class Setting:
+    """Where a stage plays: an environment, and the rollout in it."""
 
-    seconds: dict[str, float] = field(default_factory=dict[str, float])
-    total: dict[str, float] = field(default_factory=dict[str, float])
-
-    @contextmanager
-    def of(self, role: str) -> Iterator[None]:
-        begun = time.perf_counter()
-        try:
-            yield
-        finally:
-            spent = time.perf_counter() - begun
-            self.seconds[role] = self.seconds.get(role, 0.0) + spent
-            self.total[role] = self.total.get(role, 0.0) + spent
-
-    def take(self) -> dict[str, float]:
-        """What was measured since the last call."""
-        taken, self.seconds = self.seconds, {}
-        return taken
-
-
-@dataclass
-class House:
-    """The six roles of one reinforcement stage, and the little state that a checkpoint must carry."""
-
-    run: Run
-    stage: Reinforce
-    sampling: Sampling
-    """The stage's contract, resolved."""
+    environment: Teacher
     rollout: Rollout
-    prompts: Prompts
-    learner: Learner
-    trainer: Trainer
-    sync: Sync
-    reference: Examiner | None
-    reference_digest: str
-    book: Book
-    text: Callable[[np.ndarray], str]
-    """Decodes token ids, for messages."""
-    memory: Memory = Memory()
-    freeze: Callable[[], Examiner] | None = None
-    """A frozen copy of the policy as it is, for a reference that is refreshed."""
-    own_reference: bool = True
-    """Whether the reference began as the policy itself, so that nothing lies between them before the first step."""
-    clock: Clock = field(default_factory=Clock)
 
-    @property
-    def stream(self) -> str:
-        """Of the random numbers of this stage's rollouts."""
-        return f"train/{self.stage.name}"
+
+@dataclass(frozen=True)
+class Measured:
+    """A held-out evaluation, with all it depends on."""
+
+    version: int
+    sampling: Sampling
+    environment: Teacher
+    report: Report
 
 
 @dataclass
@@ -99,11 +62,19 @@ class Parts:
     """A frozen model of this directory, which must share the policy's tokenizer."""
     optimize: Callable[[OptimizerConfig], Optimizer]
     """A new optimizer of the learner's parameters."""
+    settings: Mapping[str, Setting] = field(default_factory=dict[str, Setting])
+    """Of the stages that have an environment of their own, by name."""
+    observe: Callable[[Stage, Sequence[Step], Mapping[str, Any]], Observers] = lambda stage, steps, kept: Observers()
+    """Who observes a stage, of which these steps are taken; with what a checkpoint kept of them."""
+    watch: Observers = field(default_factory=Observers)
+    """Who observes what happens between steps."""
     trackers: list[Tracker] = field(default_factory=list[Tracker])
     close: Callable[[], None] = lambda: None
     """Ends the engine: its threads, processes and memory."""
     version: int = 0
     """Optimizer steps so far, over all stages: the version of the learner's weights."""
+    measured: Measured | None = None
+    """The last held-out evaluation, so that no weights are evaluated twice."""
 
     def tell(self, step: Step) -> None:
         """Write one line of the record and tell whoever listens."""
@@ -116,12 +87,16 @@ class Parts:
         for tracker in self.trackers:
             tracker.say(line)
 
+    def setting(self, stage: Stage) -> Setting:
+        """Where a stage plays."""
+        return self.settings.get(stage.name) or Setting(self.environment, self.rollout)
+
     def sampling(self, stage: Stage) -> Sampling:
-        """The contract under which a stage is evaluated: its own, or that of the run's next reinforcement stage."""
+        """The contract under which a stage is evaluated: its own, or that of the run's next stage in which the policy speaks."""
         after = self.run.stages[self.run.stages.index(stage) :]
-        own = [s for s in (*after, *self.run.stages) if isinstance(s, Reinforce)]
-        contract = (own[0].sampling if own else Sampling()).resolve(self.stop_ids, self.spell)
-        stores = own[0].algorithm.stores_top if own else 0
+        own = [(s.contract, s.stores_top) for s in (*after, *self.run.stages) if s.contract is not None]
+        said, stores = own[0] if own else (Sampling(), 0)
+        contract = said.resolve(self.stop_ids, self.spell)
         return replace(contract, top=stores) if stores != contract.top else contract
 
     async def publish(self) -> None:
@@ -129,10 +104,10 @@ class Parts:
         if self.sampler.version != self.version:
             await self.sync.push(self.version)
 
-    async def evaluate(self, sampling: Sampling) -> Report:
+    async def evaluate(self, setting: Setting, sampling: Sampling) -> Report:
         """Held-out evaluation of the learner's weights."""
         await self.publish()
-        result = await evaluate(self.rollout, self.environment.heldout, sampling, self.run.evaluation)
+        result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
         self.sampler.gauges()
         return result
 

@@ -1,6 +1,9 @@
 """The step, as a sentence: ask, answer, judge, score, credit, pack, learn, publish, write down.
 
-consumes   prompts from `House.prompts`, weights from the last push
+It is two functions, with an `Experience` between them: `ask` plays and judges, `learn` does the rest. Nothing else is
+woven in; checks and whoever else wants to know observe the events of `role.events`.
+
+consumes   prompts from `Roles.prompts`, weights from the last push
 waits for  the rollout (every group of the step), then the learner
 unblocked  by the engine finishing the last episode
 produces   new weights at the sampler, one `Step` for the record
@@ -8,134 +11,144 @@ produces   new weights at the sampler, one `Step` for the record
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from posttrain.algorithm.credit import credit_step, without_credit
-from posttrain.algorithm.steer import remember, standing, steered
-from posttrain.controller.guard import Guard, notes, unjudged_groups
-from posttrain.controller.house import House
+from posttrain.algorithm.losses import Likelihood, PolicyLoss
+from posttrain.algorithm.steer import Memory, remember, standing, steered
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
-from posttrain.core.pieces.baseline import Greedy
-from posttrain.core.types import Credit, Gauge, Gauges, Step, merge
+from posttrain.core.experience import Experience, Walk
+from posttrain.core.request import Rate
+from posttrain.core.types import Credit, Gauge, Gauges, Group, Step, merge
 from posttrain.diagnose.gauges import rollout_gauges
-from posttrain.role.audit import key
+from posttrain.diagnose.words import notes
+from posttrain.role.culprits import named
+from posttrain.role.events import AskedEvent, PushedEvent, ScoredEvent
 from posttrain.role.pack import pack
-from posttrain.role.rollout import Asked
+from posttrain.role.roles import Roles, Teaching
 from posttrain.role.score import score
-from posttrain.role.trainer import NotFinite
+from posttrain.role.trainer import NAMED, NotFinite
+
+
+async def ask(h: Roles, index: int) -> Experience:
+    """Play and judge the groups of step `index`, from 1."""
+    version, request = h.trainer.version, h.stage.algorithm.request(h.stage)
+    with h.clock.of("rollout"):
+        played, passed = await h.rollout.until(h.prompts, request, h.sampling, h.stream, h.memory.rate)
+        h.prompts.learn(played)
+    walk = Walk(h.prompts.cursor, dict(h.prompts.rates), dict(h.prompts.visits))
+    return Experience(index, version, played, passed, request.groups, h.sync.sampler.gauges(), walk)
 
 
 @dataclass
 class Begun:
-    """What a step has come to, for its record where it cannot be finished."""
+    """What learning has come to, for the record where it cannot be finished."""
 
-    index: int
-    version: int
-    asked: Asked = Asked((), ())
+    experience: Experience
     credit: Credit | None = None
     learned: list[Gauges] = field(default_factory=lambda: [{"optim/steps": Gauge(0, 1)}])
-    written: bool = False
+    line: Step | None = None
 
 
-async def train_step(h: House, guard: Guard, index: int) -> Step:
-    """One controller step: up to `stage.optimizer_steps` optimizer steps on freshly sampled groups.
+async def learn(h: Roles, e: Experience) -> Step:
+    """Up to `stage.optimizer_steps` optimizer steps on what was asked, then the step's line of the record.
 
     A step that a check or a loss stops is recorded all the same, as far as it came, with what stopped it as its note.
     """
-    begun = Begun(index, h.trainer.version)
-    try:
-        return await _step(h, guard, begun)
-    except RunFolderError:
-        raise
-    except PosttrainError as error:
-        if begun.asked.played:
-            _write(h, begun)
-            h.book.write(_told(h, guard, begun, (f"stopped: {error}",)))
-        raise
-
-
-async def checked(h: House, guard: Guard, step: Step) -> Step:
-    """What the guard says after a step; one that it stops at is in the record, with why."""
-    try:
-        return await guard.after(h, step)
-    except PosttrainError as error:
-        h.book.write(replace(step, notes=(*step.notes, f"stopped: {error}")))
-        raise
-
-
-async def _step(h: House, guard: Guard, begun: Begun) -> Step:
-    stage, index, version = h.stage, begun.index, begun.version
+    stage, version, begun = h.stage, h.trainer.version, Begun(e)
     a = steered(stage.algorithm, h.memory)
-    if warming := a.learns_values is not None and index <= a.learns_values.warmup:
+    if warming := a.learns_values is not None and e.index <= a.learns_values.warmup:
         a = standing(a)
-    with h.clock.of("rollout"):
-        asked = await h.rollout.until(
-            h.prompts,
-            count=stage.prompts,
-            siblings=stage.siblings,
-            extra=stage.oversample,
-            sampling=h.sampling,
-            stream=h.stream,
-            keep=(lambda group: group.mixed) if a.filter == "mixed" else None,
-            most=stage.refill,
-            greedy=isinstance(a.baseline, Greedy),
-            shown=a.shown,
-        )
-        begun.asked = asked
-        h.prompts.learn(asked.played)
-        guard.rolled_out(h, asked)
-    with h.clock.of("score"):
-        groups = score(asked.groups, a, h.learner, h.reference, optimizer_steps=stage.optimizer_steps)
-        guard.scored(h, groups)
-        credit = credit_step(a, groups, max_tokens=h.sampling.max_tokens, ema=h.memory.ema)
-        if warming:
-            credit = without_credit(credit)
-        begun.credit = credit
-    with h.clock.of("learn"):
-        for minibatch in pack(credit, a, stage, seed=h.run.seed, step=index, version=version):
-            if minibatch.batch is not None:
-                with guard.first_move(h, minibatch.batch), named(minibatch.batch, credit, f"{stage.name} step {index}"):
-                    begun.learned.append(h.trainer.policy_step(minibatch.batch, a, guard.observer(h, minibatch), warming=warming))
-    with h.clock.of("sync"):
-        if h.trainer.version != version:
-            await h.sync.push(h.trainer.version)
-    with h.clock.of("book"):
-        _write(h, begun)
-    seen, episodes = merge(*begun.learned), sum(len(g.episodes) for g in credit.groups)
-    h.memory = remember(stage.algorithm, replace(h.memory, ema=credit.ema), seen, episodes=episodes)
-    return _told(h, guard, begun, (*notes(asked, credit, stage.prompts), *guard.unjudged(asked)))
+    with stopped_is_recorded(h, begun):
+        with h.clock.of("rollout"):
+            h.watch.tell(AskedEvent(e))
+        with h.clock.of("score"):
+            groups = score(e.groups, a, h.learner, h.reference, optimizer_steps=stage.optimizer_steps)
+            h.watch.tell(ScoredEvent(e, groups))
+            credit = credit_step(a, groups, max_tokens=h.sampling.max_tokens, ema=h.memory.ema)
+            begun.credit = credit = without_credit(credit) if warming else credit
+        with h.clock.of("learn"):
+            for minibatch in pack(credit, a, stage, seed=h.run.seed, step=e.index, version=version):
+                if (batch := minibatch.batch) is not None:
+                    with named(batch, credit, f"{stage.name} step {e.index}"):
+                        seen = h.trainer.step(batch, PolicyLoss(a, warming), h.watch, index=e.index, first=minibatch.first)
+                    begun.learned.append(seen)
+        with h.clock.of("sync"):
+            if h.trainer.version != version:
+                await h.sync.push(h.trainer.version)
+            h.watch.tell(PushedEvent(e, credit))
+        begun.line = _line(h, begun, notes(e, credit, stage.prompts))
+        h.memory = _memory(h, begun, credit)
+        return await h.watch.after(begun.line)
 
 
-def _write(h: House, begun: Begun) -> None:
-    """The step's episodes, once; those of a step that came to no credit without any."""
-    if begun.written or not h.run.record_episodes:
-        return
-    begun.written = True
-    credit, groups = begun.credit, begun.asked.groups
-    rest = groups if credit is None else unjudged_groups(groups)
-    h.book.write_episodes(h.stage.name, begun.index, credit or Credit((), h.memory.ema), rest)
-
-
-def _told(h: House, guard: Guard, begun: Begun, notes: tuple[str, ...]) -> Step:
-    """The step as a line of the record."""
-    asked, credit = begun.asked, begun.credit or Credit((), h.memory.ema)
-    gauges = merge(rollout_gauges(asked.played, len(asked.refused), credit, begun.version), guard.take(), *begun.learned)
-    verifiers = {name: g.mean for name, g in h.rollout.environment.gauges().items() if g.count}
-    clock = {**h.clock.take(), **h.sync.sampler.clock(), **verifiers}
-    return Step(h.stage.name, begun.index, h.trainer.version, gauges, clock, notes)
+def _memory(h: Roles, begun: Begun, credit: Credit) -> Memory:
+    """What the algorithm remembers after the step."""
+    seen, episodes, e = merge(*begun.learned), sum(len(g.episodes) for g in credit.groups), begun.experience
+    before = replace(h.memory, ema=credit.ema)
+    return remember(h.stage.algorithm, before, seen, episodes=episodes, asked=Rate(len(e.played), sum(e.passed)))
 
 
 @contextmanager
-def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
-    """A gradient that is not finite, with the episodes that made it by task and sibling."""
+def stopped_is_recorded(h: Roles, begun: Begun) -> Iterator[None]:
+    """The step's line is in the record also where the step is stopped, with why; a record that cannot be written is no reason to try again."""
     try:
         yield
-    except NotFinite as error:
-        of = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
-        said = [batch.select([e]) for e in error.culprits]
-        found = [of.get(one.target_M.tobytes() + one.logp_mu_M.tobytes()) for one in said]
-        names = [f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})" for e in found if e is not None]
-        raise InvariantError(error.told(names, f" ({where})")) from error
+    except RunFolderError:
+        raise
+    except PosttrainError as error:
+        line = begun.line or _line(h, begun, ())
+        h.book.write(replace(line, notes=(*line.notes, f"stopped: {error}")))
+        raise
+
+
+@dataclass(frozen=True, eq=False)
+class Lesson:
+    """What one supervised step learns from."""
+
+    index: int
+    """The step, from 1."""
+    batch: Batch
+
+
+async def imitate(h: Teaching, lesson: Lesson) -> Step:
+    """One supervised step; one that cannot be finished names the demonstrations that make it so, and is in the record."""
+    index, batch = lesson.index, lesson.batch
+    with h.clock.of("learn"):
+        try:
+            gauges = h.trainer.step(batch, Likelihood(), h.watch, index=index)
+        except NotFinite as error:
+            names = [f"demonstration {e} ({h.text(batch.select([e]).ids_N)[:60]!r})" for e in error.culprits[:NAMED]]
+            told = error.told([*names, *[""] * (len(error.culprits) - len(names))], f" ({h.stage.name} step {index})")
+            h.book.write(Step(h.stage.name, index, h.trainer.version, {}, notes=(f"stopped: {told}",)))
+            raise InvariantError(told) from error
+    seen = h.watch.take()
+    return await h.watch.after(Step(h.stage.name, index, h.trainer.version, merge(gauges, seen.gauges), h.clock.take(), seen.notes))
+
+
+def _write(h: Roles, begun: Begun) -> None:
+    """The step's episodes; those of a step that came to no credit without any."""
+    if not h.run.record_episodes:
+        return
+    credit, groups = begun.credit, begun.experience.groups
+    rest = groups if credit is None else _unjudged(groups)
+    h.book.write_episodes(h.stage.name, begun.experience.index, credit or Credit((), h.memory.ema), rest)
+
+
+def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
+    """Groups no episode of which could be judged: they reach no credit, and the record keeps them."""
+    return tuple(g for g in groups if not g.judged)
+
+
+def _line(h: Roles, begun: Begun, notes: tuple[str, ...]) -> Step:
+    """The step as a line of the record; its episodes are in theirs."""
+    with h.clock.of("book"):
+        _write(h, begun)
+    e, credit, seen = begun.experience, begun.credit or Credit((), h.memory.ema), h.watch.take()
+    gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *begun.learned)
+    verifiers = {name: g.mean for name, g in h.rollout.environment.gauges().items() if g.count}
+    clock = {**h.clock.take(), **h.sync.sampler.clock(), **verifiers}
+    return Step(h.stage.name, e.index, h.trainer.version, gauges, clock, (*notes, *seen.notes))

@@ -4,45 +4,30 @@
     push = trust_region(logp, anchor, A, sequence)               how loudly a token may speak; never differentiated
     loss = sum_t weight_t * ( -sg[c_t * push_t] * A_t * logp_t + pull_t )
 
-Every field is one choice, and no choice is spread over two fields. A piece that has numbers is its own type and owns
-them (`posttrain.core.pieces`). `Algorithm` refuses combinations that mean nothing; `patch` refuses a change that changes
-nothing.
+Every field is one choice, and no choice is spread over two fields. A piece that has numbers is its own type, owns them and says what
+it reads, costs and refuses (`posttrain.core.pieces`); fields are declared by the base class of their choice, so a new piece changes
+nothing here. `Algorithm` refuses combinations that mean nothing; `patch` refuses a change that changes nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.pieces.baseline import (
-    GROUP_RELATIVE,
-    TO_GO,
-    AnchorMean,
-    Baseline,
-    EnergyMean,
-    GroupMean,
-    Others,
-    StepMean,
-    TurnMean,
-    Value,
-    Zero,
-)
-from posttrain.core.pieces.correction import WEIGHING, BinaryKL, Correction, NegativeMask
-from posttrain.core.pieces.pull import KL, OF_RATIO, Pull
-from posttrain.core.pieces.shape import BestOf, DropTruncated, Shaping
-from posttrain.core.pieces.token import (
-    Curriculum,
-    Distill,
-    EntropyBonus,
-    Imitate,
-    SecondMoment,
-    Shown,
-    Tokens,
-    TopEntropy,
-)
-from posttrain.core.pieces.trust import PER_TOKEN, Clip, Divergence, Hump, TrustRegion
+from posttrain.core.pieces.baseline import SEVERAL, Baseline, Value, Zero
+from posttrain.core.pieces.correction import Correction
+from posttrain.core.pieces.piece import Piece, named
+from posttrain.core.pieces.pull import KL, Pull
+from posttrain.core.pieces.shape import BestOf, Shaping
+from posttrain.core.pieces.token import Curriculum, Distill, EntropyBonus, Imitate, Shown, Tokens
+from posttrain.core.pieces.trust import TrustRegion
+from posttrain.core.request import Request
+
+if TYPE_CHECKING:
+    from posttrain.core.run import Reinforce
 
 Rewards = Literal["sum", "each", "none"]
 """What is compared: the weighted sum of all sources; each source on its own, then summed (GDPO, A31); or nothing at all."""
@@ -94,10 +79,19 @@ class Algorithm:
         for reason in _meaningless(self):
             raise ConfigError(f"algorithm {self.name!r}: {reason}")
 
+    @cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """Every piece it is made of, in the order of its choices."""
+        chosen = [getattr(self, name) for name in CHOICES]
+        flat = [x for c in chosen for x in (cast("tuple[Any, ...]", c) if isinstance(c, tuple) else (c,))]
+        return tuple(x for x in flat if isinstance(x, Piece))
+
+    # --- what credit and loss ask ---------------------------------------------------------------------------------------
+
     @property
     def group_relative(self) -> bool:
         """Whether credit compares siblings, so that a group without spread has credit exactly 0."""
-        return isinstance(self.baseline, GROUP_RELATIVE) or any(isinstance(s, BestOf) and s.gain for s in self.shape)
+        return any(p.compares_siblings() for p in self.pieces)
 
     @property
     def learns_values(self) -> Value | None:
@@ -105,51 +99,80 @@ class Algorithm:
         return self.baseline if isinstance(self.baseline, Value) else None
 
     @property
+    def best_of(self) -> BestOf | None:
+        """The shaping towards the best of k, where there is one."""
+        return next((s for s in self.shape if isinstance(s, BestOf)), None)
+
+    @property
     def kl_in_credit(self) -> KL | None:
         """The KL that credit reads, where there is one."""
         return self.pull if isinstance(self.pull, KL) and self.pull.in_credit else None
 
     @property
+    def charges_tokens(self) -> bool:
+        """Whether a KL is charged to each token alone."""
+        return self.kl_in_credit is not None and self.kl_in_credit.placement == "token"
+
+    @property
+    def charges_answers(self) -> bool:
+        """Whether a KL is charged to what siblings are compared by."""
+        return self.kl_in_credit is not None and self.kl_in_credit.placement != "token"
+
+    @property
+    def varies(self) -> bool:
+        """Whether credit can differ between the tokens of one episode."""
+        return self.baseline.per_token or self.charges_tokens or (self.baseline.to_go and self.kl_in_credit is not None)
+
+    # --- what roles ask -------------------------------------------------------------------------------------------------
+
+    @property
+    def forms_ratio(self) -> bool:
+        """Whether the policy is compared with the anchor."""
+        return self.ratio != "one" or any(p.forms_ratio for p in self.pieces)
+
+    @property
     def start_before_loss(self) -> bool:
         """Whether credit, or the choice of tokens, needs the log-probs at the start of the step before the loss has them."""
-        traced = self.learns_values is not None and self.learns_values.trace is not None
-        return traced or isinstance(self.tokens, SecondMoment) or (self.kl_in_credit is not None and self.anchor == "start")
+        return any(p.reads_start_early(self) for p in self.pieces)
 
     @property
     def reads(self) -> frozenset[str]:
         """What the step must score before the loss: subset of {start, reference, values, entropy, energy, teacher}."""
-        need: set[str] = set()
-        anchored = self.ratio != "one" or isinstance(self.pull, OF_RATIO)
-        corrected = any(not isinstance(c, NegativeMask) for c in self.correction) and self.anchor != "proximal"
-        if (anchored and self.anchor == "start") or corrected or self.start_before_loss:
+        need = {stream for p in self.pieces for stream in p.reads(self)}
+        if (self.forms_ratio and self.anchor == "start") or self.start_before_loss:
             need.add("start")
-        if isinstance(self.pull, KL):
-            need.add("reference")
-        if self.learns_values is not None:
-            need.add("values")
-        if isinstance(self.tokens, TopEntropy):
-            need.add("entropy")
-        if isinstance(self.baseline, EnergyMean):
-            need.add("energy")
-        if self.distill is not None:
-            need.add("teacher")
         return frozenset(need)
 
     @property
     def stores_top(self) -> int:
         """How many of its most probable tokens the sampler stores with every token it says."""
-        return self.clip.top if isinstance(self.clip, Divergence) else 0
+        return max((p.stores_top() for p in self.pieces), default=0)
 
     @property
     def reads_silent_tokens(self) -> bool:
         """Whether a token with zero credit still matters (pull, entropy, value, imitation), so it may not leave the batch."""
-        return (
-            self.pull is not None
-            or self.entropy is not None
-            or self.imitate is not None
-            or self.distill is not None
-            or self.tokens is not None
-            or isinstance(self.baseline, Value)
+        return any(p.reads_silent for p in self.pieces)
+
+    @property
+    def silences(self) -> bool:
+        """Whether its trust region gives tokens outside its bounds a push of exactly 0."""
+        return self.clip is not None and self.clip.silences
+
+    @property
+    def refresh(self) -> int:
+        """Every how many steps the reference becomes the policy as it is; 0: never."""
+        return 0 if self.pull is None else self.pull.renews()
+
+    def request(self, stage: Reinforce) -> Request:
+        """What a step of `stage` asks of its rollout."""
+        return Request(
+            groups=stage.prompts,
+            siblings=stage.siblings,
+            extra=stage.oversample,
+            mixed=self.filter == "mixed",
+            most=stage.refill,
+            greedy=self.baseline.greedy,
+            shown=self.shown,
         )
 
     def lineage(self) -> tuple[Algorithm, ...]:
@@ -158,87 +181,37 @@ class Algorithm:
 
 
 def _meaningless(a: Algorithm) -> Iterator[str]:
-    """The reasons a combination of choices means nothing, with what to change."""
+    """The reasons a combination of choices means nothing, with what to change: those of its pieces stand with them."""
     yield from _meaningless_credit(a)
-    yield from _meaningless_push(a)
-    if isinstance(a.pull, KL) and a.pull.estimator == "rk3" and a.ratio == "one":
-        yield "rk3 weights k3 by the ratio, and ratio='one' has none. Set ratio=token, or use k3/both"
-    if isinstance(a.pull, KL) and a.pull.refresh and a.distill is not None:
-        yield "distill's teacher is the reference, and pull.refresh would replace it. Set pull.refresh=0, or distill=none"
-    if a.shown is not None and a.stores_top:
-        yield "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0, or shown=none"
-    if a.distill is not None and a.stores_top:
-        yield "distill and clip.top would each name the candidate tokens of a position. Set clip.top=0, or distill=none"
-    if a.shown is not None and a.kl_in_credit is not None and a.anchor != "start":
-        yield "a KL in the credit is taken under the sampler, which a demonstration does not have. Set anchor=start, or shown=none"
-    if a.imitate is not None and a.imitate.of == "shown" and a.shown is None:
-        yield "imitate.of=shown imitates demonstrations, and there are none. Set shown, or imitate.of=solved"
+    for piece in a.pieces:
+        yield from piece.refuses(a)
+    weighing = [c for c in a.correction if c.weighs]
+    if weighing and a.anchor == "behaviour" and a.ratio != "one":
+        yield "a correction start/mu on top of anchor=behaviour corrects the same mismatch twice. Set anchor=start, or correction=none"
+    if len(weighing) > 1:
+        names = " and ".join(named(c) for c in weighing)
+        yield f"correction={names} would multiply start/mu twice. Keep one of them; reject, veto and negativemask may stand beside it"
+    if a.ratio in ("sequence_mean", "sequence_product") and a.varies:
+        yield "a sequence-level ratio with credit that varies inside the sequence means nothing. Set ratio=sequence_token (GSPO-token)"
 
 
 def _meaningless_credit(a: Algorithm) -> Iterator[str]:
     scores_only = isinstance(a.baseline, Zero) and a.scale == "group_mean"
     if a.scale in ("group_std", "group_mean", "best_std") and not a.group_relative and not scores_only:
         yield f"scale={a.scale} compares siblings, but the baseline does not. Use baseline=groupmean or others, or scale=one"
-    if a.scale == "best_std" and not any(isinstance(s, BestOf) for s in a.shape):
+    if a.scale == "best_std" and a.best_of is None:
         yield "scale=best_std divides by the spread of the best of k, and no k is named. Add shape=bestof"
-    if a.scale == "best_std" and any(not isinstance(s, BestOf | DropTruncated) for s in a.shape):
+    if a.scale == "best_std" and any(s.changes_reward and not isinstance(s, BestOf) for s in a.shape):
         yield "scale=best_std is the spread of the best raw outcome, so nothing else may shape it. Set shape=bestof alone, or scale=one"
-    if any(isinstance(s, BestOf) and s.gain for s in a.shape) and not isinstance(a.baseline, Zero):
-        yield "shape.bestof.gain already compares a sample with its siblings. Set baseline=zero, or gain=false"
     if a.whiten is not None and a.scale == "batch_std":
         yield "whiten already divides by a standard deviation of the step. Set scale=one, or whiten=none"
-    many = "scale=one or group_std, shape=none, and pull=none or one in the loss"
-    several = a.scale not in ("one", "group_std") or a.shape or _charges_answers(a)
-    if a.rewards == "each" and (several or not isinstance(a.baseline, GroupMean | Others)):
-        yield f"rewards=each compares every reward source with its own siblings. Use baseline=groupmean or others, {many}"
-    if isinstance(a.baseline, EnergyMean) and a.scale != "one":
-        yield f"scale={a.scale} is one number for an answer, and baseline=energymean compares token by token. Set scale=one, or whiten=token"
-    if isinstance(a.baseline, StepMean) and several:
-        yield f"baseline=stepmean compares steps, not answers. Set {many}"
-    if isinstance(a.baseline, TurnMean | AnchorMean) and (a.scale not in ("one", "group_std") or _charges_answers(a)):
-        yield f"baseline={type(a.baseline).__name__.lower()} compares turns, not answers. Set scale=one or group_std, and pull=none or one in the loss"
+    several = a.scale not in ("one", "group_std") or a.shape or a.charges_answers
+    if a.rewards == "each" and (several or not a.baseline.of_sources):
+        yield f"rewards=each compares every reward source with its own siblings. Use baseline=groupmean or others, {SEVERAL}"
     if a.rewards == "none" and a.kl_in_credit is None and a.distill is None:
         yield "rewards=none learns from the teacher alone, and there is none. Set pull=kl(estimator=k1, placement=token), or distill"
-    if a.rewards == "none" and isinstance(a.baseline, StepMean | TurnMean | AnchorMean):
-        yield f"rewards=none leaves no step or turn to compare, which baseline={type(a.baseline).__name__.lower()} does. Set baseline=zero"
-    if a.rewards == "none" and any(not isinstance(s, DropTruncated) for s in a.shape):
+    if a.rewards == "none" and any(s.changes_reward for s in a.shape):
         yield "rewards=none leaves nothing to shape. Set shape=none"
-    if isinstance(a.baseline, Value) and isinstance(a.pull, KL) and a.pull.placement == "token":
-        yield "placement=token charges a token alone, while GAE hands its charge to the tokens before it. Set pull.placement=reward"
-
-
-def _charges_answers(a: Algorithm) -> bool:
-    """Whether a KL is charged to what siblings are compared by."""
-    return a.kl_in_credit is not None and a.kl_in_credit.placement != "token"
-
-
-def _varies(a: Algorithm) -> bool:
-    """Whether credit can differ between the tokens of one episode."""
-    charged = isinstance(a.baseline, TO_GO) or (a.kl_in_credit is not None and a.kl_in_credit.placement == "token")
-    return isinstance(a.baseline, Value | StepMean | EnergyMean | TurnMean | AnchorMean) or (a.kl_in_credit is not None and charged)
-
-
-def _meaningless_push(a: Algorithm) -> Iterator[str]:
-    if a.clip is not None and a.ratio == "one":
-        yield "clip needs a ratio to bound, and ratio='one' has none. Set ratio=token, or clip=none"
-    if isinstance(a.clip, PER_TOKEN) and a.ratio not in ("token", "one"):
-        yield f"clip={type(a.clip).__name__.lower()} compares single tokens, so it needs ratio=token"
-    if isinstance(a.clip, Hump) and not a.ratio.startswith("sequence"):
-        yield "clip=hump bounds the ratio of whole episodes. Set ratio=sequence_product"
-    if isinstance(a.clip, Divergence) and a.clip.top and a.anchor != "behaviour":
-        yield "clip.top reads the sampler's most probable tokens, so it compares with the sampler. Set anchor=behaviour"
-    weighing = [c for c in a.correction if isinstance(c, WEIGHING)]
-    if weighing and a.anchor == "behaviour" and a.ratio != "one":
-        yield "a correction start/mu on top of anchor=behaviour corrects the same mismatch twice. Set anchor=start, or correction=none"
-    if len(weighing) > 1:
-        names = " and ".join(type(c).__name__.lower() for c in weighing)
-        yield f"correction={names} would multiply start/mu twice. Keep one of them; reject, veto and negativemask may stand beside it"
-    if a.ratio in ("sequence_mean", "sequence_product") and _varies(a):
-        yield "a sequence-level ratio with credit that varies inside the sequence means nothing. Set ratio=sequence_token (GSPO-token)"
-    if a.ratio in ("sequence_mean", "sequence_product") and a.aggregate == "token_mean" and isinstance(a.clip, Clip):
-        yield "a clipped sequence-level ratio with aggregate=token_mean is no longer a mean over sequences. Set aggregate=sequence_mean"
-    if a.correction and any(isinstance(c, BinaryKL) for c in a.correction) and a.anchor == "proximal":
-        yield "BinaryKL compares sampler and learner, and anchor=proximal skips the learner's forward. Set anchor=start"
 
 
 CHOICES = tuple(f.name for f in fields(Algorithm) if f.name not in ("name", "paper", "note", "parent"))

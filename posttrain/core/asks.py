@@ -1,14 +1,16 @@
 """What the tree of a run can name beyond its own folder: code, addresses, secrets, files and models elsewhere.
 
 A run folder from somebody else only proposes these (`recipe.admit`). Every field of the tree is decided in this one place: `DECIDED`
-says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing. A field that is in
-neither fails `tests/rooms/test_foreign_folders.py`.
+says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing, and pieces of an
+algorithm (`core.pieces`) hold nothing but numbers, words and switches that their formulas read. What a kind of stage adds it decides
+itself (`Stage.harmless`, `Stage.models`). A field that nobody decides fails `tests/rooms/test_foreign_folders.py`.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -16,7 +18,10 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import tree
-from posttrain.core.run import Run, Where
+from posttrain.core.env import Where
+from posttrain.core.pieces.piece import Piece
+from posttrain.core.run import Run
+from posttrain.core.stage import Stage
 
 
 class Kind(StrEnum):
@@ -105,67 +110,90 @@ def _trackers(names: tuple[str, ...]) -> Found:
     return (Kind.OUTSIDE, "writes into your trackio project") if "trackio" in names else None
 
 
-DECIDED: dict[str, Callable[[Any, Run], Found]] = {
+Decision = Callable[[Any, Any], Found]
+
+DECIDED: dict[str, Decision] = {
     "Model.path": lambda x, _: _model(x),
     "Model.trust_remote_code": lambda x, _: (Kind.CODE, "runs the Python code that comes with the model") if x else None,
     "Env.name": lambda x, _: _env(x),
-    "Env.args": lambda x, run: (Kind.CODE, f"is given to the environment's code as {x!r}") if _env(run.env.name) else None,
+    "Env.args": lambda x, env: (Kind.CODE, f"is given to the environment's code as {x!r}") if _env(env.name) else None,
     "Env.prompts": lambda x, _: _data(x),
     "Reward.function": lambda x, _: _code(x),
     "Where.name": lambda x, _: _sandbox(x),
     "Where.token": lambda x, _: _secret(x) if x != Where().token else None,
-    "Reinforce.reference": lambda x, _: _model(x),
     "Embedded.draft": lambda x, _: _model(x),
     "VLLM.url": lambda x, _: (Kind.ADDRESS, f"sends prompts and weights to {x}, and believes what it answers"),
     "VLLM.key_env": lambda x, _: _secret(x),
     "VLLM.share": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
     "Run.trackers": lambda x, _: _trackers(x),
 }
-"""What a field's value asks for, None where this value asks for nothing. Of a mapping each entry is asked about."""
+"""What a field's value asks for, None where this value asks for nothing; the second argument is what the field is of. Of a mapping each
+entry is asked about."""
 
 HARMLESS = frozenset(
     {
         *("Run.recipe", "Run.deterministic", "Run.record_episodes"),
         "Run.fault",  # starts with --allow-fault only
         *("Model.arch", "Model.device", "Model.dtype", "Model.gradient_checkpointing", "Model.history"),
-        *("Supervised.name", "Supervised.style", "Supervised.beside", "Supervised.eval", "Reinforce.name"),
+        *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
         *("Algorithm.name", "Algorithm.paper", "Algorithm.note", "Algorithm.scale", "Algorithm.rewards", "Algorithm.whiten"),
         *("Algorithm.ratio", "Algorithm.anchor", "Algorithm.aggregate", "Algorithm.filter"),
-        *("AnchorMean.by", "Divergence.measure", "KL.estimator", "KL.placement", "Truncate.level", "Mask.level"),
-        *("BestOf.gain", "TargetLength.form", "Gate.source", "Imitate.of", "Imitate.unsure", "Shown.style"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
         *("Embedded.compiled", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )
-"""Texts, choices and switches that reach nothing outside the run folder."""
+"""Texts, choices and switches that reach nothing outside the run folder, beside those of pieces and of kinds of stage."""
+
+
+def key(cls: type, name: str) -> str:
+    """`Class.field`, by the class that declares the field first: what all stages share is decided once."""
+    return f"{next(c for c in reversed(cls.__mro__) if name in inspect.get_annotations(c)).__name__}.{name}"
+
+
+def decided(cls: type, name: str) -> Decision | None:
+    """What says for what a text or switch of this class asks; None where nobody decided."""
+    named = key(cls, name)
+    if named in DECIDED:
+        return DECIDED[named]
+    own: Any = cls if issubclass(cls, Stage) else Stage
+    if named in HARMLESS or issubclass(cls, Piece) or name in own.harmless:
+        return lambda x, _: None
+    return (lambda x, _: _model(x)) if name in own.models else None
+
+
+def _asked(node: Any, name: str, value: Any) -> Found:
+    """What a value asks for. A kind of stage that is not posttrain's and says nothing of its field gives its code whatever stands there."""
+    cls = cast("type[Any]", type(node))
+    if value is None:
+        return None
+    if (says := decided(cls, name)) is not None:
+        return says(value, node)
+    if not issubclass(cls, Stage) or not isinstance(value, str | bool | tuple):
+        return None
+    return Kind.CODE, f"is given to the code of the stage kind {cls.__name__} as {value!r}"
 
 
 def values(run: Run) -> dict[str, tuple[str, Any]]:
     """Every value of the tree by the path overrides use: (`Class.field`, value). Stages stand under their names."""
-    return {path: (key, value) for path, key, value in _walk(run, "")}
+    return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in _walk(run, "")}
 
 
-def _walk(node: Any, path: str) -> Iterator[tuple[str, str, Any]]:
-    cls = cast("type[Any]", type(node))
-    for name in tree.hints(cls):
-        value, key = getattr(node, name), f"{cls.__name__}.{name}"
-        here = f"{path}{name}"
+def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
+    for name in tree.hints(cast("type[Any]", type(node))):
+        value, here = getattr(node, name), f"{path}{name}"
         if dataclasses.is_dataclass(value):
             yield from _walk(value, f"{here}.")
         elif isinstance(value, Mapping):
-            yield from ((f"{here}.{k}", key, v) for k, v in cast("Mapping[str, Any]", value).items())
+            yield from ((f"{here}.{k}", node, name, v) for k, v in cast("Mapping[str, Any]", value).items())
         elif isinstance(value, tuple) and any(dataclasses.is_dataclass(x) for x in cast("tuple[Any, ...]", value)):
             for i, x in enumerate(cast("tuple[Any, ...]", value)):
-                yield from _walk(x, f"{x.name}." if key == "Run.stages" else f"{here}.{i}.")
+                yield from _walk(x, f"{x.name}." if isinstance(x, Stage) else f"{here}.{i}.")
         else:
-            yield here, key, value
+            yield here, node, name, value
 
 
 def asks(run: Run) -> tuple[Ask, ...]:
     """Everything the run asks for, in the order of its fields."""
-    out: list[Ask] = []
-    for path, (key, value) in values(run).items():
-        found = DECIDED[key](value, run) if value is not None and key in DECIDED else None
-        out += [Ask(path, *found)] if found else []
-    return tuple(out)
+    found = ((path, _asked(node, name, value)) for path, node, name, value in _walk(run, ""))
+    return tuple(Ask(path, *asked) for path, asked in found if asked)

@@ -1,4 +1,4 @@
-"""Packed token sequences: `Packed` is what a forward pass needs, `Batch` adds what the policy loss reads.
+"""Packed token sequences: `Packed` is what a forward pass needs, `Batch` adds the streams that a loss reads.
 
 Labels are aligned once, here: spoken token m sits at packed position p and is predicted by the hidden state at
 `source_M[m] = p - 1`. Nothing downstream shifts anything.
@@ -10,13 +10,14 @@ source_M = [1, 2, 4], target_M = [C, D, F], segment_M = [0, 0, 1].
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Self
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
+from posttrain.core.streams import Streamed
 from posttrain.core.types import Kept, Segment
 
 
@@ -42,13 +43,15 @@ class Packed:
     """One kept set per spoken token, exactly where the sampling truncates."""
     in_turn_M: np.ndarray | None = None
     """int32: position of each spoken token in its turn, exactly where the sampling reads it."""
+    unit_E: np.ndarray | None = None
+    """int32: unit of each episode, 0..U-1, ascending: what a loss reads together (a pair, a list) and no split may part. None: each episode
+    is its own."""
 
     def __post_init__(self) -> None:
         m = len(self.source_M)
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if f.name.endswith(("_M", "_MK")) and value is not None and len(value) != m:
-                raise InvariantError(f"batch: {f.name} has {len(value)} entries for {m} spoken tokens")
+        for name, x_M in (("target_M", self.target_M), ("segment_M", self.segment_M), ("in_turn_M", self.in_turn_M)):
+            if x_M is not None and len(x_M) != m:
+                raise InvariantError(f"batch: {name} has {len(x_M)} entries for {m} spoken tokens")
         if int(self.lengths_S.sum()) != len(self.ids_N) or len(self.sequence_S) != len(self.lengths_S):
             raise InvariantError("batch: segment lengths must sum to the packed tokens, with one episode per segment")
         if m and not np.array_equal(self.ids_N[self.source_M + 1], self.target_M):
@@ -62,6 +65,8 @@ class Packed:
             raise InvariantError("batch: positions in the turn are given exactly where the sampling reads them")
         if np.any(np.diff(self.sequence_S) < 0):
             raise InvariantError("batch: segments of one episode must lie together, episodes ascending")
+        if self.unit_E is not None and (len(self.unit_E) != self.episodes or not _counts_up(self.unit_E)):
+            raise InvariantError(f"batch: units number the {self.episodes} episodes 0, 1, ... in order, each unit's episodes side by side")
 
     @property
     def spoken(self) -> int:
@@ -82,11 +87,19 @@ class Packed:
     def episodes(self) -> int:
         return int(self.sequence_S[-1]) + 1 if len(self.sequence_S) else 0
 
+    @property
+    def units(self) -> int:
+        return self.episodes if self.unit_E is None else int(self.unit_E[-1]) + 1 if len(self.unit_E) else 0
+
+    def members(self, unit: int) -> np.ndarray:
+        """The episodes of one unit."""
+        return np.array([unit]) if self.unit_E is None else np.flatnonzero(self.unit_E == unit)
+
     @classmethod
-    def of(cls, segments: Sequence[Segment], sequence: Sequence[int] | None = None, **streams: np.ndarray | None) -> Self:
+    def of(cls, segments: Sequence[Segment], sequence: Sequence[int] | None = None, **further: Any) -> Self:
         """Pack checked segments; `sequence[s]` is the episode of segment s (default: one segment each).
 
-        `streams` are further per-spoken-token arrays of a subclass, in packing order.
+        `further` are other fields: units, and the streams of a `Batch` in packing order.
         """
         if not segments:
             raise InvariantError("nothing to pack: no segments")
@@ -106,88 +119,76 @@ class Packed:
             sampling=segments[0].sampling,
             kept=Kept.of(kept) if segments[0].sampling.truncated else None,
             in_turn_M=np.concatenate([s.in_turn for s in segments if s.in_turn is not None]) if segments[0].sampling.in_turn else None,
-            **streams,
+            **further,
         )
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
-        """The same batch with only these episodes, renumbered 0..; every stream and weight is carried unchanged."""
+        """The same batch with only these episodes, whole units of them, renumbered 0..; every stream and weight is carried unchanged."""
         chosen = np.unique(np.asarray(episodes))
+        unit_E = None if self.unit_E is None else np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)
+        if self.unit_E is not None and int(np.isin(self.unit_E, self.unit_E[chosen]).sum()) != len(chosen):
+            raise InvariantError("a part of a unit was selected: its episodes are read together, so select all of them (`members`)")
         keep_S = np.isin(self.sequence_S, chosen)
         keep_N = np.repeat(keep_S, self.lengths_S)
         keep_M = keep_S[self.segment_M]
         new_position = np.cumsum(keep_N) - 1
         new_segment = np.cumsum(keep_S) - 1
-        streams = {
-            f.name: None if getattr(self, f.name) is None else getattr(self, f.name)[keep_M]
-            for f in fields(self)
-            if f.name.endswith(("_M", "_MK")) and f.name not in ("source_M", "segment_M")
-        }
         kept = None if self.kept is None else Kept.of([k for k, yes in zip(self.kept.sets(), keep_M, strict=True) if yes])
         return replace(
             self,
             ids_N=self.ids_N[keep_N],
             lengths_S=self.lengths_S[keep_S],
             source_M=new_position[self.source_M[keep_M]],
+            target_M=self.target_M[keep_M],
             segment_M=new_segment[self.segment_M[keep_M]].astype(np.int32),
             sequence_S=np.searchsorted(chosen, self.sequence_S[keep_S]).astype(np.int32),
             kept=kept,
-            **streams,
+            in_turn_M=None if self.in_turn_M is None else self.in_turn_M[keep_M],
+            unit_E=unit_E,
+            **self._carried(keep_M),
         )
 
+    def _carried(self, keep_M: np.ndarray) -> dict[str, Any]:
+        """Further fields of a subclass, of these tokens alone."""
+        return {}
+
     def split(self, max_tokens: int) -> list[Self]:
-        """Micro-batches of whole episodes with at most `max_tokens` packed tokens each (one episode may exceed it)."""
+        """Micro-batches of whole units with at most `max_tokens` packed tokens each (one unit may exceed it)."""
         sizes = np.bincount(self.sequence_S, weights=self.lengths_S, minlength=self.episodes).astype(np.int64)
         if sizes.sum() <= max_tokens:
             return [self]
         parts: list[list[int]] = [[]]
         room = max_tokens
-        for episode, size in enumerate(sizes):
+        for unit in range(self.units):
+            members = self.members(unit)
+            size = int(sizes[members].sum())
             if parts[-1] and size > room:
                 parts.append([])
                 room = max_tokens
-            parts[-1].append(episode)
-            room -= int(size)
+            parts[-1].extend(members.tolist())
+            room -= size
         return [self.select(p) for p in parts]
 
 
-@dataclass(frozen=True, eq=False, kw_only=True)
-class Demonstrations(Packed):
-    """A supervised minibatch: `weight_M` is normalised over the whole minibatch, once."""
-
-    weight_M: np.ndarray
+def _counts_up(unit_E: np.ndarray) -> bool:
+    """Whether it starts at 0 and each entry is the one before it or the next number."""
+    return not len(unit_E) or (int(unit_E[0]) == 0 and bool(np.isin(np.diff(unit_E), (0, 1)).all()))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
-class Batch(Packed):
-    """One policy minibatch: the tokens of one optimizer step. Weights are normalised over it once; splits only select.
+class Batch(Packed, Streamed[np.ndarray]):
+    """One minibatch: the tokens of one optimizer step with what its loss reads of each. Weights are normalised over it once; splits only select.
 
-    Optional streams are None exactly where the algorithm does not read them. `logp_start_M` is also None on the
-    first optimizer step after a sync, where the policy at the start of the step is the policy itself.
+    A stream is here exactly where somebody wanted it. `START` is absent also on the first optimizer step after a sync, where the policy at
+    the start of the step is the policy itself.
     """
 
-    logp_mu_M: np.ndarray
-    """float32: log-prob of each token in the distribution it was really drawn from."""
-    advantage_M: np.ndarray
-    """float64: credit."""
-    weight_M: np.ndarray
-    """float64: aggregation, written out per token."""
-    version_M: np.ndarray
-    """int32: weights that said the token."""
-    logp_start_M: np.ndarray | None = None
-    logp_ref_M: np.ndarray | None = None
-    value_M: np.ndarray | None = None
-    """float32: the value head's estimate at the start of the step."""
-    return_M: np.ndarray | None = None
-    """float64: value targets."""
-    mix_M: np.ndarray | None = None
-    """float64: where between sampler (0) and policy (1) the start of the step is taken to lie (anchor=proximal)."""
-    chosen_M: np.ndarray | None = None
-    """bool: the tokens that `Algorithm.tokens` chose over the whole minibatch."""
-    imitate_M: np.ndarray | None = None
-    """float64: weights of the imitated tokens; they sum to 1 over the minibatch, or are all 0."""
-    shown_M: np.ndarray | None = None
-    """bool: tokens that a demonstration wrote."""
-    top_ids_MK: np.ndarray | None = None
-    """int32: candidate tokens at each position: the sampler's or the teacher's most probable."""
-    top_logp_MK: np.ndarray | None = None
-    """float32: their log-probs under whoever named them."""
+    HOLDER: ClassVar[str] = "the minibatch"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for stream, x_M in self.streams.items():
+            stream.check(x_M, self.spoken)
+
+    def _carried(self, keep_M: np.ndarray) -> dict[str, Any]:
+        return {"streams": {stream: x_M[keep_M] for stream, x_M in self.streams.items()}}

@@ -167,6 +167,10 @@ class Book:
         """The episodes of a held-out evaluation made after `index` steps of a stage."""
         self._write_columns(stage, index, "eval", record.of_groups(groups))
 
+    def holds_evaluation(self, stage: str, index: int) -> bool:
+        """Whether one made after `index` steps of a stage is in the record."""
+        return reader.episode_name(stage, index, "eval") in self._written
+
     def _write_columns(self, stage: str, index: int, kind: str, records: Sequence[record.Recorded]) -> None:
         name = reader.episode_name(stage, index, kind)
         if name in self._written:

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.pieces.baseline import AnchorMean, Greedy, StepMean, TurnMean
-from posttrain.core.pieces.pull import KL, OF_RATIO
 
 ANCHOR = {"behaviour": "sampler", "start": "start", "proximal": "proximal"}
 
@@ -27,8 +25,7 @@ class Cost:
 
 def anchor(a: Algorithm) -> str:
     """Whose probability the policy is compared with; '' where no ratio is formed."""
-    compared = a.ratio != "one" or isinstance(a.pull, OF_RATIO) or (isinstance(a.pull, KL) and a.pull.estimator == "rk3")
-    return ANCHOR[a.anchor] if compared else ""
+    return ANCHOR[a.anchor] if a.forms_ratio else ""
 
 
 def reads(a: Algorithm) -> tuple[str, ...]:
@@ -40,11 +37,7 @@ def reads(a: Algorithm) -> tuple[str, ...]:
         ("entropy", "entropy" in a.reads or a.entropy is not None),
         ("energies", "energy" in a.reads),
         ("teacher", "teacher" in a.reads or a.rewards == "none"),
-        ("greedy answer", isinstance(a.baseline, Greedy)),
-        ("demonstrations", a.shown is not None),
-        (f"top {a.stores_top} tokens", bool(a.stores_top)),
-        ("verdicts about steps", isinstance(a.baseline, StepMean)),
-        ("turns", isinstance(a.baseline, TurnMean | AnchorMean)),
+        *((p.uses(), True) for p in a.pieces if p.uses()),
         ("each reward source", a.rewards == "each"),
         ("versions of the weights", a.anchor == "proximal"),
     )
@@ -75,14 +68,8 @@ def cost(a: Algorithm) -> Cost:
 
 
 def _generation(a: Algorithm) -> list[str]:
-    out: list[str] = []
-    if isinstance(a.baseline, Greedy):
-        out.append("one greedy answer a prompt")
-    if a.filter is not None:
-        out.append("groups asked again until the step is full")
-    if a.shown is not None:
-        out.append(f"{a.shown.siblings} of the siblings are not sampled, but need a demonstration")
-    return out
+    own = [text for p in a.pieces if (text := p.samples())]
+    return own + (["groups asked again until the step is full"] if a.filter is not None else [])
 
 
 def _memory(a: Algorithm) -> list[str]:
@@ -91,8 +78,4 @@ def _memory(a: Algorithm) -> list[str]:
         out.append("a copy of the weights")
     if "values" in a.reads:
         out.append("a value head")
-    if a.stores_top:
-        out.append(f"{a.stores_top} ids and log-probs a token")
-    if a.distill is not None:
-        out.append(f"{a.distill.top} ids and log-probs a token" if a.distill.top else "the vocabulary's log-probs a token")
-    return out
+    return out + [text for p in a.pieces if (text := p.memory())]

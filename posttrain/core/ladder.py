@@ -1,6 +1,6 @@
 """The ladder: every algorithm is a patch on its predecessor. Formulas, defaults and numeric cases: docs/algorithms.md.
 
-Adding one is a line here and, when it needs a new piece, one type in `core.pieces` and one `case` in the mathematics.
+Adding one is a line here and, when it needs a new piece, one type in `core.pieces` and one function of the mathematics (`algorithm`).
 """
 
 from __future__ import annotations

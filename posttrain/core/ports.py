@@ -157,6 +157,18 @@ class Learner(Examiner, Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Expected:
+    """What the next step of an optimizer does to some numbers of one parameter, by its definition in float64."""
+
+    move: Any
+    """What is added to them."""
+    state: Mapping[str, Any]
+    """What its state then holds of them, under `WORD.PARAMETER`, by word."""
+    size: float
+    """What a departure from `move` is compared with: how far such a step moves a number whose gradient is large."""
+
+
 class TaskSource(Protocol):
     """Tasks by index. `count` is None where tasks are generated without end."""
 

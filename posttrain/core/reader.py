@@ -16,7 +16,7 @@ from posttrain.core.run import Run
 from posttrain.core.tree import from_plain
 from posttrain.core.types import Step
 
-SCHEMA = 1
+SCHEMA = 2
 """Of run.json and of the record beside it."""
 
 
@@ -64,11 +64,20 @@ def run_file(folder: Path | str) -> RunFile:
     if not path.exists():
         raise RunFolderError(f"{folder} is not a run folder: it has no run.json")
     data = files.read_json(path)
-    if data.get("schema") != SCHEMA:
-        raise RunFolderError(f"{path} has schema {data.get('schema')}; this posttrain reads {SCHEMA}. Use the version that wrote it")
+    _check_schema(path, data.get("schema"))
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     with damage_is_named(str(path)):
         return RunFile(from_plain(Run, data["run"]), data["lineages"], facts, data.get("identity"), _edited(data), _digest(data))
+
+
+def _check_schema(path: Path, schema: object) -> None:
+    if type(schema) is int and 0 < schema < SCHEMA:
+        raise RunFolderError(
+            f"{path} was written by an older version of posttrain (schema {schema}; this one reads {SCHEMA}). Nothing is damaged: go on with it, "
+            "read it or export its model with the version that wrote it, or run its recipe again with this one"
+        )
+    if schema != SCHEMA:
+        raise RunFolderError(f"{path} has schema {schema}; this posttrain reads {SCHEMA}. Use the version that wrote it")
 
 
 def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:

@@ -6,19 +6,17 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.engines import Embedded, Engine
+from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
-from posttrain.core.pieces.shape import BestOf
 from posttrain.core.sampling import Sampling
-from posttrain.core.stop import Limits
+from posttrain.core.stage import Optimizer, Stage, refusals
 
-Scalar = str | int | float | bool
 NAME = re.compile(r"\w[\w-]{0,63}")
 """Of a stage."""
 
@@ -53,123 +51,48 @@ class Model:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reward:
-    """A reward source: `builtin` names of the environment, or `path.py:function`."""
-
-    function: str
-    weight: float = 1.0
-    workers: int = 0
-    """Processes that run it, killed when it hangs or crashes; for `path.py:function` and `math`. 0: a function runs in a thread of
-    the trainer, which nothing can kill; `math` takes two processes."""
-    timeout: float | None = None
-    """Seconds one call may take: on the clock in a thread, of processor time in a worker. None: 30, and 3 for `math`."""
-    resolution: float | None = None
-    """Relative difference of two of its scores that says nothing: siblings that differ by less are alike. Set it for a function that asks
-    a model (1e-3, say: what its scores change by when nothing of meaning does). None: 2^-40, a verifier's."""
-
-    def __post_init__(self) -> None:
-        if self.workers < 0 or (self.timeout is not None and not self.timeout > 0):
-            raise ConfigError(f"reward {self.function!r}: workers={self.workers} must be >= 0 and timeout={self.timeout} > 0")
-        _check_resolution(f"reward {self.function!r}", self.resolution)
-
-
-def _check_resolution(what: str, resolution: float | None) -> None:
-    if resolution is not None and not 0 <= resolution < 1:
-        raise ConfigError(f"{what}: resolution={resolution:g} is a relative difference, at least 0 and below 1 (1e-3 for a model, say)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Where:
-    """Where programs run that a model wrote: its answers, where tests judge them, and what it gives a Python tool."""
-
-    name: str = "auto"
-    """`auto`: the best of `namespaces` and `landlock` that withstands attacks on this machine. Or one of them; or the address of an
-    executor (https://...); or `none`, which contains nothing, is refused for root and needs ALLOW_UNSANDBOXED_CODE=1 as well."""
-    token: str = "POSTTRAIN_SANDBOX_TOKEN"
-    """Environment variable that holds the executor's token."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Env:
-    """Where tasks and rewards come from."""
-
-    name: str = "arithmetic"
-    """A gallery environment, `gym:TASK` for reasoning-gym, `verifiers:ID` for PrimeIntellect's verifiers, `prompts` for the user's own data, or a class of one's own: `path.py:Class`."""
-    args: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
-    """The environment's own settings; it names the valid ones."""
-    prompts: str | None = None
-    """With name=prompts: a JSONL file or a `datasets` dataset (local directory or hub id)."""
-    rewards: tuple[Reward, ...] = ()
-    """With name=prompts: at least one. Elsewhere they are added to the environment's own."""
-    heldout: int = 200
-    """Held-out tasks. 0: train without measuring."""
-    limits: Limits = Limits()
-    sandbox: Where = Where()
-    resolution: float | None = None
-    """As `Reward.resolution`, of the environment's own verdicts, where a model gives them."""
-
-    def __post_init__(self) -> None:
-        _check_resolution(f"env {self.name}", self.resolution)
-        if self.resolution is not None and self.name == "prompts":
-            raise ConfigError("env.resolution: with env.name=prompts its rewards judge; set env.rewards.0.resolution")
-        if self.heldout < 0:
-            raise ConfigError(f"env.heldout={self.heldout}: must be >= 0 (0 trains without measuring)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Optimizer:
-    """AdamW with global gradient clip and linear warm-up, then constant."""
-
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    clip: float = 1.0
-    """Global gradient norm is scaled down to this. inf: never."""
-    warmup: int = 10
-    """Optimizer steps over which lr rises linearly from 0."""
-
-    def __post_init__(self) -> None:
-        if not self.lr > 0 or not self.clip > 0 or self.warmup < 0:
-            raise ConfigError(f"optimizer: lr={self.lr} and clip={self.clip} must be > 0, warmup={self.warmup} >= 0")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Supervised:
+class Supervised(Stage):
     """A stage that imitates texts: pretraining on documents, SFT on demonstrations (prompt masked)."""
 
-    name: str
+    harmless = ("style",)
+
     style: str
     """What to imitate: a style the environment can write (document, answer, cot), or `completion` from the user's data."""
     wrong: float = 0.0
     """Share of demonstrations that are plausible and false."""
-    steps: int = 100
     batch: int = 64
     """Sequences per optimizer step."""
-    micro_tokens: int = 4096
-    optimizer: Optimizer = Optimizer()
-    beside: str | None = None
-    """Name of a later-compared stage: start from the weights that stage started from, run for the wall time it took,
-    report beside it, and hand nothing on. `steps` is then an upper bound."""
-    eval: bool = True
-    """Evaluate held-out accuracy at the end of the stage."""
-    checkpoint_every: int = 100
-    """Steps between checkpoints (0: only at the end of the stage)."""
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "micro_tokens"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
+        super().__post_init__()
+        if self.batch < 1:
+            raise ConfigError(f"{self.name}.batch={self.batch}: must be >= 1")
         if not 0 <= self.wrong <= 1:
             raise ConfigError(f"{self.name}.wrong={self.wrong}: a share in [0, 1]")
 
+    @property
+    def demonstrated(self) -> bool:
+        return True
+
+    def refuses(self, env: str, styles: tuple[str, ...]) -> str:
+        if self.style in styles:
+            return ""
+        return (
+            f"{self.name}.style={self.style!r}: environment {env!r} writes {_offered(styles)}. Leave the stage out with {self.name}=none, "
+            "or give it another style"
+        )
+
+
+def _offered(styles: tuple[str, ...]) -> str:
+    return ", ".join(styles) or "none: it has no demonstrations"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Reinforce:
+class Reinforce(Stage):
     """A stage that learns from reward. Four primitive numbers make the batch algebra; the rest is derived."""
 
-    name: str
+    models = ("reference",)
+
     algorithm: Algorithm = GRPO
     sampling: Sampling = Sampling()
     optimizer: Optimizer = Optimizer(lr=3e-4)
@@ -184,19 +107,12 @@ class Reinforce:
     """Optimizer steps one pass over the step's groups is cut into (whole groups)."""
     epochs: int = 1
     """Passes over the step's groups."""
-    steps: int = 100
-    wall_time: float | None = None
-    """Stop after this many seconds (checked between steps)."""
     target: float | None = None
     """Stop once the mean held-out reward reaches this: accuracy, where outcomes are 0 or 1."""
     eval_every: int = 20
-    """Held-out evaluation every n steps (0: only before and after)."""
     checkpoint_every: int = 20
-    """Steps between checkpoints (0: only at the end of the stage)."""
     refill: int = 8
     """With a filter: ask for at most this many times `prompts` groups a step, then go on with what was kept."""
-    micro_tokens: int = 4096
-    """Packed tokens per forward/backward; splits only, never changes the gradient."""
     reference: str | None = None
     """Weights the algorithm's KL or distillation compares with: a model directory with the policy's tokenizer. None: the policy
     as the stage began."""
@@ -204,7 +120,8 @@ class Reinforce:
     """Stop the run when more than this share of a step's samples could not be judged."""
 
     def __post_init__(self) -> None:
-        for name in ("prompts", "siblings", "minibatches", "epochs", "steps", "refill", "micro_tokens"):
+        super().__post_init__()
+        for name in ("prompts", "siblings", "minibatches", "epochs", "refill"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
         if self.prompts % self.minibatches:
@@ -236,7 +153,7 @@ class Reinforce:
                 f"{self.name}: {a.name} learns from demonstrations, and this sampling may ban what they say. Set allowed_ids=none "
                 "allowed_words=none bad_ids=none bad_words=none min_tokens=0"
             )
-        if (best := next((s for s in a.shape if isinstance(s, BestOf)), None)) and best.k >= self.siblings:
+        if (best := a.best_of) is not None and best.k >= self.siblings:
             raise ConfigError(
                 f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is learned. Lower shape.bestof.k, or raise siblings"
             )
@@ -256,8 +173,26 @@ class Reinforce:
         """Optimizer steps per controller step."""
         return self.minibatches * self.epochs
 
+    @property
+    def contract(self) -> Sampling:
+        return self.sampling
 
-Stage = Supervised | Reinforce
+    @property
+    def stores_top(self) -> int:
+        return self.algorithm.stores_top
+
+    @property
+    def demonstrated(self) -> bool:
+        return self.algorithm.shown is not None
+
+    def refuses(self, env: str, styles: tuple[str, ...]) -> str:
+        shown = self.algorithm.shown
+        if shown is None or (styles and shown.style in (None, *styles)):
+            return ""
+        return (
+            f"{self.name}: {self.algorithm.name} is shown demonstrations in style {shown.style!r}, and environment {env!r} writes "
+            f"{_offered(styles)}. Use another algorithm, or give your prompts a column 'completion'"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -320,11 +255,15 @@ class Run:
             raise ConfigError(f"stage name {strange[0]!r}: use at most 64 letters, digits, - and _, since files of the run are named by it")
         if len(set(names)) != len(names):
             raise ConfigError(f"stage names must differ: {names}")
-        if not self.env.heldout and (blind := [s.name for s in self.stages if isinstance(s, Reinforce) and s.target is not None]):
-            raise ConfigError(f"{blind[0]}.target is never measured with env.heldout=0: set env.heldout, or target=none")
-        for i, s in enumerate(self.stages):
-            if isinstance(s, Supervised) and s.beside is not None and s.beside not in names[:i]:
-                raise ConfigError(f"stage {s.name!r}: beside={s.beside!r} must name an earlier stage of {names[:i]}")
+        if blind := [s for s in self.stages if isinstance(s, Reinforce) and s.target is not None and not self.env_of(s).heldout]:
+            name, env = blind[0].name, "env" if blind[0].env is None else f"{blind[0].name}.env"
+            raise ConfigError(f"{name}.target is never measured with {env}.heldout=0: set {env}.heldout, or {name}.target=none")
+        for why in refusals(self.stages):
+            raise ConfigError(why)
 
     def stage(self, name: str) -> Stage:
         return next(s for s in self.stages if s.name == name)
+
+    def env_of(self, stage: Stage) -> Env:
+        """Where a stage's tasks come from."""
+        return stage.env or self.env

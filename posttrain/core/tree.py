@@ -1,7 +1,8 @@
 """Trees of frozen dataclasses to plain JSON data and back, losslessly and strictly.
 
 A dataclass becomes an object with one key per field. Where the declared type is a union, the object also carries
-`"type": "ClassName"`, so that `Clip | None` can grow into `Clip | Cap | None` without changing what is on disk.
+`"type": "ClassName"`, so that `Clip | None` can grow into `Clip | Cap | None` without changing what is on disk. An open choice
+(`core.open`) is a union of the classes that derive from it.
 Non-finite floats become `{"float": "inf"}`, because JSON has no word for them. Reading refuses what it does not know:
 the message names the dotted path and the nearest valid key.
 
@@ -21,6 +22,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, cast
 
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.open import alternatives, is_open
 
 T = TypeVar("T")
 NoneType = type(None)
@@ -38,12 +40,18 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def is_union(declared: Any) -> bool:
-    return typing.get_origin(declared) in (Union, types.UnionType)
+    """Whether there are alternatives to tell apart: a union, or an open choice."""
+    return _is_written_union(declared) or is_open(declared)
 
 
 def members(declared: Any) -> tuple[Any, ...]:
-    """The alternatives of a union, flat; of any other type, itself alone."""
-    return typing.get_args(declared) if is_union(declared) else (declared,)
+    """The alternatives of a union or an open choice, flat; of any other type, itself alone."""
+    written = typing.get_args(declared) if _is_written_union(declared) else (declared,)
+    return tuple(x for m in written for x in (alternatives(m) if is_open(m) else (m,)))
+
+
+def _is_written_union(declared: Any) -> bool:
+    return typing.get_origin(declared) in (Union, types.UnionType)
 
 
 def pieces(declared: Any) -> dict[str, type]:
@@ -159,7 +167,7 @@ def _wrong(declared: Any, data: Any, path: str) -> ConfigError:
 def build(declared: Any, data: Any, path: str) -> Any:
     """Plain data as a value of a declared type; `path` names it in messages."""
     if declared is Any:
-        return data
+        return _anything(data)
     if isinstance(data, dict):
         table = cast("dict[str, Any]", data)
         if table.keys() == {"float"} and float in members(declared):
@@ -177,6 +185,14 @@ def build(declared: Any, data: Any, path: str) -> Any:
             raise _wrong(declared, data, path)
         return tuple(build(x, v, f"{path}.{i}") for i, (v, x) in enumerate(zip(elements, items, strict=True)))
     return _scalar(declared, data, path)
+
+
+def _anything(data: Any) -> Any:
+    """Plain data where no type is declared: as it is, but for numbers that JSON has no word for."""
+    if isinstance(data, dict):
+        table = cast("dict[str, Any]", data)
+        return float(table["float"]) if table.keys() == {"float"} else {k: _anything(v) for k, v in table.items()}
+    return [_anything(x) for x in cast("list[Any]", data)] if isinstance(data, list) else data
 
 
 def _scalar(declared: Any, data: Any, path: str) -> Any:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NotRequired, TypedDict
+from typing import Any, ClassVar, NotRequired, TypedDict
 
 import numpy as np
 
@@ -17,6 +17,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.spread import rounding, spread
 from posttrain.core.stop import Stop as Stop
+from posttrain.core.streams import ADVANTAGE, RETURN, Stream, Streamed
 from posttrain.core.verdict import Judged, outcome, resolution, size
 
 
@@ -275,33 +276,23 @@ class Group:
 
 
 @dataclass(frozen=True, eq=False)
-class Scored:
-    """A judged episode with what forward-only models said of it: per segment, arrays over its spoken tokens.
+class Scored(Streamed[tuple[np.ndarray, ...]]):
+    """A judged episode with what forward-only models said of it: of each stream that the algorithm reads (`core.streams.SCORED`), per segment
+    an array over its spoken tokens."""
 
-    Each stream is None exactly where the algorithm does not read it (`Algorithm.reads`).
-    """
-
+    HOLDER: ClassVar[str] = "what was scored of an episode"
     episode: Episode
-    start: tuple[np.ndarray, ...] | None = None
-    """float32: the learner's log-probs at the start of the step."""
-    reference: tuple[np.ndarray, ...] | None = None
-    """float32: the frozen reference's log-probs."""
-    values: tuple[np.ndarray, ...] | None = None
-    """float32: the value head's estimate before each spoken token."""
-    entropy: tuple[np.ndarray, ...] | None = None
-    """float32: entropy of the distribution each spoken token was drawn from, at the start of the step."""
-    teacher: tuple[Top, ...] | None = None
-    """The reference's most probable tokens at each spoken position."""
-    energy: tuple[np.ndarray, ...] | None = None
-    """float32: |d log pi / d logits|^2 of each spoken token, at the start of the step."""
 
     def __post_init__(self) -> None:
         if self.episode.reward is None:
             raise InvariantError("an episode that was not judged cannot be scored: it leaves baseline and batch")
-        for stream in (self.start, self.reference, self.values, self.entropy, self.teacher, self.energy):
-            for segment, x in zip(self.episode.segments, stream or (), strict=stream is not None):
-                if len(x) != segment.spoken:
-                    raise InvariantError(f"a score stream of {len(x)} tokens for {segment.spoken} spoken ones")
+        for stream, parts in self.streams.items():
+            if len(parts) != len(self.episode.segments):
+                raise InvariantError(
+                    f"stream {stream.name!r} has {len(parts)} parts for {len(self.episode.segments)} segments: give one to each"
+                )
+            for segment, x in zip(self.episode.segments, parts, strict=True):
+                stream.check(x, segment.spoken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -337,6 +328,12 @@ class EpisodeCredit:
     @property
     def episode(self) -> Episode:
         return self.scored.episode
+
+    @property
+    def streams(self) -> dict[Stream, tuple[np.ndarray, ...]]:
+        """All that was scored, with what the algorithm made of it: what a batch holds of this episode."""
+        own = {ADVANTAGE: self.advantage} if self.returns is None else {ADVANTAGE: self.advantage, RETURN: self.returns}
+        return {**own, **self.scored.streams}
 
 
 @dataclass(frozen=True, eq=False)

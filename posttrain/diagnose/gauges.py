@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from posttrain.core.experience import Experience
 from posttrain.core.types import Credit, Episode, Gauge, Gauges, Group
 from posttrain.core.verdict import SOLVED, State, failed
 
@@ -38,6 +39,9 @@ REGISTRY: dict[str, Definition] = {
     ),
     "rollout/groups": Definition("groups that entered the step", "groups", "= prompts"),
     "rollout/refused": Definition("share of played groups a filter turned away", "share", "< 0.8"),
+    "rollout/spare": Definition(
+        "share of played groups that passed the filter when the step had enough: the price of asking for many at once", "share", "< 0.1"
+    ),
     "rollout/walked": Definition("prompts asked since the stage began (read the sum)", "prompts", "goes on after a resume"),
     "rollout/versions_behind": Definition(
         "weights pushed minus weights that said the token, mean over tokens", "optimizer steps", "0 when synchronous"
@@ -73,7 +77,9 @@ REGISTRY: dict[str, Definition] = {
         "1",
         "rounding",
     ),
-    "canary/update_gap": Definition("largest departure of the first optimizer step from the configured one", "learning rates", "rounding"),
+    "canary/update_gap": Definition(
+        "largest departure of the first optimizer step from the configured one", "full steps (AdamW: learning rates)", "rounding"
+    ),
     "canary/mute_sources": Definition("share of reward sources that gave 0 to every answer, right ones included", "share", "0"),
     "canary/drawn_again": Definition("tokens of a step that were drawn again and came out the same", "tokens", "no band"),
     "canary/bet_on_draws": Definition(
@@ -187,8 +193,9 @@ def components(episodes: Sequence[Episode]) -> Gauges:
     return found | {name: Gauge(n, judged) for name, n in sorted(kinds.items()) if n}
 
 
-def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, version: int) -> Gauges:
-    """What a step's rollout and credit look like. `played` includes refused groups; `version` is that of the push before."""
+def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
+    """What a step's rollout and credit look like, refused groups included."""
+    played, version, refused, spare = asked.played, asked.version, len(asked.refused), len(asked.spare)
     episodes = [e for g in played for e in g.episodes if not e.shown]
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
     credits = [e for g in credit.groups for e in g.episodes]
@@ -208,6 +215,7 @@ def rollout_gauges(played: Sequence[Group], refused: int, credit: Credit, versio
         "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
         "rollout/groups": Gauge(len(credit.groups), 1),
         "rollout/refused": Gauge(refused, len(played)),
+        **({"rollout/spare": Gauge(spare, len(played))} if refused or spare else {}),
         "rollout/versions_behind": Gauge.of(version - versions),
         "credit/silent": Gauge.of([g.silent for g in credit.groups]),
         "credit/shaped": Gauge.of([e.shaped for e in credits]),

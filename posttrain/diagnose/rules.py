@@ -1,6 +1,6 @@
 """Live rules over the record: a condition on the last steps' gauges, what it means, what to do. Findings become notes of a step.
 
-A rule warns; it never stops a run, because it reads symptoms. What must not be at all is a canary (`posttrain.role.canaries`).
+A rule warns; it never stops a run, because it reads symptoms. What must not be at all is a canary (`posttrain.checks`).
 """
 
 from __future__ import annotations

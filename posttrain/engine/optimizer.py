@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import RunFolderError
+from posttrain.core.ports import Expected
 from posttrain.core.run import Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -67,6 +68,19 @@ class AdamW:
         for t in (*self._moved.values(), *self._parameters.values()):
             t.grad = None
         return size
+
+    def expected_update(self, config: Optimizer, name: str, gradient: Tensor, norm: float, at: int | None = None) -> Expected:
+        """AdamW (1711.05101, algorithm 2) with a global clip and a linear warm-up, in float64: see `role.trainer.Optimizer`."""
+        weight = _exact(self._moved[name], at)
+        state = self._adam.state.get(self._moved[name], {})
+        g = _exact(gradient, at) * (min(1.0, config.clip / norm) if norm > 0 else 1.0)
+        first, second = (_exact(state[m], at) if m in state else torch.zeros_like(g) for m in MOMENTS)
+        taken = float(state["step"]) + 1 if state else 1.0
+        lr = config.lr * min(self.steps + 1, config.warmup) / config.warmup if config.warmup else config.lr
+        first, mean = _moment(config.beta1, taken, first, g)
+        second, square = _moment(config.beta2, taken, second, g * g)
+        move = -lr * mean / (square.sqrt() + config.eps) - lr * config.weight_decay * weight
+        return Expected(move, dict(zip(MOMENTS, (first, second), strict=True)), lr)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a resumed run needs, ready for safetensors: step counts, moments, masters."""
@@ -128,6 +142,17 @@ class AdamW:
     def _publish_masters(self) -> None:
         for name, master in self._masters.items():
             self._parameters[name].copy_(master)
+
+
+def _exact(x: Tensor, at: int | None) -> Tensor:
+    """All numbers of a tensor, or the one at `at` of the flattened tensor, in float64."""
+    return (x.detach() if at is None else x.detach().flatten()[at : at + 1]).double().cpu()
+
+
+def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
+    """A moment after its `taken`-th number, and the same without its bias toward 0: the first such mean is `now` itself."""
+    whole = 1 - decay**taken
+    return decay * before + (1 - decay) * now, decay / whole * before + (1 - decay) / whole * now
 
 
 def _foreign(name: str) -> str:

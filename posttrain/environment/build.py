@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from posttrain.core.env import Scalar
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.run import Env, Scalar
+from posttrain.core.run import Env
 from posttrain.core.spread import RESOLUTION
 from posttrain.environment.gallery import GALLERY, gallery_class
 from posttrain.environment.own import load

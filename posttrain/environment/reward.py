@@ -18,9 +18,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from posttrain.core.env import Reward, Where
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Reward, Where
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict

@@ -8,9 +8,9 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
+from posttrain.core.env import Where
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
-from posttrain.core.run import Where
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.stop import Limits
 from posttrain.core.types import Gauges, Stop, Task, merge

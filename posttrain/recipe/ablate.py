@@ -20,7 +20,6 @@ from posttrain.core import reader
 from posttrain.core.algorithm import CHOICES, Algorithm
 from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.ladder import LADDER, algorithm
-from posttrain.core.pieces.baseline import Ema
 from posttrain.core.types import Credit, Gauges, Scored, ScoredGroup, merge
 from posttrain.core.verdict import SOLVED
 from posttrain.recipe.admit import STAGES, admitted
@@ -219,7 +218,7 @@ class _Step:
 
     def _ema(self, a: Algorithm) -> float:
         """The moving baseline before this step: remembered, or replayed over all earlier recorded steps."""
-        if not isinstance(a.baseline, Ema) or (a is self.own and self.remembered):
+        if not a.baseline.moving or (a is self.own and self.remembered):
             return self.memory.ema
         ema = 0.0
         for i in range(1, self.recorded.index):

@@ -11,15 +11,17 @@ from typing import Any, cast
 import numpy as np
 import torch
 
+from posttrain.algorithm.losses import PolicyLoss
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import RunFolderError
-from posttrain.core.ports import Examiner, Learner, TokenScores
+from posttrain.core.ports import Examiner, Expected, Learner, TokenScores
 from posttrain.core.run import Run
+from posttrain.core.stage import starts
 from posttrain.core.types import Gauges, Top
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.recipe.build import make_teacher, use_threads
-from posttrain.recipe.recorded import KEPT_REFERENCE, RecordedStep, before
+from posttrain.recipe.recorded import KEPT_REFERENCE, RecordedStep
 from posttrain.recipe.target import built_policy
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import load_weights
@@ -84,10 +86,10 @@ class Bench:
         return self._references[name]
 
     def _reference_name(self, recorded: RecordedStep) -> str:
-        every = getattr(recorded.stage.algorithm.pull, "refresh", 0)
+        every = recorded.stage.algorithm.refresh
         if every and recorded.index > every:
             return f"{recorded.stage.name}{KEPT_REFERENCE}{(recorded.index - 1) // every * every:06d}"
-        return recorded.stage.reference or before(recorded.run, recorded.stage.name)
+        return recorded.stage.reference or starts(recorded.run.stages, recorded.stage)
 
     def _freeze(self, recorded: RecordedStep, name: str) -> Examiner:
         if name == recorded.stage.reference:
@@ -104,7 +106,7 @@ class Bench:
         """What the optimizer would have been handed for this minibatch."""
         probe = _Probe(self._learner.parameters())
         self._learner.touched = 0
-        seen = Trainer(cast("Learner", self._learner), probe, micro_tokens).policy_step(batch, a, warming=warming)
+        seen = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
         policy = {n: g for n, g in probe.taken.items() if not n.startswith(HEAD)}
         head = {n: g for n, g in probe.taken.items() if n.startswith(HEAD)}
         return Gradient(policy, head, seen["optim/grad_norm"].mean, self._learner.touched), seen
@@ -131,6 +133,9 @@ class _Probe:
 
     def trained(self) -> Mapping[str, torch.Tensor]:
         return self._parameters
+
+    def expected_update(self, config: Any, name: str, gradient: torch.Tensor, norm: float, at: int | None = None) -> Expected:
+        return Expected(torch.zeros(gradient.shape if at is None else (1,), dtype=torch.float64), {}, 0.0)
 
     def state_tensors(self) -> Mapping[str, torch.Tensor]:
         return {}

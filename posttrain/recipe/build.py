@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,15 @@ import torch
 import transformers
 
 from posttrain import __version__
-from posttrain.controller.house import Parts
+from posttrain.checks.watch import observers, of_run
+from posttrain.controller.house import Parts, Setting
 from posttrain.core import seeds
 from posttrain.core.book import Book
+from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Environment, Sampler, Tracker
-from posttrain.core.run import Reinforce, Run, Supervised
+from posttrain.core.run import Run
+from posttrain.core.stage import Stage
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import AdamW
@@ -64,31 +69,20 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
     }
 
 
-def check_environment(run: Run, env: Environment) -> None:
-    """A stage that imitates a style the environment cannot write never starts."""
+def check_environment(run: Run, env: Environment, stages: Sequence[Stage]) -> None:
+    """A stage that reads demonstrations the environment cannot write never starts."""
     styles: tuple[str, ...] = getattr(env, "styles", ())
-    offered = ", ".join(styles) or "none: it has no demonstrations"
-    for stage in run.stages:
-        if (
-            isinstance(stage, Reinforce)
-            and (shown := stage.algorithm.shown) is not None
-            and (not styles or shown.style not in (None, *styles))
-        ):
-            raise ConfigError(
-                f"{stage.name}: {stage.algorithm.name} is shown demonstrations in style {shown.style!r}, and environment {env.name!r} writes {offered}. Use another algorithm, or give your prompts a column 'completion'"
-            )
-        if isinstance(stage, Supervised) and stage.style not in styles:
-            raise ConfigError(
-                f"{stage.name}.style={stage.style!r}: environment {env.name!r} writes {offered}. Leave the stage out with {stage.name}=none, or give it another style"
-            )
+    for stage in stages:
+        if why := stage.refuses(env.name, styles):
+            raise ConfigError(why)
 
 
 def check_lengths(run: Run, policy: Policy) -> None:
     """A turn that cannot fit the context never starts."""
     for stage in run.stages:
-        if isinstance(stage, Reinforce) and stage.sampling.max_tokens >= policy.context:
+        if stage.contract is not None and stage.contract.max_tokens >= policy.context:
             raise ConfigError(
-                f"{stage.name}.sampling.max_tokens={stage.sampling.max_tokens} leaves no room for a prompt in a context of {policy.context} tokens; "
+                f"{stage.name}.sampling.max_tokens={stage.contract.max_tokens} leaves no room for a prompt in a context of {policy.context} tokens; "
                 "lower it (posttrain eval: --max-tokens N), or raise model.context where the model has more positions"
             )
 
@@ -98,26 +92,25 @@ def check_tokens(run: Run, policy: Policy) -> None:
     tokenizer: Any = policy.tokenizer
     spell = Renderer(tokenizer, policy.stop_ids).spell
     for stage in run.stages:
-        if isinstance(stage, Reinforce):
-            stage.sampling.resolve(policy.stop_ids, spell).check_vocabulary(read_out(policy.module).weight.shape[0])
+        if stage.contract is not None:
+            stage.contract.resolve(policy.stop_ids, spell).check_vocabulary(read_out(policy.module).weight.shape[0])
 
 
 def words_in_tokens(run: Run, policy: Policy) -> list[str]:
     """What a run prints of the words its contracts name: the token ids they became."""
     tokenizer: Any = policy.tokenizer
     spell = Renderer(tokenizer, policy.stop_ids).spell
-    named = [(s.name, field, w) for s in run.stages if isinstance(s, Reinforce) for field in WORDS for w in getattr(s.sampling, field)]
+    named = [(s.name, field, w) for s in run.stages if s.contract is not None for field in WORDS for w in getattr(s.contract, field)]
     return [f"{stage}.sampling.{field}: {w!r} is {' or '.join(str(list(ids)) for ids in spell(w))}" for stage, field, w in named]
 
 
-def check_prompts(run: Run, env: Environment, policy: Policy) -> None:
+def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
     """A row whose prompt, or demonstration, does not fit the context or cannot be written never starts; said with its file and line."""
     if not isinstance(env, PromptsEnv):
         return
     tokenizer: Any = policy.tokenizer
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
-    shown = [s.algorithm.shown for s in run.stages if isinstance(s, Reinforce)]
-    imitates = any(isinstance(s, Supervised) for s in run.stages) or any(shown)
+    imitates = any(s.demonstrated for s in stages)
     for row in env.rows:
         with placed(row.place):
             if row.completion is None or not imitates:
@@ -128,11 +121,21 @@ def check_prompts(run: Run, env: Environment, policy: Policy) -> None:
                 )
 
 
-def make_policy(run: Run, env: Environment) -> Policy:
-    policy = load_policy(run.model, getattr(env, "alphabet", None), run.seed)
+def make_policy(run: Run, env: Environment, others: Mapping[str, Environment] | None = None, written: Path | None = None) -> Policy:
+    """The policy of a run whose tasks come from `env`, and those of the named stages from `others` (`own_environments`).
+
+    A tokenizer that is built has the characters of all of them, or is the one `written` into a run folder.
+    """
+    others = others or {}
+    alphabets: list[str | None] = [getattr(e, "alphabet", None) for e in (env, *others.values())]
+    known = alphabets[0]
+    if others:
+        known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
+    policy = load_policy(run.model, known, run.seed, tokenizer_files=written)
     check_lengths(run, policy)
     check_tokens(run, policy)
-    check_prompts(run, env, policy)
+    for one in distinct(env, others):
+        check_prompts(run, one, policy, [s for s in run.stages if others.get(s.name, env) is one])
     return policy
 
 
@@ -150,9 +153,46 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
 
 
 def make_environment(run: Run) -> Environment:
+    """The run's environment, where all stages play that have none of their own."""
     env = environment(run.env, run.seed)
-    check_environment(run, env)
+    check_environment(run, env, [s for s in run.stages if s.env is None])
     return env
+
+
+def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
+    """Of the stages that have an environment of their own, by name. Equal ones are the same object, `env` among them."""
+    built: list[tuple[Env, Environment]] = [(run.env, env)]
+    out: dict[str, Environment] = {}
+    try:
+        for stage in run.stages:
+            if stage.env is None:
+                continue
+            found = next((e for known, e in built if known == stage.env), None)
+            if found is None:
+                with said_of(f"{stage.name}.env"):
+                    found = environment(stage.env, run.seed)
+                built.append((stage.env, found))
+            out[stage.name] = found
+            check_environment(run, found, [stage])
+    except BaseException:
+        for _, one in built[1:]:
+            one.close()
+        raise
+    return out
+
+
+@contextmanager
+def said_of(path: str) -> Generator[None]:
+    """What is wrong with a stage's own environment is said with its path; its messages call their environment `env`."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{path} (called env here): {error}") from error
+
+
+def distinct(env: Environment, others: Mapping[str, Environment]) -> list[Environment]:
+    """Every environment of a run once, its own first."""
+    return list({id(e): e for e in (env, *others.values())}.values())
 
 
 @dataclass(frozen=True)
@@ -186,10 +226,11 @@ def canary(policy: Policy) -> np.ndarray:
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
 
 
-def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker]) -> Parts:
-    """What all stages of a run share, around one policy."""
+def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker], others: Mapping[str, Any] | None = None) -> Parts:
+    """What all stages of a run share, around one policy. `others`: see `make_policy`."""
     roles = make_roles(run, policy, env)
     learner = roles.learner
+    others = others or {}
 
     def close() -> None:
         keep_timeline(roles.engine, book.folder)
@@ -210,6 +251,13 @@ def make_parts(run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tr
         freeze=lambda: FrozenScorer(policy),
         teacher=lambda path: make_teacher(run, path, policy),
         optimize=lambda config: AdamW(learner.parameters(), config),
+        settings={
+            s.name: Setting(others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits))
+            for s in run.stages
+            if s.name in others
+        },
+        observe=observers,
+        watch=of_run(),
         trackers=trackers,
         close=close,
     )

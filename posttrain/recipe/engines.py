@@ -13,7 +13,7 @@ from posttrain.core import files
 from posttrain.core.engines import GIB, VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Sampler
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Run
 from posttrain.engine.embedded import EmbeddedEngine, native
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
@@ -61,8 +61,8 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> 
         serving = _vllm(run, run.engine, policy)
     try:
         for stage in run.stages:
-            if isinstance(stage, Reinforce):
-                stage.sampling.for_training(serving.sampler.keeps_sets)
+            if stage.contract is not None:
+                stage.contract.for_training(serving.sampler.keeps_sets)
     except BaseException:
         serving.close()
         raise
@@ -113,8 +113,8 @@ def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
     remote = how.server or how.url is not None
     able = replace(limits(policy), sequences=not remote)
     for stage in run.stages:
-        if isinstance(stage, Reinforce):
-            check(stage.sampling, able)
+        if stage.contract is not None:
+            check(stage.contract, able)
     if remote:
         return _server(run, how, policy)
     engine = VLLMEngine(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, timeout=how.timeout)

@@ -5,39 +5,30 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-import time
-from collections.abc import Coroutine, Sequence
-from contextlib import ExitStack
+from collections.abc import Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from posttrain.controller.stages import Progress, StageResult, Stages
-from posttrain.controller.stop import Stopper
-from posttrain.core.book import Book
-from posttrain.core.checkpoint import Checkpoint, find
+from posttrain.controller.stages import StageResult
+from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
-from posttrain.core.files import disk_full_is_reported, full
-from posttrain.core.ports import Tracker
-from posttrain.core.reader import damage_is_named, folder_of
+from posttrain.core.files import full
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
-from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy
-from posttrain.recipe import faults
 from posttrain.recipe import overrides as dotted
-from posttrain.recipe.admit import admitted, gone, noted, told
-from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, make_roles, use_threads, words_in_tokens
+from posttrain.recipe.build import (
+    make_environment,
+    make_policy,
+    make_roles,
+    use_threads,
+)
 from posttrain.recipe.console import PlainConsole
-from posttrain.recipe.engines import check_engine
-from posttrain.recipe.progress import Terminal
-from posttrain.recipe.proofs import prove_start
 from posttrain.recipe.remote import Remote, evaluate_remote, is_url, refuse, remote_run
-from posttrain.recipe.shipped import recipe as shipped
-from posttrain.recipe.summary import planted_lines, show, show_report
-from posttrain.recipe.target import keep_policy, kept_policy, target_run
-from posttrain.recipe.trackers import check_trackers, make_trackers
+from posttrain.recipe.session import begun
+from posttrain.recipe.summary import show_report
+from posttrain.recipe.target import TOKENIZER, kept_policy, target_run
 from posttrain.role.evaluate import Report
 from posttrain.role.evaluate import evaluate as measure
 from posttrain.role.weights import load_weights
@@ -56,12 +47,18 @@ class Result:
     @property
     def accuracy(self) -> float | None:
         """Share of held-out answers that are right, of the weights the run ended with; None where nothing was measured."""
-        return next((s.accuracy[0] for s in reversed(self.stages) if s.beside is None and s.accuracy is not None), None)
+        return self._last.accuracy[0] if self._last is not None and self._last.accuracy is not None else None
 
     @property
     def reward(self) -> float | None:
         """Mean held-out reward of the same weights: another number where a reward grades."""
-        return next((s.reward[0] for s in reversed(self.stages) if s.beside is None and s.reward is not None), None)
+        return self._last.reward[0] if self._last is not None and self._last.reward is not None else None
+
+    @property
+    def _last(self) -> StageResult | None:
+        """The stage whose weights the run ended with; None where it was measured on tasks of its own."""
+        last = next((s for s in reversed(self.stages) if s.hands_on), None)
+        return last if last is not None and self.run.env_of(self.run.stage(last.name)) == self.run.env else None
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:
@@ -106,98 +103,9 @@ def run(
         allow_fault: start although `fault=NAME` plants a bug on purpose (`posttrain faults`).
         trust: allow a folder that somebody else made what it asks for: code, addresses, secrets, files elsewhere.
     """
-    said: tuple[str, ...] = ()
-    if resume is not None:
-        if recipe or overrides or out:
-            raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
-        admitted(folder_of(resume)[0], allow=trust, links=True)
-        book, checkpoint = Book.open_for_resume(Path(resume))
-        chosen, said = book.run, (*told(book.folder), *gone(book.folder))
-    else:
-        if trust:
-            raise ConfigError("--trust is about the folder of a run that somebody else made: give it with --resume RUN")
-        if not recipe:
-            raise ConfigError("no recipe given: posttrain run ladder, or posttrain run --resume RUN")
-        chosen = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
-        book, checkpoint = None, None
-    try:
-        faults.refuse_silent(chosen.fault, allow_fault)
-    except ConfigError:
-        if book is not None:
-            book.close()
-        raise
-    with faults.planted(chosen.fault):
-        return wait(_run(chosen, Path(out) if out else None, book, checkpoint, quiet, said))
-
-
-async def _run(run: Run, out: Path | None, book: Book | None, checkpoint: Checkpoint | None, quiet: bool, said: Sequence[str]) -> Result:
-    check_trackers(run)
-    check_engine(run)
-    threads = use_threads(run.threads)
-    environment = make_environment(run)
-    policy = make_policy(run, environment)
-    if book is None:
-        folder = out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        book = Book.create(folder, run, facts(policy, threads, getattr(environment, "contained", ())))
-        said = [*said, *noted(folder, run)]
-    trackers = _beside(run, policy, book)
-    terminal = Terminal(run)
-    if not quiet:
-        trackers.insert(0, terminal)
-        for line in (*planted_lines(run), *policy.describe(), *words_in_tokens(run, policy), *said, f"run folder: {book.folder}"):
-            terminal.say(line)
-    parts = make_parts(run, policy, environment, book, trackers)
-    if not quiet and isinstance(parts.sampler, EmbeddedEngine):
-        terminal.say(parts.sampler.describe())
-    progress = Progress()
-    if checkpoint is not None:
-        with damage_is_named(f"{checkpoint.folder}/state.json"):
-            progress = Progress(**checkpoint.state)
-        load_weights(checkpoint.folder, parts.learner)
-        parts.version = progress.version
-        if not quiet:
-            terminal.say(_standing(run, progress))
-    stopper = Stopper()
-    try:
-        told = await prove_start(parts, policy.tokenizer)
-        for note in told if not quiet else ():
-            terminal.say(f"note: {note}")
-        with stopper.listening():
-            results = await Stages(parts, progress, stopper).run(checkpoint.folder if checkpoint is not None else None)
-        for tracker in trackers:
-            tracker.close(final(results))
-    finally:
-        with ExitStack() as closing:  # each is closed, whatever another one raises
-            for close in (book.close, parts.environment.close, parts.close, lambda: terminal.close({})):
-                closing.callback(close)
-    if not quiet:
-        show(terminal.console, run, results, book.folder)
-    return Result(book.folder, run, tuple(results))
-
-
-def final(results: Sequence[StageResult]) -> dict[str, float]:
-    """What trackers keep of a run: accuracy and mean reward on held-out tasks after each stage."""
-    both = [(r.name, what, x) for r in results for what, x in (("accuracy", r.accuracy), ("reward", r.reward))]
-    return {f"final/{name}/{what}": x[0] for name, what, x in both if x is not None}
-
-
-def _beside(run: Run, policy: Policy, book: Book) -> list[Tracker]:
-    """The run's trackers, with the tokenizer and the model's config beside the record; where they cannot be written, the book is closed."""
-    try:
-        keep_policy(book, policy)
-        with disk_full_is_reported(book.folder / "trackers", lambda: "Nothing was lost"):
-            return [*make_trackers(run, book.folder)]
-    except BaseException:
-        book.close()
-        raise
-
-
-def _standing(run: Run, p: Progress) -> str:
-    """Where a resumed run stands, in words."""
-    if p.stage >= len(run.stages):
-        return "this run is finished: nothing is left to do"
-    stage = run.stages[p.stage]
-    return f"resuming at stage {p.stage + 1} of {len(run.stages)}: {stage.name}, after {p.step} of {stage.steps} steps"
+    with begun(recipe, *overrides, out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust) as session:
+        wait(session.play())
+    return Result(session.book.folder, session.run, session.results)
 
 
 def evaluate(
@@ -230,7 +138,9 @@ def evaluate(
     contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
     contract = replace(contract, **{k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature)) if v is not None})
     use_threads(run.threads)
-    asked = tuple(replace(s, sampling=contract) for s in run.stages if isinstance(s, Reinforce))
+    written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
+    alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}  # the stages they name are left out
+    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
     run = replace(run, stages=asked or run.stages)
     environment = make_environment(run)
     if not environment.heldout:
@@ -241,7 +151,7 @@ def evaluate(
         show_report(console, str(target), environment.name, report)
         return report
     refuse(remote)
-    policy = make_policy(run, environment)
+    policy = make_policy(run, environment, written=written)
     roles = make_roles(run, policy, environment)
     if weights is not None:
         load_weights(weights, roles.learner)

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.pieces.baseline import AnchorMean, Ema, Greedy, StepMean, TurnMean
-from posttrain.core.pieces.pull import KL
 from posttrain.recipe.recorded import RecordedStep
+
+_MISSING = {"steps": "no step was judged", "paid": "no turn was paid", "turns": "episodes of one turn"}
+"""Of what a baseline needs of episodes (`Baseline.facts`)."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Offered:
         """Why this record cannot evaluate `a`, with what a run would have needed; '' where it can."""
         if a.learns_values is not None and not self.values:
             return f"reads values, and {self.own.name} trained none: only a run of an algorithm with values has them"
-        if isinstance(a.baseline, Greedy) and not self.greedy:
+        if a.baseline.greedy and not self.greedy:
             return f"reads the greedy answer of each prompt, and {self.own.name} asked for none: baseline=greedy samples them"
         if (a.shown is not None or (a.imitate is not None and a.imitate.of == "shown")) and not self.shown:
             return f"reads demonstrations among the siblings, and {self.own.name} showed none: shown=shown puts them there"
@@ -61,7 +62,7 @@ class Offered:
             return f"reads the sampler's {a.stores_top} most probable tokens, and {stored} stored: clip.top stores them"
         if (a.distill is not None or a.rewards == "none") and not self.teacher:
             return "learns from a teacher, and the stage names none: reference=PATH does"
-        if isinstance(a.baseline, Ema) and not (a == self.own and self.remembered) and (a.shape or isinstance(a.pull, KL)):
+        if a.baseline.moving and not (a == self.own and self.remembered) and (a.shape or "reference" in a.reads):
             return "its moving baseline depends on shaped rewards of earlier steps, which cannot be replayed from the record"
         return ""
 
@@ -77,12 +78,8 @@ class Offered:
             yield "shown siblings left out"
         if a.rewards == "each" and self.sources < 2:
             yield "one reward source"
-        if isinstance(a.baseline, StepMean) and not self.steps:
-            yield "no step was judged"
-        if isinstance(a.baseline, TurnMean) and not self.paid:
-            yield "no turn was paid"
-        if isinstance(a.baseline, TurnMean | AnchorMean) and not self.turns:
-            yield "episodes of one turn"
+        there = {"steps": self.steps, "paid": self.paid, "turns": self.turns}
+        yield from (_MISSING[fact] for fact in a.baseline.facts if not there[fact])
         if a.entropy is not None and a.entropy.target is not None:
             yield f"entropy coefficient as configured ({a.entropy.coef:g})"
         if a.learns_values is not None and a.learns_values != self.own.learns_values:

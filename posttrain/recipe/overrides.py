@@ -20,14 +20,19 @@ from typing import Any, cast
 
 from posttrain.core import ladder, tree
 from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
+from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.run import Env, Model, Reinforce, Run, Stage, Supervised
+from posttrain.core.run import Model, Run
+from posttrain.core.stage import Stage
 from posttrain.recipe.words import read
 
 YOURS = "your patch"
 """`paper` of the patch made of a user's overrides."""
-FIXED = {"Run": ("recipe", "stages"), "Supervised": ("name",), "Reinforce": ("name",)}
-"""What a recipe decides and no override changes."""
+
+
+def _fixed(cls: type) -> tuple[str, ...]:
+    """What a recipe decides and no override changes."""
+    return ("recipe", "stages") if cls is Run else ("name",) if issubclass(cls, Stage) else ()
 
 
 @dataclass
@@ -87,12 +92,14 @@ def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
 
 
 def _has(stage: Stage, head: str) -> bool:
-    return head in tree.hints(type(stage)) or (isinstance(stage, Reinforce) and head in CHOICES)
+    known = tree.hints(type(stage))
+    return head in known or (head in CHOICES and known.get("algorithm") is Algorithm)
 
 
 def _inside(stage: Stage, parts: tuple[str, ...]) -> tuple[str, ...]:
     """A path inside a stage, with `algorithm` put before the choices of one."""
-    if parts and parts[0] in CHOICES and isinstance(stage, Reinforce):
+    known = tree.hints(type(stage))
+    if parts and parts[0] in CHOICES and parts[0] not in known and known.get("algorithm") is Algorithm:
         return ("algorithm", *parts)
     return parts
 
@@ -101,7 +108,7 @@ def _suggest(run: Run, key: str) -> str:
     """Full paths that end like the key; else the nearest full path; else the places where paths begin."""
     full = [path for path, _ in surface(run)]
     last = key.rpartition(".")[2]
-    if same := [p for p in full if p.rpartition(".")[2] == last]:
+    if same := sorted((p for p in full if p.rpartition(".")[2] == last), key=lambda p: p.count(".")):
         return f"did you mean {', '.join(same[:6])}?"
     heads = {p.partition(".")[0] for p in full}
     tails = {p.rpartition(".")[2]: p for p in reversed(full)}
@@ -115,9 +122,9 @@ def _suggest(run: Run, key: str) -> str:
 # --- rebuilding ------------------------------------------------------------------------------------------------------
 
 
-def _env(env: Env, word: str) -> Env:
+def _env(env: Env | None, word: str) -> Env:
     """Another environment starts from its own settings; the number of held-out tasks stays."""
-    return Env(name=word, heldout=env.heldout)
+    return Env(name=word) if env is None else Env(name=word, heldout=env.heldout)
 
 
 def _model(model: Model, word: str) -> Model:
@@ -150,6 +157,8 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
     if isinstance(current, tuple):
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
     part = next(iter(node.parts))
+    if current is None and Env in tree.members(declared):
+        raise ConfigError(f"{path}.{part}: {path} is none, so the run's environment is used; name its own first: {path}=NAME")
     if current is None and tree.pieces(declared):
         names = [n.lower() for n in tree.pieces(declared)]
         raise ConfigError(f"{path}.{part}: {path} is none; choose it first, for example {path}={names[0]} (valid: {', '.join(names)})")
@@ -158,12 +167,13 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
 
 def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
     cls = cast("type[Any]", type(current))
-    if cls in SHORT:
-        return SHORT[cls](current, word)
+    short = next((SHORT[m] for m in tree.members(declared) if m in SHORT), None)
+    if short is not None and not (word.lower() == "none" and type(None) in tree.members(declared)):
+        return short(current, word)
     if declared is cls and dataclasses.is_dataclass(cls):
-        settings = ", ".join(f"{path}.{name}" for name in tree.hints(cls) if name not in FIXED.get(cls.__name__, ()))
+        settings = ", ".join(f"{path}.{name}" for name in tree.hints(cls) if name not in _fixed(cls))
         raise ConfigError(
-            f"{path}={word}: {path} is a group of settings; set one of {settings}{', or leave the stage out: ' + path + '=none' if cls in (Supervised, Reinforce) else ''}"
+            f"{path}={word}: {path} is a group of settings; set one of {settings}{', or leave the stage out: ' + path + '=none' if issubclass(cls, Stage) else ''}"
         )
     return read(declared, word, path)
 
@@ -171,7 +181,7 @@ def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
 def _fields(current: Any, node: Node, path: str) -> Any:
     cls = cast("type[Any]", type(current))
     dot = f"{path}." if path else ""
-    fixed = FIXED.get(cls.__name__, ())
+    fixed = _fixed(cls)
     known = {name: hint for name, hint in tree.hints(cls).items() if name not in fixed}
     changes: dict[str, Any] = {}
     for name, part in node.parts.items():
@@ -242,18 +252,18 @@ def surface(run: Run) -> list[tuple[str, str]]:
 
 def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
     for name, declared in tree.hints(cls).items():
-        if name in FIXED.get(cls.__name__, ()) or (cls is Algorithm and name not in CHOICES):
+        if name in _fixed(cls) or (cls is Algorithm and name not in CHOICES):
             continue
         here = f"{path}.{name}" if path else name
         if cls is not Algorithm and declared is Algorithm:
             yield here, f"one of {', '.join(ladder.LADDER)}"
             yield from _surface(Algorithm, here)
             continue
-        short = declared in SHORT
+        short = any(m in SHORT for m in tree.members(declared))
         item = tree.tuple_item(declared)
         found = tree.pieces(declared if item is None else item)
         if short or not found or item is not None or tree.is_union(declared):
-            yield here, "text" if short else tree.describe(declared)
+            yield here, ("text, or none" if type(None) in tree.members(declared) else "text") if short else tree.describe(declared)
         if tree.mapping_item(declared) is not None:
             yield f"{here}.NAME", tree.describe(tree.mapping_item(declared))
         for piece, sub in found.items():

@@ -10,7 +10,6 @@ from posttrain.core.cost import anchor, cost, reads
 from posttrain.core.formula import compact, credit_words, formulas, source, year
 from posttrain.core.formula.picture import picture
 from posttrain.core.ladder import LADDER
-from posttrain.core.pieces.pull import KL
 from posttrain.core.visible import tell
 from posttrain.diagnose.gauges import REGISTRY
 
@@ -79,7 +78,7 @@ def _section(a: Algorithm) -> list[str]:
         lines.append("")
     rows = formulas(a)
     lines += ["```", *(f"{name:<8} {text}" for name, text in rows), "```", ""]
-    if isinstance(a.pull, KL):
+    if a.pull is not None and a.pull.truth:
         lines += [f"The gradient of its KL is {a.pull.truth}.", ""]
     lines += ["Choices: " + ", ".join(f"`{f}={compact(getattr(a, f))}`" for f in CHOICES if getattr(a, f) not in (None, ())) + ".", ""]
     paid = cost(a)

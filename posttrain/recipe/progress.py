@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from posttrain.core.run import Run, Supervised
+from posttrain.core.run import Run
 from posttrain.core.types import Step
 from posttrain.recipe.console import PlainConsole
 
@@ -76,8 +76,7 @@ class Terminal:
 
     def _open_ended(self, step: Step) -> bool:
         """A stage that runs for the time another one took has no known number of steps."""
-        stage = self.run.stage(step.stage)
-        return isinstance(stage, Supervised) and stage.beside is not None
+        return self.run.stage(step.stage).time_of is not None
 
     def _facts(self, step: Step) -> str:
         g = step.gauges

@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from posttrain.controller.house import Parts
+from posttrain.controller.house import Parts, Setting
 from posttrain.core.errors import DataError, InvariantError, PosttrainError
 from posttrain.core.ports import Attempt, Utterance
 from posttrain.core.sampling import Sampling
@@ -41,20 +41,27 @@ async def prove_start(parts: Parts, tokenizer: Any) -> list[str]:
         InvariantError: prompts, verifier or split are not what they claim to be.
         DataError: the data cannot be read.
     """
-    env = parts.environment
+    settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
+    notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
+    return list(dict.fromkeys(notes))
+
+
+async def _prove(parts: Parts, setting: Setting, tokenizer: Any) -> list[str]:
+    """The claims of one environment."""
+    env = setting.environment
     held = list(env.heldout[:TASKS])
     train = list(_some(env.train, TASKS))
-    prompts_begin_once(parts, tokenizer, [*held, *train])
+    prompts_begin_once(setting, tokenizer, [*held, *train])
     if isinstance(env, SingleTurn) and env.vouches_for_gold:
         known = [task for task in (*held, *train) if env.knows_gold(task)]
         await gold_is_paid(env, known)
         await near_misses_are_not(env, known)
     split_is_clean(env)
-    answered = [await conversations_append(parts, task) for task in [*train[:1], *held[:1]]]
-    return observations_can_be_written(parts) if any(answered) else []
+    answered = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
+    return observations_can_be_written(parts, env.name) if any(answered) else []
 
 
-def observations_can_be_written(parts: Parts) -> list[str]:
+def observations_can_be_written(parts: Parts, environment: str) -> list[str]:
     """Whatever the world answers, the tokenizer can write it, with another character where it lacks one, which is then said.
 
     Raises:
@@ -64,19 +71,19 @@ def observations_can_be_written(parts: Parts) -> list[str]:
     try:
         writable.check()
     except DataError as error:
-        raise DataError(f"environment {parts.environment.name!r} shows the policy what its world answers: {error}") from error
+        raise DataError(f"environment {environment!r} shows the policy what its world answers: {error}") from error
     if writable.everything:
         return []
     return [f"the tokenizer has no token for some characters; where the world answers with one, the policy is shown {writable.stand_in!r}"]
 
 
-def prompts_begin_once(parts: Parts, tokenizer: Any, tasks: Sequence[Task]) -> None:
+def prompts_begin_once(setting: Setting, tokenizer: Any, tasks: Sequence[Task]) -> None:
     """A rollout's prompt is what the model's own tokenizer makes of it, its beginning written once and nothing put behind."""
     special = set(tokenizer.all_special_ids)
     for task in tasks:
         if not isinstance(task.prompt, str) and any(s in str(m.get("content")) for m in task.prompt for s in tokenizer.all_special_tokens):
             continue  # written out so that it stays text, which the model's own tokenizer does not do
-        got = np.asarray(parts.rollout.dialogue(task.id).see(task.prompt)).tolist()
+        got = np.asarray(setting.rollout.dialogue(task.id).see(task.prompt)).tolist()
         if isinstance(task.prompt, str):
             full, bare = tokenizer(task.prompt)["input_ids"], tokenizer(task.prompt, add_special_tokens=False)["input_ids"]
             options = [full[: len(full) - n] for n in range(len(full)) if all(i in special for i in full[len(full) - n :])]
@@ -124,7 +131,7 @@ async def _play(env: SingleTurn, task: Task, turns: Sequence[str]) -> Attempt:
         raise InvariantError(f"task {task.id!r}: {error}. gold() and distractor() must give every turn the environment asks for") from error
 
 
-async def conversations_append(parts: Parts, task: Task) -> bool:
+async def conversations_append(parts: Parts, setting: Setting, task: Task) -> bool:
     """One episode of scripted turns through the policy's own chat template: where turns cannot be one sequence, the run does not start.
     Whether the world may answer the policy in it.
 
@@ -134,9 +141,9 @@ async def conversations_append(parts: Parts, task: Task) -> bool:
     render: Any = parts.renderer
     if render.history == "rewrite":
         return True
-    env = parts.environment
+    env = setting.environment
     turns = env.gold(task) if isinstance(env, SingleTurn) and env.vouches_for_gold and env.knows_gold(task) else (_sayable(render),) * TURNS
-    talk = _Rehearsed(render, parts.rollout.dialogue(task.id), turns, Sampling(), chat=not isinstance(task.prompt, str), task=task.id)
+    talk = _Rehearsed(render, setting.rollout.dialogue(task.id), turns, Sampling(), chat=not isinstance(task.prompt, str), task=task.id)
     try:
         async with asyncio.timeout(PLAYED):
             await env.play(task, talk)

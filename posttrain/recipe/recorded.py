@@ -9,10 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core import files, reader
-from posttrain.core.checkpoint import find, scan
+from posttrain.core.checkpoint import Checkpoint, find, scan
 from posttrain.core.errors import ConfigError, RunFolderError, nearest
 from posttrain.core.record import Recorded
 from posttrain.core.run import Reinforce, Run
+from posttrain.core.stage import starts
 from posttrain.core.types import Episode, Group, Step, Top
 
 KEPT_REFERENCE = "-reference-"
@@ -112,28 +113,27 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
 # --- weights ---------------------------------------------------------------------------------------------------------
 
 
-def before(run: Run, stage: str) -> str:
-    """Name of the kept weights a stage started from."""
-    names = ["start", *(s.name for s in run.stages)]
-    return names[names.index(stage) - 1]
-
-
 def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
     """All weights of a stage that lie in the folder, oldest first: its start, checkpoints, refreshed references, its end."""
     place = run.stages.index(stage)
-    own = [c for c in scan(folder) if c.state.get("stage") == place and c.state.get("step")]
-    found = [Weights(c.name, c.folder, int(c.state["step"]), int(c.state["version"]), c.state.get("memory")) for c in own]
+    own = [(c, s) for c in scan(folder) if (s := _running(c)) and c.state["stage"] == place]
+    found = [Weights(c.name, c.folder, int(s["step"]), int(c.state["version"]), s.get("memory")) for c, s in own]
     kept = folder / "kept"
     for path in sorted(kept.glob(f"{stage.name}{KEPT_REFERENCE}*")):
         found.append(Weights(f"kept/{path.name}", path, int(path.name.rpartition("-")[2]), None))
     if (last := kept / stage.name).is_dir():
         end = max((f.index for f in reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"), default=0)
-        ended = next((c for c in scan(folder) if c.state.get("stage") == place + 1 and not c.state.get("step")), None)
+        ended = next((c for c in scan(folder) if stage.hands_on and c.state.get("stage") == place + 1 and not _running(c)), None)
         found.append(Weights(f"kept/{last.name}", last, end, int(ended.state["version"]) if ended else None))
         found += [Weights(ended.name, ended.folder, end, int(ended.state["version"]))] if ended else []
-    if (first := kept / before(run, stage.name)).is_dir():
+    if (first := kept / starts(run.stages, stage)).is_dir():
         found.append(Weights(f"kept/{first.name}", first, 0, None, {}))
     return sorted(found, key=lambda w: (w.step or 0, w.version is not None))
+
+
+def _running(checkpoint: Checkpoint) -> Mapping[str, Any]:
+    """What a checkpoint remembers of the stage that was cut in its middle; nothing at a stage's end."""
+    return checkpoint.state.get("running") or {}
 
 
 def _nearest(folder: Path, known: Sequence[Weights], index: int) -> Weights:

@@ -9,9 +9,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ladder import DR_GRPO, GRPO
-from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Reward, Run, Supervised
+from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 
 _TINY = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, context=128)
@@ -39,7 +40,17 @@ def ladder() -> Run:
                 steps=40,
                 eval_every=20,
             ),
-            Supervised(name="sft_continued", style="cot", wrong=0.4, steps=100_000, batch=128, optimizer=Optimizer(lr=1e-3), beside="rl"),
+            Supervised(
+                name="sft_continued",
+                style="cot",
+                start="cot",
+                time_of="rl",
+                hands_on=False,
+                wrong=0.4,
+                steps=100_000,
+                batch=128,
+                optimizer=Optimizer(lr=1e-3),
+            ),
         ),
     )
 

@@ -26,12 +26,21 @@ def table(results: Sequence[StageResult]) -> Table:
     for name in ("stage", "accuracy [95 %]", "added", "greedy", *(("mean reward [95 %]", "added ") if graded else ()), "steps", "seconds"):
         out.add_column(name, justify="left" if name == "stage" else "right")
     for r in results:
-        name = r.name if r.beside is None else f"{r.name} *"
+        name = r.name if r.hands_on else f"{r.name} *"
         accuracy, reward = _added(r.accuracy, r.before), _added(r.reward, r.reward_before) if graded else ()
         out.add_row(name, *accuracy, "-" if r.greedy is None else f"{r.greedy:.3f}", *reward, str(r.steps), f"{r.seconds:.1f}")
-    if beside := [r for r in results if r.beside is not None]:
-        out.caption = "* " + "; ".join(f"instead of {r.beside}, from the same weights, for the same time" for r in beside)
+    if compared := [r for r in results if not r.hands_on]:
+        out.caption = "* " + "; ".join(_compared(r, results) for r in compared)
     return out
+
+
+def _compared(r: StageResult, results: Sequence[StageResult]) -> str:
+    """What a stage is to be compared with whose weights the run did not go on with."""
+    timed = next((x for x in results if x.name == r.time_of), None)
+    if timed is not None and timed.start == r.start:
+        return f"instead of {timed.name}, from the same weights, for the same time"
+    time = f", for the time of {r.time_of}" if r.time_of is not None else ""
+    return f"from the weights of {r.start}{time}, handed to nobody"
 
 
 def _added(measured: tuple[float, float, float] | None, before: float | None) -> tuple[str, str]:

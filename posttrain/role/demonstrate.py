@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from posttrain.core import seeds
-from posttrain.core.batch import Demonstrations
+from posttrain.core.batch import Batch
 from posttrain.core.errors import DataError
 from posttrain.core.ports import Dialogue, Environment, PairRenderer, Teacher
 from posttrain.core.run import Supervised
 from posttrain.core.sampling import Sampling
+from posttrain.core.streams import WEIGHT
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Message, Segment, Task
 from posttrain.role.prompts import Prompts
@@ -30,10 +31,10 @@ async def demonstrations(
     seed: int,
     step: int,
     context: int,
-) -> Demonstrations:
+) -> Batch:
     """The minibatch of one supervised step: a function of (seed, stage, step), so it needs no state.
 
-    Every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
+    Its one stream is WEIGHT: every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
     """
     walk = Prompts(teacher.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
     rng = seeds.generator(seed, f"demonstrate/{stage.name}", step)
@@ -47,7 +48,7 @@ async def demonstrations(
             said = await recited(teacher, renderer, dialogue(task.id), task, prompt, completion, _LIKELIHOOD)
             segments.append(_fits(said.transcript.segment(), task, context))
     spoken = sum(s.spoken for s in segments)
-    return Demonstrations.of(segments, weight_M=np.full(spoken, 1.0 / spoken))
+    return Batch.of(segments, streams={WEIGHT: np.full(spoken, 1.0 / spoken)})
 
 
 def demonstration(renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int) -> Segment:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from posttrain.core.request import Request
 from posttrain.core.run import Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauge, Gauges, Group, Task
@@ -144,11 +145,11 @@ class Report:
 async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> Report:
     """Sample every task `how.samples` times (and once greedily). The same seeds every time, so runs compare prompt by prompt."""
     fixed, sampling = replace(rollout, seed=how.seed), replace(sampling, top=0)
-    groups = await together([fixed.group(t, 0, how.samples, sampling, "evaluation") for t in tasks])
+    groups = await together([fixed.group(t, 0, Request(groups=1, siblings=how.samples), sampling, "evaluation") for t in tasks])
     greedy = None
     if how.greedy:
         argmax = replace(sampling, greedy=True, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-        greedy = await together([fixed.group(t, 0, 1, argmax, "greedy") for t in tasks])
+        greedy = await together([fixed.group(t, 0, Request(groups=1, siblings=1), argmax, "greedy") for t in tasks])
     return report(groups, greedy)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrain.core import seeds
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.pieces.token import Curriculum, NoEasy, Priority
+from posttrain.core.pieces.token import Curriculum
 from posttrain.core.ports import TaskSource
 from posttrain.core.types import Group, Task
 from posttrain.core.verdict import SOLVED
@@ -20,7 +20,7 @@ class Prompts:
     """An endless walk through a task source: shuffled anew every epoch, or in order where tasks are generated.
 
     `visit` counts how often a task was asked before; it enters every random key of its episodes (law 8). A curriculum
-    leaves tasks out (`NoEasy`) or draws them by what is left to learn (`Priority`); it reads raw outcomes only.
+    leaves tasks out or draws them in proportion to a weight (`Curriculum.weight`); it reads raw outcomes only.
     """
 
     source: TaskSource
@@ -30,7 +30,7 @@ class Prompts:
     rates: dict[str, float] = field(default_factory=dict[str, float])
     """Task id -> pass rate when it was last asked. Part of every checkpoint, where a curriculum reads it."""
     visits: dict[str, int] = field(default_factory=dict[str, int])
-    """Task id -> how often it was asked, under `Priority`, which asks in no epochs."""
+    """Task id -> how often it was asked, under a curriculum that draws, which asks in no epochs."""
 
     def __post_init__(self) -> None:
         if self.source.count == 0:
@@ -46,19 +46,16 @@ class Prompts:
 
     def __next__(self) -> tuple[Task, int]:
         """The next task with its visit number."""
-        match self.curriculum:
-            case None:
-                return self._walk()
-            case NoEasy(rate=rate):
-                for _ in range(self.source.count or 1):
-                    task, visit = self._walk()
-                    if self.rates.get(task.id, 0.0) < rate:
-                        return task, visit
-                raise ConfigError(
-                    f"curriculum: every one of the {self.source.count} tasks was solved at a rate of {rate:g} or more. Stop here, or add harder tasks"
-                )
-            case Priority(floor=floor):
-                return self._draw(floor)
+        chosen = self.curriculum
+        if chosen is None:
+            return self._walk()
+        if chosen.drawn:
+            return self._draw(chosen)
+        for _ in range(self.source.count or 1):
+            task, visit = self._walk()
+            if chosen.weight(self.rates.get(task.id, 0.0)) > 0:
+                return task, visit
+        raise ConfigError(f"curriculum: every one of the {self.source.count} tasks {chosen.left_out()}. Stop here, or add harder tasks")
 
     def _walk(self) -> tuple[Task, int]:
         count = self.source.count
@@ -73,11 +70,11 @@ class Prompts:
         self.cursor += 1
         return self.source.task(index), visit
 
-    def _draw(self, floor: float) -> tuple[Task, int]:
-        """A task with probability in proportion to what is left of it to solve."""
+    def _draw(self, chosen: Curriculum) -> tuple[Task, int]:
+        """A task with probability in proportion to its weight."""
         if self._tasks is None:
             self._tasks = [self.source.task(i) for i in range(self.source.count or 0)]
-        weight = np.array([max(floor, 1 - self.rates.get(t.id, 0.0)) for t in self._tasks])
+        weight = np.array([chosen.weight(self.rates.get(t.id, 0.0)) for t in self._tasks])
         task = self._tasks[int(seeds.generator(self.seed, "prompt-draw", self.cursor).choice(len(weight), p=weight / weight.sum()))]
         self.cursor += 1
         visit = self.visits.get(task.id, 0)

@@ -14,8 +14,8 @@ from typing import Any, TypeVar, cast
 
 from posttrain.core import seeds
 from posttrain.core.errors import InvariantError, PosttrainError
-from posttrain.core.pieces.token import Shown
 from posttrain.core.ports import Attempt, Dialogue, Environment, PairRenderer, Sampler, Teacher
+from posttrain.core.request import Rate, Request
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import Limits
 from posttrain.core.transcript import Transcript
@@ -27,26 +27,6 @@ from posttrain.role.judging import Bench, judged
 from posttrain.role.talk import Conversation, tokens_upto
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Asked:
-    """What `until` had to do for its groups: every group it played, and which of them passed the filter.
-
-    Whoever looks at some of them chooses by this order: which ones passed is known only by what they say.
-    """
-
-    played: tuple[Group, ...]
-    """In the order they were asked."""
-    passed: tuple[bool, ...]
-
-    @property
-    def groups(self) -> tuple[Group, ...]:
-        return tuple(g for g, passed in zip(self.played, self.passed, strict=True) if passed)
-
-    @property
-    def refused(self) -> tuple[Group, ...]:
-        return tuple(g for g, passed in zip(self.played, self.passed, strict=True) if not passed)
 
 
 @dataclass
@@ -135,25 +115,15 @@ class Rollout:
         verdicts = await bench.judge(attempt, (segment,))
         return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, completion)
 
-    async def group(
-        self,
-        task: Task,
-        visit: int,
-        siblings: int,
-        sampling: Sampling,
-        stream: str,
-        *,
-        extra: int = 0,
-        greedy: bool = False,
-        shown: Shown | None = None,
-    ) -> Group:
-        """All siblings of one prompt, concurrently; the last `shown.siblings` of them demonstrations, beside them the argmax answer.
+    async def group(self, task: Task, visit: int, request: Request, sampling: Sampling, stream: str) -> Group:
+        """All siblings of one prompt, concurrently; the last ones demonstrations where those are shown, beside them the argmax answer.
 
-        Those that say the same share their verdicts (`Bench`). With `extra`, so many more are started, and what has not ended once the wanted number has is aborted: short answers are
-        preferred, which `Group.aborted` lets anyone measure.
+        Those that say the same share their verdicts (`Bench`). With `request.extra`, so many more are started, and what has not ended once
+        the wanted number has is aborted: short answers are preferred, which `Group.aborted` lets anyone measure.
         """
-        own = siblings - (shown.siblings if shown else 0)
-        started, talks, bench = own + extra, dict[int, Conversation](), Bench(self.environment)
+        shown, greedy = request.shown, request.greedy
+        own = request.siblings - (shown.siblings if shown else 0)
+        started, talks, bench = own + request.extra, dict[int, Conversation](), Bench(self.environment)
         said = settled([self.episode(task, visit, i, sampling, stream, talks, bench) for i in range(started)], own)
         beside = (
             [self.show(task, visit, i, sampling, shown.style, bench) for i in range(started, started + shown.siblings)] if shown else []
@@ -169,28 +139,26 @@ class Rollout:
         return Group(task, visit, episodes, others[-1] if greedy else None, started - len(ended), spoken)
 
     async def until(
-        self,
-        prompts: Iterator[tuple[Task, int]],
-        *,
-        count: int,
-        siblings: int,
-        sampling: Sampling,
-        stream: str,
-        keep: Callable[[Group], bool] | None = None,
-        most: int = 8,
-        extra: int = 0,
-        greedy: bool = False,
-        shown: Shown | None = None,
-    ) -> Asked:
-        """Groups until `count` pass `keep`, asking for at most `most * count`; in the order they were asked."""
+        self, prompts: Iterator[tuple[Task, int]], request: Request, sampling: Sampling, stream: str, seen: Rate = Rate()
+    ) -> tuple[tuple[Group, ...], tuple[bool, ...]]:
+        """Groups, in the order they were asked, until enough of them pass; and which of them do.
+
+        They are asked in waves, each as large as the rate at which groups passed so far lets it have to be. A wave waits for its last
+        answer, so the fewer there are the less the engine idles. Sizes are functions of what was said, never of time; where more
+        pass than are wanted, the first ones asked are taken (`Experience.groups`).
+
+        Args:
+            seen: groups of earlier steps, and how many of them passed.
+        """
         played, passed = list[Group](), list[bool]()
-        while sum(passed) < count and len(played) < most * count:
-            wave = [next(prompts) for _ in range(min(count - sum(passed), most * count - len(played)))]
-            play = partial(self.group, siblings=siblings, sampling=sampling, stream=stream, extra=extra, greedy=greedy, shown=shown)
-            groups = await together([play(t, v) for t, v in wave])
+        most = request.most * request.groups
+        while (missing := request.groups - sum(passed)) > 0 and len(played) < most:
+            rate = seen.and_then(len(played), sum(passed))
+            wave = [next(prompts) for _ in range(min(rate.wave(missing), most - len(played)))]
+            groups = await together([self.group(task, visit, request, sampling, stream) for task, visit in wave])
             played += groups
-            passed += [keep is None or keep(group) for group in groups]
-        return Asked(tuple(played), tuple(passed))
+            passed += [not request.mixed or group.mixed for group in groups]
+        return tuple(played), tuple(passed)
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Learner, Sampler
-from posttrain.role.movement import packed_text
+from posttrain.role.probe import packed_text
 from posttrain.role.rounding import Gap, allowed
 
 

@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from posttrain.algorithm.objective import objective, supervised
-from posttrain.algorithm.streams import streams
-from posttrain.core.algorithm import Algorithm
-from posttrain.core.batch import Batch, Demonstrations, Packed
+from posttrain.algorithm.losses import Loss
+from posttrain.algorithm.objective import Terms
+from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Learner
+from posttrain.core.ports import Expected, Learner, TokenScores
+from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.types import Gauge, Gauges, merge
-
-P = TypeVar("P", bound=Packed)
-Observer = Callable[[Batch, np.ndarray], None]
+from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
+from posttrain.role.passes import Passes
 
 
 class NotFinite(InvariantError):
@@ -69,7 +67,21 @@ class Optimizer(Protocol):
         """What a step moves, by parameter: its master where it has one."""
         ...
 
-    def state_tensors(self) -> Mapping[str, torch.Tensor]: ...
+    def expected_update(self, config: OptimizerConfig, name: str, gradient: Tensor, norm: float, at: int | None = None) -> Expected:
+        """What the next step must do to parameter `name`; asked before it, and changes nothing.
+
+        It is the definition, from what the stage configured, the steps taken and the state so far: nothing that the step itself
+        computes, and nothing the optimizer was built with, since these are what is checked.
+
+        Args:
+            gradient: of the parameter, before any clip. norm: of all gradients together.
+            at: only of this number of the flattened parameter.
+        """
+        ...
+
+    def state_tensors(self) -> Mapping[str, torch.Tensor]:
+        """Everything a resumed run needs, by name; `steps` counts the steps taken, `WORD.PARAMETER` is state of a parameter."""
+        ...
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
 
@@ -83,67 +95,60 @@ class Trainer:
     micro_tokens: int
     version: int = 0
 
-    def policy_step(self, batch: Batch, a: Algorithm, observe: Observer | None = None, *, warming: bool = False) -> Gauges:
+    def step(self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False) -> Gauges:
         """One optimizer step on one minibatch; micro-batches only split it.
 
-        `warming` trains the value head alone. `observe` sees each micro-batch with the learner's log-probs before anything is differentiated; it may raise.
+        Args:
+            watch: who observes it: PackedEvent before the first pass, DifferentiatedEvent before the optimizer moves, LearnedEvent after.
+            index: the stage's step it belongs to. first: whether it is the first minibatch of a step (`PackedEvent`).
+
+        Raises:
+            NotFinite: the gradient is not; the weights were left as they were.
         """
+        packed = PackedEvent(index, batch, first, self.version)
+        watch.tell(packed)
+        lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
         self.learner.train_mode(True)
-        parts: list[Gauges] = []
+        parts: list[Terms] = []
         for micro in batch.split(self.micro_tokens):
-            value, alone = a.learns_values is not None, warming
-            scores = self.learner.forward(
-                micro, entropy=a.entropy is not None, value=value, candidates_MK=micro.top_ids_MK, head_only=alone
-            )
-            if observe is not None:
-                observe(micro, scores.logp.detach().float().cpu().numpy())
-            terms = objective(a, streams(micro, scores.logp.device), scores)
+            scores = self._forward(micro, loss)
+            passes.listen(micro, scores)
+            terms = loss.terms(micro, scores)
             terms.loss.backward()
             self.optimizer.gather()
-            parts.append(terms.gauges)
+            parts.append(Terms(terms.loss.detach(), terms.gauges))
+        watch.tell(DifferentiatedEvent(packed, passes))
+        gauges = merge(loss.gauges(batch, parts), self._update(batch, loss))
+        watch.tell(LearnedEvent(packed, passes, lr))
+        return gauges
 
-        def own(one: Batch) -> Tensor:
-            value = a.learns_values is not None
-            scores = self.learner.forward(one, entropy=a.entropy is not None, value=value, candidates_MK=one.top_ids_MK, head_only=warming)
-            return objective(a, streams(one, scores.logp.device), scores).loss
+    def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
+        reads = loss.reads(micro)
+        return self.learner.forward(
+            micro, entropy=reads.entropy, value=reads.value, candidates_MK=reads.candidates_MK, head_only=reads.head_only
+        )
 
-        return merge(*parts, self._update(batch, own))
-
-    def imitate(self, batch: Demonstrations) -> Gauges:
-        """One optimizer step of maximum likelihood on demonstrated tokens."""
-        self.learner.train_mode(True)
-        total = 0.0
-
-        def alone(micro: Demonstrations) -> Tensor:
-            scores = self.learner.forward(micro, entropy=False, value=False)
-            return supervised(torch.as_tensor(micro.weight_M, dtype=scores.logp.dtype, device=scores.logp.device), scores.logp)
-
-        for micro in batch.split(self.micro_tokens):
-            loss = alone(micro)
-            loss.backward()
-            self.optimizer.gather()
-            total += float(loss.detach())
-        return merge({"sft/loss": Gauge(total, 1), "sft/tokens": Gauge(batch.spoken, 1)}, self._update(batch, alone))
-
-    def _update(self, batch: P, alone: Callable[[P], Tensor]) -> Gauges:
-        """The optimizer's step. `alone` is the loss of a part of the batch, asked again of each episode where the gradient is not finite."""
+    def _update(self, batch: Batch, loss: Loss) -> Gauges:
+        """The optimizer's step. Where the gradient is not finite the loss is asked again of each unit."""
         lr = self.optimizer.lr
         norm = self.optimizer.step()
         self.learner.train_mode(False)
         if not math.isfinite(norm):
-            raise NotFinite(norm, self.version + 1, self._culprits(batch, alone), batch.episodes)
+            raise NotFinite(norm, self.version + 1, self._culprits(batch, loss), batch.episodes)
         self.version += 1
         return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
-    def _culprits(self, batch: P, alone: Callable[[P], Tensor]) -> list[int]:
-        """Episodes whose own loss or gradient is not finite, with the weights of the step, which stood still."""
+    def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
+        """Episodes of units whose own loss or gradient is not finite, with the weights of the step, which stood still."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
-        for e in range(batch.episodes):
-            loss = alone(batch.select([e]))
-            found = torch.autograd.grad(loss, parameters, allow_unused=True)
-            if not all(bool(torch.isfinite(x).all()) for x in (loss, *found) if x is not None):
-                out.append(e)
+        for unit in range(batch.units):
+            episodes = batch.members(unit)
+            one = batch.select(episodes)
+            total = loss.terms(one, self._forward(one, loss)).loss
+            found = torch.autograd.grad(total, parameters, allow_unused=True)
+            if not all(bool(torch.isfinite(x).all()) for x in (total, *found) if x is not None):
+                out.extend(episodes.tolist())
         return out
 
     def trained(self) -> Mapping[str, Any]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.checks.update import Handed, moved
 from posttrain.controller.house import Parts
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError, RewardError
@@ -19,8 +20,6 @@ from posttrain.core.ladder import GRPO
 from posttrain.core.run import Optimizer, Run
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.optimizer import AdamW
-from posttrain.role.listening import Heard, Largest
-from posttrain.role.movement import moved
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
@@ -178,15 +177,15 @@ def test_a_move_that_earlier_gradients_cancel_is_no_fault() -> None:
     config = Optimizer(lr=1e-6, warmup=0, clip=1e9)
     w = torch.full((4,), 1.0)
     optimizer = AdamW({"norm": w}, config)
-    heard = Heard()
-    for g in (1.0, -0.9):
-        w.grad = torch.full((4,), g)
-        heard.largest["norm"], heard.norm = Largest(0, g, float(w[0])), 2 * abs(g)
-        optimizer.step()
-    assert float(w[0]) == heard.largest["norm"].weight
-    assert moved(heard, {"norm": w}, config, config.lr, optimizer.state_tensors()) == {}
+    w.grad = torch.full((4,), 1.0)
+    optimizer.step()
+    w.grad = torch.full((4,), -0.9)
+    handed, told = Handed.of(optimizer, config), Handed.of(AdamW({"norm": w}, config), config)
+    optimizer.step()
+    assert float(w[0]) == handed.largest["norm"].weight
+    assert moved(handed, {"norm": w}, config.lr) == {}
     with pytest.raises(InvariantError, match="did not move in an optimizer step"):
-        moved(heard, {"norm": w}, config, config.lr, {})
+        moved(told, {"norm": w}, config.lr)
 
 
 @pytest.mark.parametrize("only", [False, True], ids=["imitation", "reinforcement"])

@@ -7,7 +7,7 @@ from dataclasses import replace
 import textbooks as t
 import textbooks_family as f
 import textbooks_mismatch as m
-from law_toys import START
+from law_toys import NOW
 from law_world import Book
 
 from posttrain.algorithm.steer import Memory, steered
@@ -53,7 +53,7 @@ THE_LADDER: list[Case] = [
     (ladder.LUFFY, f.luffy),
     (ladder.CHORD, lambda eps: 1.1 * f.chord(1 / 11)(eps)),
     (ladder.DECOUPLED, m.decoupled),
-    (ladder.A3PO, m.a3po(START)),
+    (ladder.A3PO, m.a3po(NOW)),
     (ladder.M2PO, f.m2po(0.04)),
     (ladder.LITE_PPO, f.lite_ppo),
     (ladder.GMPO, f.gmpo(0.4, 0.4)),

@@ -18,6 +18,7 @@ from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
+from posttrain.core.streams import ADVANTAGE, ENERGY, ENTROPY, MU, REFERENCE, START, TOP_IDS, TOP_LOGP, VALUE, WEIGHT
 from posttrain.core.types import SHOWN, Credit, Episode, Group, Scored, ScoredGroup, Segment, Stop, Task, Top
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.pack import pack
@@ -86,19 +87,14 @@ def episode_of(task: Task, sibling: int, answer: Answer) -> Episode:
     return Episode(task, 0, sibling, segments_of(answer), answer.stop, answer.judged)
 
 
-def _cut(x: np.ndarray | None, episode: Episode) -> tuple[np.ndarray, ...] | None:
-    if x is None:
-        return None
+def _cut(x: np.ndarray, episode: Episode) -> tuple[np.ndarray, ...]:
     return tuple(np.split(x, np.cumsum([s.spoken for s in episode.segments])[:-1]))
 
 
 def _scored(episode: Episode, a: Answer) -> Scored:
-    teacher = None
-    if a.teacher is not None:
-        parts = (_cut(a.teacher.ids, episode) or (), _cut(a.teacher.logp, episode) or ())
-        teacher = tuple(Top(i, p) for i, p in zip(*parts, strict=True))
-    streams = [_cut(x, episode) for x in (a.start, a.reference, a.values, a.entropy)]
-    return Scored(episode, *streams, teacher, _cut(a.energy, episode))
+    held = {START: a.start, REFERENCE: a.reference, VALUE: a.values, ENTROPY: a.entropy, ENERGY: a.energy}
+    held |= {} if a.teacher is None else {TOP_IDS: a.teacher.ids, TOP_LOGP: a.teacher.logp}
+    return Scored(episode, streams={s: _cut(x, episode) for s, x in held.items() if x is not None})
 
 
 def scored_group(name: str, answers: Sequence[Answer], greedy: float | None = None, info: Mapping[str, Any] | None = None) -> ScoredGroup:
@@ -126,7 +122,7 @@ def credits(a: Algorithm, *groups: Sequence[float], lengths: Sequence[Sequence[i
 
 
 STAGE = Reinforce(name="laws", sampling=SAMPLING)
-START = 4
+NOW = 4
 """Version of the weights at the start of a toy step; its one optimizer step makes the next."""
 
 
@@ -134,9 +130,9 @@ def batch_of(a: Algorithm, credit: Credit, *, turned: bool = False, with_start: 
     """The step as one minibatch, through the packer of real runs. `turned` puts the last group and the last sibling first."""
     if turned:
         credit = replace(credit, groups=tuple(replace(g, episodes=g.episodes[::-1]) for g in credit.groups[::-1]))
-    (made,) = pack(credit, a, STAGE, seed=0, step=0, version=START)
+    (made,) = pack(credit, a, STAGE, seed=0, step=0, version=NOW)
     assert made.batch is not None, "every token is silent"
-    return made.batch if with_start else replace(made.batch, logp_start_M=None)
+    return made.batch if with_start else made.batch.having({START: None})
 
 
 def look(ratio: Tensor, advantage: Tensor, sequence: np.ndarray | None = None) -> Look:
@@ -199,12 +195,9 @@ def streams_of(
     def put(x: np.ndarray) -> Tensor:
         return torch.as_tensor(np.asarray(x, np.float64))
 
+    held = {MU: mu, ADVANTAGE: advantage, WEIGHT: weight, START: start, REFERENCE: ref}
     return Streams(
-        put(mu),
-        put(advantage),
-        put(weight),
         torch.as_tensor(np.asarray(sequence, np.int64)),
         int(np.max(sequence)) + 1,
-        None if start is None else put(start),
-        None if ref is None else put(ref),
+        streams={s: put(x) for s, x in held.items() if x is not None},
     )

@@ -11,7 +11,7 @@ from functools import cache, cached_property
 
 import numpy as np
 import torch
-from law_toys import SAMPLING, START, Answer, batch_of, scored_group
+from law_toys import NOW, SAMPLING, Answer, batch_of, scored_group
 from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
@@ -21,6 +21,7 @@ from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.pieces.baseline import AnchorMean, TurnMean
 from posttrain.core.ports import TokenScores
+from posttrain.core.streams import TOP_IDS
 from posttrain.core.types import Credit, Top
 from posttrain.core.verdict import Judged, Verdict
 
@@ -98,7 +99,7 @@ class World:
         self.mu = np.minimum(-rng.gamma(2.0, 0.5, m), -0.02).astype(np.float32)
         self.start, self.ref = (np.minimum(self.mu + rng.normal(size=m) * s, -0.01).astype(np.float32) for s in (0.2, 0.4))
         self.v_old, self.entropy_old = rng.normal(size=m).astype(np.float32), rng.random(m).astype(np.float32)
-        self.version = rng.integers(0, START + 1, m).astype(np.int32)
+        self.version = rng.integers(0, NOW + 1, m).astype(np.int32)
         self.energy = np.random.default_rng([seed, 1]).uniform(0.01, 1.9, m).astype(np.float32)
         said = rng.integers(0, VOCABULARY, m)
         now = np.minimum(self.start.astype(np.float64) + rng.normal(size=m) * 0.3, -0.005)
@@ -203,8 +204,8 @@ class World:
         """What the policy says of the tokens of a batch of this world."""
         at = torch.as_tensor((batch.target_M - FIRST_ID) // VOCABULARY, dtype=torch.int64)
         candidates = None
-        if batch.top_ids_MK is not None:
-            column = torch.as_tensor((batch.top_ids_MK - FIRST_ID) % VOCABULARY, dtype=torch.int64)
+        if TOP_IDS in batch:
+            column = torch.as_tensor((batch[TOP_IDS] - FIRST_ID) % VOCABULARY, dtype=torch.int64)
             candidates = self.near[at].gather(1, column)
         return TokenScores((self.lp if logp is None else logp)[at], self.H[at], self.v[at], candidates)
 

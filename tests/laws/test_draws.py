@@ -10,7 +10,7 @@ import asyncio
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,10 +19,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.checks import draws
+from posttrain.checks.draws import ALPHA, MOST, STAKES, TEMPERATURES, Bet, Bets, bet_on_answers, bet_on_draws, bet_on_siblings
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
+from posttrain.core.experience import Experience
 from posttrain.core.ports import Odds
+from posttrain.core.request import Request
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
@@ -31,8 +35,6 @@ from posttrain.engine.attention import PackedLayout, using
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded import sampler as drawing
 from posttrain.engine.learner import HFLearner
-from posttrain.role import draws
-from posttrain.role.draws import ALPHA, MOST, STAKES, TEMPERATURES, Bet, Bets, bet_on_answers, bet_on_draws, bet_on_siblings
 from posttrain.role.rollout import Rollout
 from tests.laws.test_agreement import OPTIONS, PROMPTS, policy, sharpen
 
@@ -248,8 +250,8 @@ def test_a_fault_that_begins_late_is_found() -> None:
 def test_bets_come_back_from_a_checkpoint() -> None:
     bets = Bets()
     bet_on_draws(bets.draws, walk(np.random.default_rng(2), 50, 2.0, 1.0)[0], 2e-3)
-    assert asdict(Bets.of(json.loads(json.dumps(asdict(bets))))) == asdict(bets)
-    assert asdict(Bets.of(None)) == asdict(Bets())
+    assert Bets.of(json.loads(json.dumps(bets.plain(), allow_nan=False))) == bets
+    assert Bets.of(None) == Bets()
 
 
 # --- siblings ----------------------------------------------------------------------------------------------------------
@@ -359,7 +361,7 @@ def test_a_lost_stake_is_lost_and_begins_again() -> None:
         bet.play([1.0, 0.0])
     bet.lose()
     assert bet.log_evidence == -math.inf and bet.rounds == 20
-    assert asdict(Bets.of(json.loads(json.dumps(asdict(Bets(bet, Bet()))))).draws) == asdict(bet)
+    assert Bets.of(json.loads(json.dumps(Bets(bet, Bet()).plain(), allow_nan=False))).draws == bet
     bet.play([0.0, 0.0])
     assert math.exp(bet.log_evidence) == pytest.approx(1 / (21 * 22))
 
@@ -369,17 +371,18 @@ def test_groups_lie_in_the_order_they_were_asked_whatever_passes() -> None:
 
     class Played(Rollout):
         async def group(self, task: Task, visit: int, *args: Any, **options: Any) -> Group:
-            return group([((3,), -1.0)])
+            said = group([((3,), -1.0), ((4,), -1.0)])
+            judged = [
+                replace(e, task=task, visit=visit, verdicts=(Judged("x", 1.0, Verdict.value(float(passes[visit] and i))),))
+                for i, e in enumerate(said.episodes)
+            ]
+            return replace(said, task=task, visit=visit, episodes=tuple(judged))
 
-    passes = iter([False, True, False, True, True])
+    passes = [False, True, False, True, True, False, True, False, False]
     prompts = ((Task(str(i), "?"), i) for i in range(100))
-    seen: list[Group] = []
-
-    def keep(g: Group) -> bool:
-        seen.append(g)
-        return next(passes)
-
     rollout = Played(None, None, lambda name: None, SEED)  # type: ignore[arg-type]
-    asked = asyncio.run(rollout.until(prompts, count=3, siblings=1, sampling=Sampling(), stream=STREAM, keep=keep))
-    assert list(asked.played) == seen and len(seen) == 5
-    assert list(asked.groups) == [seen[i] for i in (1, 3, 4)] and list(asked.refused) == [seen[i] for i in (0, 2)]
+    played, passed = asyncio.run(rollout.until(prompts, Request(groups=3, siblings=1, mixed=True), Sampling(), STREAM))
+    assert [g.visit for g in played] == list(range(9)) and list(passed) == passes  # 3, then 2 missing at a rate of 1 / 3
+    asked = Experience(1, 0, played, passed, 3)
+    assert [g.visit for g in asked.groups] == [1, 3, 4] and [g.visit for g in asked.refused] == [0, 2, 5, 7, 8]
+    assert [g.visit for g in asked.spare] == [6]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -25,6 +24,7 @@ from posttrain.core.ladder import DR_GRPO, EMA, GRPO, PPO, REINFORCE
 from posttrain.core.pieces.baseline import Ema, GroupMean, Others, Value
 from posttrain.core.pieces.correction import Mask, Truncate
 from posttrain.core.ports import TokenScores
+from posttrain.core.streams import RETURN, VALUE
 from posttrain.core.types import ScoredGroup
 
 POLICY, SAMPLER = Tabular(0), Tabular(1)
@@ -68,7 +68,7 @@ def expected(a: Algorithm, *, siblings: int = 2, ema: float = 0.0, values: bool 
     s = streams_of(merged["advantage"], merged["weight"], merged["sequence"], mu=mu.numpy()[index])
     logp = torch.cat([POLICY.token_logp(y) for y in ALL])[index]
     zero = torch.zeros_like(logp)
-    s = replace(s, value_M=zero, return_M=zero)
+    s = s.having({VALUE: zero, RETURN: zero})
     return -torch.autograd.grad(objective(a, s, TokenScores(logp, None, zero)).loss, POLICY.logits)[0]
 
 

@@ -14,6 +14,7 @@ import torch
 from law_cases import CASES, THE_LADDER
 from law_world import Book, world
 
+from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN
 from posttrain.algorithm.objective import objective, supervised
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm, patch
@@ -21,6 +22,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import A3PO, DPPO_TOP, DR_GRPO, GKD, GRPO, KL_COV, LADDER, LUFFY, PPO, TOP_ENTROPY, VAPO
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.ports import TokenScores
+from posttrain.core.streams import ADVANTAGE, ENERGY, ENTROPY, MU, REFERENCE, RETURN, START, TOP_IDS, TOP_LOGP, VERSION, WEIGHT, Stream
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -64,15 +66,15 @@ def test_the_world_visits_every_branch(name: str, gauge: str) -> None:
 
 @pytest.mark.parametrize("name", ["clip_cov_band", "kl_cov_share", "top_entropy", "m2po", "m2po_tight"])
 def test_the_world_makes_a_choice(name: str) -> None:
-    chosen = world(next(a for a, _ in CASES if a.name == name), 0).batch.chosen_M
-    assert chosen is not None and 0 < chosen.mean() < 1
+    chosen = world(next(a for a, _ in CASES if a.name == name), 0).batch[CHOSEN]
+    assert 0 < chosen.mean() < 1
 
 
 def test_the_world_is_as_rich_as_it_claims() -> None:
     """Both signs of credit, values inside and outside the clip, the overlong ramp, an episode nobody judged, a source that abstained."""
     here = world(PPO, 0)
     batch = here.batch
-    assert set(np.sign(batch.advantage_M)) == {-1.0, 1.0}
+    assert set(np.sign(batch[ADVANTAGE])) == {-1.0, 1.0}
     assert 0 < int(sum((e.v - e.v_old).abs().lt(0.2).sum() for e in here.eps)) < batch.spoken
     assert any(16 < len(e) <= 20 for e in here.eps) and any(e.R >= 1 for e in here.eps) and any(e.R < 1 for e in here.eps)
     assert len(here.eps) == 14 and sum(len(g.group.episodes) for g in here.groups) == 15
@@ -89,34 +91,34 @@ def test_supervised_is_weighted_likelihood() -> None:
     assert supervised(w, lp).item() == pytest.approx(1.75)
 
 
-MISSING: list[tuple[Algorithm, str, str]] = [
+MISSING: list[tuple[Algorithm, str | Stream, str]] = [
     (patch(DR_GRPO, "e", "-", entropy=EntropyBonus()), "H", "entropy"),
     (PPO, "v", "value"),
     (GKD, "near", "candidates"),
-    (PPO, "return_M", "returns"),
-    (GKD, "top_logp_MK", "teacher"),
-    (GRPO, "logp_ref_M", "reference"),
-    (KL_COV, "chosen_M", "chosen"),
-    (TOP_ENTROPY, "chosen_M", "chosen"),
-    (LUFFY, "shown_M", "shown"),
-    (VAPO, "imitate_M", "imitate"),
-    (A3PO, "mix_M", "mix"),
-    (DPPO_TOP, "top_logp_MK", "top-k divergence"),
+    (PPO, RETURN, "returns"),
+    (GKD, TOP_LOGP, "teacher"),
+    (GRPO, REFERENCE, "reference"),
+    (KL_COV, CHOSEN, "chosen"),
+    (TOP_ENTROPY, CHOSEN, "chosen"),
+    (LUFFY, WAS_SHOWN, "shown"),
+    (VAPO, IMITATE, "imitate"),
+    (A3PO, MIX, "mix"),
+    (DPPO_TOP, TOP_LOGP, "top-k divergence"),
 ]
 
 
-@pytest.mark.parametrize(("a", "what", "name"), MISSING, ids=[f"{a.name} {what}" for a, what, _ in MISSING])
-def test_objective_names_what_is_missing(a: Algorithm, what: str, name: str) -> None:
+@pytest.mark.parametrize(("a", "what", "name"), MISSING, ids=[f"{a.name} {getattr(what, 'name', what)}" for a, what, _ in MISSING])
+def test_objective_names_what_is_missing(a: Algorithm, what: str | Stream, name: str) -> None:
     """A score or stream that the algorithm reads is never made up."""
     here = world(a, 0)
     batch = here.batch
     scores, s = here.scores(batch), streams(batch, dtype=torch.float64)
     gone = {"H": "entropy", "v": "value", "near": "candidates"}
-    if what in gone:
+    if isinstance(what, str):
         scores = replace(scores, **{gone[what]: None})
     else:
-        assert getattr(s, what) is not None
-        s = replace(s, **{what: None})
+        assert what in s
+        s = s.having({what: None})
     with pytest.raises(InvariantError, match=name):
         objective(a, s, scores)
 
@@ -128,15 +130,16 @@ def test_no_stream_is_made_that_is_not_read(a: Algorithm) -> None:
     batch = here.batch
     scores, s = here.scores(batch), streams(batch, dtype=torch.float64)
     right = here.gradient(objective(a, s, scores).loss)
-    in_credit = {"logp_ref_M": a.kl_in_credit is not None, "logp_start_M": a.start_before_loss}
-    for what in ("logp_start_M", "logp_ref_M", "value_M", "return_M", "mix_M", "chosen_M", "imitate_M", "shown_M", "top_logp_MK"):
-        if getattr(s, what) is None or in_credit.get(what):
+    before = {REFERENCE: a.kl_in_credit is not None, START: a.start_before_loss, ENTROPY: True, ENERGY: True, TOP_IDS: True}
+    always = (MU, VERSION, ADVANTAGE, WEIGHT)
+    for what in s.streams:
+        if what in always or before.get(what):
             continue
         try:
-            found = here.gradient(objective(a, replace(s, **{what: None}), scores).loss)
+            found = here.gradient(objective(a, s.having({what: None}), scores).loss)
         except InvariantError:
             continue
-        assert any(not torch.equal(x, y) for x, y in zip(found, right, strict=True)), what
+        assert any(not torch.equal(x, y) for x, y in zip(found, right, strict=True)), what.name
 
 
 LOST = {"the policy lost it": (-200.0, None), "the policy is sure of it": (-1e-7, None), "the sampler lost it": (None, -200.0)}
@@ -150,10 +153,10 @@ def test_a_lost_token_stays_finite(a: Algorithm, how: str) -> None:
     here = world(a, 0)
     scores, s = here.scores(here.batch), streams(here.batch)
     plain = {n: None if x is None else x.detach().float() for n, x in vars(scores).items() if n != "logp"}
-    lp = (scores.logp.detach().float() if now is None else torch.full_like(s.logp_mu_M, now)).requires_grad_()
+    lp = (scores.logp.detach().float() if now is None else torch.full_like(s[MU], now)).requires_grad_()
     if before is not None:
-        gone = torch.full_like(s.logp_mu_M, before)
-        s = replace(s, logp_mu_M=gone, logp_start_M=None if s.logp_start_M is None else gone)
+        gone = torch.full_like(s[MU], before)
+        s = s.having({MU: gone, START: gone if START in s else None})
     terms = objective(a, s, TokenScores(lp, **plain))
     (grad,) = torch.autograd.grad(terms.loss, lp, allow_unused=True, materialize_grads=True)
     assert torch.isfinite(terms.loss) and torch.isfinite(grad).all()

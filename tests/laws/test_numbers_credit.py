@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from law_toys import Answer, credits, rewarded, scored_group
 from torch import Tensor
 
+from posttrain.algorithm.baseline import credit_lambda
 from posttrain.algorithm.choose import covariance, largest, within_moment
-from posttrain.algorithm.credit import credit_lambda, credit_step
+from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.distance import jensen_shannon
 from posttrain.algorithm.shape import best_gain, best_of, best_spread
 from posttrain.algorithm.steer import Memory, remember, steered

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from law_toys import START, look, streams_of
+from law_toys import NOW, look, streams_of
 from torch import Tensor
 
 from posttrain.algorithm.choose import mixing, within_moment
@@ -22,6 +22,7 @@ from posttrain.core.ladder import DECOUPLED, REINFORCE
 from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper, TrustRegion
 from posttrain.core.ports import TokenScores
+from posttrain.core.streams import ADVANTAGE
 
 
 def tensor(*x: float) -> Tensor:
@@ -112,7 +113,7 @@ def test_gspo_clips_the_whole_answer(advantage: float, silent: bool) -> None:
     log = tensor(0.02, -0.01, 0.05, 0)
     s = streams_of(np.full(4, advantage), np.ones(4), np.zeros(4, int), mu=np.full(4, -1.0))
     ratio = importance("sequence_mean", log, s)
-    found = push(Clip(low=3e-4, high=4e-4), Look(ratio, log, s.advantage_M, log - 1, s))
+    found = push(Clip(low=3e-4, high=4e-4), Look(ratio, log, s[ADVANTAGE], log - 1, s))
     assert found.push_M.tolist() == pytest.approx([0.0 if silent else 1.015113] * 4, abs=1e-6) and found.high_M.all() == silent
 
 
@@ -150,7 +151,7 @@ def test_dppo_masks_where_the_distributions_part(
     assert total_variation(p[:, None], q[:, None]).item() == pytest.approx(tv, abs=1e-9)
     assert kl is None or binary_kl(p, q).item() == pytest.approx(kl, abs=6e-5)
     s = streams_of(np.full(1, advantage), np.ones(1), np.zeros(1, int), mu=p.numpy())
-    seen = Look((q - p).exp(), q - p, s.advantage_M, q, s)
+    seen = Look((q - p).exp(), q - p, s[ADVANTAGE], q, s)
     for region, kept in ((Divergence(), by_tv), (Divergence(measure="kl", delta=0.05), by_kl)):
         assert push(region, seen).push_M.item() == pytest.approx(min(pi / mu, 20.0) if kept else 0.0)
     if (mu, pi) == (0.99, 0.8):
@@ -247,7 +248,7 @@ def test_a3po_interpolates_by_version() -> None:
     alpha = mixing(np.array([3, 6, 5, 0], np.int32), 6, 7)
     assert alpha.tolist() == pytest.approx([0.75, 0.0, 0.5, 6 / 7])
     assert math.exp(math.log(0.5) + alpha[0] * (math.log(0.4) - math.log(0.5))) == pytest.approx(0.422949, abs=1e-6)
-    assert mixing(np.array([START + 1], np.int32), START, START + 1).tolist() == [0.0], "said while the step was made: as new as the start"
+    assert mixing(np.array([NOW + 1], np.int32), NOW, NOW + 1).tolist() == [0.0], "said while the step was made: as new as the start"
 
 
 @pytest.mark.parametrize(

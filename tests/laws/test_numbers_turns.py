@@ -18,6 +18,7 @@ from posttrain.core.algorithm import Scale
 from posttrain.core.ladder import GDPO, GIGPO, GRPO, MT_GRPO, PPO, REINFORCE
 from posttrain.core.pieces.baseline import AnchorMean, GroupMean, ToGo, TurnMean, Value
 from posttrain.core.pieces.pull import KL
+from posttrain.core.streams import REFERENCE, START
 from posttrain.core.verdict import Judged, Verdict
 
 
@@ -124,7 +125,7 @@ def test_what_is_not_learned_from_is_not_placed() -> None:
     """With rewards=none a value learns what the KL costs, here 0, whatever the world paid."""
     group = scored_group("t", [turned(1.0, 0.25, 0.0), turned(0.0, 0.0, 0.0)])
     a = replace(PPO, whiten=None, baseline=Value(gae_lambda=1.0), rewards="none", pull=KL(coef=1.0, estimator="k1", placement="reward"))
-    same = [replace(s, reference=s.start) for s in group.episodes]
+    same = [s.having({REFERENCE: s[START]}) for s in group.episodes]
     assert of(a, replace(group, episodes=tuple(same))) == [[0.0, 0.0], [0.0, 0.0]]
     with pytest.raises(AssertionError):
         assert of(replace(a, rewards="sum"), replace(group, episodes=tuple(same))) == [[0.0, 0.0], [0.0, 0.0]]

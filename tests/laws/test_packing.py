@@ -11,11 +11,13 @@ from law_world import L_MAX, world
 
 from posttrain.algorithm.choose import choose
 from posttrain.algorithm.credit import credit_step, whitened, without_credit
+from posttrain.algorithm.minibatch import CHOSEN, IMITATE, WAS_SHOWN
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import CHORD, CLIP_COV, DR_GRPO, GRPO, KL_COV, LADDER, LUFFY, PPO, SAPO, TOP_ENTROPY, VAPO
 from posttrain.core.pieces.token import ClipCov, EntropyBonus, Imitate
 from posttrain.core.run import Reinforce
+from posttrain.core.streams import ADVANTAGE, MU, START, WEIGHT
 from posttrain.role.pack import pack
 
 every = pytest.mark.parametrize("a", ALL, ids=NAMES)
@@ -28,7 +30,7 @@ def test_aggregations_sum_to_what_they_say(a: Algorithm) -> None:
     here = world(everyone, 0)
     mean = here.batch.spoken / here.batch.episodes
     right = {"sequence_sum": mean, "constant": mean / L_MAX}.get(a.aggregate, 1.0)
-    assert here.batch.weight_M.sum() == pytest.approx(right, rel=1e-12)
+    assert here.batch[WEIGHT].sum() == pytest.approx(right, rel=1e-12)
     assert here.batch.episodes == len(here.eps), "every judged episode is there"
 
 
@@ -60,20 +62,20 @@ def test_imitated_tokens_weigh_alike() -> None:
     """VAPO imitates what the policy solved, CHORD what it was shown; weights sum to 1, or are all 0 where there is nothing."""
     vapo, chord = world(VAPO, 0), world(CHORD, 0)
     for here, wanted in ((vapo, [e for e in vapo.eps if e.R >= 1]), (chord, [e for e in chord.eps if e.shown])):
-        found = here.batch.imitate_M
-        assert found is not None and found.sum() == pytest.approx(1)
+        found = here.batch[IMITATE]
+        assert found.sum() == pytest.approx(1)
         assert set(found[found > 0]) == {1 / sum(len(e) for e in wanted)} and 0 < (found > 0).mean() < 1
     f = np.float32
     nobody = [Answer(r, [[2]], np.full(2, -1, f), np.full(2, -1, f), values=np.zeros(2, f)) for r in (0.0, 0.5)]
     credit = credit_step(VAPO, [scored_group("t", nobody)], max_tokens=20, ema=0.0)
     (made,) = pack(credit, VAPO, STAGE, seed=0, step=0)
-    assert made.batch is not None and made.batch.imitate_M is not None and not made.batch.imitate_M.any()
+    assert made.batch is not None and IMITATE in made.batch and not made.batch[IMITATE].any()
 
 
 def test_shown_tokens_are_marked() -> None:
     here = world(LUFFY, 0)
-    shown = here.batch.shown_M
-    assert shown is not None and shown.sum() == sum(len(e) for e in here.eps if e.shown) and (here.batch.logp_mu_M[shown] == 0).all()
+    shown = here.batch[WAS_SHOWN]
+    assert shown.sum() == sum(len(e) for e in here.eps if e.shown) and (here.batch[MU][shown] == 0).all()
 
 
 def test_what_was_shown_is_not_the_policys_success() -> None:
@@ -81,8 +83,8 @@ def test_what_was_shown_is_not_the_policys_success() -> None:
     a = patch(LUFFY, "both", "-", imitate=Imitate(coef=0.1))
     for seed in range(2):
         here = world(a, seed)
-        weight, shown = here.batch.imitate_M, here.batch.shown_M
-        assert weight is not None and shown is not None and weight.any() and not weight[shown].any()
+        weight, shown = here.batch[IMITATE], here.batch[WAS_SHOWN]
+        assert weight.any() and not weight[shown].any()
     assert any(e.shown and e.R >= 1 for seed in range(2) for e in world(a, seed).eps)
 
 
@@ -95,9 +97,8 @@ def test_clip_cov_draws_a_share_of_those_inside(share: float) -> None:
     batch = world(CLIP_COV, 0).batch
     piece = ClipCov(share=share, low=0.1, high=1.0)
     rng = np.random.default_rng
-    assert batch.logp_start_M is not None
-    before = batch.logp_start_M.astype(np.float64)
-    cov = (batch.advantage_M - batch.advantage_M.mean()) * (before - before.mean())
+    before = batch[START].astype(np.float64)
+    cov = (batch[ADVANTAGE] - batch[ADVANTAGE].mean()) * (before - before.mean())
     inside = (cov > 0.1) & (cov < 1.0)
     speaks = choose(piece, batch, None, rng(1))
     assert (~speaks).sum() == min(int(share * batch.spoken), inside.sum()) and not (~speaks & ~inside).any()
@@ -115,8 +116,8 @@ def test_the_draw_is_of_its_seed_and_step() -> None:
 
     def drawn(seed: int, step: int) -> list[bool]:
         (made,) = pack(credit, a, STAGE, seed=seed, step=step)
-        assert made.batch is not None and made.batch.chosen_M is not None
-        return made.batch.chosen_M.tolist()
+        assert made.batch is not None and CHOSEN in made.batch
+        return made.batch[CHOSEN].tolist()
 
     assert drawn(0, 0) == drawn(0, 0)
     assert drawn(0, 0) != drawn(0, 1) and drawn(0, 0) != drawn(1, 0)
@@ -127,7 +128,7 @@ def test_shares_round_up() -> None:
     batch = world(KL_COV, 0).batch
     assert choose(KL_COV.tokens, batch, None, None).sum() == 1  # pyright: ignore[reportArgumentType]
     entropic = world(TOP_ENTROPY, 0).batch
-    assert entropic.chosen_M is not None and entropic.chosen_M.sum() == int(np.ceil(0.2 * entropic.spoken))
+    assert CHOSEN in entropic and entropic[CHOSEN].sum() == int(np.ceil(0.2 * entropic.spoken))
     with pytest.raises(InvariantError, match="entropy"):
         choose(TOP_ENTROPY.tokens, entropic, None, None)  # pyright: ignore[reportArgumentType]
 

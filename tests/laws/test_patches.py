@@ -44,6 +44,7 @@ from posttrain.core.ladder import (
     VESPO,
     algorithm,
 )
+from posttrain.core.open import alternatives
 from posttrain.core.pieces.baseline import (
     AnchorMean,
     Ema,
@@ -234,8 +235,8 @@ def test_every_piece_is_refused_something() -> None:
     from posttrain.core.pieces import baseline, correction, pull, shape, token, trust
 
     everything: set[type] = set()
-    for union in (baseline.Baseline, correction.Correction, pull.Pull, shape.Shaping, token.Tokens, token.Curriculum, trust.TrustRegion):
-        everything |= set(union.__args__)
+    for choice in (baseline.Baseline, correction.Correction, pull.Pull, shape.Shaping, token.Tokens, token.Curriculum, trust.TrustRegion):
+        everything |= set(alternatives(choice))
     assert everything | {EntropyBonus, Imitate, Shown, Distill} == {p for p, _ in NUMBERS} | set(PLAIN)
 
 

@@ -22,8 +22,10 @@ from posttrain.algorithm.objective import objective
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.batch import Batch
+from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import LADDER, PPO
 from posttrain.core.pieces.baseline import AnchorMean, TurnMean, Value
+from posttrain.core.streams import ADVANTAGE, START, TOP_LOGP, WEIGHT
 from posttrain.core.types import Gauges, merge
 
 SEED = 3
@@ -78,6 +80,45 @@ def test_splitting_by_size_adds_up(a: Algorithm) -> None:
         assert len(parts) > (1 if batch.episodes > 1 and len(batch.ids_N) > room else 0) and close(summed(here, parts)[0], right)
 
 
+sizes = st.lists(st.integers(1, 4), min_size=14, max_size=14)
+
+
+@settings(max_examples=40, deadline=None)
+@given(sizes, st.integers(1, 200))
+def test_units_are_never_parted(sizes: list[int], room: int) -> None:
+    """Law 2: episodes that a loss reads together (pairs, lists) stay in one micro-batch, and the loss of any split is that of the whole."""
+    here = world(LADDER["grpo"], SEED)
+    unit_E = np.repeat(np.arange(14), sizes)[: here.batch.episodes].astype(np.int32)
+    batch = replace(here.batch, unit_E=unit_E)
+    parts = batch.split(room)
+    assert [x for p in parts for x in p.target_M.tolist()] == batch.target_M.tolist()
+    assert sum(p.units for p in parts) == batch.units == int(unit_E[-1]) + 1
+    assert all(len(p.ids_N) <= room or p.units == 1 for p in parts)
+
+    def compared(part: Batch) -> Tensor:
+        """A loss of each unit as a whole: the spread of its answers' log-probs."""
+        said = here.scores(part).logp
+        answers = torch.stack([said[torch.as_tensor(part.sequence_M == e)].sum() for e in range(part.episodes)])
+        return torch.stack([answers[torch.as_tensor(part.members(u))].logsumexp(0) for u in range(part.units)]).sum()
+
+    assert torch.allclose(torch.stack([compared(p) for p in parts]).sum(), compared(batch), rtol=0, atol=1e-10)
+    assert close(summed(here, parts)[0], whole(LADDER["grpo"])[0])
+
+
+def test_a_part_of_a_unit_is_refused() -> None:
+    """A pair cannot be selected by halves, and units number the episodes in order."""
+    batch = world(LADDER["grpo"], SEED).batch
+    pairs = replace(batch, unit_E=(np.arange(batch.episodes) // 2).astype(np.int32))
+    second = pairs.select(pairs.members(1))
+    assert second.unit_E is not None and second.unit_E.tolist() == [0, 0] and second.units == 1
+    assert [batch.members(e).tolist() for e in range(batch.units)] == [[e] for e in range(batch.episodes)]
+    with pytest.raises(InvariantError, match="part of a unit"):
+        pairs.select([0])
+    for wrong in (np.zeros(3, np.int32), np.ones(batch.episodes, np.int32), np.arange(batch.episodes, dtype=np.int32)[::-1]):
+        with pytest.raises(InvariantError, match="units number"):
+            replace(batch, unit_E=wrong)
+
+
 @every
 def test_order_of_episodes_does_not_matter(a: Algorithm) -> None:
     """Law 2: packing the same groups and siblings in another order gives the same loss and gradient."""
@@ -121,8 +162,8 @@ def test_on_policy_every_trust_region_is_silent(a: Algorithm) -> None:
     s = streams(batch, dtype=torch.float64)
     scores = here.scores(batch, lp)
     if a.stores_top:
-        assert batch.top_logp_MK is not None
-        scores = replace(scores, candidates=torch.as_tensor(batch.top_logp_MK.astype(np.float64)))
+        assert TOP_LOGP in batch
+        scores = replace(scores, candidates=torch.as_tensor(batch[TOP_LOGP].astype(np.float64)))
     seen = objective(a, s, scores).gauges
     n = float(batch.spoken)
     assert (seen["policy/ratio"].sum, seen["policy/ratio_square"].sum) == (n, n)
@@ -133,7 +174,7 @@ def test_on_policy_every_trust_region_is_silent(a: Algorithm) -> None:
     bare = patch(a, "bare", "-", **changes) if changes else a
     (found,) = torch.autograd.grad(objective(bare, s, scores).loss, lp)
     at = torch.as_tensor((batch.target_M - 100) // 12, dtype=torch.int64)
-    assert torch.equal(found[at], -s.weight_M * s.advantage_M)
+    assert torch.equal(found[at], -s[WEIGHT] * s[ADVANTAGE])
 
 
 @every
@@ -142,7 +183,7 @@ def test_start_left_out_is_the_policy_itself(a: Algorithm) -> None:
     here = world(a, SEED)
     batch = batch_of(a, here.credit, with_start=False)
     bare, scores = streams(batch, dtype=torch.float64), here.scores(batch)
-    known = replace(bare, logp_start_M=scores.logp.detach())
+    known = bare.having({START: scores.logp.detach()})
     for found, right in zip(*(here.gradient(objective(a, s, scores).loss) for s in (bare, known)), strict=True):
         assert torch.equal(found, right)
 

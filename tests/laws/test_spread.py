@@ -14,6 +14,9 @@ from test_symmetry import RELATIVE, bare
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.shape import shaped, sizes
+from posttrain.checks.audit import opinions
+from posttrain.checks.credit import CREDIT_BOUND, Books
+from posttrain.checks.data import filter_reads_outcomes
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import DR_GRPO, EMA, GRPO, LADDER, MAXRL, PPO, REINFORCE
@@ -24,9 +27,6 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Credit, ScoredGroup
 from posttrain.core.verdict import Judged, Verdict, size
-from posttrain.role.agreement import CREDIT_BOUND, Books
-from posttrain.role.audit import opinions
-from posttrain.role.canaries import filter_reads_outcomes
 from posttrain.role.pack import pack
 
 Terms = tuple[float, ...]

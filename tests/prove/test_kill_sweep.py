@@ -51,8 +51,9 @@ def digest(folder: Path) -> str:
     for name in (weights.WEIGHTS, weights.OPTIMIZER):
         path = last.folder / name
         h.update(name.encode() + (path.read_bytes() if path.exists() else b"-"))
-    state = {k: v for k, v in last.state.items() if k in ("stage", "step", "version", "cursor", "memory", "optimizer_steps", "accuracy")}
-    h.update(repr(sorted(state.items())).encode())
+    state = {k: v for k, v in last.state.items() if k in ("stage", "version", "accuracy")}
+    cut = {k: v for k, v in (last.state["running"] or {}).items() if k not in ("seconds", "roles")}
+    h.update(repr((sorted(state.items()), sorted(cut.items()))).encode())
     return h.hexdigest()
 
 

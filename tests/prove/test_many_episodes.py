@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.ports import Talk
+from posttrain.core.request import Request
 from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.environment.gallery.calculator import Calculator
@@ -50,7 +51,10 @@ def test_five_thousand_episodes_keep_the_engine_full(tmp_path: Path) -> None:
 
     async def wave(number: int) -> tuple[float, int, int]:
         groups = await asyncio.gather(
-            *(rollout.group(env.train.task(i), number, SIBLINGS, sampling, "many") for i in range(EPISODES // SIBLINGS))
+            *(
+                rollout.group(env.train.task(i), number, Request(groups=1, siblings=SIBLINGS), sampling, "many")
+                for i in range(EPISODES // SIBLINGS)
+            )
         )
         assert all(e.reward is not None and not e.error for g in groups for e in g.episodes)
         gauges = parts.sampler.gauges()

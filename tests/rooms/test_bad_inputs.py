@@ -15,7 +15,7 @@ from run_parts import LADDER, TEXTS, mine, model_at, moved, play, refused, rl_st
 from safetensors.torch import load_file, save_file
 
 from posttrain.cli import main
-from posttrain.controller import stages
+from posttrain.controller.stages import driver
 from posttrain.core import reader
 from posttrain.core.checkpoint import find
 
@@ -144,7 +144,7 @@ def test_line_ends_byte_order_mark_and_emoji_are_fine(tmp_path: Path) -> None:
 
 
 def test_a_full_disk_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    save, calls = stages.save_optimizer, list[Path]()
+    save, calls = driver.save_optimizer, list[Path]()
 
     def full(folder: Path, optimizer: Any) -> None:
         calls.append(folder)
@@ -153,11 +153,11 @@ def test_a_full_disk_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture
             raise OSError(errno.ENOSPC, "No space left on device")
         save(folder, optimizer)
 
-    monkeypatch.setattr(stages, "save_optimizer", full)
+    monkeypatch.setattr(driver, "save_optimizer", full)
     words = mine(tmp_path / "data")
     said = refused(capsys, "run", *words, "--out", str(tmp_path / "run"), code=5)
     assert "the disk is full" in said and "The last good checkpoint is" in said and "--resume" in said
-    assert find(tmp_path / "run").state["step"] == 1 and not list((tmp_path / "run").rglob("half"))
+    assert find(tmp_path / "run").state["running"]["step"] == 1 and not list((tmp_path / "run").rglob("half"))
     assert main(["run", "--resume", str(tmp_path / "run")]) == 0
     assert [s.index for s in rl_steps(tmp_path / "run")] == [1, 2]
 

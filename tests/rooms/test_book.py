@@ -297,7 +297,18 @@ def test_an_existing_run_or_other_folder_is_refused(book: Book, tmp_path: Path) 
 def test_another_schema_is_refused(book: Book) -> None:
     data = json.loads((book.folder / "run.json").read_text())
     (book.folder / "run.json").write_text(json.dumps({**data, "schema": 99}))
-    with pytest.raises(RunFolderError, match="has schema 99; this posttrain reads 1"):
+    with pytest.raises(RunFolderError, match="has schema 99; this posttrain reads 2"):
+        reader.run_file(book.folder)
+
+
+def test_a_folder_of_an_older_version_is_said_to_be_one(book: Book) -> None:
+    """Its stages have settings of that time, which are no damage."""
+    data = json.loads((book.folder / "run.json").read_text())
+    data["run"]["stages"][0]["beside"] = None
+    (book.folder / "run.json").write_text(json.dumps({**data, "schema": 1}))
+    with pytest.raises(
+        RunFolderError, match=r"older version of posttrain \(schema 1; this one reads 2\)\. Nothing is damaged: .* run its recipe again"
+    ):
         reader.run_file(book.folder)
 
 

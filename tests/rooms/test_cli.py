@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -95,17 +97,33 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     def remember(name: str) -> Any:
         return lambda *a, **k: calls.__setitem__(name, (a, k)) or "somewhere"
 
-    fake = SimpleNamespace(**{name: remember(name) for name in ("run", "evaluate", "export")})
-    monkeypatch.setitem(sys.modules, "posttrain.recipe.main", fake)
+    async def play() -> None:
+        calls["played"] = True
+
+    @contextmanager
+    def begun(*a: Any, **k: Any) -> Iterator[SimpleNamespace]:
+        calls["run"] = (a, k)
+        yield SimpleNamespace(play=play)
+
+    put(monkeypatch, "main", SimpleNamespace(**{name: remember(name) for name in ("evaluate", "export")}))
+    put(monkeypatch, "session", SimpleNamespace(begun=begun))
+    return calls
+
+
+def put(monkeypatch: pytest.MonkeyPatch, name: str, fake: SimpleNamespace) -> None:
+    """A module of the recipes, replaced."""
     import posttrain.recipe
 
-    monkeypatch.setattr(posttrain.recipe, "main", fake, raising=False)
-    return calls
+    monkeypatch.setitem(sys.modules, f"posttrain.recipe.{name}", fake)
+    monkeypatch.setattr(posttrain.recipe, name, fake, raising=False)
 
 
 def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "ladder", "--out", "x", "seed=1", "clip.high=0.3"]) == 0
-    assert called["run"] == (("ladder", "seed=1", "clip.high=0.3"), {"out": "x", "resume": None, "allow_fault": False, "trust": False})
+    assert called.pop("played") and called["run"] == (
+        ("ladder", "seed=1", "clip.high=0.3"),
+        {"out": "x", "resume": None, "allow_fault": False, "trust": False},
+    )
     assert main(["run", "--resume", "runs/x"]) == 0
     assert called["run"] == (("",), {"out": None, "resume": "runs/x", "allow_fault": False, "trust": False})
     assert main(["eval", "runs/x", "env.args.terms=4", "--samples", "3", "--temperature", "0.5"]) == 0
@@ -120,14 +138,10 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
 
 
 def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
-    def run(*_: Any, **__: Any) -> None:
+    def begun(*_: Any, **__: Any) -> None:
         raise error
 
-    import posttrain.recipe
-
-    fake = SimpleNamespace(run=run)
-    monkeypatch.setitem(sys.modules, "posttrain.recipe.main", fake)
-    monkeypatch.setattr(posttrain.recipe, "main", fake, raising=False)
+    put(monkeypatch, "session", SimpleNamespace(begun=begun))
     return main(["run", "ladder"])
 
 
@@ -150,11 +164,11 @@ def test_signals_outside_a_run_end_with_their_code(number: signal.Signals) -> No
     code = """
 import signal, sys, time, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background hands down that Ctrl-C is ignored
-fake = types.ModuleType("posttrain.recipe.main")
-def run(*a, **k):
+fake = types.ModuleType("posttrain.recipe.session")
+def begun(*a, **k):
     print("ready", flush=True); time.sleep(60)
-fake.run = run
-import posttrain.recipe; posttrain.recipe.main = fake; sys.modules["posttrain.recipe.main"] = fake
+fake.begun = begun
+import posttrain.recipe; posttrain.recipe.session = fake; sys.modules["posttrain.recipe.session"] = fake
 from posttrain.cli import main
 from posttrain.cli.ladder import one
 sys.exit(main(["run", "ladder"]))

@@ -10,8 +10,9 @@ import pytest
 from run_parts import RL, SMALL, play, refused, rl_steps
 
 from posttrain.core import reader
+from posttrain.core.env import Reward, Where
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env, Reward, Where
+from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.environment.build import environment
 from posttrain.environment.reward import sources

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posttrain.checks.sampler import stops_are_true
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError, InvariantError
@@ -23,7 +24,6 @@ from posttrain.environment.build import environment
 from posttrain.environment.render import Renderer
 from posttrain.recipe.build import check_tokens, make_environment, make_policy
 from posttrain.recipe.overrides import apply, surface
-from posttrain.role.canaries import stops_are_true
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 WORDS = ("rl.sampling.stop=7,=2", "rl.sampling.bad_words=11,3", "rl.sampling.repetition_penalty=1.3", "rl.sampling.logit_bias=2:0.5")

@@ -11,9 +11,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env, Reward
+from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict, outcome
 from posttrain.environment.build import environment

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 
 from posttrain.algorithm.steer import Memory, remember, steered
+from posttrain.checks.noise import noise_band
 from posttrain.controller.house import Parts
 from posttrain.core import reader
 from posttrain.core.algorithm import Algorithm, patch
@@ -27,7 +28,6 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import SHOWN, Episode, Gauge, Group, Step, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.single import Listed
-from posttrain.role.noise import noise_band
 from posttrain.role.prompts import Prompts
 from tests.tiny import play, tiny_parts, tiny_run
 

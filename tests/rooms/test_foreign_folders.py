@@ -22,11 +22,16 @@ from safetensors.torch import load_file
 import posttrain
 from posttrain.cli import main
 from posttrain.core import reader, tree, trust
-from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, values
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, decided, key, values
 from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM, Embedded
+from posttrain.core.env import Reward, Where
 from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
-from posttrain.core.run import Env, Model, Reward, Run, Where
+from posttrain.core.open import alternatives
+from posttrain.core.pieces.piece import Piece
+from posttrain.core.run import Env, Model, Run
+from posttrain.core.stage import Stage
 from posttrain.recipe.shipped import RECIPES
 from posttrain.recipe.shipped import recipe as shipped
 from posttrain.role.weights import WEIGHTS
@@ -46,13 +51,13 @@ WAYS: dict[str, Callable[[Path], list[str]]] = {
 # --- every field is decided ----------------------------------------------------------------------------------------------
 
 
-def fields(cls: type, seen: set[type]) -> Iterator[tuple[str, Any]]:
-    """(`Class.field`, declared type) of all dataclasses that the tree of a run can hold."""
+def fields(cls: type, seen: set[type]) -> Iterator[tuple[type, str, Any]]:
+    """(class, field, declared type) of all dataclasses that the tree of a run can hold."""
     if cls in seen:
         return
     seen.add(cls)
     for name, declared in tree.hints(cls).items():
-        yield f"{cls.__name__}.{name}", declared
+        yield cls, name, declared
         for part in parts(declared):
             yield from fields(part, seen)
 
@@ -76,12 +81,24 @@ def leaves(declared: Any) -> set[Any]:
 
 
 def test_every_field_of_the_tree_is_decided() -> None:
-    named = {key for key, declared in fields(Run, set()) if leaves(declared) & {str, bool}}
-    assert not named - DECIDED.keys() - HARMLESS, (
+    texts = [(cls, name) for cls, name, declared in fields(Run, set()) if leaves(declared) & {str, bool}]
+    assert not [key(cls, name) for cls, name in texts if decided(cls, name) is None], (
         "decide in core/asks.py what these name: code, an address, a secret, a place outside, or nothing"
     )
+    named = {key(cls, name) for cls, name in texts}
     assert not (DECIDED.keys() | HARMLESS) - named, "core/asks.py decides fields that are gone"
     assert not DECIDED.keys() & HARMLESS
+    assert not HARMLESS & {key(cls, name) for cls, name in texts if issubclass(cls, Piece)}, "a piece's fields are decided for all at once"
+    for kind in alternatives(Stage):
+        assert {*kind.harmless, *kind.models} <= tree.hints(kind).keys() - tree.hints(Stage).keys(), "a kind decides its own fields"
+        assert not {*kind.harmless} & {*kind.models}
+
+
+def test_pieces_hold_numbers_words_and_switches_alone() -> None:
+    """Why a piece's field needs no decision of its own: it names nothing that could be opened, run or asked."""
+    for cls, name, declared in fields(Algorithm, set()):
+        if issubclass(cls, Piece):
+            assert leaves(declared) and not tree.pieces(declared) and tree.mapping_item(declared) is None, f"{cls.__name__}.{name}"
 
 
 def test_a_new_field_would_be_found() -> None:
@@ -90,13 +107,17 @@ def test_a_new_field_would_be_found() -> None:
         command: tuple[str, ...] = ()
         tries: int = 3
 
-    found = {key for key, declared in fields(Hook, set()) if leaves(declared) & {str, bool}}
-    assert found == {"Hook.command"}
+    found = [(cls, name) for cls, name, declared in fields(Hook, set()) if leaves(declared) & {str, bool}]
+    assert found == [(Hook, "command")] and decided(Hook, "command") is None
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_shipped_recipes_ask_for_nothing(name: str) -> None:
     assert asks(shipped(name)) == ()
+
+
+def rl(run: Run, **changes: Any) -> Run:
+    return replace(run, stages=(run.stages[0], replace(run.stages[1], **changes)))
 
 
 ASKING: dict[str, tuple[Kind, Callable[[Run], Run]]] = {
@@ -108,6 +129,8 @@ ASKING: dict[str, tuple[Kind, Callable[[Run], Run]]] = {
     "env.rewards.1.function": (Kind.CODE, lambda r: replace(r, env=Env(rewards=(Reward(function="exact"), Reward(function="f.py:f"))))),
     "env.sandbox.name": (Kind.ADDRESS, lambda r: replace(r, env=Env(sandbox=Where(name="http://there")))),
     "env.sandbox.token": (Kind.SECRET, lambda r: replace(r, env=Env(sandbox=Where(token="HF_TOKEN")))),
+    "rl.env.args.url": (Kind.CODE, lambda r: rl(r, env=Env(name="verifiers:theirs", args={"url": "http://there"}))),
+    "rl.reference": (Kind.OUTSIDE, lambda r: rl(r, reference="some/model")),
     "engine.url": (Kind.ADDRESS, lambda r: replace(r, engine=VLLM(url="http://there"))),
     "engine.key_env": (Kind.SECRET, lambda r: replace(r, engine=VLLM(url="http://there", key_env="HF_TOKEN"))),
     "engine.share": (Kind.OUTSIDE, lambda r: replace(r, engine=VLLM(server=True, share="/home"))),

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.core.env import Reward
 from posttrain.core.errors import DataError
-from posttrain.core.run import Reward
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.environment.formats import answer_format, think_format, tool_call

@@ -154,7 +154,7 @@ def test_a_disk_full_at_any_writer_loses_nothing(
         assert len(reader.read_episodes(row.path)) == row.episodes
     for c in scan(folder):
         c.verify()
-        assert c.state["step"] <= len(steps)
+        assert (c.state["running"] or {"step": 0})["step"] <= len(steps)
     if scan(folder):
         assert find(folder).name in said or "index.json" in said or "timeline" in said
     assert not [p for p in folder.rglob("*") if p.name == "half.json" or p.name.endswith(".part")]

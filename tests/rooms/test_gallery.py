@@ -12,9 +12,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.core.env import Scalar
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env, Scalar
+from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.adapters.reasoning_gym import NO_GOLD, REFUSED, Gym

@@ -184,7 +184,7 @@ def test_commands_on_a_broken_run_folder_end_with_exit_code_5(tmp_path: Path, ca
     from posttrain.cli import main
 
     assert main(list(play_again)) == 0 and main(["export", str(folder), str(tmp_path / "out")]) == 0
-    for data in (NESTED, b"[]", b'{"schema": 1, "run": {"stages": 3}, "lineages": {}}'):
+    for data in (NESTED, b"[]", b'{"schema": 2, "run": {"stages": 3}, "lineages": {}}'):
         (folder / "run.json").write_bytes(data)
         for words in (
             ("run", "--resume", str(folder)),

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from posttrain.controller.judges import GOLD, Judges
+from posttrain.checks.judges import GOLD, Judges
+from posttrain.core.env import Env, Reward
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Attempt, Talk
-from posttrain.core.run import Env, Reward
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.build import environment

@@ -16,6 +16,7 @@ from posttrain.core.ladder import GIGPO, MT_GRPO, PPO
 from posttrain.core.pieces.baseline import ToGo
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.record import from_columns, of_groups, to_columns
+from posttrain.core.request import Request
 from posttrain.core.run import Env, Reinforce, Run
 from posttrain.core.stop import Limits
 from posttrain.core.types import Episode, Stop, Task
@@ -64,7 +65,9 @@ def episodes(tmp_path: Path, limits: Limits, **chatter: Any) -> tuple[list[Episo
     stage = parts.run.stages[-1]
 
     async def go() -> list[Episode]:
-        groups = await asyncio.gather(*(rollout.group(env.train.task(i), 0, 2, parts.sampling(stage), "test") for i in range(3)))
+        groups = await asyncio.gather(
+            *(rollout.group(env.train.task(i), 0, Request(groups=1, siblings=2), parts.sampling(stage), "test") for i in range(3))
+        )
         return [e for g in groups for e in g.episodes]
 
     out = asyncio.run(go())

@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 pytest.importorskip("math_verify")
 
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env, Reward
+from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.build import environment

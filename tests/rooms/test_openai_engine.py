@@ -18,6 +18,7 @@ from serve_parts import TOKEN, Up, save_model, up
 from posttrain.cli import main as cli
 from posttrain.core import seeds
 from posttrain.core.errors import ConfigError, DataError, EndpointError, EngineError, InvariantError
+from posttrain.core.request import Request
 from posttrain.core.run import Env, Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
@@ -137,8 +138,8 @@ async def test_truncation_is_asked_for_and_never_believed(model: Path) -> None:
         async with remote_rollout(u.url, how, make_environment(run), contract, connections=4, seed=0) as (rollout, told, _):
             assert not told.truncated
             task = rollout.environment.heldout[0]
-            group = await rollout.group(task, 0, 3, told, "x")
-            greedy = await rollout.group(task, 0, 1, replace(told, greedy=True), "x")
+            group = await rollout.group(task, 0, Request(groups=1, siblings=3), told, "x")
+            greedy = await rollout.group(task, 0, Request(groups=1, siblings=1), replace(told, greedy=True), "x")
     assert {tuple(e.segments[0].ids.tolist()) for e in (*group.episodes, *greedy.episodes)} == {
         tuple(greedy.episodes[0].segments[0].ids.tolist())
     }

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.core import algorithm as A
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import DAPO, GRPO, LADDER, RLOO
 from posttrain.core.pieces.baseline import Others, Value
@@ -17,7 +18,7 @@ from posttrain.core.pieces.pull import KL, SequenceL2
 from posttrain.core.pieces.shape import Overlong, Signed
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.pieces.trust import Clip
-from posttrain.core.run import Env, Reinforce, Reward, Run, Supervised
+from posttrain.core.run import Env, Reinforce, Run, Supervised
 from posttrain.recipe.overrides import address, apply, surface
 from posttrain.recipe.shipped import recipe
 
@@ -48,7 +49,7 @@ def test_stage_paths_and_keys_of_one_stage() -> None:
     assert rl("rl.prompts=64").prompts == rl("prompts=64").prompts == 64
     assert rl("rl.steps=50").steps == 50
     assert rl("sampling.temperature=0.8").sampling.temperature == 0.8
-    assert rl("wall_time=none").wall_time is None and rl("wall_time=90").wall_time == 90.0
+    assert rl("rl.wall_time=none").wall_time is None and rl("rl.wall_time=90").wall_time == 90.0
     changed = apply(RUN, ["seed=3", "evaluation.greedy=false", "trackers=tensorboard,wandb", "sft.wrong=0.5", "threads=2"])
     assert (changed.seed, changed.evaluation.greedy, changed.trackers, changed.threads) == (3, False, ("tensorboard", "wandb"), 2)
     assert changed.stage("sft").wrong == 0.5 and RUN.seed == 0

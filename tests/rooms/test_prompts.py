@@ -13,8 +13,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.run import Env, Reward
+from posttrain.core.run import Env
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.build import environment
 from posttrain.environment.prompts import PromptsEnv, read

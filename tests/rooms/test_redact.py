@@ -10,8 +10,9 @@ import pytest
 
 import posttrain
 from posttrain.core import reader
+from posttrain.core.env import Reward
 from posttrain.core.ports import Attempt, Talk
-from posttrain.core.run import Env, Model, Reward
+from posttrain.core.run import Env, Model
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery import GALLERY

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Reward
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.builtin import BUILTIN

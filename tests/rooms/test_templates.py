@@ -12,6 +12,7 @@ from template_parts import FAMILIES, Family, renderer, tokenizer
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import DataError
+from posttrain.core.request import Request
 from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Stop, Task
@@ -200,7 +201,7 @@ async def test_an_episode_has_a_segment_for_each_history(name: str, history: Any
     policy = Policy(module.eval(), words, r.stop_ids, 512, "", "", "here")
     rollout = Rollout(engine, Insists(), lambda task: Dialogue(r, task), 0)  # type: ignore[arg-type]
     sampling = Sampling(max_tokens=9, stop_ids=r.stop_ids, allowed_ids=(*range(60, 120), *r.stop_ids))
-    group = await rollout.group(Task(id="t", prompt=tuple(USER)), 0, 4, sampling, "s")
+    group = await rollout.group(Task(id="t", prompt=tuple(USER)), 0, Request(groups=1, siblings=4), sampling, "s")
     for episode in group.episodes:
         assert len(episode.segments) == segments and episode.reward == 3.0
         assert episode.spoken == sum(s.spoken for s in episode.segments) > 3

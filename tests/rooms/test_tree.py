@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from posttrain.core import algorithm as A
 from posttrain.core.algorithm import patch
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import DAPO, GRPO, LADDER
 from posttrain.core.pieces.baseline import StepMean
@@ -21,7 +22,7 @@ from posttrain.core.pieces.pull import SequenceL2
 from posttrain.core.pieces.shape import DropTruncated, Overlong, Signed
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.pieces.trust import Clip
-from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Reward, Run, Supervised
+from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.tree import from_plain, to_plain
 

@@ -8,7 +8,7 @@ import pytest
 from run_parts import mine, play, rl_steps
 
 import posttrain
-from posttrain.controller.stages import productive_band
+from posttrain.controller.stages.reinforce import productive_band
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.evaluate import report

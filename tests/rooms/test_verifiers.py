@@ -15,9 +15,10 @@ from template_parts import FAMILIES, tokenizer
 
 import posttrain
 from posttrain.core import reader
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env, Model, Reward
+from posttrain.core.run import Env, Model
 from posttrain.core.stop import Limits
 from posttrain.core.types import Stop
 from posttrain.core.verdict import State, outcome

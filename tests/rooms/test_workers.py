@@ -16,9 +16,10 @@ from typing import Any
 
 import pytest
 
+from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Env, Reward
+from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.build import environment
@@ -263,7 +264,7 @@ PROGRAM = """
 import asyncio, signal, sys, time
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job inherits it ignored
 from posttrain.core.ports import Attempt
-from posttrain.core.run import Reward
+from posttrain.core.env import Reward
 from posttrain.core.types import Stop, Task
 from posttrain.environment.reward import sources
 

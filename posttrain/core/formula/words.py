@@ -43,11 +43,6 @@ def _said(piece: Any) -> dict[str, Any]:
     return {name: x for name, x in values.items() if name not in off | idle}
 
 
-def times(coefficient: float) -> str:
-    """A factor before something: `0.04 `, and nothing for 1."""
-    return "" if coefficient == 1 else f"{coefficient:g} "
-
-
 def patches(a: Algorithm) -> list[str]:
     """What an algorithm changes on its parent, as overrides; of the root, its choices that are not none."""
     if a.parent is None:

@@ -2,33 +2,92 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.pieces.checks import not_negative, positive, share
+from posttrain.core.pieces.piece import Piece, named, times
+
+if TYPE_CHECKING:
+    from posttrain.core.algorithm import Algorithm
+
+SEVERAL = "scale=one or group_std, shape=none, and pull=none or one in the loss"
+"""What to set where something smaller than answers is compared."""
+
+
+class Baseline(Piece, begin=True):
+    """What a reward is compared with. Its mathematics: `algorithm.baseline`, one number a sample or, where `per_token`, several."""
+
+    relative: ClassVar[bool] = False
+    """Whether siblings are compared, so that a group without spread has credit exactly 0."""
+    per_token: ClassVar[bool] = False
+    """Whether credit differs between the tokens of an episode."""
+    to_go: ClassVar[bool] = False
+    """Whether a KL in the reward is charged to the tokens at and before the one that paid it, not to the whole episode."""
+    earns_to_go: ClassVar[bool] = False
+    """Whether a token does not answer for what was paid for earlier turns."""
+    greedy: ClassVar[bool] = False
+    """Whether each prompt's argmax answer is sampled beside its siblings."""
+    moving: ClassVar[bool] = False
+    """Whether it moves from sample to sample, and is remembered from step to step."""
+    of_sources: ClassVar[bool] = False
+    """Whether it can compare every reward source on its own (rewards=each)."""
+    scaled_apart: ClassVar[bool] = False
+    """Whether each of its differences has a scale of its own."""
+    of: ClassVar[str] = "r of the group"
+    """What it compares, in words."""
+    facts: ClassVar[tuple[str, ...]] = ()
+    """What an episode needs beside its reward: `steps` that were judged, turns that were `paid`, several `turns`."""
+
+    def compares_siblings(self) -> bool:
+        return self.relative
+
+
+def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
+    """Refusals of baselines that compare turns."""
+    if a.scale not in ("one", "group_std") or a.charges_answers:
+        yield f"baseline={named(b)} compares turns, not answers. Set scale=one or group_std, and pull=none or one in the loss"
+    yield from _judged(b, a)
+
+
+def _judged(b: Baseline, a: Algorithm) -> Iterator[str]:
+    if a.rewards == "none":
+        yield f"rewards=none leaves no step or turn to compare, which baseline={named(b)} does. Set baseline=zero"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Zero:
+class Zero(Baseline):
     """No baseline: credit is the reward."""
 
+    def words(self) -> str:
+        return "r"
+
 
 @dataclass(frozen=True, kw_only=True)
-class ToGo:
+class ToGo(Baseline):
     """No baseline, and a token answers only for what follows it: the reward, less the KL paid from it on (A02).
 
     What the world paid for earlier turns is not in it either. A scale divides all of that: it is the one of whole rewards, so that an
     answer's first token has the credit it has under `Zero`.
     """
 
+    to_go = True
+    earns_to_go = True
+
+    def words(self) -> str:
+        return "r"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Ema:
+class Ema(Baseline):
     """b <- decay * b + (1 - decay) * R, sample after sample in order of group and sibling, from b = 0 (A01).
 
     Every sample is compared with b as it was *before* it, so a sample never meets a baseline that saw it.
     """
+
+    moving = True
 
     decay: float = 0.95
 
@@ -36,67 +95,145 @@ class Ema:
         if not 0 <= self.decay < 1:
             raise ConfigError(f"baseline.decay={self.decay}: must lie in [0, 1)")
 
+    def words(self) -> str:
+        return f"r - b, then b <- {self.decay:g} b + {1 - self.decay:g} r, sample after sample"
+
 
 @dataclass(frozen=True, kw_only=True)
-class GroupMean:
+class GroupMean(Baseline):
     """Mean reward of all judged siblings, the sample itself included (A07)."""
 
+    relative = True
+    of_sources = True
+
+    def words(self) -> str:
+        return "r - mean(r of the group)"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Others:
+class Others(Baseline):
     """Leave-one-out: mean reward of the other judged siblings (RLOO, A09)."""
 
+    relative = True
+    of_sources = True
+
+    def words(self) -> str:
+        return "r - mean(r of the other siblings)"
+
 
 @dataclass(frozen=True, kw_only=True)
-class LengthMean:
+class LengthMean(Baseline):
     """Mean reward of the siblings weighted by their lengths: the variance-optimal one where gradients grow with length (OPO, A04)."""
 
+    relative = True
+
+    def words(self) -> str:
+        return "r - sum(|y| r) / sum(|y|) over the group"
+
 
 @dataclass(frozen=True, kw_only=True)
-class EnergyMean:
+class EnergyMean(Baseline):
     """Per token t: mean reward of the siblings that still speak, weighted by their energy up to t (OTB, A04).
 
     The energy of a token is |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2 under the learner at the start of the step: what it
     adds to the gradient's variance. Where no sibling but one still speaks there is nothing to compare with, and credit is 0.
     """
 
+    relative = True
+    per_token = True
+
+    def words(self) -> str:
+        weight = "W_t = sum_(j<=t) (1 - 2 pi_j + sum_v pi_v^2)"
+        return f"r - sum(W_t r) / sum(W_t) over the siblings that still speak at t, {weight}"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if a.scale != "one":
+            whole = f"scale={a.scale} is one number for an answer"
+            yield f"{whole}, and baseline=energymean compares token by token. Set scale=one, or whiten=token"
+
+    def reads(self, a: Algorithm) -> Iterable[str]:
+        return ("energy",)
+
 
 @dataclass(frozen=True, kw_only=True)
-class SoftMean:
+class SoftMean(Baseline):
     """tau * log of the siblings' mean of exp(reward / tau): tau * log Z of Kimi k1.5 and OPMD (A20, A21)."""
+
+    relative = True
 
     tau: float = 1.0
 
     def __post_init__(self) -> None:
         positive("baseline.tau", self.tau)
 
+    def words(self) -> str:
+        return f"r - tau log mean(exp(r / tau)) over the group, tau = {self.tau:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class SecondBest:
+class SecondBest(Baseline):
     """Only the best sibling has credit: its reward less the second best's (A32, verl's grpo_passk)."""
 
+    relative = True
+
+    def words(self) -> str:
+        return "r - second best r of the group for the best sibling, 0 for the others"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Greedy:
+class Greedy(Baseline):
     """Reward of the prompt's argmax answer, sampled beside the siblings and never learned from (ReMax, A03).
 
     Like `ToGo`, a token answers only for the KL paid from it on.
     """
 
+    to_go = True
+    greedy = True
+
+    def words(self) -> str:
+        return "r - r of the greedy answer"
+
+    def uses(self) -> str:
+        return "greedy answer"
+
+    def samples(self) -> str:
+        return "one greedy answer a prompt"
+
 
 @dataclass(frozen=True, kw_only=True)
-class StepMean:
+class StepMean(Baseline):
     """Mean over all judged steps of all siblings; a token's credit sums the steps that end at or after it (A07, process form).
 
     Steps are verdicts about a part of an episode (`Judged.end`). A group without any compares its outcomes, each at its answer's
     end; a sibling without any beside others that have some has no credit.
     """
 
+    relative = True
+    per_token = True
+    of = "v of the group's steps"
+    facts = ("steps",)
+
+    def words(self) -> str:
+        return "sum over the steps that end at or after t of v - mean(v of the group's steps)"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if a.scale not in ("one", "group_std") or a.shape or a.charges_answers:
+            yield f"baseline=stepmean compares steps, not answers. Set {SEVERAL}"
+        yield from _judged(self, a)
+
+    def uses(self) -> str:
+        return "verdicts about steps"
+
 
 @dataclass(frozen=True, kw_only=True)
-class TurnMean:
+class TurnMean(Baseline):
     """Per turn k: what was paid for it less the mean of what the siblings' turn k was paid, plus the outcome's own comparison in
     every turn (MT-GRPO, E05). Without paid turns it is `GroupMean`."""
+
+    relative = True
+    per_token = True
+    scaled_apart = True
+    facts = ("paid", "turns")
 
     outcome: float = 1.0
     """Weight of the outcome's credit beside the turn's (lambda in Eq. 7 of 2505.11821)."""
@@ -104,11 +241,26 @@ class TurnMean:
     def __post_init__(self) -> None:
         not_negative("baseline.outcome", self.outcome)
 
+    def words(self) -> str:
+        whole = f"{times(self.outcome)}(R - mean(R of the group)), R without what turns were paid"
+        return f"paid_k - mean(paid_k of the siblings' turn k) + {whole}"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        return _of_turns(self, a)
+
+    def uses(self) -> str:
+        return "turns"
+
 
 @dataclass(frozen=True, kw_only=True)
-class AnchorMean:
+class AnchorMean(Baseline):
     """Episode credit as in `GroupMean`, plus, per turn, its discounted return less the mean over all turns of the group that began
     in the same state (GiGPO, E05). A state that occurred once gives nothing."""
+
+    relative = True
+    per_token = True
+    scaled_apart = True
+    facts = ("turns",)
 
     gamma: float = 0.95
     """Discount of a turn's return, once a turn."""
@@ -124,10 +276,25 @@ class AnchorMean:
         if self.by not in ("observation", "history"):
             raise ConfigError(f"baseline.by={self.by!r}: must be observation or history")
 
+    def words(self) -> str:
+        state = "after the same observation" if self.by == "observation" else "after the same history"
+        turn = f"(g_k - mean(g of the group's turns {state})), g_k = r_k + {self.gamma:g} g_(k+1)"
+        return f"r - mean(r of the group) + {times(self.omega)}{turn}"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        return _of_turns(self, a)
+
+    def uses(self) -> str:
+        return "turns"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Value:
+class Value(Baseline):
     """A learned value per token, GAE over spoken tokens only (A05; Schulman et al. 1506.02438)."""
+
+    reads_silent = True
+    per_token = True
+    to_go = True
 
     gae_lambda: float = 0.95
     """Of the value targets, and of the credit where `credit_lambda` is none."""
@@ -160,23 +327,29 @@ class Value:
                 f"baseline.coef={self.coef} must be >= 0 and baseline.clip={self.clip} > 0; to switch the value clip off set clip=none"
             )
 
+    def words(self) -> str:
+        own = (
+            f"max(0, 1 - 1 / ({self.length_alpha:g} |y|))"
+            if self.length_alpha is not None
+            else f"{self.gae_lambda if self.credit_lambda is None else self.credit_lambda:g}"
+        )
+        discount = "lambda" if self.gamma == 1 else f"({self.gamma:g} lambda)"
+        gamma = "" if self.gamma == 1 else f"{self.gamma:g} "
+        trace = f"; V-trace targets, start/mu up to {self.trace:g}" if self.trace is not None else ""
+        return f"sum_k {discount}^k delta_(t+k), delta_t = r_t + {gamma}V_(t+1) - V_t, lambda = {own}{trace}"
 
-Baseline = (
-    Zero
-    | ToGo
-    | Ema
-    | GroupMean
-    | Others
-    | LengthMean
-    | EnergyMean
-    | SoftMean
-    | SecondBest
-    | Greedy
-    | StepMean
-    | TurnMean
-    | AnchorMean
-    | Value
-)
-GROUP_RELATIVE = (GroupMean, Others, LengthMean, EnergyMean, SoftMean, SecondBest, StepMean, TurnMean, AnchorMean)
-TO_GO = (ToGo, Greedy, Value)
-"""Baselines under which a KL in the reward is charged to the tokens at and before the one that paid it, not to the whole episode."""
+    def loss_words(self) -> str:
+        """The formula of the value loss."""
+        near = "" if self.clip is None else f", V bounded to V_start +- {self.clip:g} where that costs more"
+        warm = f"; the first {self.warmup} steps train V alone" if self.warmup else ""
+        return f"{self.coef:g} * 1/2 (V - target)^2{near}; target = V + GAE of lambda {self.gae_lambda:g}{warm}"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if a.charges_tokens:
+            yield "placement=token charges a token alone, while GAE hands its charge to the tokens before it. Set pull.placement=reward"
+
+    def reads(self, a: Algorithm) -> Iterable[str]:
+        return ("values",)
+
+    def reads_start_early(self, a: Algorithm) -> bool:
+        return self.trace is not None

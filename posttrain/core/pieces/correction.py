@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.core.pieces.checks import ordered, positive
+from posttrain.core.pieces.piece import Piece
+
+if TYPE_CHECKING:
+    from posttrain.core.algorithm import Algorithm
 
 Level = Literal["token", "sequence"]
 
 
+class Correction(Piece, begin=True):
+    """One factor of c. Its mathematics: `algorithm.correction`."""
+
+    weighs: ClassVar[bool] = False
+    """Whether it multiplies with start/mu, and does not only keep or drop."""
+
+    def reads(self, a: Algorithm) -> Iterable[str]:
+        return () if a.anchor == "proximal" else ("start",)
+
+    def of_episodes(self) -> bool:
+        """Whether start/mu is the product over an episode for it."""
+        return False
+
+
 @dataclass(frozen=True, kw_only=True)
-class Truncate:
+class Truncate(Correction):
     """c = min(start/mu, cap), per token or of the episode's product (TIS, A25). cap=none weighs without a bound (AReaL, A26)."""
+
+    weighs = True
 
     cap: float | None = 2.0
     level: Level = "token"
@@ -21,10 +42,18 @@ class Truncate:
         if self.cap is not None:
             positive("correction.cap", self.cap, "cap=none")
 
+    def words(self) -> str:
+        return ("start/mu" if self.cap is None else f"min(start/mu, {self.cap:g})") + f" per {self.level}"
+
+    def of_episodes(self) -> bool:
+        return self.level == "sequence"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Mask:
+class Mask(Correction):
     """c = start/mu where low <= start/mu <= high, else 0, per token or of the episode's product (IcePop, MIS; A25)."""
+
+    weighs = True
 
     low: float = 0.5
     high: float = 5.0
@@ -33,19 +62,34 @@ class Mask:
     def __post_init__(self) -> None:
         ordered("correction", self.low, self.high)
 
+    def words(self) -> str:
+        return f"start/mu within [{self.low:g}, {self.high:g}], else 0, per {self.level}"
+
+    def of_episodes(self) -> bool:
+        return self.level == "sequence"
+
 
 @dataclass(frozen=True, kw_only=True)
-class BinaryKL:
+class BinaryKL(Correction):
     """c = start/mu where KL between start and mu on {the said token, any other} is at most phi in both directions, else 0 (KPop, A25)."""
+
+    weighs = True
 
     phi: float = 0.1
 
     def __post_init__(self) -> None:
         positive("correction.phi", self.phi)
 
+    def words(self) -> str:
+        return f"start/mu, and 0 where KL between start and mu on the said token exceeds {self.phi:g} in either direction"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if a.anchor == "proximal":
+            yield "BinaryKL compares sampler and learner, and anchor=proximal skips the learner's forward. Set anchor=start"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Reject:
+class Reject(Correction):
     """Drops whole episodes whose geometric mean of start/mu leaves [low, high]; the kept ones are not weighed (Geo-RS, A25)."""
 
     low: float = 0.99
@@ -54,9 +98,12 @@ class Reject:
     def __post_init__(self) -> None:
         ordered("correction", self.low, self.high)
 
+    def words(self) -> str:
+        return f"1, and 0 for responses with (start(y)/mu(y))^(1/|y|) outside [{self.low:g}, {self.high:g}]"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Veto:
+class Veto(Correction):
     """Drops whole episodes that hold a token with start/mu below `below`: one catastrophic token poisons its episode (A25)."""
 
     below: float = 1e-4
@@ -64,9 +111,12 @@ class Veto:
     def __post_init__(self) -> None:
         positive("correction.below", self.below)
 
+    def words(self) -> str:
+        return f"1, and 0 for responses with a token of start/mu < {self.below:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class NegativeMask:
+class NegativeMask(Correction):
     """Drops episodes with A < 0 that the current policy has left: mean over tokens of log mu - log pi > delta (DeepSeek-V3.2, A08)."""
 
     delta: float = 0.5
@@ -74,6 +124,8 @@ class NegativeMask:
     def __post_init__(self) -> None:
         positive("correction.delta", self.delta)
 
+    def words(self) -> str:
+        return f"1, and 0 for responses with A < 0 and mean over t of log(mu/pi) > {self.delta:g}"
 
-Correction = Truncate | Mask | BinaryKL | Reject | Veto | NegativeMask
-WEIGHING = (Truncate, Mask, BinaryKL)
+    def reads(self, a: Algorithm) -> Iterable[str]:
+        return ()  # it compares the policy with the sampler

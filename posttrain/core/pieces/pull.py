@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.pieces.checks import not_negative, positive
+from posttrain.core.pieces.piece import Piece, times
+
+if TYPE_CHECKING:
+    from posttrain.core.algorithm import Algorithm
 
 Estimator = Literal["k1", "k2", "k3", "rk3"]
 Placement = Literal["reward", "loss", "both", "token"]
@@ -29,10 +34,32 @@ _KL_REFUSED: dict[tuple[Estimator, Placement], str] = {
     ("rk3", "reward"): "rk3 in the reward alone misses the path term, like k3",
     ("rk3", "both"): "rk3 in the loss is already exact: the reward term on top is a second, wrong one",
 }
+_ESTIMATOR = {"k1": "d", "k2": "d^2 / 2", "k3": "exp(-d) - 1 + d", "rk3": "rho (exp(-d) - 1 + d)"}
+_PLACE = {
+    "reward": "charged to the reward",
+    "loss": "in the loss",
+    "both": "charged to the reward and in the loss",
+    "token": "charged to the token alone",
+}
+
+
+class Pull(Piece, begin=True):
+    """A regulariser beside the policy term. Its mathematics: `algorithm.pull`."""
+
+    reads_silent: ClassVar[bool] = True
+
+    @property
+    def truth(self) -> str:
+        """Whether its gradient is that of a KL, in words; '' where it is none."""
+        return ""
+
+    def renews(self) -> int:
+        """Every how many steps the reference becomes the policy as it is; 0: never."""
+        return 0
 
 
 @dataclass(frozen=True, kw_only=True)
-class KL:
+class KL(Pull):
     """A pull towards the reference. `truth` says whether its gradient is that of KL(pi || ref) (A34).
 
     d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3 with the token's own ratio, differentiated, whatever
@@ -61,6 +88,27 @@ class KL:
         if self.target is not None:
             positive("pull.target", self.target, "target=none")
 
+    def words(self) -> str:
+        adapts = f"; the coefficient follows KL = {self.target:g}" if self.target is not None else ""
+        fresh = f"; ref is renewed every {self.refresh} steps" if self.refresh else ""
+        name, place = self.estimator, _PLACE[self.placement]
+        return f"{times(self.coef)}{name}, {name} = {_ESTIMATOR[name]}, d = log pi - log ref; {place}{adapts}{fresh}"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if self.estimator == "rk3" and a.ratio == "one":
+            yield "rk3 weights k3 by the ratio, and ratio='one' has none. Set ratio=token, or use k3/both"
+        if self.refresh and a.distill is not None:
+            yield "distill's teacher is the reference, and pull.refresh would replace it. Set pull.refresh=0, or distill=none"
+
+    def reads(self, a: Algorithm) -> Iterable[str]:
+        return ("reference",)
+
+    def reads_start_early(self, a: Algorithm) -> bool:
+        return self.in_credit and a.anchor == "start"
+
+    def renews(self) -> int:
+        return self.refresh
+
     @property
     def truth(self) -> str:
         return _KL_TRUTH[self.estimator, self.placement]
@@ -72,25 +120,30 @@ class KL:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SequenceL2:
+class SequenceL2(Pull):
     """coef / 2 * (log pi(y)/anchor(y))^2 of the whole episode: Kimi k1.5's surrogate (A20, Eq. 3)."""
+
+    forms_ratio = True
 
     coef: float = 0.1
 
     def __post_init__(self) -> None:
         positive("pull.coef", self.coef, "pull=none")
 
+    def words(self) -> str:
+        return f"{self.coef:g} / 2 (log pi(y) / anchor(y))^2, once a response"
+
 
 @dataclass(frozen=True, kw_only=True)
-class TokenL2:
+class TokenL2(Pull):
     """coef * (log pi/anchor)^2 of every token: prime-rl's kl_tau; verl's dro and ROLL's kimi15 differ by a factor (A18, A20)."""
+
+    forms_ratio = True
 
     coef: float = 1e-3
 
     def __post_init__(self) -> None:
         positive("pull.coef", self.coef, "pull=none")
 
-
-Pull = KL | SequenceL2 | TokenL2
-OF_RATIO = (SequenceL2, TokenL2)
-"""Pulls towards the anchor of the ratio instead of a reference."""
+    def words(self) -> str:
+        return f"{times(self.coef)}(log pi / anchor)^2"

@@ -2,20 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.pieces.baseline import Zero
 from posttrain.core.pieces.checks import not_negative, positive
+from posttrain.core.pieces.piece import Piece
+
+if TYPE_CHECKING:
+    from posttrain.core.algorithm import Algorithm
+
+
+class Shaping(Piece, begin=True):
+    """One change of the reward. Its mathematics: `algorithm.shape`."""
+
+    changes_reward: ClassVar[bool] = True
+    """False where it only decides who carries a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Signed:
+class Signed(Shaping):
     """reward -> 2 * reward - 1: outcomes of {0, 1} become the {-1, +1} of DAPO's rule reward."""
 
+    def words(self) -> str:
+        return "2 r - 1"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Overlong:
+class Overlong(Shaping):
     """Soft punishment, DAPO Eq. 13: 0 up to L_max - cache spoken tokens, then linearly down to -1 at L_max.
 
     L_max is the sampling's max_tokens. `cache` is a share of it.
@@ -27,14 +43,22 @@ class Overlong:
         if not 0 < self.cache <= 1:
             raise ConfigError(f"shape.overlong.cache={self.cache}: a share of max_tokens in (0, 1]")
 
+    def words(self) -> str:
+        return f"r + clip(({1 - self.cache:g} L - |y|) / ({self.cache:g} L), -1, 0), L = max_tokens"
+
 
 @dataclass(frozen=True, kw_only=True)
-class DropTruncated:
+class DropTruncated(Shaping):
     """Overlong filtering (DAPO): an episode cut off at its length keeps its place in the baseline, but has no gradient."""
 
+    changes_reward = False
+
+    def words(self) -> str:
+        return "r; a response cut off at its length carries no gradient"
+
 
 @dataclass(frozen=True, kw_only=True)
-class BestOf:
+class BestOf(Shaping):
     """reward -> k * mean over the k-subsets of siblings that hold this one of their best reward (A32).
 
     The group's mean of credit * grad log pi is then an unbiased gradient of the expected best of k (PKPO); for outcomes
@@ -52,9 +76,20 @@ class BestOf:
         if self.gain and self.k == 1:
             raise ConfigError("shape.bestof.gain=true with k=1 compares a sample with nobody. Set gain=false, or k >= 2")
 
+    def words(self) -> str:
+        best = "best r - best r without this one" if self.gain else "best r"
+        return f"{self.k} mean({best}) over the subsets of {self.k} siblings that hold this one"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if self.gain and not isinstance(a.baseline, Zero):
+            yield "shape.bestof.gain already compares a sample with its siblings. Set baseline=zero, or gain=false"
+
+    def compares_siblings(self) -> bool:
+        return self.gain
+
 
 @dataclass(frozen=True, kw_only=True)
-class RankLength:
+class RankLength(Shaping):
     """+- coef by where the length lies between the group's shortest (+.5) and longest (-.5); failures only lose (Kimi k1.5, C04)."""
 
     coef: float = 1.0
@@ -62,9 +97,12 @@ class RankLength:
     def __post_init__(self) -> None:
         positive("shape.ranklength.coef", self.coef)
 
+    def words(self) -> str:
+        return f"r + {self.coef:g} b, b = 1/2 - (|y| - shortest) / (longest - shortest), at most 0 where not solved"
+
 
 @dataclass(frozen=True, kw_only=True)
-class TargetLength:
+class TargetLength(Shaping):
     """L1 (2503.04697, C04). exact: reward - alpha * |target - |y||; most: reward * clip(alpha * (target - |y|) + .5, 0, 1).
 
     The paper's slope; its code halves it in the second form. The target is the task's `n_gold` where it has one.
@@ -78,9 +116,13 @@ class TargetLength:
         positive("shape.targetlength.target", self.target)
         positive("shape.targetlength.alpha", self.alpha)
 
+    def words(self) -> str:
+        off = f"{self.target} - |y|"
+        return f"r - {self.alpha:g} | {off} |" if self.form == "exact" else f"r clip({self.alpha:g} ({off}) + 1/2, 0, 1)"
+
 
 @dataclass(frozen=True, kw_only=True)
-class RateLength:
+class RateLength(Shaping):
     """reward - beta * max(the group's pass rate, 1/G) * |y|: easy prompts pay most for length (ALP 2506.05256, C04)."""
 
     beta: float = 1e-4
@@ -88,9 +130,12 @@ class RateLength:
     def __post_init__(self) -> None:
         positive("shape.ratelength.beta", self.beta)
 
+    def words(self) -> str:
+        return f"r - {self.beta:g} max(share of the group solved, 1/G) |y|"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Cosine:
+class Cosine(Shaping):
     """Half a cosine over length 0 ... max_tokens, in place of the reward: solved 1 -> .5, not solved -1 -> -.5 (2503.03373, C04)."""
 
     solved_short: float = 1.0
@@ -100,9 +145,13 @@ class Cosine:
     exceeded: float = -1.0
     """Reward of an episode that was cut off at its length (the paper uses -10)."""
 
+    def words(self) -> str:
+        solved, wrong = f"{self.solved_short:g} to {self.solved_long:g}", f"{self.wrong_short:g} to {self.wrong_long:g}"
+        return f"half a cosine of |y| / max_tokens: {solved} solved, {wrong} not, {self.exceeded:g} cut off"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Repetition:
+class Repetition(Shaping):
     """reward - penalty * (1 - distinct n-grams / n-grams) over the spoken tokens (C04)."""
 
     n: int = 3
@@ -112,9 +161,12 @@ class Repetition:
         positive("shape.repetition.n", self.n)
         not_negative("shape.repetition.penalty", self.penalty)
 
+    def words(self) -> str:
+        return f"r - {self.penalty:g} (1 - distinct {self.n}-grams / {self.n}-grams)"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Gate:
+class Gate(Shaping):
     """reward -> `otherwise` where the reward source `source` gave less than 1: wrong form earns nothing, right form adds nothing (C03).
 
     Give that source weight 0, and it is judged and recorded but no part of the outcome.
@@ -127,9 +179,12 @@ class Gate:
         if not self.source:
             raise ConfigError("shape.gate.source is empty: name a reward source")
 
+    def words(self) -> str:
+        return f"r where source {self.source} gave 1, else {self.otherwise:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class RelativeLength:
+class RelativeLength(Shaping):
     """L_ref / |y| - 1 + coef * (reward - A_ref), in place of the reward (O1-Pruner 2501.12570, C04).
 
     L_ref and A_ref are the task's `reference_length` and `reference_accuracy`, means over the reference policy's samples.
@@ -140,5 +195,5 @@ class RelativeLength:
     def __post_init__(self) -> None:
         positive("shape.relativelength.coef", self.coef)
 
-
-Shaping = Signed | Overlong | DropTruncated | BestOf | RankLength | TargetLength | RateLength | Cosine | Repetition | Gate | RelativeLength
+    def words(self) -> str:
+        return f"reference_length / |y| - 1 + {self.coef:g} (r - reference_accuracy)"

@@ -2,17 +2,31 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.pieces.checks import not_negative, positive, share
+from posttrain.core.pieces.piece import Piece, times
+
+if TYPE_CHECKING:
+    from posttrain.core.algorithm import Algorithm
 
 # --- which tokens of a minibatch speak: chosen over the whole minibatch, before it is split -------------------------
 
 
+class Tokens(Piece, begin=True):
+    """A choice of tokens of the minibatch. Its mathematics: `algorithm.choose`."""
+
+    reads_silent: ClassVar[bool] = True
+    silences: ClassVar[bool] = True
+    """Whether the tokens it did not choose have no policy gradient."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class ClipCov:
+class ClipCov(Tokens):
     """Silences `share` of the tokens, rounded down, at random among those with low < cov < high (A33, 2505.22617).
 
     At the paper's share a minibatch below 5,000 tokens silences none.
@@ -29,10 +43,18 @@ class ClipCov:
         if not self.low < self.high:
             raise ConfigError(f"tokens.low={self.low} must lie below tokens.high={self.high}")
 
+    def words(self) -> str:
+        return (
+            f"{self.share:g} of the tokens, drawn among those with {self.low:g} < cov < {self.high:g}, are silent; "
+            "cov = (A - mean)(log p - mean) before the step"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class KlCov:
+class KlCov(Tokens):
     """The `share` of tokens with the largest covariance get coef * |log pi - log start| beside the policy term (A33)."""
+
+    silences = False
 
     share: float = 0.002
     coef: float = 1.0
@@ -41,9 +63,13 @@ class KlCov:
         share("tokens.share", self.share)
         positive("tokens.coef", self.coef)
 
+    def words(self) -> str:
+        most = "largest (A - mean)(log p - mean) before the step"
+        return f"the {self.share:g} of the tokens with the {most} pay {times(self.coef)}|log pi - log start|"
+
 
 @dataclass(frozen=True, kw_only=True)
-class TopEntropy:
+class TopEntropy(Tokens):
     """Only the `share` of tokens with the largest entropy at the start of the step speak (A12, 2506.01939)."""
 
     share: float = 0.2
@@ -51,9 +77,15 @@ class TopEntropy:
     def __post_init__(self) -> None:
         share("tokens.share", self.share)
 
+    def words(self) -> str:
+        return f"only the {self.share:g} of the tokens with the largest entropy speak"
+
+    def reads(self, a: Algorithm) -> Iterable[str]:
+        return ("entropy",)
+
 
 @dataclass(frozen=True, kw_only=True)
-class SecondMoment:
+class SecondMoment(Tokens):
     """Silences the tokens with the largest |log start/mu| until the mean of their squares is at most `limit` (M2PO, A26)."""
 
     limit: float = 0.04
@@ -61,15 +93,21 @@ class SecondMoment:
     def __post_init__(self) -> None:
         positive("tokens.limit", self.limit)
 
+    def words(self) -> str:
+        return f"the largest |log start/mu| fall silent until the mean of their squares is at most {self.limit:g}"
 
-Tokens = ClipCov | KlCov | TopEntropy | SecondMoment
+    def reads_start_early(self, a: Algorithm) -> bool:
+        return True
+
 
 # --- further terms ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
-class EntropyBonus:
+class EntropyBonus(Piece):
     """-coef * H beside the policy term, with the same weights."""
+
+    reads_silent = True
 
     coef: float = 0.01
     target: float | None = None
@@ -83,13 +121,21 @@ class EntropyBonus:
         if self.target is not None:
             positive("entropy.target", self.target, "target=none")
 
+    def words(self) -> str:
+        if self.target is None:
+            return f"-{times(self.coef)}H"
+        rule = f"c rises by {self.delta:g} a step below H = {self.target:g} and falls above, where it is not applied"
+        return f"-c H, c = {self.coef:g} at first; {rule}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Imitate:
+class Imitate(Piece):
     """-coef * mean log-prob of some of the minibatch's own tokens, weighed alike (A19 positive NLL; A24 CHORD).
 
     `solved`: tokens of episodes with raw outcome >= 1. `shown`: tokens a demonstration put into the group.
     """
+
+    reads_silent = True
 
     coef: float = 0.1
     of: Literal["solved", "shown"] = "solved"
@@ -99,9 +145,17 @@ class Imitate:
     def __post_init__(self) -> None:
         positive("imitate.coef", self.coef, "imitate=none")
 
+    def words(self) -> str:
+        whose = "solved responses" if self.of == "solved" else "shown responses"
+        return f"-{self.coef:g} mean over the tokens of {whose} of " + ("sg[p (1 - p)] log pi" if self.unsure else "log pi")
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if self.of == "shown" and a.shown is None:
+            yield "imitate.of=shown imitates demonstrations, and there are none. Set shown, or imitate.of=solved"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Shown:
+class Shown(Piece):
     """Siblings that a demonstration wrote, in the same group and baseline (LUFFY, A24).
 
     Their tokens are pushed with the gradient of f(p) = p / (p + gamma), never clipped. gamma=none: they have no policy
@@ -119,15 +173,35 @@ class Shown:
         if self.gamma is not None:
             positive("shown.gamma", self.gamma, "gamma=none")
 
+    def words(self) -> str:
+        g = "" if self.gamma is None else f"{self.gamma:g}"
+        gradient = f"gradient of p / (p + {g}), so push = {g} p / (p + {g})^2" if g else "no policy gradient"
+        style = f" in style {self.style}" if self.style else ""
+        return f"{self.siblings} of the siblings written by demonstration{style}; their tokens have {gradient}"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if a.stores_top:
+            yield "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0, or shown=none"
+        if a.kl_in_credit is not None and a.anchor != "start":
+            yield "a KL in the credit is taken under the sampler, which a demonstration does not have. Set anchor=start, or shown=none"
+
+    def uses(self) -> str:
+        return "demonstrations"
+
+    def samples(self) -> str:
+        return f"{self.siblings} of the siblings are not sampled, but need a demonstration"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Distill:
+class Distill(Piece):
     """coef * generalised JSD_beta(teacher || policy) of the whole next-token distribution (GKD, A30).
 
     beta * KL(teacher || M) + (1 - beta) * KL(policy || M) with M = beta * teacher + (1 - beta) * policy; beta 0 and 1 are
     the limits KL(teacher || policy) and KL(policy || teacher). Read on the teacher's `top` most probable tokens and the rest
     as one; 0 reads all. The teacher is the stage's reference.
     """
+
+    reads_silent = True
 
     beta: float = 0.5
     top: int = 0
@@ -138,12 +212,41 @@ class Distill:
         not_negative("distill.top", self.top)
         positive("distill.coef", self.coef, "distill=none")
 
+    def words(self) -> str:
+        over = f"the teacher's {self.top} most probable tokens and the rest" if self.top else "the whole vocabulary"
+        return f"{times(self.coef)}JSD_{self.beta:g}(teacher || pi) over {over}"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if a.stores_top:
+            yield "distill and clip.top would each name the candidate tokens of a position. Set clip.top=0, or distill=none"
+
+    def reads(self, a: Algorithm) -> Iterable[str]:
+        return ("teacher",)
+
+    def memory(self) -> str:
+        return f"{self.top} ids and log-probs a token" if self.top else "the vocabulary's log-probs a token"
+
 
 # --- which prompts are asked ------------------------------------------------------------------------------------------
 
 
+class Curriculum(Piece, begin=True):
+    """Which task is asked next, by the pass rate when it was last asked (0 where it never was)."""
+
+    drawn: ClassVar[bool] = False
+    """Whether tasks are drawn in proportion to their weight; else all are asked in turn, without those of weight 0."""
+
+    @abstractmethod
+    def weight(self, rate: float) -> float:
+        """Of a task with this pass rate."""
+
+    def left_out(self) -> str:
+        """What every task did that is not asked, in words."""
+        return "has weight 0"
+
+
 @dataclass(frozen=True, kw_only=True)
-class NoEasy:
+class NoEasy(Curriculum):
     """A task whose last pass rate reached `rate` is not asked again (no-positive-resampling, ScaleRL, A28)."""
 
     rate: float = 0.9
@@ -151,10 +254,21 @@ class NoEasy:
     def __post_init__(self) -> None:
         share("curriculum.rate", self.rate)
 
+    def words(self) -> str:
+        return f"a task solved by {self.rate:g} of its siblings is not asked again"
+
+    def weight(self, rate: float) -> float:
+        return 1.0 if rate < self.rate else 0.0
+
+    def left_out(self) -> str:
+        return f"was solved at a rate of {self.rate:g} or more"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Priority:
+class Priority(Curriculum):
     """Tasks are drawn in proportion to 1 - their pass rate so far, and to `floor` where that is less (Kimi k1.5, A20)."""
+
+    drawn = True
 
     floor: float = 0.05
 
@@ -162,5 +276,8 @@ class Priority:
         if not 0 < self.floor <= 1:
             raise ConfigError(f"curriculum.floor={self.floor}: must lie in (0, 1]")
 
+    def words(self) -> str:
+        return f"tasks are drawn in proportion to max(1 - pass rate, {self.floor:g})"
 
-Curriculum = NoEasy | Priority
+    def weight(self, rate: float) -> float:
+        return max(self.floor, 1 - rate)

@@ -2,20 +2,46 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.pieces.checks import not_negative, ordered, positive
+from posttrain.core.pieces.piece import Piece, named
+
+if TYPE_CHECKING:
+    from posttrain.core.algorithm import Algorithm
+
+
+class TrustRegion(Piece, begin=True):
+    """The push as a function of the ratio and the sign of the credit. Its mathematics: `algorithm.trust`."""
+
+    per_token: ClassVar[bool] = False
+    """Whether it compares single tokens, so that it needs ratio=token."""
+    silences: ClassVar[bool] = False
+    """Whether a token outside its bounds has a push of exactly 0, so that bounds narrower than noise silence tokens by rounding."""
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        if a.ratio == "one":
+            yield "clip needs a ratio to bound, and ratio='one' has none. Set ratio=token, or clip=none"
+        if self.per_token and a.ratio not in ("token", "one"):
+            yield f"clip={named(self)} compares single tokens, so it needs ratio=token"
+
+    def without_top(self) -> Self:
+        """The same, where nothing is known but the said token."""
+        return self
 
 
 @dataclass(frozen=True, kw_only=True)
-class Clip:
+class Clip(TrustRegion):
     """PPO's clip: a token is silent once its ratio has left [1 - low, 1 + high] in the direction its credit pushes.
 
     `cap` is the dual clip of 1912.09729 (there 3) and the two-sided clip of INTELLECT-2 (there 4): a token with A < 0 is
     also silent where its ratio exceeds cap. Both papers' forms have this one gradient (A06).
     """
+
+    silences = True
 
     low: float = 0.2
     high: float = 0.2
@@ -27,9 +53,20 @@ class Clip:
         if self.cap is not None and not self.cap > 1 + self.high:
             raise ConfigError(f"clip.cap={self.cap} must lie above 1 + clip.high={1 + self.high:g}; to switch it off set cap=none")
 
+    def words(self) -> str:
+        loud = "" if self.cap is None else f", or rho > {self.cap:g} with A < 0"
+        return f"rho; 0 where rho > {1 + self.high:g} with A > 0, or rho < {1 - self.low:g} with A < 0{loud}"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        yield from super().refuses(a)
+        # Credit that varies inside a sequence is refused there for a reason of its own, which says what to do.
+        if a.ratio in ("sequence_mean", "sequence_product") and a.aggregate == "token_mean" and not a.varies:
+            mean = "is no longer a mean over sequences. Set aggregate=sequence_mean"
+            yield f"a clipped sequence-level ratio with aggregate=token_mean {mean}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Cap:
+class Cap(TrustRegion):
     """The ratio itself, bounded to [low, high]: no token is ever silent (CISPO, A15; AIPO, A23)."""
 
     low: float = 0.0
@@ -38,9 +75,12 @@ class Cap:
     def __post_init__(self) -> None:
         ordered("clip", self.low, self.high)
 
+    def words(self) -> str:
+        return f"rho within [{self.low:g}, {self.high:g}]"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Taper:
+class Taper(TrustRegion):
     """1 where A >= 0, min(ratio, cap) where A < 0: failures fade as they become unlikely (TOPR, A22)."""
 
     cap: float = 1.0
@@ -48,9 +88,12 @@ class Taper:
     def __post_init__(self) -> None:
         positive("clip.cap", self.cap)
 
+    def words(self) -> str:
+        return f"min(rho, {self.cap:g}) where A < 0, else 1"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Soft:
+class Soft(TrustRegion):
     """ratio * 4 s (1 - s) with s = sigmoid(tau * (ratio - 1)): a smooth gate, 1 at ratio 1 (SAPO, A16)."""
 
     tau: float = 1.0
@@ -61,13 +104,19 @@ class Soft:
         positive("clip.tau", self.tau)
         positive("clip.tau_negative", self.tau_negative)
 
+    def words(self) -> str:
+        return f"4 rho s (1 - s), s = sigmoid(tau (rho - 1)), tau = {self.tau:g} where A > 0, else {self.tau_negative:g}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Geometric:
+class Geometric(TrustRegion):
     """One weight an episode: exp of the mean log-ratio, each token's clipped to +-low/high in the harmful direction (GMPO, A14).
 
     A clipped token does not speak, the others do with the episode's weight.
     """
+
+    per_token = True
+    silences = True
 
     low: float = 0.4
     high: float = 0.4
@@ -76,14 +125,20 @@ class Geometric:
         positive("clip.low", self.low)
         positive("clip.high", self.high)
 
+    def words(self) -> str:
+        return f"exp(mean over y of log rho, at most {self.high:g} where A > 0, at least -{self.low:g} where A < 0); 0 for a bounded token"
+
 
 @dataclass(frozen=True, kw_only=True)
-class Divergence:
+class Divergence(TrustRegion):
     """Silent where policy and anchor are further apart than delta and the push leads further away (DPPO, A18).
 
     The distance at one position is the total variation or the KL(anchor || pi) of the said token against the rest
     (`top` = 0), or of the sampler's `top` most probable tokens, the said one, and the rest.
     """
+
+    per_token = True
+    silences = True
 
     measure: Literal["tv", "kl"] = "tv"
     delta: float = 0.15
@@ -96,14 +151,39 @@ class Divergence:
         positive("clip.cap", self.cap)
         not_negative("clip.top", self.top)
 
+    def words(self) -> str:
+        over = f"the sampler's {self.top} most probable tokens, the said one and the rest" if self.top else "the said token and the rest"
+        far = "TV(mu, pi)" if self.measure == "tv" else "KL(mu || pi)"
+        return f"min(rho, {self.cap:g}); 0 where D > {self.delta:g} and the push leads further away, D = {far} over {over}"
+
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        yield from super().refuses(a)
+        if self.top and a.anchor != "behaviour":
+            yield "clip.top reads the sampler's most probable tokens, so it compares with the sampler. Set anchor=behaviour"
+
+    def stores_top(self) -> int:
+        return self.top
+
+    def uses(self) -> str:
+        return f"top {self.top} tokens" if self.top else ""
+
+    def memory(self) -> str:
+        return f"{self.top} ids and log-probs a token" if self.top else ""
+
+    def without_top(self) -> Self:
+        return replace(self, top=0)
+
 
 @dataclass(frozen=True, kw_only=True)
-class FutureKL:
+class FutureKL(TrustRegion):
     """PPO's clip times f_t = exp(sum_{k >= t} 2^(-(k-t)/half_life) * log-ratio_k) within 1 +- band (FIPO, A29).
 
     Log-ratios of tokens with a ratio above `ignore` do not count; a token with A < 0 and a ratio above `loud` is not
     amplified.
     """
+
+    per_token = True
+    silences = True
 
     low: float = 0.2
     high: float = 0.28
@@ -121,9 +201,16 @@ class FutureKL:
         for name in ("half_life", "loud", "ignore"):
             positive(f"clip.{name}", getattr(self, name))
 
+    def words(self) -> str:
+        band = f"within [{1 - self.band_low:g}, {1 + self.band_high:g}]"
+        return (
+            f"f rho; 0 where rho > {1 + self.high:g} with A > 0, or rho < {1 - self.low:g} with A < 0; "
+            f"f = exp(sum_(k>=t) 2^(-(k-t)/{self.half_life:g}) log rho_k) {band}, not above 1 where A < 0 and rho > {self.loud:g}"
+        )
+
 
 @dataclass(frozen=True, kw_only=True)
-class Hump:
+class Hump(TrustRegion):
     """W^k exp(lambda (1 - W)) of the episode's ratio W: 1 at W = 1, fading on both sides, per sign of A (VESPO, A29)."""
 
     k: float = 2.0
@@ -136,7 +223,11 @@ class Hump:
         for name in ("k", "fade", "k_negative", "fade_negative"):
             positive(f"clip.{name}", getattr(self, name))
 
+    def words(self) -> str:
+        up, down = f"rho^{self.k:g} exp({self.fade:g} (1 - rho))", f"rho^{self.k_negative:g} exp({self.fade_negative:g} (1 - rho))"
+        return f"{up} where A > 0, {down} where A < 0"
 
-TrustRegion = Clip | Cap | Taper | Soft | Geometric | Divergence | FutureKL | Hump
-PER_TOKEN = (Geometric, Divergence, FutureKL)
-"""Trust regions that compare single tokens, so they need ratio=token."""
+    def refuses(self, a: Algorithm) -> Iterator[str]:
+        yield from super().refuses(a)
+        if not a.ratio.startswith("sequence"):
+            yield "clip=hump bounds the ratio of whole episodes. Set ratio=sequence_product"

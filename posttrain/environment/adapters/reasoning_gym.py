@@ -12,9 +12,9 @@ from functools import cached_property, lru_cache
 from types import ModuleType
 from typing import Any
 
+from posttrain.core.env import Scalar
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.ports import Attempt, TaskSource
-from posttrain.core.run import Scalar
 from posttrain.core.seeds import key as seed_key
 from posttrain.core.types import Gauges, Task, merge
 from posttrain.core.verdict import Verdict

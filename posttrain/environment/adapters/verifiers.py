@@ -19,9 +19,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from posttrain.core.env import Scalar
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
-from posttrain.core.run import Scalar
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.adapters.verifiers_judge import live, lost, plain, rubrics, score, weights

@@ -6,8 +6,8 @@ import functools
 import warnings
 from collections.abc import Callable
 
+from posttrain.core.env import Where
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.run import Where
 from posttrain.environment.sandbox.backends import ALLOW, Backend, Landlock, Namespaces, Unconfined
 from posttrain.environment.sandbox.pool import SESSIONS, Sandbox
 from posttrain.environment.sandbox.port import Limits, SandboxUnavailableError

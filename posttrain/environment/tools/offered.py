@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from posttrain.core.env import Where
 from posttrain.core.errors import ConfigError, DataError, nearest
-from posttrain.core.run import Where
 from posttrain.core.stop import Limits
 from posttrain.core.types import Gauge, Gauges, Task
 from posttrain.environment.sandbox.choose import choose, opened

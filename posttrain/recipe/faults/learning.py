@@ -8,7 +8,9 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.core.batch import Batch
 from posttrain.core.pieces.pull import KL
+from posttrain.core.streams import REFERENCE, START, VALUE, WEIGHT
 from posttrain.core.types import Stop
 from posttrain.core.verdict import outcome
 from posttrain.recipe.faults.registry import fault
@@ -69,7 +71,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "sign_flip",
-    seam="posttrain.role.trainer:objective",
+    seam="posttrain.algorithm.losses:objective",
     what="the loss has the wrong sign",
     harm="the policy unlearns what is rewarded, and the surrogate loss still looks like one",
     source="pain 19",
@@ -111,22 +113,22 @@ def _(real: Real) -> Real:
 
 def _distance(a: Any, scored: Any) -> float:
     """coef * (log mu - log reference) of a whole answer."""
-    if not isinstance(a.pull, KL) or scored.reference is None:
+    if not isinstance(a.pull, KL) or REFERENCE not in scored:
         return 0.0
     mu = np.concatenate([s.logp[s.mask] for s in scored.episode.segments]).astype(np.float64)
-    return a.pull.coef * float(np.sum(mu - np.concatenate(scored.reference)))
+    return a.pull.coef * float(np.sum(mu - np.concatenate(scored[REFERENCE])))
 
 
 @fault(
     "old_logprob_after_step",
-    seam="posttrain.role.trainer:streams",
+    seam="posttrain.algorithm.losses:streams",
     what="the old log-prob is recomputed with the weights of now",
     harm="every ratio is 1, so the clip never acts and later optimizer steps run away",
     source="pain 3",
     shows=TWICE,
 )
 def _(real: Real) -> Real:
-    return lambda *args, **kwargs: replace(real(*args, **kwargs), logp_start_M=None)
+    return lambda *args, **kwargs: real(*args, **kwargs).having({START: None})
 
 
 @fault(
@@ -155,10 +157,10 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def split(self: Any, *args: Any, **kwargs: Any) -> Any:
         parts = real(self, *args, **kwargs)
-        if len(parts) == 1 or not hasattr(self, "weight_M"):
+        if len(parts) == 1 or not isinstance(self, Batch):
             return parts
-        whole = self.weight_M.sum()
-        return [replace(p, weight_M=p.weight_M * whole / p.weight_M.sum() / len(parts)) for p in parts]
+        whole = self[WEIGHT].sum()
+        return [p.having({WEIGHT: p[WEIGHT] * whole / p[WEIGHT].sum() / len(parts)}) for p in parts]
 
     return split
 
@@ -174,9 +176,9 @@ def _(real: Real) -> Real:
 def _(real: Real) -> Real:
     def split(self: Any, *args: Any, **kwargs: Any) -> Any:
         parts = real(self, *args, **kwargs)
-        if not hasattr(self, "weight_M"):
+        if not isinstance(self, Batch):
             return parts
-        return [replace(p, weight_M=p.weight_M / len(parts)) for p in parts]
+        return [p.having({WEIGHT: p[WEIGHT] / len(parts)}) for p in parts]
 
     return split
 
@@ -195,7 +197,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "gae_over_observations",
-    seam="posttrain.algorithm.credit:_with_values",
+    seam="posttrain.algorithm.baseline:_with_values",
     what="advantages step through a tool's tokens as if the policy had said them, with value 0 there",
     harm="credit fades across every tool result, and the last action before it is told the future is worth nothing",
     source="trap 12, pain 15",
@@ -209,7 +211,7 @@ def _(real: Real) -> Real:
         segments = sample.scored.episode.segments
         at = np.concatenate([s.mask[np.argmax(s.mask) :] for s in segments])
         values, rewards = np.zeros(len(at)), np.zeros(len(at))
-        values[at] = np.concatenate(sample.scored.values)
+        values[at] = np.concatenate(sample.scored[VALUE])
         rewards[at] = -sample.penalty_T
         rewards[np.flatnonzero(at)[-1]] += sample.shaped
         advantage, returns = gae(values, rewards, gamma=value.gamma, gae_lambda=value.gae_lambda)
@@ -236,7 +238,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "group_sum_baseline",
-    seam="posttrain.algorithm.credit:_mean",
+    seam="posttrain.algorithm.baseline:mean",
     what="the baseline divides by one sample less than it summed",
     harm="credit no longer sums to zero: answers are pushed down on average, and entropy rises or falls for no reason",
     source="law 4",

@@ -170,7 +170,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "optimizer_lost_at_resume",
-    seam="posttrain.controller.stages:load_optimizer",
+    seam="posttrain.controller.stages.driver:load_optimizer",
     what="a resumed run starts with a new optimizer: moments and warm-up begin again",
     harm="entropy and score jump after every restart",
     source="pain 8, open-instruct#1823",
@@ -245,7 +245,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "checkpoint_of_old_weights",
-    seam="posttrain.controller.stages:save_weights",
+    seam="posttrain.controller.stages.driver:save_weights",
     what="a checkpoint holds the weights of the one before it",
     harm="a resumed run is not the run that stopped; score drops after every restart",
     source="trap 18, pain 8",

@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.streams import REFERENCE, START, VALUE
 from posttrain.core.types import Episode, Scored, ScoredGroup, Stop
+from posttrain.role.culprits import key
 
 READS: dict[str, tuple[str, ...]] = {
     "Zero": (),
@@ -113,12 +115,6 @@ class Opinion:
         return key(self.scored.episode)
 
 
-def key(episode: Episode) -> bytes:
-    """What was said and with which log-probs: finds an episode again in a batch."""
-    said = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
-    return b"".join(x.tobytes() for x in (*said[::2], *said[1::2]))
-
-
 def opinions(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float) -> list[Opinion] | None:
     """The credit of every judged episode of a step; None where the algorithm has a piece this does not understand."""
     if getattr(a.pull, "placement", "") == "token" or a.whiten not in (None, "token", "sample"):
@@ -180,7 +176,7 @@ def _resolution(e: Episode) -> float:
 
 def _summed(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
     """What rounding of an episode's credit is relative to, where it is compared with no sibling: its reward, its baseline, its values."""
-    values = [abs(float(v)) for part in s.values or () for v in part] if kind(a.baseline) == "Value" else []
+    values = [abs(float(v)) for part in s.find(VALUE) or () for v in part] if kind(a.baseline) == "Value" else []
     return terms + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0)
 
 
@@ -223,10 +219,10 @@ def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, st
 
 def _paid(a: Algorithm, s: Scored) -> np.ndarray | None:
     """What the KL takes from the reward at each spoken token."""
-    said = s.start if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
-    if said is None or s.reference is None:
+    said = s.find(START) if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
+    if said is None or REFERENCE not in s:
         return None
-    gap = np.concatenate(said).astype(np.float64) - np.concatenate(s.reference)
+    gap = np.concatenate(said).astype(np.float64) - np.concatenate(s[REFERENCE])
     pull: Any = a.pull
     value = {"k1": gap, "k2": gap * gap / 2, "k3": np.exp(-gap) - 1 + gap}.get(pull.estimator)
     return None if value is None else pull.coef * value
@@ -244,10 +240,10 @@ def _centred(
     for i, (p, s) in enumerate(samples):
         tokens = s.episode.spoken
         if name == "Value":
-            if s.values is None:
+            if VALUE not in s:
                 return None
             turns = _turns(s.episode)
-            out.append(_future(a.baseline, np.concatenate(s.values).astype(np.float64), shaped[i] - turns.sum(), paid[i] - turns))
+            out.append(_future(a.baseline, np.concatenate(s[VALUE]).astype(np.float64), shaped[i] - turns.sum(), paid[i] - turns))
             continue
         lead = [reward[i] - reward[j] for j in members[p] if j != i]
         if name == "Zero":
@@ -265,9 +261,9 @@ def _centred(
 
 def _targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.ndarray | None:
     """What the value of each token is taught: its estimate corrected by GAE."""
-    if kind(baseline) != "Value" or s.values is None:
+    if kind(baseline) != "Value" or VALUE not in s:
         return None
-    v = np.concatenate(s.values).astype(np.float64)
+    v = np.concatenate(s[VALUE]).astype(np.float64)
     turns = _turns(s.episode)
     return v + _future(baseline, v, shaped - turns.sum(), paid - turns)
 

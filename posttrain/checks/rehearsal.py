@@ -7,15 +7,20 @@ from dataclasses import replace
 import numpy as np
 import torch
 
+from posttrain.algorithm.losses import PolicyLoss
+from posttrain.algorithm.minibatch import MIX
+from posttrain.checks.demand import demand
+from posttrain.checks.loss import loss_agrees
+from posttrain.checks.schedule import due
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.pieces.trust import Divergence
 from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
-from posttrain.role import trainer
-from posttrain.role.agreement import loss_agrees
-from posttrain.role.listening import Heard, demand
+from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, VERSION, WEIGHT
+from posttrain.role.events import Event, LearnedEvent, Observer, PackedEvent, Remark
+from posttrain.role.passes import Needs, Passes
+from posttrain.role.roles import Roles
 
 EPISODES, TOKENS = 6, 16
 
@@ -31,8 +36,8 @@ def rehearse(a: Algorithm) -> None:
     if demand(a, batch, logp_M.astype(np.float64)) is None:
         return
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
-    trainer.objective(a, trainer.streams(batch), TokenScores(logp, entropy, value)).loss.backward()
-    heard = Heard(logp=[_numbers(logp)], asked=[_gradient(logp)])
+    PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
+    heard = Passes(Needs(), logp=[_numbers(logp)], asked=[_gradient(logp)])
     if entropy.grad is not None:
         heard.entropy.append(_gradient(entropy))
     if value.grad is not None:
@@ -48,14 +53,14 @@ def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.nd
 
     A push is never negative, so this holds for every algorithm, also where the audit does not know its pieces.
     """
-    clip = replace(a.clip, top=0) if isinstance(a.clip, Divergence) else a.clip
+    clip = None if a.clip is None else a.clip.without_top()
     alone = replace(
         a, clip=clip, pull=None, entropy=None, imitate=None, distill=None, tokens=None, shown=None, rewards="sum", shape=(), scale="one"
     )
-    batch = replace(batch, mix_M=np.full(batch.spoken, 0.5))
+    batch = batch.having({MIX: np.full(batch.spoken, 0.5)})
     logp, value = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M))
-    trainer.objective(alone, trainer.streams(batch), TokenScores(logp, None, value)).loss.backward()
-    with_credit_M = -_gradient(logp) * np.sign(batch.advantage_M)
+    PolicyLoss(alone).terms(batch, TokenScores(logp, None, value)).loss.backward()
+    with_credit_M = -_gradient(logp) * np.sign(batch[ADVANTAGE])
     wrong, right = int((with_credit_M < 0).sum()), int((with_credit_M > 0).sum())
     if wrong or not right:
         raise InvariantError(
@@ -93,13 +98,32 @@ def _made_up() -> tuple[Batch, np.ndarray, np.ndarray]:
         segment_M=np.repeat(np.arange(EPISODES, dtype=np.int32), TOKENS),
         sequence_S=np.arange(EPISODES, dtype=np.int32),
         sampling=Sampling(stop_ids=()),
-        logp_mu_M=beside(0.9),
-        advantage_M=credit,
-        weight_M=weight,
-        version_M=np.zeros(count, np.int32),
-        logp_start_M=beside(0.5),
-        logp_ref_M=beside(0.7),
-        value_M=rng.uniform(-1, 1, count).astype(np.float32),
-        return_M=rng.uniform(-1, 1, count),
+        streams={
+            MU: beside(0.9),
+            ADVANTAGE: credit,
+            WEIGHT: weight,
+            VERSION: np.zeros(count, np.int32),
+            START: beside(0.5),
+            REFERENCE: beside(0.7),
+            VALUE: rng.uniform(-1, 1, count).astype(np.float32),
+            RETURN: rng.uniform(-1, 1, count),
+        },
     )
     return batch, logp, rng.uniform(-1, 1, count).astype(np.float32)
+
+
+class LossCheck(Observer):
+    """The loss is tried on made-up numbers before the first step; at the steps of a second opinion its gradient is what it should be."""
+
+    async def begin(self, h: Roles) -> None:
+        rehearse(h.stage.algorithm)
+
+    def needs(self, h: Roles, event: PackedEvent) -> Needs:
+        return Needs(logp=due(event.index), asked=due(event.index))
+
+    def hear(self, h: Roles, event: Event) -> Remark | None:
+        match event:
+            case LearnedEvent(packed=PackedEvent(index=index, batch=batch), passes=passes) if due(index):
+                return Remark(loss_agrees(h.stage.algorithm, batch, passes))
+            case _:
+                return None

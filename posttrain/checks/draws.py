@@ -20,11 +20,15 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.core import seeds
+from posttrain.core import seeds, tree
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
+from posttrain.core.experience import Experience
 from posttrain.core.ports import Odds
 from posttrain.core.types import Episode, Gauge, Gauges, Group, Kept, Segment, Top
+from posttrain.role.events import AskedEvent, Event, Observer, Remark, ScoredEvent
+from posttrain.role.roles import Roles
+from posttrain.role.rounding import noise, unmeasured
 
 TEMPERATURES = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
 """Of the distributions that the said tokens might come from instead: sharper and flatter than the reported one."""
@@ -33,7 +37,7 @@ MOST = 10.0
 STAKES = (0.02, 0.2, 0.8)
 """Shares of the stake that are bet on two siblings saying the same."""
 ALPHA = 4e-8
-"""Chance of a false alarm in a whole run, of each of the two bets. Together with `canaries.in_order_of_the_file` below 1e-7."""
+"""Chance of a false alarm in a whole run, of each of the two bets. Together with `data.in_order_of_the_file` below 1e-7."""
 PROBED = 256
 """Spoken tokens looked at in a step."""
 PACKED = 4096
@@ -142,7 +146,7 @@ class Bet:
     to 1, and so the stakes' mean exceeds 1 / alpha with probability at most alpha.
     """
 
-    stakes: list[float] = field(default_factory=list[float])
+    stakes: tuple[float, ...] = ()
     """Logarithms."""
     rounds: int = 0
 
@@ -150,13 +154,13 @@ class Bet:
         """One round: the factor of each way."""
         n = self.rounds + 1
         added = -math.log(n) - math.log(n + 1)
-        before = self.stakes or [-math.inf] * len(log_factors)
-        self.stakes = [float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True)]
+        before = self.stakes or (-math.inf,) * len(log_factors)
+        self.stakes = tuple(float(np.logaddexp(s, added)) + float(f) for s, f in zip(before, log_factors, strict=True))
         self.rounds = n
 
     def lose(self) -> None:
         """All of the stake: a factor of 0. What is added later is a stake again."""
-        self.stakes = []
+        self.stakes = ()
 
     @property
     def log_evidence(self) -> float:
@@ -173,8 +177,11 @@ class Bets:
 
     @staticmethod
     def of(data: Mapping[str, Any] | None) -> Bets:
-        """What `dataclasses.asdict` made of them."""
-        return Bets(**{name: Bet(**bet) for name, bet in data.items()}) if data else Bets()
+        """What `plain` made of them."""
+        return tree.from_plain(Bets, data) if data else Bets()
+
+    def plain(self) -> dict[str, Any]:
+        return tree.to_plain(self)
 
 
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
@@ -242,3 +249,40 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
                     "spread and teaches nothing: check that every sibling has random numbers of its own"
                 )
     return {"canary/bet_on_siblings": Gauge(bet.log_evidence, 1)} if bet.rounds else {}
+
+
+class DrawsCheck(Observer):
+    """Some tokens of the first steps, and of every eighth later on, were drawn as the engine says; siblings do not repeat each other."""
+
+    def __init__(self, bets: Bets) -> None:
+        self._bets = bets
+
+    def state(self) -> dict[str, Any]:
+        return {"bets": self._bets.plain()}
+
+    def hear(self, h: Roles, event: Event) -> Remark | None:
+        match event:
+            case AskedEvent(e) if not h.stage.oversample:
+                apart = unmeasured(h.run.model.dtype, h.sampling.temperature).worst
+                return Remark(bet_on_siblings(self._bets.siblings, e.played, apart))
+            case ScoredEvent(e, _) if e.index <= 16 or e.index % 8 == 0:
+                return Remark(self._probe(h, e))
+            case _:
+                return None
+
+    def _probe(self, h: Roles, e: Experience) -> Gauges:
+        """Of the first groups asked, of which there are always as many: how many others are asked, and which pass the filter, hangs on
+        what was said."""
+        episodes = [x for g in e.played[: h.stage.prompts] for x in g.episodes]
+        first, dtype = e.index * 7 % len(episodes), h.run.model.dtype
+        if h.sync.sampler.draws_by_place:
+            if (looked := look(episodes, first)) is None:
+                return {}
+            uniform = uniforms(looked, h.run.seed, h.stream)
+            return drawn_again(looked, h.learner.odds(looked.packed), uniform, lambda: noise(dtype, h.learner, looked.packed), h.text)
+        if h.stage.oversample:
+            return {}
+        odds = lambda packed: h.learner.odds(packed, TEMPERATURES)  # noqa: E731
+        cheap, believed = dtype == "float32", unmeasured(dtype, h.sampling.temperature).worst
+        apart = lambda packed: believed if cheap else noise(dtype, h.learner, packed)  # noqa: E731
+        return bet_on_answers(self._bets.draws, episodes, first, odds, apart)

@@ -14,7 +14,7 @@ from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import Look, importance, push
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError
-from posttrain.core.pieces.trust import Clip, Divergence, FutureKL, Geometric
+from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 from posttrain.core.types import Gauge, Gauges
 
 MOST = 0.01
@@ -34,10 +34,14 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
     mu, learner, sequence = (torch.as_tensor(np.asarray(x, np.float64)) for x in (mu_M, learner_M, sequence_M))
     worst = 0.0
     for sign in (1.0, -1.0):
-        batch = Streams(mu, torch.full_like(mu, sign), torch.ones_like(mu), sequence.long(), int(sequence_M.max()) + 1)
-        if a.anchor == "behaviour" and isinstance(a.clip, Clip | Geometric | FutureKL | Divergence) and not a.stores_top:
+        batch = Streams(
+            sequence.long(),
+            int(sequence_M.max()) + 1,
+            streams={MU: mu, ADVANTAGE: torch.full_like(mu, sign), WEIGHT: torch.ones_like(mu)},
+        )
+        if a.anchor == "behaviour" and a.silences and not a.stores_top:
             ratio = importance(a.ratio, learner - mu, batch)
-            worst = max(worst, _silent(push(a.clip, Look(ratio, learner - mu, batch.advantage_M, learner, batch)).push_M))
+            worst = max(worst, _silent(push(a.clip, Look(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M))
         if a.correction:
             worst = max(worst, _silent(correct(a.correction, learner, learner, batch).used_M))
     if worst > MOST:

@@ -1,0 +1,234 @@
+"""Baselines: what a reward is compared with. One type in `core.pieces.baseline`, one function here, registered by it.
+
+A baseline that gives one number a sample registers with `centred`, one that gives several with `by_token`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import singledispatch
+
+import numpy as np
+
+from posttrain.algorithm.register import missing
+from posttrain.algorithm.sample import Sample, joined, noise_of
+from posttrain.algorithm.spread import Array, above, compared, mean
+from posttrain.algorithm.turns import by_state, by_turn
+from posttrain.algorithm.value import gae, v_trace
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.pieces.baseline import (
+    AnchorMean,
+    Baseline,
+    Ema,
+    EnergyMean,
+    Greedy,
+    GroupMean,
+    LengthMean,
+    Others,
+    SecondBest,
+    SoftMean,
+    StepMean,
+    ToGo,
+    TurnMean,
+    Value,
+    Zero,
+)
+from posttrain.core.spread import rounding, spread
+from posttrain.core.streams import ENERGY, START, VALUE
+from posttrain.core.types import Episode
+
+# --- one number a sample -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class Siblings:
+    """What a baseline may look at: the judged siblings of one prompt."""
+
+    rewards: Array
+    """After shaping [G]; where the baseline is group-relative they have spread."""
+    lengths: Array
+    """Spoken tokens [G]."""
+    greedy: float = 0.0
+    """Reward of the prompt's argmax answer, where there is one."""
+    ema: float = 0.0
+    """The moving baseline before them."""
+
+
+@singledispatch
+def centred(b: Baseline, seen: Siblings) -> tuple[Array, float]:
+    """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may be permuted, and
+    of differences from the lowest reward, so that rewards which nearly agree are still centred."""
+    raise missing(b, "baseline.centred")
+
+
+@centred.register(Zero)
+@centred.register(ToGo)
+def _(b: Zero | ToGo, seen: Siblings) -> tuple[Array, float]:
+    return seen.rewards, seen.ema
+
+
+@centred.register
+def _(b: Ema, seen: Siblings) -> tuple[Array, float]:
+    before: list[float] = []
+    ema = seen.ema
+    for x in seen.rewards:
+        before.append(ema)
+        ema = b.decay * ema + (1 - b.decay) * float(x)
+    return seen.rewards - np.array(before), ema
+
+
+@centred.register
+def _(b: GroupMean, seen: Siblings) -> tuple[Array, float]:
+    over = above(seen.rewards)
+    return over - mean(over), seen.ema
+
+
+@centred.register
+def _(b: Others, seen: Siblings) -> tuple[Array, float]:
+    over = above(seen.rewards)
+    return over - (math.fsum(over) - over) / (len(over) - 1), seen.ema
+
+
+@centred.register
+def _(b: LengthMean, seen: Siblings) -> tuple[Array, float]:
+    over, total = above(seen.rewards), math.fsum(seen.lengths)
+    return over - (math.fsum(seen.lengths * over) / total if total else 0.0), seen.ema
+
+
+@centred.register
+def _(b: SoftMean, seen: Siblings) -> tuple[Array, float]:
+    under = seen.rewards - seen.rewards.max()
+    return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), seen.ema
+
+
+@centred.register
+def _(b: SecondBest, seen: Siblings) -> tuple[Array, float]:
+    r = seen.rewards
+    order = np.argsort(r, kind="stable")
+    only = np.zeros_like(r)
+    only[order[-1]] = r[order[-1]] - r[order[-2]]
+    return only, seen.ema
+
+
+@centred.register
+def _(b: Greedy, seen: Siblings) -> tuple[Array, float]:
+    return seen.rewards - seen.greedy, seen.ema
+
+
+# --- several numbers a sample --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class TokenCredit:
+    """Credit of one prompt's samples, token by token."""
+
+    credit: list[Array]
+    """[T] of each sample."""
+    silent: bool = False
+    """Whether nobody differs."""
+    returns: list[Array] | None = None
+    """[T] of each sample: the targets of its values, where the baseline learns them."""
+
+
+@singledispatch
+def by_token(b: Baseline, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    """Credit of one prompt's samples from baselines that are `per_token`."""
+    raise missing(b, "baseline.by_token")
+
+
+@by_token.register
+def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    pairs = [_with_values(b, s) for s in samples]
+    return TokenCredit([advantage_T for advantage_T, _ in pairs], returns=[return_T for _, return_T in pairs])
+
+
+def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
+    """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken token, the KL
+    where it was paid (A05)."""
+    values_T = joined(s.scored[VALUE])
+    rewards_T = s.paid_T - s.penalty_T
+    if len(rewards_T):
+        rewards_T[-1] += s.shaped - math.fsum(s.paid_T)
+    if value.trace is not None:
+        mu = [segment.logp[segment.mask] for segment in s.scored.episode.segments]
+        log_T = joined(s.scored[START]) - np.concatenate([np.zeros(0), *mu])
+        return v_trace(values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace)
+    advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
+    own = credit_lambda(value, s.spoken)
+    if own != value.gae_lambda:
+        advantage_T, _ = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=own)
+    return advantage_T, return_T
+
+
+def credit_lambda(value: Value, length: int) -> float:
+    """Lambda of the credit of an answer of `length` tokens: its own, the targets', or 1 - 1 / (alpha * length), not below 0 (A19)."""
+    if value.length_alpha is not None:
+        return max(0.0, 1 - 1 / (value.length_alpha * length)) if length else 0.0
+    return value.gae_lambda if value.credit_lambda is None else value.credit_lambda
+
+
+@by_token.register
+def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    """Process-supervised credit (A07): steps normalised over all steps of the group; a token sums those that end at or after it."""
+    steps = [_steps(s) for s in samples]
+    if not any(steps):
+        steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
+        noise = noise_of(samples)
+    else:
+        noise = rounding([abs(v) for each in steps for _, v in each], max(s.resolution for s in samples))
+    values = np.array([v for each in steps for _, v in each], np.float64)
+    credits = iter(compared(values, noise, scaled=a.scale == "group_std").tolist())
+    raw: list[Array] = []
+    for s, each in zip(samples, steps, strict=True):
+        ends_T = np.zeros(s.spoken)
+        for (end, _), x in zip(each, credits, strict=False):
+            if 0 < end <= s.spoken:
+                ends_T[end - 1] += x
+        raw.append(np.cumsum(ends_T[::-1])[::-1].copy())
+    return TokenCredit(raw, not spread(values, noise))
+
+
+def _steps(s: Sample) -> list[tuple[int, float]]:
+    """(spoken tokens up to the step's end, value) of every judged step of an episode."""
+    found = s.scored.episode.verdicts
+    return [(j.end, j.weight * j.verdict.score) for j in found if j.end is not None and not j.paid and j.verdict.score is not None]
+
+
+@by_token.register
+def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    """Less the mean at t of those that still speak, weighted by W_t (OTB, A04).
+
+    Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and -1/4, -1/3.
+    """
+    rewards = np.array([s.shaped - s.charged for s in samples])
+    if not spread(rewards, noise_of(samples)):
+        return TokenCredit([np.zeros(s.spoken) for s in samples], True)
+    weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
+    for row_T, s in zip(weight_GT, samples, strict=True):
+        row_T[: s.spoken] = np.cumsum(joined(s.scored[ENERGY]))
+    rewards = above(rewards)
+    total_T = np.array([math.fsum(w) for w in weight_GT.T])
+    earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])
+    speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)
+    compared_T = (speaking_T > 1) & (total_T > 0)
+    mean_T = np.divide(earned_T, total_T, out=np.zeros_like(total_T), where=compared_T)
+    return TokenCredit([np.where(compared_T, r - mean_T, 0.0)[: s.spoken] for r, s in zip(rewards, samples, strict=True)])
+
+
+@by_token.register
+def _(b: TurnMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    credit = by_turn(b, *_whole(samples), scaled=a.scale == "group_std")
+    return TokenCredit(credit, not any(np.any(x) for x in credit))
+
+
+@by_token.register
+def _(b: AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
+    credit = by_state(b, *_whole(samples), scaled=a.scale == "group_std")
+    return TokenCredit(credit, not any(np.any(x) for x in credit))
+
+
+def _whole(samples: Sequence[Sample]) -> tuple[list[Episode], Array, float]:
+    """(episodes, their rewards, the width up to which those do not differ)."""
+    return [s.scored.episode for s in samples], np.array([s.shaped for s in samples], np.float64), noise_of(samples, charged=False)

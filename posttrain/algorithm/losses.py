@@ -1,0 +1,75 @@
+"""Losses as the trainer sees them: what each reads of a forward pass, and how it turns a batch and its scores into terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from posttrain.algorithm.objective import Terms, objective, supervised
+from posttrain.algorithm.streams import streams
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.batch import Batch
+from posttrain.core.ports import TokenScores
+from posttrain.core.streams import TOP_IDS, WEIGHT
+from posttrain.core.types import Gauge, Gauges, merge
+
+
+@dataclass(frozen=True, eq=False)
+class Reads:
+    """What a loss reads of a forward pass beside the log-probs of the spoken tokens (`Learner.forward`)."""
+
+    entropy: bool = False
+    value: bool = False
+    candidates_MK: np.ndarray | None = None
+    head_only: bool = False
+
+
+class Loss(Protocol):
+    """A sum over the spoken tokens of a minibatch, so that its micro-batches add up."""
+
+    def reads(self, micro: Batch) -> Reads: ...
+
+    def terms(self, micro: Batch, scores: TokenScores) -> Terms:
+        """Of one micro-batch of whole units."""
+        ...
+
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
+        """Of the whole minibatch, from its micro-batches in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss of an algorithm (`objective`). `warming` trains the value head alone."""
+
+    algorithm: Algorithm
+    warming: bool = False
+
+    def reads(self, micro: Batch) -> Reads:
+        a = self.algorithm
+        return Reads(a.entropy is not None, a.learns_values is not None, micro.find(TOP_IDS), self.warming)
+
+    def terms(self, micro: Batch, scores: TokenScores) -> Terms:
+        return objective(self.algorithm, streams(micro, scores.logp.device), scores)
+
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
+        return merge(*(p.gauges for p in parts))
+
+
+@dataclass(frozen=True)
+class Likelihood:
+    """Maximum likelihood of what was demonstrated, each token by its weight."""
+
+    def reads(self, micro: Batch) -> Reads:
+        return Reads()
+
+    def terms(self, micro: Batch, scores: TokenScores) -> Terms:
+        logp: Any = scores.logp
+        return Terms(supervised(torch.as_tensor(micro[WEIGHT], dtype=logp.dtype, device=logp.device), logp), {})
+
+    def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
+        return {"sft/loss": Gauge(sum(float(p.loss.detach()) for p in parts), 1), "sft/tokens": Gauge(batch.spoken, 1)}

@@ -1,0 +1,80 @@
+"""Streams made over a whole minibatch before it is split, so that a split changes nothing: what is chosen, imitated, shown or mixed.
+
+To add one, write its `Stream` and its `Maker` here, the latter in `WHOLE` (`core/streams.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.algorithm.choose import choose, mixing
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.batch import Batch
+from posttrain.core.streams import ENTROPY, TOP_IDS, TOP_LOGP, VERSION, Maker, Stream
+from posttrain.core.types import SHOWN, EpisodeCredit
+from posttrain.core.verdict import SOLVED
+
+MIX = Stream(
+    "mix",
+    "float64",
+    "where between sampler (0) and policy (1) the start of the step is taken to lie",
+    "the proximal anchor (anchor=proximal)",
+)
+CHOSEN = Stream("chosen", "bool", "the tokens that `Algorithm.tokens` chose", "the choice of tokens that speak or pay (tokens=...)")
+IMITATE = Stream(
+    "imitate", "float64", "the weights of the imitated tokens, which sum to 1 or are all 0", "the imitation term (imitate=...)"
+)
+WAS_SHOWN = Stream("shown", "bool", "the tokens that a demonstration wrote", "demonstrations beside samples (shown=...)")
+
+
+@dataclass(frozen=True, eq=False)
+class Whole:
+    """What a maker of these streams looks at: a minibatch with all that was said, scored and credited of its tokens."""
+
+    algorithm: Algorithm
+    batch: Batch
+    credits: Sequence[EpisodeCredit]
+    """One for each episode of the batch, in order."""
+    versions: tuple[int, int]
+    """Weights at the start of the step, and those that this minibatch makes."""
+    rng: np.random.Generator
+    """Random numbers that belong to this minibatch."""
+
+    @property
+    def shown_M(self) -> np.ndarray:
+        return self.batch[VERSION] == SHOWN
+
+
+def _chosen(w: Whole) -> np.ndarray:
+    assert w.algorithm.tokens is not None
+    return choose(w.algorithm.tokens, w.batch, w.batch.find(ENTROPY), w.rng)
+
+
+def _imitated(w: Whole) -> np.ndarray:
+    """Equal weights of the tokens that were shown, or of those in solved episodes that the policy said itself."""
+    assert w.algorithm.imitate is not None
+    solved = np.array([e.episode.reward is not None and e.episode.reward >= SOLVED for e in w.credits])
+    wanted = w.shown_M if w.algorithm.imitate.of == "shown" else solved[w.batch.sequence_M] & ~w.shown_M
+    return wanted / max(1, int(wanted.sum()))
+
+
+def _sampled_top(w: Whole) -> tuple[np.ndarray, np.ndarray]:
+    tops = [s.top for e in w.credits for s in e.episode.segments if s.top]
+    return np.concatenate([t.ids for t in tops]), np.concatenate([t.logp for t in tops])
+
+
+WHOLE: list[Maker[Whole]] = [
+    Maker((WAS_SHOWN,), lambda w: w.algorithm.shown is not None, lambda w: (w.shown_M,)),
+    Maker((MIX,), lambda w: w.algorithm.anchor == "proximal", lambda w: (mixing(w.batch[VERSION], *w.versions),)),
+    Maker((CHOSEN,), lambda w: w.algorithm.tokens is not None, lambda w: (_chosen(w),)),
+    Maker((IMITATE,), lambda w: w.algorithm.imitate is not None, lambda w: (_imitated(w),)),
+    Maker(
+        (TOP_IDS, TOP_LOGP),
+        lambda w: w.algorithm.distill is None and any(s.top for e in w.credits for s in e.episode.segments),
+        _sampled_top,
+    ),
+]
+"""Who makes what over a minibatch, in this order."""

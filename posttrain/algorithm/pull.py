@@ -1,0 +1,42 @@
+"""Pulls: the differentiable regularisers beside the policy term. One type in `core.pieces.pull`, one function here, registered by it."""
+
+from __future__ import annotations
+
+from functools import singledispatch
+
+from torch import Tensor
+
+from posttrain.algorithm import kl
+from posttrain.algorithm.register import missing
+from posttrain.algorithm.streams import Streams
+from posttrain.core.pieces.pull import KL, Pull, SequenceL2, TokenL2
+from posttrain.core.streams import REFERENCE
+
+
+@singledispatch
+def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
+    """The regulariser per token [M]; None where it lives in the credit alone.
+
+    Args:
+        log_ratio_M: log pi - log anchor. logp_M: log pi. Both are differentiated through.
+    """
+    raise missing(pull, "pull.pull_term")
+
+
+@pull_term.register
+def _(pull: KL, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
+    if not kl.in_loss(pull):
+        return None
+    return pull.coef * kl.estimate(pull.estimator, logp_M - batch[REFERENCE], log_ratio_M)
+
+
+@pull_term.register
+def _(pull: SequenceL2, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
+    """coef/2 * (sum of the episode's log-ratios)^2 once per episode (A20, Eq. 3), its value shared out over the episode's tokens: a
+    token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi."""
+    return pull.coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
+
+
+@pull_term.register
+def _(pull: TokenL2, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
+    return pull.coef * log_ratio_M.square()

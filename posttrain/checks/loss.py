@@ -1,0 +1,66 @@
+"""Whether the loss asks of each log-prob, entropy and value what its definition asks (`demand`)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from posttrain.checks.audit import plain
+from posttrain.checks.demand import demand, value_demand
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.batch import Batch
+from posttrain.core.errors import InvariantError
+from posttrain.core.streams import ADVANTAGE, WEIGHT
+from posttrain.core.types import Gauge, Gauges
+from posttrain.role.passes import Passes
+
+LOSS_BOUND = 5e-6
+"""Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32: docs/trust.md."""
+
+
+def loss_agrees(a: Algorithm, batch: Batch, heard: Passes) -> Gauges:
+    """What the loss asked of each log-prob, all micro-batches together, is what the definition asks of the whole minibatch."""
+    logp_M = np.concatenate([np.zeros(0), *heard.logp])
+    asked_M = np.concatenate([np.zeros(0), *heard.asked])
+    if len(logp_M) != batch.spoken or len(asked_M) != batch.spoken:
+        raise InvariantError(
+            f"the micro-batches scored {len(logp_M)} tokens and differentiated {len(asked_M)} of the minibatch's {batch.spoken}: "
+            "every token belongs to exactly one micro-batch"
+        )
+    if heard.left:
+        raise InvariantError(
+            f"{heard.left} parameters still held a gradient when the step began: it would be added to this one's. Clear gradients after every optimizer step"
+        )
+    entropy_and_value_agree(a, batch, heard)
+    want = demand(a, batch, logp_M)
+    if want is None:
+        return {}
+    error_M = np.where(want.sure_M, np.abs(asked_M - want.want_M), 0.0)
+    relative_M = error_M / np.maximum(want.size_M, 1e-3 * float(want.size_M.max(initial=0.0)) + 1e-30)
+    worst = float(relative_M.max(initial=0.0))
+    if not worst <= LOSS_BOUND:
+        m = int(np.argmax(relative_M))
+        ratio = float(asked_M @ want.want_M / (want.want_M @ want.want_M)) if np.any(want.want_M) else np.nan
+        raise InvariantError(
+            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its log-prob (credit {batch[ADVANTAGE][m]:.4g}, "
+            f"weight {batch[WEIGHT][m]:.4g}), the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. "
+            "-1 is a flipped sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the trust region and the KL's direction"
+        )
+    return {"canary/loss_gap": Gauge(worst, 1)}
+
+
+def entropy_and_value_agree(a: Algorithm, batch: Batch, heard: Passes) -> None:
+    """What the loss asked of entropies and values is minus the bonus, and the slope of the value loss."""
+    told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
+    if a.entropy is not None and heard.entropy and plain(a.entropy) and a.distill is None and a.tokens is None:
+        told["entropy"] = (np.concatenate(heard.entropy), -a.entropy.coef * batch[WEIGHT])
+    if a.learns_values is not None and heard.value and plain(a.learns_values):
+        want = value_demand(a.learns_values, batch, np.concatenate([v for v, _ in heard.value]))
+        if want is not None:
+            told["value"] = (np.concatenate([g for _, g in heard.value]), want)
+    for name, (got, want) in told.items():
+        size = float(np.abs(want).max(initial=0.0))
+        if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
+            raise InvariantError(
+                f"the loss asks the wrong thing of the {name}: its gradient is up to {float(np.abs(got).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} "
+                f"(largest difference {float(np.abs(got - want).max(initial=0.0)) if len(got) == len(want) else np.nan:.3g}). Check its sign, its coefficient and its weights"
+            )

@@ -1,0 +1,49 @@
+"""Whether what is reported of held-out tasks is what their verdicts say."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from posttrain.checks.sampler import said_by_these_weights
+from posttrain.core.errors import InvariantError
+from posttrain.core.verdict import SOLVED, outcome
+from posttrain.role.evaluate import Report
+from posttrain.role.events import EvaluatedEvent, Event, Observer, Remark
+
+
+def measured_right(report: Report) -> None:
+    """Held-out accuracy, mean reward and pass@k, counted a second way from the verdicts themselves."""
+    solved: list[tuple[int, int]] = []
+    means: list[float] = []
+    right: list[float] = []
+    for g in report.groups:
+        raw = [r for e in g.episodes if (r := outcome(e.verdicts)) is not None]
+        if raw:
+            means.append(math.fsum(raw) / len(raw))
+            right.append(len([r for r in raw if r >= SOLVED]) / len(raw))
+            solved.append((len(raw), sum(r >= SOLVED for r in raw)))
+    if not means:
+        return
+    wrong = {
+        "mean reward": (report.reward.mean, math.fsum(means) / len(means)),
+        "accuracy": (report.accuracy.mean, math.fsum(right) / len(right)),
+    }
+    for k, s in report.pass_at.items():
+        missed = [math.prod((n - c - i) / (n - i) for i in range(k)) for n, c in solved]
+        wrong[f"pass@{k}"] = (s.mean, 1 - math.fsum(missed) / len(missed))
+    for name, (said, counted) in wrong.items():
+        if not abs(said - counted) <= 1e-9:
+            raise InvariantError(
+                f"held-out {name} is reported as {said:.6g} and is {counted:.6g} when counted from the {sum(n for n, _ in solved)} verdicts: "
+                "unjudged samples must not count as wrong, and pass@k must be the unbiased estimate"
+            )
+
+
+class EvaluationCheck(Observer):
+    """Held-out answers were said by the weights that are evaluated, and what is reported of them is what their verdicts say."""
+
+    def hear(self, h: Any, event: Event) -> Remark | None:
+        if isinstance(event, EvaluatedEvent):
+            said_by_these_weights(event.report.groups, event.version, event.version)
+            measured_right(event.report)

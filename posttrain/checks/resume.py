@@ -1,0 +1,58 @@
+"""Whether a run that goes on is the run that was cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.checks.past import Past
+from posttrain.core.errors import InvariantError
+from posttrain.role.events import Event, Observer, Remark, RestoredEvent
+from posttrain.role.roles import Roles
+
+
+def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
+    """A resumed stage asks the prompts that come next, with an optimizer that remembers its steps."""
+    if walked is not None and int(walked) != cursor:
+        raise InvariantError(
+            f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random numbers would repeat or be skipped. "
+            "The checkpoint's cursor was not restored"
+        )
+    if taken is not None and steps is not None and int(taken) != steps:
+        raise InvariantError(
+            f"the stage has taken {int(taken)} optimizer steps and the optimizer remembers {steps}: its moments and warm-up would begin again. "
+            "The checkpoint's optimizer state was not loaded"
+        )
+
+
+def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
+    """What a checkpoint gave back is what was saved into it. `saved` is '' where nothing was."""
+    if saved and (now := fingerprint()) != saved:
+        raise InvariantError(
+            f"the checkpoint's {what} came back changed: fingerprint {saved} when it was saved, {now} now that it is loaded. What is saved and "
+            "what is trained differ (merged adapters, a stale copy, a part that is not loaded): go on from an older checkpoint, and look at who writes and who reads"
+        )
+
+
+class ResumeCheck(Observer):
+    """A stage that is gone on with asks the prompts that come next, with an optimizer that remembers its steps."""
+
+    def __init__(self, past: Past) -> None:
+        self._past = past
+
+    async def begin(self, h: Roles) -> None:
+        steps = self._past.steps
+        if not steps:
+            return
+        walked = steps[-1].gauges.get("rollout/walked")
+        taken = sum(s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
+        remembered = h.trainer.optimizer.state_tensors().get("steps")
+        goes_on(walked.sum if walked else None, h.prompts.cursor, taken, None if remembered is None else int(remembered))
+
+
+class RestoreCheck(Observer):
+    """What a checkpoint gave back is what was saved into it."""
+
+    def hear(self, h: Any, event: Event) -> Remark | None:
+        if isinstance(event, RestoredEvent):
+            came_back(event.what, event.saved, event.now)

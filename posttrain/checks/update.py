@@ -1,0 +1,244 @@
+"""Whether an optimizer step is the configured one: every weight that matters gets a gradient, and moves by it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from posttrain.core.batch import Packed
+from posttrain.core.errors import InvariantError
+from posttrain.core.ports import Expected, Learner
+from posttrain.core.run import Optimizer
+from posttrain.core.streams import ADVANTAGE
+from posttrain.core.types import Gauge, Gauges, merge
+from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, PackedEvent, Remark
+from posttrain.role.probe import packed_text
+from posttrain.role.roles import Learning
+
+NUDGE = 0.05
+"""How far a weight that got no gradient is moved, in standard deviations of its tensor, to see whether it matters."""
+FELT = 1e-3
+"""Nats by which a log-prob must change for a nudge to count as felt: far above rounding, far below what such a nudge does."""
+
+SAMPLED = 1 << 20
+"""Parameters up to this many numbers have their first update followed."""
+SMALLEST = 1e-12
+"""Weights nearer to 0 are taken as this large: a move far below the rounding of any other weight may be lost on its way in float32."""
+ROUNDING = 3e-7
+"""Of a float32 weight to which something was added, relative to its size."""
+UNDERFLOW = 1e-36
+"""State that is nowhere larger is not looked at: below it float32 loses digits, or all of a number."""
+UPDATE_BOUND = 0.02
+"""Departure of a first optimizer step, relative to the size of a full one (`Expected.size`; of AdamW the learning rate)."""
+
+
+def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
+    """Every trainable parameter that the log-probs depend on gets a gradient from them.
+
+    A batch can leave a parameter alone for good reasons (all returns are 0, one token is kept, an expert is not chosen), so this
+    does not look at one: it differentiates the log-probs of int32 `ids`, at least two, each after all before it. A parameter without a
+    gradient is nudged; if the log-probs feel it, it is cut off from the loss. A value head gets its gradient from the values.
+    """
+    packed = packed_text(ids)
+    learner.train_mode(True)
+    parameters = {n: p for n, p in learner.parameters().items() if not n.startswith("value_head.")}
+    head = {n: p for n, p in learner.parameters().items() if n.startswith("value_head.")}
+    scores = learner.forward(packed, entropy=False, value=bool(head))
+    if head:
+        _reaches_head(scores.value, head)
+    logp = scores.logp
+    cotangent = torch.linspace(0.5, 1.5, len(logp), dtype=logp.dtype, device=logp.device)
+    gradients = torch.autograd.grad(logp, list(parameters.values()), cotangent, allow_unused=True)
+    learner.train_mode(False)
+    silent = [n for n, g in zip(parameters, gradients, strict=True) if g is None or not bool(g.any())]
+    still = learner.score(packed)
+    cut = [n for n in silent if _felt(learner, packed, parameters[n], still)]
+    if cut:
+        raise InvariantError(
+            f"{len(cut)} of {len(parameters)} trainable parameters get no gradient from the log-probs that they change: {', '.join(cut[:5])}"
+            f"{', ...' if len(cut) > 5 else ''}. They are cut off from the loss and will stay as they are. Look for a detach, a hook, or a frozen copy "
+            "between them and the log-probs"
+        )
+
+
+def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
+    deaf = [n for n, p in head.items() if not p.requires_grad]
+    if not deaf and value is not None and value.requires_grad:
+        found = torch.autograd.grad(value.sum(), list(head.values()), allow_unused=True, retain_graph=True)
+        deaf = [n for n, g in zip(head, found, strict=True) if g is None or not bool(g.any())]
+    elif not deaf:
+        deaf = list(head)
+    if deaf:
+        raise InvariantError(
+            f"{', '.join(deaf)} get no gradient from the values that they make: values would stay as they are. Look for a detach, a hook, or "
+            "requires_grad=False in the value head"
+        )
+
+
+@torch.no_grad()
+def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) -> bool:
+    kept = parameter.detach().clone()
+    size = float(kept.float().std()) if kept.numel() > 1 else 0.0
+    signs = torch.arange(kept.numel(), device=kept.device).remainder(2).mul(2).sub(1).view_as(kept)
+    parameter.add_((signs * NUDGE * (size or max(0.01, float(kept.abs().max())))).to(kept.dtype))
+    after = learner.score(packed)
+    parameter.copy_(kept)
+    return float(np.abs(after - before).max()) > FELT
+
+
+def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
+    """What the sampler is served is what the optimizer moves (small constants of an architecture aside)."""
+    left = {n: t for n, t in served.items() if n not in trained and t.is_floating_point()}
+    size, whole = sum(t.numel() for t in left.values()), sum(t.numel() for t in served.values())
+    if size > 0.005 * whole:
+        raise InvariantError(
+            f"{len(left)} of {len(served)} tensors ({size / whole:.0%} of the weights) never reach the optimizer: {', '.join(list(left)[:5])}"
+            f"{', ...' if len(left) > 5 else ''}. They will stay as they are. Check requires_grad and what the optimizer was built from"
+        )
+
+
+@dataclass(frozen=True)
+class Largest:
+    """The number of a parameter with the largest gradient: where it lies in the flat tensor, its value, and what a step adds to it."""
+
+    index: int
+    weight: float
+    move: float
+
+
+@dataclass(frozen=True)
+class Handed:
+    """What an optimizer is handed for a step, and what it says that the step should do; made just before the step."""
+
+    norm: float
+    """Of all gradients."""
+    largest: Mapping[str, Largest]
+    """Of every parameter with a gradient that is not 0."""
+    expected: Mapping[str, Expected] = field(default_factory=dict[str, Expected])
+    """Of the parameters of at most `SAMPLED` numbers, where this is the optimizer's first step."""
+    before: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Copies of the same parameters."""
+
+    @classmethod
+    def of(cls, optimizer: Any, config: Optimizer) -> Handed:
+        """`config` is the stage's, whatever the optimizer was built with."""
+        trained = optimizer.trained()
+        grads = {n: p.grad.detach() for n, p in trained.items() if p.grad is not None}
+        norm = math.sqrt(math.fsum(float(g.double().square().sum()) for g in grads.values()))
+        largest: dict[str, Largest] = {}
+        for name, g in grads.items():
+            at = int(g.abs().argmax())
+            if float(g.flatten()[at]):
+                move = optimizer.expected_update(config, name, g, norm, at).move
+                largest[name] = Largest(at, float(trained[name].detach().flatten()[at]), float(move))
+        first = not optimizer.state_tensors().get("steps", 1)
+        small = [n for n, g in grads.items() if g.numel() <= SAMPLED] if first else []
+        expected = {n: optimizer.expected_update(config, n, grads[n], norm) for n in small}
+        return cls(norm, largest, expected, {n: trained[n].detach().clone() for n in small})
+
+
+def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
+    """In an optimizer step every parameter with a gradient moves, where its move is larger than its rounding.
+
+    Args:
+        handed: the step. parameters: what the optimizer moves, after the step. lr: of this step.
+    """
+    pushed: list[str] = []
+    still: list[str] = []
+    for name, top in handed.largest.items():
+        if abs(top.move) < 8 * float(np.spacing(np.float32(max(SMALLEST, abs(top.weight))))):
+            continue
+        pushed.append(name)
+        if float(parameters[name].detach().flatten()[top.index]) == top.weight:
+            still.append(name)
+    if still:
+        raise InvariantError(
+            f"{len(still)} of {len(pushed)} parameters with a gradient did not move in an optimizer step: {', '.join(still[:5])}"
+            f"{', ...' if len(still) > 5 else ''}. The optimizer holds other tensors than the ones that train, or leaves some out. Check what it was "
+            f"built from, and that the learning rate ({lr:g} in this step) is what you meant"
+        )
+    return {"canary/moved": Gauge(len(pushed), len(handed.largest))} if pushed else {}
+
+
+@dataclass(frozen=True)
+class Update:
+    """The largest departure of an optimizer step from the configured one, each relative to what was expected."""
+
+    name: str
+    moved: float
+    state: float
+
+
+def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
+    """How far a step went from what was expected of it: of all parameters that were followed, the worst.
+
+    Args:
+        after: what the optimizer moves, after the step. state: its state then.
+    """
+    worst = Update("", 0.0, 0.0)
+    for name, expected in handed.expected.items():
+        old, new = (x.detach().double().cpu() for x in (handed.before[name], after[name]))
+        off = float(((new - old - expected.move).abs() - ROUNDING * old.abs()).max())
+        moved, kept = off / expected.size if expected.size else float(off > 0), 0.0
+        for word, want in expected.state.items():
+            size = float(want.abs().max())
+            if size > UNDERFLOW and (held := state.get(f"{word}.{name}")) is not None:
+                kept = max(kept, float((held.double().cpu() - want).abs().max()) / size)
+        if max(moved, kept) > max(worst.moved, worst.state):
+            worst = Update(name, moved, kept)
+    return worst
+
+
+def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], state: Mapping[str, Any]) -> Gauges:
+    """The first optimizer step is the configured one, nothing more: learning rate, warm-up, decay and clip included."""
+    worst = departure(handed, after, state)
+    if worst.moved > UPDATE_BOUND or worst.state > UPDATE_BOUND:
+        raise InvariantError(
+            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full step, its state by "
+            f"{worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured lr={config.lr:g}, warmup={config.warmup}, "
+            f"weight_decay={config.weight_decay:g}, clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
+        )
+    return {"canary/update_gap": Gauge(worst.moved, 1)}
+
+
+class UpdateCheck(Observer):
+    """Every parameter that matters gets a gradient and moves by it; the first optimizer step of a stage is the configured one.
+
+    Without credit there may be nothing to follow: the gradient of a KL pull is 0 at the reference itself.
+    """
+
+    def __init__(self, *, moved: bool) -> None:
+        self._moved = moved
+        """Whether a step was followed already."""
+        self._handed: Handed | None = None
+
+    async def begin(self, h: Learning[Any]) -> None:
+        served_is_trained(dict(h.learner.tensors()), h.trainer.trained())
+        gradient_reaches(h.learner, h.sync.canary)
+
+    def hear(self, h: Learning[Any], event: Event) -> Remark | None:
+        match event:
+            case DifferentiatedEvent(packed, _):
+                self._handed = None if self._moved or not _carries(packed) else Handed.of(h.trainer.optimizer, h.stage.optimizer)
+            case LearnedEvent(lr=lr) if self._handed is not None:
+                handed, self._handed = self._handed, None  # it holds copies of weights
+                return Remark(self._follow(h, handed, lr))
+            case _:
+                pass
+        return None
+
+    def _follow(self, h: Learning[Any], handed: Handed, lr: float) -> Gauges:
+        trained, optimizer = h.trainer.trained(), h.trainer.optimizer
+        seen = moved(handed, trained, lr)
+        self._moved = bool(seen)
+        return merge(seen, update_agrees(h.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {})
+
+
+def _carries(packed: PackedEvent) -> bool:
+    """Whether a minibatch asks for an update: a policy's does where it carries credit."""
+    return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))

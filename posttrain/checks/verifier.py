@@ -1,0 +1,82 @@
+"""Whether verdicts can be learned from: outages stay out, not too much goes unjudged, and the judges say again what they said."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posttrain.checks.judges import Judges
+from posttrain.checks.past import Past
+from posttrain.core.errors import InvariantError, RewardError
+from posttrain.core.experience import Experience
+from posttrain.core.types import Gauge, Group, Step
+from posttrain.core.verdict import State, failed
+from posttrain.diagnose.gauges import components, unjudged_words
+from posttrain.role.events import AskedEvent, Event, Observer, PushedEvent, Remark
+from posttrain.role.roles import Roles
+
+
+def failures_stay_out(groups: Sequence[Group]) -> None:
+    """A verdict that failed on our side makes no reward of its episode."""
+    for g in groups:
+        for e in g.episodes:
+            failed = [j for j in e.verdicts if j.counts and j.verdict.state is State.FAILED]
+            if failed and e.reward is not None:
+                raise InvariantError(
+                    f"task {g.task.id!r}: source {failed[0].source!r} failed ({failed[0].verdict.why}) and the episode still has reward {e.reward:g}. "
+                    "What nobody could judge leaves baseline and batch; it is no wrong answer"
+                )
+
+
+class VerifierCheck(Observer):
+    """Outages stay out of baseline and batch, are told when they begin, and are not too many; the judges say again what they said."""
+
+    def __init__(self, past: Past) -> None:
+        self._past = past
+        self._judges = Judges()
+        self._experience: Experience | None = None
+
+    async def begin(self, h: Roles) -> None:
+        await self._judges.begin(h.rollout.environment, self._past.taken)
+
+    def hear(self, h: Roles, event: Event) -> Remark | None:
+        match event:
+            case AskedEvent(e):
+                failures_stay_out(e.played)
+                self._enough_judged(h, e)
+                self._experience = e
+            case PushedEvent(e, _):
+                return Remark(notes=self._unjudged(e))
+            case _:
+                pass
+        return None
+
+    async def after(self, h: Roles, step: Step) -> Remark | None:
+        """The judges are asked again, and sources are told that gave nothing to anyone."""
+        if (e := self._experience) is None:
+            return None
+        with h.clock.of("check"):
+            warned = await self._judges.after(h.rollout.environment, e.played)
+        return Remark({**self._judges.mute(e.played), "rollout/walked": Gauge(e.walk.cursor, 1)}, warned)
+
+    def _enough_judged(self, h: Roles, e: Experience) -> None:
+        episodes = [x for g in e.played for x in g.episodes]
+        unjudged = sum(x.reward is None for x in episodes)
+        if unjudged > h.stage.max_failed * len(episodes):
+            raise RewardError(
+                f"{unjudged} of {len(episodes)} samples of this step could not be judged: {unjudged_words(e.played)}. They are no wrong answers, so they were "
+                f"left out, and more than {h.stage.name}.max_failed={h.stage.max_failed:g} of a step is too many to go on. Mend "
+                f"{', '.join(r.function for r in h.run.env_of(h.stage).rewards) or 'the environment'}, then resume: posttrain run --resume {h.book.folder}"
+            )
+
+    def _unjudged(self, e: Experience) -> tuple[str, ...]:
+        """What could not be judged in this step, where it is of a kind that the last 64 steps did not have."""
+        episodes = [x for g in e.played for x in g.episodes]
+        now = {n for n in components(episodes) if n.startswith("failed/")}
+        now |= {"rollout/abstained"} if any(x.reward is None and not failed(x.verdicts) for x in episodes) else set()
+        known = {n for s in self._past.steps[-64:] for n, g in s.gauges.items() if g.sum and n in now}
+        if not now - known:
+            return ()
+        return (
+            f"{sum(x.reward is None for x in episodes)} of {len(episodes)} samples could not be judged: {unjudged_words(e.played)}. They are left out, as no "
+            "wrong answers; rollout/failed and rollout/abstained count them from here on",
+        )

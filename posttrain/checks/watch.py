@@ -1,0 +1,57 @@
+"""Who observes a stage of each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from posttrain.checks.credit import CreditCheck
+from posttrain.checks.data import TaskCheck
+from posttrain.checks.draws import Bets, DrawsCheck
+from posttrain.checks.imitation import ImitationCheck
+from posttrain.checks.live import LiveRules
+from posttrain.checks.measured import EvaluationCheck
+from posttrain.checks.past import Past
+from posttrain.checks.rehearsal import LossCheck
+from posttrain.checks.resume import RestoreCheck, ResumeCheck
+from posttrain.checks.sampler import SamplerCheck
+from posttrain.checks.update import UpdateCheck
+from posttrain.checks.verifier import VerifierCheck
+from posttrain.core.run import Reinforce, Supervised
+from posttrain.core.stage import Stage
+from posttrain.core.types import Step
+from posttrain.role.events import Observer, Observers
+
+
+def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    past = Past(steps)
+    return [
+        ResumeCheck(past),
+        LossCheck(),
+        UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
+        CreditCheck(),
+        SamplerCheck(fresh=not steps),
+        TaskCheck(),
+        DrawsCheck(Bets.of(kept.get("bets"))),
+        VerifierCheck(past),
+        LiveRules(past),
+    ]
+
+
+def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    return [UpdateCheck(moved=bool(steps)), ImitationCheck(first=not steps)]
+
+
+def of_run() -> Observers:
+    """Those who observe what happens between steps, over all stages."""
+    return Observers([RestoreCheck(), EvaluationCheck()])
+
+
+OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = {Reinforce: reinforcement, Supervised: imitation}
+"""By the type of the stage. A kind that is not here, and derives from none that is, is not observed."""
+
+
+def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
+    """Those who observe `stage`, of which `steps` are taken already; `kept` is what a checkpoint stored of all of them."""
+    kind = next((k for k in type(stage).__mro__ if k in OF), None)
+    return Observers(() if kind is None else OF[kind](steps, kept))

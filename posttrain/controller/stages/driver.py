@@ -1,0 +1,286 @@
+"""What all kinds of stage share: where they start, evaluation, budgets, checkpoints, results, what is told.
+
+A kind is one file with a settings type (`core.stage.Stage`), a state (`StageState`) and a driver. The driver says how the stage opens and
+takes one step. Defining it makes it the driver of its settings type.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Awaitable, Callable
+from contextlib import aclosing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar, Generic, TypeVar, cast
+
+from posttrain.controller.house import Measured, Parts
+from posttrain.controller.loop import loop
+from posttrain.controller.stages.progress import Progress, StageResult, StageState
+from posttrain.controller.stop import Interrupted, Stopper
+from posttrain.core import reader
+from posttrain.core.errors import ConfigError
+from posttrain.core.stage import Stage, come_to, starts
+from posttrain.core.types import Step, merge
+from posttrain.diagnose.gauges import unjudged_words
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.role.evaluate import Report
+from posttrain.role.events import EvaluatedEvent, RestoredEvent
+from posttrain.role.roles import Clock
+from posttrain.role.trainer import Trainer
+from posttrain.role.weights import load_optimizer, load_weights, save_optimizer, save_weights
+
+S = TypeVar("S", bound=Stage)
+T = TypeVar("T", bound=StageState)
+A = TypeVar("A")
+
+DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
+"""Who takes the steps of a stage, by the type of its settings."""
+
+
+def keep(parts: Parts, name: str) -> None:
+    """Keep the learner's weights for the whole run under a name."""
+    parts.book.keep(name, lambda folder: save_weights(folder, parts.learner))
+
+
+class Driver(ABC, Generic[S, T, A]):
+    """One stage of a run, from where it stands to its end.
+
+    A kind derives `class MyDriver(Driver[MyStage, MyState, Asked], stage=MyStage, state=MyState)`, where `Asked` is what its
+    `ask` returns and its `learn` takes.
+    """
+
+    state_type: ClassVar[type[StageState]]
+    measures_before: ClassVar[bool] = False
+    """Whether held-out tasks are evaluated before the first step; else what was last measured of these weights stands for it."""
+
+    def __init_subclass__(cls, *, stage: type[Stage], state: type[StageState]) -> None:
+        super().__init_subclass__()
+        if stage in DRIVERS:
+            raise ConfigError(
+                f"{stage.__name__} has a driver already, {DRIVERS[stage].__name__}; derive another settings type for another one"
+            )
+        cls.state_type, DRIVERS[stage] = state, cls
+
+    def __init__(self, parts: Parts, progress: Progress, stage: S, stopper: Stopper, checkpoint: Path | None = None) -> None:
+        """`checkpoint` holds its optimizer where it was cut in its middle."""
+        self.parts, self.progress, self.stage, self.stopper, self.checkpoint = parts, progress, stage, stopper, checkpoint
+        progress.running = progress.running or self.state_type()
+        self.state = cast("T", progress.running)
+        self.setting = parts.setting(stage)
+        self.clock = Clock(total=dict(self.state.roles))
+        self.report: Report | None = None
+        """Of the evaluation after the last step, where there was one."""
+        self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
+        self._begun, self._carried = time.perf_counter(), self.state.seconds
+
+    # --- what a kind writes ------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    async def open(self, checkpoint: Path | None) -> tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]:
+        """Before the first step, with weights and optimizer in place. `checkpoint`: of a stage that was cut in its middle.
+
+        Returns `ask` and `learn`: `ask(index)` is what step `index` (from 1) learns from; `learn(asked)` takes the step, by
+        `self.trainer`, and is its line of the record.
+        """
+
+    def remember(self, asked: A, step: Step) -> Step:
+        """After a step: what later steps need to know of it goes into `self.state`. Returns its line, maybe with another note."""
+        return step
+
+    def measured_before(self, report: Report | None) -> None:
+        """What to say of the evaluation before the first step. None: no task is held out."""
+
+    def enough(self, report: Report | None) -> str:
+        """Why no further step is needed after this one, or ''. `report`: of the evaluation after it, where there was one."""
+        seconds = self.seconds()
+        if self.stage.wall_time is not None and seconds >= self.stage.wall_time:
+            return f"wall time of {self.stage.wall_time:g} s reached at step {self.state.step}"
+        if self.limit is not None and seconds >= self.limit:
+            return f"stopped after the {self.limit:.0f} s that {self.stage.time_of} took"
+        return ""
+
+    # --- what all share ----------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """From where the stage stands to its end."""
+        checkpoint = self.checkpoint
+        if checkpoint is None:
+            await self._start()
+        self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
+        if checkpoint is not None:
+            self._load_optimizer(checkpoint, self.trainer)
+        taken = [] if checkpoint is None else [s for s in reader.steps(self.parts.book.folder) if s.stage == self.stage.name]
+        self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
+        ask, learn = await self.open(checkpoint)
+        last = 0 if self.state.ended else self.stage.steps
+        async with aclosing(loop(ask, first=self.state.step + 1, last=last)) as steps:
+            async for index, asked in steps:
+                step = await learn(asked)
+                if not await self._goes_on(index, self.remember(asked, step)):
+                    break
+        self.watch.end()
+        if self.stage.eval and self.report is None:
+            self.report = await self.evaluate()
+        self._finish(self.report)
+
+    async def _start(self) -> None:
+        """The weights it starts from are in place, and what is known of them is noted."""
+        p, parts, s = self.progress, self.parts, self.state
+        start = starts(parts.run.stages, self.stage)
+        s.before, s.reward_before = self._known(start)
+        if start != come_to(parts.run.stages, self.stage):
+            load_weights(parts.book.kept(start), parts.learner)
+            p.version = parts.version = p.version + 1
+            if self._of_the_run:
+                p.accuracy = p.reward = None
+        if not (self.measures_before and self.stage.eval):
+            return
+        report = await self.evaluate()
+        if report is not None:
+            accuracy, reward = report.accuracy.known, report.reward.known
+            s.before, s.reward_before = (x and x[0] for x in (accuracy, reward))
+            if self._of_the_run:
+                p.accuracy, p.reward = accuracy, reward
+        self.measured_before(report)
+
+    def _known(self, start: str) -> tuple[float | None, float | None]:
+        """Accuracy and mean reward of the weights it starts from, where they were measured on the same held-out tasks."""
+        p, run = self.progress, self.parts.run
+        if start == come_to(run.stages, self.stage) and self._on_its_tasks:
+            return p.accuracy and p.accuracy[0], p.reward and p.reward[0]
+        same = [r for r in p.results if run.env_of(run.stage(r.name)) == run.env_of(self.stage)]
+        ended = [(r.accuracy[0], r.reward and r.reward[0]) for r in same if r.name == start and r.accuracy is not None]
+        began = [(r.before, r.reward_before) for r in same if r.start == start]
+        return next(iter((*ended, *began)), (None, None))
+
+    @property
+    def _of_the_run(self) -> bool:
+        """Whether what is measured of its weights is a measure of the run: they are handed on, and the tasks are the run's."""
+        return self.stage.hands_on and self._on_its_tasks
+
+    @property
+    def _on_its_tasks(self) -> bool:
+        """Whether the stage is measured on the run's held-out tasks."""
+        return self.parts.run.env_of(self.stage) == self.parts.run.env
+
+    async def _goes_on(self, index: int, step: Step) -> bool:
+        """What follows a step: evaluation when due, the record, the border. Whether there is another one."""
+        p, s, stage = self.progress, self.state, self.stage
+        p.checks = {**p.checks, **self.watch.state()}
+        s.step, p.version = index, self.trainer.version
+        self.parts.version = p.version
+        s.optimizer_steps += int(step.gauges["optim/steps"].sum) if "optim/steps" in step.gauges else 0
+        self.report = report = None
+        if stage.eval_every and s.step % stage.eval_every == 0 and s.step < stage.steps:
+            self.report = report = await self.evaluate()
+        if report is not None:
+            step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
+        self.parts.tell(step)
+        s.ended = self.enough(report)
+        self._border(report)
+        return not s.ended
+
+    def _finish(self, report: Report | None) -> None:
+        """Write down what came of the stage; its weights are kept, and handed on or put back."""
+        p, parts, stage = self.progress, self.parts, self.stage
+        result = self._result(report)
+        p.results = (*p.results, result)
+        measured = f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""
+        if result.reward and result.graded:
+            measured += f", mean reward {result.reward[0]:.3f}"
+        parts.say(f"{stage.name}: done, {result.why}{measured}")
+        keep(parts, stage.name)
+        if not stage.hands_on:
+            load_weights(parts.book.kept(come_to(parts.run.stages, stage)), parts.learner)
+            p.version = parts.version = p.version + 1
+        p.stage, p.running = p.stage + 1, None
+        self._checkpoint(p.reward[0] if p.reward else None)
+
+    def seconds(self) -> float:
+        """Wall seconds of the stage so far, over all its parts."""
+        return self._carried + time.perf_counter() - self._begun
+
+    async def evaluate(self) -> Report | None:
+        """Held-out evaluation, remembered per version so that no weights are evaluated twice. None: no task is held out."""
+        parts, environment = self.parts, self.setting.environment
+        if not environment.heldout:
+            return None
+        sampling = parts.sampling(self.stage)
+        last = parts.measured
+        if last is not None and last.version == parts.version and last.sampling == sampling and last.environment is environment:
+            return last.report
+        with self.clock.of("evaluate"):
+            report = await parts.evaluate(self.setting, sampling)
+        parts.watch.tell(EvaluatedEvent(report, parts.version))
+        if report.failed and self.state.step:  # before the first step the pass rate says it
+            parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
+        parts.measured = Measured(parts.version, sampling, environment, report)
+        if parts.run.record_episodes and not parts.book.holds_evaluation(self.stage.name, self.state.step):  # of a stage cut behind it
+            parts.book.write_evaluation(self.stage.name, self.state.step, report.groups)
+        return report
+
+    # --- borders -----------------------------------------------------------------------------------------------------
+
+    def _border(self, report: Report | None) -> None:
+        """Between two steps: checkpoint when due, and end here if somebody asked.
+
+        A stage that hands nothing on is not checkpointed: the run never goes on with its weights, and it is begun anew.
+        """
+        stage, step = self.stage, self.state.step
+        due = stage.checkpoint_every and step % stage.checkpoint_every == 0
+        if stage.hands_on and (due or self.stopper.number):
+            self._checkpoint(report.reward.known[0] if self._on_its_tasks and report and report.reward.known else None)
+        if self.stopper.number:
+            kept = "the last checkpoint is complete" if stage.hands_on else "it hands nothing on, so it is not checkpointed and begins anew"
+            raise Interrupted(
+                self.stopper.number,
+                f"stopped at {stage.name} step {step}; {kept}. Go on with: posttrain run --resume {self.parts.book.folder}",
+            )
+
+    def _checkpoint(self, metric: float | None) -> None:
+        """All that the run needs to go on from here: in the middle of the stage with its optimizer, at its end without."""
+        p, parts, s = self.progress, self.parts, self.progress.running
+        p.weights = parts.learner.fingerprint()
+        if s is not None:
+            s.seconds, s.roles = self.seconds(), dict(self.clock.total)
+            s.optimizer = fingerprint(self.trainer.optimizer.state_tensors().items())
+
+        def write(folder: Path) -> None:
+            save_weights(folder, parts.learner)
+            if s is not None:
+                save_optimizer(folder, self.trainer.optimizer)
+
+        with self.clock.of("checkpoint"):
+            name = f"{p.version:08d}-{self.stage.name}-{s.step if s is not None else 0:06d}"
+            parts.book.checkpoint(name, write, p.plain(), metric)
+
+    def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
+        load_optimizer(checkpoint, trainer.optimizer)
+        now = lambda: fingerprint(trainer.optimizer.state_tensors().items())  # noqa: E731
+        self.parts.watch.tell(RestoredEvent("optimizer state", self.state.optimizer, now))
+
+    def _result(self, report: Report | None) -> StageResult:
+        p, s, stage = self.progress, self.state, self.stage
+        accuracy, reward = (report.accuracy.known, report.reward.known) if report else (None, None)
+        if stage.hands_on:  # nothing is known of these weights where they were not measured on the run's own tasks
+            p.accuracy, p.reward = (accuracy, reward) if self._of_the_run else (None, None)
+        return StageResult(
+            name=stage.name,
+            kind=type(stage).__name__.lower(),
+            steps=s.step,
+            optimizer_steps=s.optimizer_steps,
+            seconds=self.seconds(),
+            roles={k: round(v, 3) for k, v in self.clock.total.items()},
+            accuracy=accuracy,
+            greedy=report.greedy.mean if report and report.greedy and report.greedy.known else None,
+            pass_at={str(k): x.mean for k, x in report.pass_at.items()} if report else {},
+            before=s.before,
+            why=s.ended or f"all {stage.steps} steps",
+            start=starts(self.parts.run.stages, stage),
+            time_of=stage.time_of,
+            hands_on=stage.hands_on,
+            reward=reward,
+            reward_before=s.reward_before,
+            graded=report is not None and report.graded,
+        )

@@ -1,0 +1,80 @@
+"""Where a run stands, as plain data: part of every checkpoint. What one kind of stage remembers is its own type."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core import tree
+from posttrain.core.open import Open
+
+
+@dataclass(frozen=True)
+class StageResult:
+    """What one stage did, in plain numbers (it is part of every later checkpoint's state)."""
+
+    name: str
+    kind: str
+    steps: int
+    optimizer_steps: int
+    seconds: float
+    roles: Mapping[str, float]
+    accuracy: tuple[float, float, float] | None
+    """Share of held-out answers that are right (pass@1) with its 95 % interval; None where nothing was measured, or nothing could be judged."""
+    greedy: float | None
+    """The same of argmax answers."""
+    pass_at: Mapping[str, float]
+    before: float | None
+    """Accuracy the stage started from."""
+    why: str
+    start: str
+    """Name of the kept weights it started from: a stage's, or `start`."""
+    time_of: str | None = None
+    """The earlier stage whose wall time was its own."""
+    hands_on: bool = True
+    """Whether the run went on with its weights."""
+    reward: tuple[float, float, float] | None = None
+    """Mean held-out outcome with its 95 % interval: another number than accuracy where a reward grades."""
+    reward_before: float | None = None
+    graded: bool = False
+    """Whether some held-out outcome was neither 0 nor 1."""
+
+
+@dataclass
+class StageState(Open, begin=True):
+    """Where a stage stands, of whatever kind. Each kind has a subclass with what it remembers beside this."""
+
+    step: int = 0
+    optimizer_steps: int = 0
+    before: float | None = None
+    reward_before: float | None = None
+    optimizer: str = ""
+    """Fingerprint of the optimizer's state at the checkpoint."""
+    ended: str = ""
+    """Why the stage needs no further step, where a stop condition was met."""
+    seconds: float = 0.0
+    roles: Mapping[str, float] = field(default_factory=dict[str, float])
+    """Wall seconds so far, whole and per role."""
+
+
+@dataclass
+class Progress:
+    """Where a run stands. Everything here is a function of what was done, except `seconds` and `roles`."""
+
+    stage: int = 0
+    """Stages that are done."""
+    version: int = 0
+    weights: str = ""
+    """Fingerprint of the policy's weights at the checkpoint."""
+    accuracy: tuple[float, float, float] | None = None
+    """Last measured of the weights the run has come to, on its own held-out tasks."""
+    reward: tuple[float, float, float] | None = None
+    checks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What those who check the run keep of it, over all stages."""
+    results: tuple[StageResult, ...] = ()
+    running: StageState | None = None
+    """Where the stage stands that was cut in its middle."""
+
+    def plain(self) -> dict[str, Any]:
+        return tree.to_plain(self)

@@ -1,0 +1,144 @@
+"""The stage that learns from reward: `ask` and `learn` of the step, on the six roles."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+
+from posttrain.algorithm.steer import Memory
+from posttrain.controller.stages.driver import Driver, keep
+from posttrain.controller.stages.progress import StageState
+from posttrain.controller.step import ask, learn
+from posttrain.core.experience import Experience
+from posttrain.core.ports import Examiner, Teacher
+from posttrain.core.run import Reinforce
+from posttrain.core.stage import starts
+from posttrain.core.types import Step
+from posttrain.role.evaluate import Report
+from posttrain.role.pack import batch_algebra
+from posttrain.role.prompts import Prompts
+from posttrain.role.roles import Roles
+from posttrain.role.weights import load_weights, restore, snapshot
+
+
+@dataclass
+class ReinforceState(StageState):
+    """What the next step needs to know of those before it."""
+
+    cursor: int = 0
+    """Tasks that were asked so far."""
+    memory: Memory = Memory()
+    """What the algorithm remembers."""
+    rates: dict[str, float] = field(default_factory=dict[str, float])
+    visits: dict[str, int] = field(default_factory=dict[str, int])
+    """What a curriculum has seen of each task."""
+    reference: str = ""
+    """Name of the kept weights the reference was last refreshed with; '' where it never was."""
+
+
+class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinforce, state=ReinforceState):
+    """Learns from reward."""
+
+    measures_before = True
+
+    def measured_before(self, report: Report | None) -> None:
+        self.parts.say(productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)")
+
+    async def open(self, checkpoint: Path | None) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
+        parts, stage = self.parts, self.stage
+        self.roles = self._roles(self._reference(checkpoint))
+        parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
+        if stage.algorithm.curriculum is not None and self.roles.prompts.curriculum is None:
+            parts.say(
+                f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has nothing to choose from"
+            )
+        await parts.publish()
+        await self.watch.begin(self.roles)
+        return partial(ask, self.roles), partial(learn, self.roles)
+
+    def remember(self, asked: Experience, step: Step) -> Step:
+        state, walk = self.state, asked.walk
+        state.memory, state.cursor, state.rates, state.visits = self.roles.memory, walk.cursor, dict(walk.rates), dict(walk.visits)
+        return self._refresh(step)
+
+    def enough(self, report: Report | None) -> str:
+        if self.stage.target is not None and report is not None and report.reward.mean >= self.stage.target:
+            return f"target {self.stage.target:g} reached at step {self.state.step}"
+        return super().enough(report)
+
+    def _roles(self, reference: Examiner | None) -> Roles:
+        parts, stage, state = self.parts, self.stage, self.state
+        source, curriculum = self.setting.environment.train, stage.algorithm.curriculum
+        return Roles(
+            run=parts.run,
+            stage=stage,
+            sampling=parts.sampling(stage),
+            rollout=self.setting.rollout,
+            prompts=Prompts(source, parts.run.seed, state.cursor, curriculum, dict(state.rates), dict(state.visits)),
+            learner=parts.learner,
+            trainer=self.trainer,
+            sync=parts.sync,
+            reference=reference,
+            reference_digest=reference.fingerprint() if reference else "",
+            book=parts.book,
+            text=parts.text,
+            memory=state.memory,
+            beside=self._beside(),
+            own_reference=stage.reference is None,
+            watch=self.watch,
+            clock=self.clock,
+        )
+
+    def _beside(self) -> tuple[Teacher, ...]:
+        parts, stages = self.parts, self.parts.run.stages
+        later = [parts.setting(s).environment for s in stages[stages.index(self.stage) + 1 :]]
+        others = {id(e): e for e in (parts.environment, *later) if e is not self.setting.environment}
+        return tuple(others.values())
+
+    def _reference(self, checkpoint: Path | None) -> Examiner | None:
+        """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last refreshed with."""
+        parts = self.parts
+        if not self.stage.algorithm.reads & {"reference", "teacher"}:
+            return None
+        if self.stage.reference is not None and not self.state.reference:
+            return parts.teacher(self.stage.reference)
+        if checkpoint is None:
+            return parts.freeze()
+        now = snapshot(parts.learner)
+        load_weights(parts.book.kept(self.state.reference or starts(parts.run.stages, self.stage)), parts.learner)
+        reference = parts.freeze()
+        restore(parts.learner, now)
+        return reference
+
+    def _refresh(self, step: Step) -> Step:
+        """The policy becomes its own reference where the algorithm says so; its weights are kept, for a resumed run."""
+        every = self.stage.algorithm.refresh
+        if not every or step.index % every:
+            return step
+        self.roles.reference = self.parts.freeze()
+        self.roles.reference_digest = self.roles.reference.fingerprint()
+        self.state.reference = f"{step.stage}-reference-{step.index:06d}"
+        keep(self.parts, self.state.reference)
+        return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))
+
+
+def productive_band(report: Report, low: float = 0.1, high: float = 0.8) -> str:
+    """Whether reinforcement has work to do: the pass rate before it lies between 10 and 80 %. No rate is said where nothing could be judged."""
+    if report.unmeasured:
+        return f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged. {report.unmeasured}"
+    left = (
+        f" ({report.unjudged} of {sum(len(g.episodes) for g in report.groups)} samples could not be judged and are left out)"
+        if report.unjudged
+        else ""
+    )
+    rate = report.pass_at[1].mean if report.pass_at else 0.0
+    if low <= rate <= high:
+        return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%}){left}"
+    advice = (
+        "most groups will be all wrong: teach it more by imitation first"
+        if rate < low
+        else "most groups will be all right: use harder tasks"
+    )
+    return f"pass rate before RL: {rate:.1%}, OUTSIDE the productive band ({low:.0%} to {high:.0%}); {advice}{left}"

@@ -1,0 +1,55 @@
+"""Open choices: a declared type that stands for the classes that derive from it, wherever they are defined.
+
+A union names its alternatives in one place, so that a new one changes that place. An open choice finds them: overrides, JSON and
+messages (`core.tree`) read this table.
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+from posttrain.core.errors import ConfigError
+
+
+class Open:
+    """Base of open choices. `class Region(Open, begin=True)` begins one; each class that derives from `Region` is an alternative.
+
+    Alternatives stand in the order of their definition. Overrides write them in lower case, so two whose names differ in nothing else
+    are refused; a class that is defined again in the same place takes the place of the first.
+    """
+
+    _alternatives: ClassVar[dict[str, type[Any]]]
+
+    def __init_subclass__(cls, *, begin: bool = False, **more: Any) -> None:
+        super().__init_subclass__(**more)
+        if begin:
+            cls._alternatives = {}
+        elif hasattr(cls, "_alternatives"):
+            name = cls.__name__.lower()
+            there = cls._alternatives.get(name)
+            if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
+                raise ConfigError(
+                    f"{cls.__module__}.{cls.__qualname__}: overrides would not tell it from {there.__module__}.{there.__qualname__}. "
+                    "Give the class another name"
+                )
+            cls._alternatives[name] = cls
+
+    @classmethod
+    def withdraw(cls) -> None:
+        """Takes this alternative out of its choice: values of it stay, and nothing reads its name any more."""
+        if cls._alternatives.get(cls.__name__.lower()) is not cls:
+            raise ConfigError(f"{cls.__name__} is no alternative of a choice: only one that is can be withdrawn")
+        del cls._alternatives[cls.__name__.lower()]
+
+
+def is_open(declared: Any) -> bool:
+    """Whether a declared type stands for alternatives that derive from it."""
+    return isinstance(declared, type) and "_alternatives" in vars(declared)
+
+
+def alternatives(declared: Any) -> tuple[type[Any], ...]:
+    """The alternatives of an open choice, in the order of their definition."""
+    if not is_open(declared):
+        name = getattr(declared, "__name__", "Name")
+        raise ConfigError(f"{declared!r} is no open choice: begin one with class {name}(Open, begin=True)")
+    return tuple(declared._alternatives.values())

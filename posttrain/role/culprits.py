@@ -1,0 +1,31 @@
+"""Which episodes made a gradient that is not finite, by task and sibling."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from posttrain.core.batch import Batch
+from posttrain.core.errors import InvariantError
+from posttrain.core.streams import MU
+from posttrain.core.types import Credit, Episode
+from posttrain.role.trainer import NotFinite
+
+
+def key(episode: Episode) -> bytes:
+    """What was said and with which log-probs: finds an episode again in a batch."""
+    said = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
+    return b"".join(x.tobytes() for x in (*said[::2], *said[1::2]))
+
+
+@contextmanager
+def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
+    """Around an optimizer step: its `NotFinite` becomes an InvariantError that names the episodes of the step."""
+    try:
+        yield
+    except NotFinite as error:
+        of = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
+        said = [batch.sequence_M == e for e in error.culprits]
+        found = [of.get(batch.target_M[at_M].tobytes() + batch[MU][at_M].tobytes()) for at_M in said]
+        names = [f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})" for e in found if e is not None]
+        raise InvariantError(error.told(names, f" ({where})")) from error

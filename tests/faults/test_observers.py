@@ -1,0 +1,185 @@
+"""Those who observe a stage hear all of it, and hold nothing of it longer than they need it."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import posttrain
+from posttrain.checks.data import TaskCheck
+from posttrain.checks.update import Handed, UpdateCheck, update_agrees
+from posttrain.checks.watch import observers
+from posttrain.core import reader
+from posttrain.core.errors import InvariantError
+from posttrain.core.experience import Experience
+from posttrain.core.ladder import DAPO, DR_GRPO
+from posttrain.core.run import Optimizer, Reinforce
+from posttrain.core.sampling import Sampling
+from posttrain.core.stage import Stage
+from posttrain.core.types import Episode, Group, Segment, Step, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.engine.optimizer import AdamW
+from posttrain.role.events import AskedEvent, Event, LearnedEvent, Observer, Observers, PackedEvent, PushedEvent, Remark
+from tests.tiny import play, tiny_parts, tiny_run
+
+
+def observed(folder: Path, more: Observer) -> None:
+    """A tiny run of both kinds of stage, with one more observer, which observes last."""
+    parts = tiny_parts(folder)
+    own = parts.observe
+
+    def observe(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
+        return Observers([*own(stage, steps, kept)._all, more])
+
+    parts.observe = observe
+    asyncio.run(play(parts))
+
+
+class Counts(Observer):
+    async def after(self, h: Any, step: Step) -> Remark | None:
+        return Remark(notes=(f"after {step.stage} {step.index}",))
+
+
+def test_the_end_of_a_step_is_heard_in_every_kind_of_stage(tmp_path: Path) -> None:
+    observed(tmp_path / "run", Counts())
+    steps = list(reader.steps(tmp_path / "run"))
+    assert {s.stage for s in steps} == {"sft", "rl"}
+    assert all(f"after {s.stage} {s.index}" in s.notes for s in steps)
+
+
+def test_a_stage_that_is_over_frees_its_optimizer(tmp_path: Path) -> None:
+    """Moments and masters are as large as the weights: no next stage begins while they wait for the garbage collector."""
+    parts = tiny_parts(tmp_path / "run")
+    make, made, alive = parts.optimize, list[weakref.ref[Any]](), list[bool]()
+
+    def optimize(config: Optimizer) -> Any:
+        alive.extend(one() is not None for one in made)
+        optimizer = make(config)
+        made.append(weakref.ref(optimizer))
+        return optimizer
+
+    parts.optimize = optimize
+    gc.collect()
+    gc.disable()
+    try:
+        asyncio.run(play(parts))
+        alive.extend(one() is not None for one in made)
+    finally:
+        gc.enable()
+    assert alive == [False] * 3
+
+
+class Copies(Observer):
+    """Whether copies of weights are still held when their step is learned. It must observe last."""
+
+    def __init__(self) -> None:
+        self.held: list[bool] = []
+
+    async def begin(self, h: Any) -> None:
+        self._check = next(o for o in h.watch._all if isinstance(o, UpdateCheck))
+
+    def hear(self, h: Any, event: Event) -> Remark | None:
+        if isinstance(event, PackedEvent | LearnedEvent):
+            self.held.append(self._check._handed is not None)
+
+
+def test_copies_of_weights_live_as_long_as_the_optimizer_step(tmp_path: Path) -> None:
+    copies = Copies()
+    observed(tmp_path / "run", copies)
+    assert len(copies.held) > 12 and not any(copies.held)
+
+
+def test_a_kind_that_derives_from_another_is_observed_like_it() -> None:
+    @dataclass(frozen=True, kw_only=True)
+    class Twice(Reinforce):
+        """A kind of stage from outside the package that plays and learns as reinforcement does."""
+
+    try:
+        found = observers(Twice(name="rl", algorithm=DR_GRPO), [], {})
+        assert [type(o) for o in found._all] == [type(o) for o in observers(Reinforce(name="rl", algorithm=DR_GRPO), [], {})._all]
+    finally:
+        Twice.withdraw()
+
+
+def group(visit: int, rewards: Sequence[float]) -> Group:
+    task = Task(str(visit), "?")
+    said = Segment(
+        np.array([1, 2], np.int32),
+        np.array([False, True]),
+        np.array([np.nan, -1.0], np.float32),
+        np.array([-1, 0], np.int32),
+        Sampling(stop_ids=()),
+    )
+    episodes = [Episode(task, visit, i, (said,), Stop.SAID, (Judged("x", 1.0, Verdict.value(r)),), "") for i, r in enumerate(rewards)]
+    return Group(task, visit, tuple(episodes))
+
+
+@pytest.mark.parametrize("spoilt", [0, 1], ids=["learned from", "spare"])
+def test_every_group_that_passed_is_looked_at(spoilt: int) -> None:
+    """Those that found no room any more count for the rate at which groups pass, so the filter is wrong about them too."""
+    played = tuple(group(visit, (1.0, 1.0) if visit == spoilt else (0.0, 1.0)) for visit in range(2))
+    environment = SimpleNamespace(train=SimpleNamespace(count=None))
+    h: Any = SimpleNamespace(
+        rollout=SimpleNamespace(environment=environment),
+        prompts=SimpleNamespace(source=environment.train),
+        stage=Reinforce(name="rl", algorithm=DAPO),
+    )
+    with pytest.raises(InvariantError, match="filter=mixed kept"):
+        TaskCheck().hear(h, AskedEvent(Experience(1, 0, played, (True, True), 1)))
+
+
+@pytest.mark.parametrize("size", [1e-3, 1e-17, 1e-21, 1e-30])
+def test_a_gradient_that_float32_cannot_square_is_no_fault(size: float) -> None:
+    """The second moment of a gradient below 1e-20 has no digits left in float32; nothing else moves the weights."""
+    config = Optimizer(warmup=0)
+    w = torch.nn.Parameter(torch.linspace(0.5, 1.5, 7))
+    optimizer = AdamW({"w": w}, config)
+    w.grad = torch.linspace(-1, 1, 7) * size
+    handed = Handed.of(optimizer, config)
+    optimizer.step()
+    update_agrees(config, handed, optimizer.trained(), optimizer.state_tensors())
+
+
+class Listens(Observer):
+    """Whether what a pass said is still alive once its optimizer step is over."""
+
+    def __init__(self) -> None:
+        self.alive: list[bool] = []
+        self._heard: list[weakref.ref[Any]] = []
+
+    def hear(self, h: Any, event: Event) -> Remark | None:
+        if isinstance(event, PackedEvent | PushedEvent):
+            self.alive += [one() is not None for one in self._heard]
+            self._heard.clear()
+        if isinstance(event, LearnedEvent):
+            self._heard.append(weakref.ref(event.passes))
+
+
+def test_what_a_pass_said_is_freed_with_its_step(tmp_path: Path) -> None:
+    """Hooks on its tensors would keep the arrays alive, and the graph with them."""
+    listens = Listens()
+    gc.disable()
+    try:
+        observed(tmp_path / "run", listens)
+    finally:
+        gc.enable()
+    assert len(listens.alive) > 5 and not any(listens.alive)
+
+
+def test_what_the_run_holds_out_is_not_trained_on_elsewhere(tmp_path: Path) -> None:
+    """A stage on the run's tasks with another split: what the run is measured on is among its training tasks."""
+    run = tiny_run(steps=8, prompts=8)
+    sft, rl = run.stages
+    leaks = replace(rl, env=replace(run.env, heldout=1))
+    with pytest.raises(InvariantError, match="held-out accuracy would measure memory"):
+        posttrain.run(replace(run, stages=(sft, leaks, replace(sft, name="after"))), out=tmp_path / "run", quiet=True)
