@@ -99,6 +99,13 @@ class Parts:
         contract = said.resolve(self.stop_ids, self.spell)
         return replace(contract, top=stores) if stores != contract.top else contract
 
+    def beside(self, stage: Stage) -> tuple[Teacher, ...]:
+        """Environments beside the stage's own on which the run is measured while it goes on or later: its own, and those of later stages."""
+        stages = self.run.stages
+        later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
+        own = self.setting(stage).environment
+        return tuple({id(e): e for e in (self.environment, *later) if e is not own}.values())
+
     async def publish(self) -> None:
         """Serve the learner's weights, unless they are being served."""
         if self.sampler.version != self.version:

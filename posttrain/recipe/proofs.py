@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from posttrain.checks.data import as_written, sameness
 from posttrain.controller.house import Parts, Setting
 from posttrain.core.errors import DataError, InvariantError, PosttrainError
 from posttrain.core.ports import Attempt, Utterance
@@ -43,6 +44,9 @@ async def prove_start(parts: Parts, tokenizer: Any) -> list[str]:
     """
     settings = {id(s.environment): s for s in map(parts.setting, parts.run.stages)}
     notes = [note for s in settings.values() for note in await _prove(parts, s, tokenizer)]
+    pairs = [(parts.setting(s).environment, parts.beside(s)) for s in parts.run.stages]
+    for env, others in {(id(env), *map(id, others)): (env, others) for env, others in pairs}.values():
+        split_is_clean(env, others)
     return list(dict.fromkeys(notes))
 
 
@@ -56,7 +60,6 @@ async def _prove(parts: Parts, setting: Setting, tokenizer: Any) -> list[str]:
         known = [task for task in (*held, *train) if env.knows_gold(task)]
         await gold_is_paid(env, known)
         await near_misses_are_not(env, known)
-    split_is_clean(env)
     answered = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
     return observations_can_be_written(parts, env.name) if any(answered) else []
 
@@ -190,13 +193,17 @@ class _Rehearsed(Recital):
         return await super().say(most)
 
 
-def split_is_clean(env: Any) -> None:
-    """No training task is held out, as far as a short look shows; later ones are compared as they are asked."""
-    same = getattr(env, "key", None) or (lambda task: repr(task.prompt))
+def split_is_clean(env: Any, others: Sequence[Any] = ()) -> None:
+    """No training task is held out, here or in the `others` that the run is measured on, as far as a short look shows.
+
+    Tasks of another environment are the same where they are written alike. What reinforcement asks later is compared as it is asked.
+    """
+    same = sameness(env)
     held = {same(t): t.id for t in env.heldout}
+    elsewhere = {as_written(t): t.id for other in others for t in other.heldout}
     begun = time.perf_counter()
     for task in _some(env.train, LEAKS):
-        if (twin := held.get(same(task))) is not None:
+        if (twin := held.get(same(task), elsewhere.get(as_written(task)))) is not None:
             raise InvariantError(
                 f"training task {task.id!r} ({task.prompt!r:.80}) is held-out task {twin!r}: held-out accuracy would measure memory. Take it out of one of the two"
             )

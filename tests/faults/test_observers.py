@@ -183,3 +183,11 @@ def test_what_the_run_holds_out_is_not_trained_on_elsewhere(tmp_path: Path) -> N
     leaks = replace(rl, env=replace(run.env, heldout=1))
     with pytest.raises(InvariantError, match="held-out accuracy would measure memory"):
         posttrain.run(replace(run, stages=(sft, leaks, replace(sft, name="after"))), out=tmp_path / "run", quiet=True)
+
+
+def test_what_the_run_holds_out_is_not_imitated_elsewhere(tmp_path: Path) -> None:
+    sft, rl = tiny_run().stages
+    leaks = replace(sft, env=replace(tiny_run().env, heldout=1))
+    with pytest.raises(InvariantError, match="held-out accuracy would measure memory"):
+        posttrain.run(replace(tiny_run(), stages=(leaks, rl)), out=tmp_path / "run", quiet=True)
+    assert not list((tmp_path / "run" / "kept").glob("sft*"))

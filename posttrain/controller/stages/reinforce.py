@@ -12,7 +12,7 @@ from posttrain.controller.stages.driver import Driver, keep
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.step import ask, learn
 from posttrain.core.experience import Experience
-from posttrain.core.ports import Examiner, Teacher
+from posttrain.core.ports import Examiner
 from posttrain.core.run import Reinforce
 from posttrain.core.stage import starts
 from posttrain.core.types import Step
@@ -85,17 +85,11 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             book=parts.book,
             text=parts.text,
             memory=state.memory,
-            beside=self._beside(),
+            beside=parts.beside(stage),
             own_reference=stage.reference is None,
             watch=self.watch,
             clock=self.clock,
         )
-
-    def _beside(self) -> tuple[Teacher, ...]:
-        parts, stages = self.parts, self.parts.run.stages
-        later = [parts.setting(s).environment for s in stages[stages.index(self.stage) + 1 :]]
-        others = {id(e): e for e in (parts.environment, *later) if e is not self.setting.environment}
-        return tuple(others.values())
 
     def _reference(self, checkpoint: Path | None) -> Examiner | None:
         """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last refreshed with."""
