@@ -18,7 +18,7 @@ def side(script: str, job: str, folder: Path) -> Worker:
     return Worker(script, [sys.executable, str(ROOT / "benchmarks" / script), job], 1, folder / "err")
 
 
-@pytest.mark.parametrize("regime", grpo_work.REGIMES)
+@pytest.mark.parametrize("regime", ["equal", pytest.param("heavy", marks=pytest.mark.prove)])
 def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str) -> None:
     grpo_work.save_checkpoint(SMALL, tmp_path)
     wanted = int(grpo_work.lengths_PG(regime, 2).sum())
@@ -29,7 +29,10 @@ def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str
             assert told["spoken"] == wanted and 0 < max(told["roles"].values()) <= told["seconds"]
 
 
-@pytest.mark.parametrize(("do", "regime"), [("ours", "heavy"), ("siblings", 32), ("turns", 93)])
+@pytest.mark.parametrize(
+    ("do", "regime"),
+    [("ours", "heavy"), pytest.param("siblings", 32, marks=pytest.mark.prove), pytest.param("turns", 93, marks=pytest.mark.prove)],
+)
 def test_rollout_plays(tmp_path: Path, do: str, regime: str | int) -> None:
     grpo_work.save_checkpoint(SMALL, tmp_path, 1024)
     job = {"checkpoint": str(tmp_path), "threads": 1, "slots": 4, "context": 1024, "options": {}}

@@ -102,7 +102,7 @@ def reward(task, text):
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.prove), (signal.SIGINT, 130)])
 def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,6 +204,7 @@ async def test_a_caller_that_does_not_read_is_cut_off_and_its_answers_end(model:
         assert not u.server.answers
 
 
+@pytest.mark.prove
 async def test_a_caller_that_reads_slowly_is_served(model: Path) -> None:
     """What is taken at some kilobytes a second goes on longer than `write_seconds`."""
     engine = Endless()
