@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.token import Shown
 
 
@@ -29,8 +30,8 @@ class Request:
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.siblings < 1 or self.most < 1 or self.extra < 0:
-            raise ValueError(
-                f"a request of {self.groups} groups of {self.siblings} + {self.extra} samples, at most {self.most} times, asks for nothing"
+            raise InvariantError(
+                f"a request of {self.groups} groups of {self.siblings} + {self.extra} samples, at most {self.most} times, asks for nothing: give at least one of each, and none less than 0 more"
             )
 
 

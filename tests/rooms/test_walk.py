@@ -6,6 +6,7 @@ import inspect
 import sys
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 import pytest
 
@@ -39,11 +40,11 @@ def test_from_the_command_line_to_the_loss(tmp_path: Path, monkeypatch: pytest.M
     seen: list[tuple[str, int]] = []
     real = losses.PolicyLoss.terms
 
-    def terms(self: losses.PolicyLoss, micro: object, scores: object) -> object:
+    def terms(self: losses.PolicyLoss, micro: Any, scores: Any) -> Any:
         if not seen and "rehearsal" not in sys._getframe(1).f_globals["__name__"]:
             codes = [f.f_code for f in ours(sys._getframe(1))] + [real.__code__]
             seen.extend((code.co_qualname, len(inspect.getsourcelines(code)[0])) for code in codes)
-        return real(self, micro, scores)  # type: ignore[arg-type]
+        return real(self, micro, scores)
 
     monkeypatch.setattr(losses.PolicyLoss, "terms", terms)
     assert main(["run", "arithmetic", *WORDS, "--out", str(tmp_path / "run")]) == 0
