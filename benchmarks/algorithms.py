@@ -37,12 +37,17 @@ RESULTS = ROOT / "benchmarks/results/algorithms.json"
 REGIME: dict[str, tuple[Algorithm, str]] = {
     "vapo": (
         patch(VAPO, "vapo", VAPO.paper, baseline=replace(VAPO.baseline, length_alpha=1.0)),
-        "is the argued exception: it ran with baseline.length_alpha=1, since the paper's 0.05 is for answers of thousands of tokens, and gives lambda 0 up to 20 tokens. "
-        "With it accuracy fell to 0.01; so does ppo with credit_lambda=0 (0.07), so it is the one-step credit of an untrained value. "
-        "The published number is for long answers and values that know, and is ahead there: [miniature](miniatures.md#values-over-long-answers)",
+        (
+            "is the argued exception: it ran with baseline.length_alpha=1, since the paper's 0.05 is for answers of"
+            " thousands of tokens, and gives lambda 0 up to 20 tokens. With it accuracy fell to 0.01; so does ppo with"
+            " credit_lambda=0 (0.07), so it is the one-step credit of an untrained value. The published number is for"
+            " long answers and values that know, and is ahead there:"
+            " [miniature](miniatures.md#values-over-long-answers)"
+        ),
     ),
 }
-"""Algorithms whose published numbers are meant for another regime than answers of some 14 tokens: what ran instead, and why."""
+"""Algorithms whose published numbers are meant for another regime than answers of some 14 tokens: what ran instead, and
+why."""
 
 
 @dataclass(frozen=True)
@@ -92,10 +97,29 @@ def play(name: str, seed: int, steps: int, model: Path, folder: Path) -> Row:
     chosen = REGIME[name][0] if name in REGIME else LADDER[name]
     reference = teacher(seed, steps, model, folder) if LADDER[name].rewards == "none" else None
     stage = replace(
-        stage, algorithm=chosen, reference=reference, steps=steps, eval_every=0, checkpoint_every=0, target=None, wall_time=None
+        stage,
+        algorithm=chosen,
+        reference=reference,
+        steps=steps,
+        eval_every=0,
+        checkpoint_every=0,
+        target=None,
+        wall_time=None,
     )
-    env = replace(base.env, args={**base.env.args, "judge_steps": True}) if isinstance(LADDER[name].baseline, StepMean) else base.env
-    run = Run(recipe=name, seed=seed, threads=1, model=Model(path=str(model)), env=env, evaluation=base.evaluation, stages=(stage,))
+    env = (
+        replace(base.env, args={**base.env.args, "judge_steps": True})
+        if isinstance(LADDER[name].baseline, StepMean)
+        else base.env
+    )
+    run = Run(
+        recipe=name,
+        seed=seed,
+        threads=1,
+        model=Model(path=str(model)),
+        env=env,
+        evaluation=base.evaluation,
+        stages=(stage,),
+    )
     begun = time.perf_counter()
     result = posttrain.run(run, out=folder / name, quiet=True)
     before, after = accuracies(result.folder, 0), accuracies(result.folder, result.stages[0].steps)
@@ -112,23 +136,38 @@ def page(rows: list[Row], steps: int) -> str:
     lines = [
         "# Algorithms side by side",
         "",
-        f"Same start, same prompts, {steps} controller steps each, seeds {', '.join(str(s) for s in sorted({r.seed for r in rows}))}; held-out accuracy",
-        "sampled at temperature 1. `gain` is paired prompt by prompt, with the lower end of its 95 % interval, worst seed shown.",
-        "Written by `python benchmarks/algorithms.py`. This is a check that each learns, not a ranking: hyperparameters are shared.",
+        (
+            f"Same start, same prompts, {steps} controller steps each, seeds"
+            f" {', '.join(str(s) for s in sorted({r.seed for r in rows}))}; held-out accuracy"
+        ),
+        (
+            "sampled at temperature 1. `gain` is paired prompt by prompt, with the lower end of its 95 % interval,"
+            " worst seed shown."
+        ),
+        (
+            "Written by `python benchmarks/algorithms.py`. This is a check that each learns, not a ranking:"
+            " hyperparameters are shared."
+        ),
         "",
-        "| algorithm | before | after | mean gain | worst seed's lower bound | optimizer steps that moved weights | seconds a seed |",
+        (
+            "| algorithm | before | after | mean gain | worst seed's lower bound | optimizer steps that moved weights |"
+            " seconds a seed |"
+        ),
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for name in names:
         mine = [r for r in rows if r.algorithm == name]
         mean = {f: float(np.mean([getattr(r, f) for r in mine])) for f in ("before", "after", "gain", "seconds")}
         lines.append(
-            f"| {name} | {mean['before']:.3f} | {mean['after']:.3f} | {mean['gain']:+.3f} | {min(r.low for r in mine):+.3f} "
-            f"| {', '.join(str(r.moved) for r in mine)} | {mean['seconds']:.0f} |"
+            f"| {name} | {mean['before']:.3f} | {mean['after']:.3f} | {mean['gain']:+.3f} |"
+            f" {min(r.low for r in mine):+.3f} | {', '.join(str(r.moved) for r in mine)} | {mean['seconds']:.0f} |"
         )
     lines += [
         "",
-        "- Algorithms that differ only in their trust region coincide: with one optimizer step a step it is silent (law 3). Where they part: miniatures.md.",
+        (
+            "- Algorithms that differ only in their trust region coincide: with one optimizer step a step it is silent"
+            " (law 3). Where they part: miniatures.md."
+        ),
     ]
     lines += [*(f"- `{name}` {why}." for name, (_, why) in REGIME.items() if name in names)]
     lines += (
@@ -137,7 +176,9 @@ def page(rows: list[Row], steps: int) -> str:
         else []
     )
     lines += (
-        ["- `grpo_process` is also given a verdict on every running sum (env.args.judge_steps=true)."] if "grpo_process" in names else []
+        ["- `grpo_process` is also given a verdict on every running sum (env.args.judge_steps=true)."]
+        if "grpo_process" in names
+        else []
     )
     return "\n".join(lines) + "\n"
 
@@ -153,7 +194,12 @@ def write(rows: list[Row], steps: int) -> None:
     order = list(LADDER)
     rows = sorted(rows, key=lambda r: (r.seed, order.index(r.algorithm)))
     (ROOT / "docs/algorithm-table.md").write_text(page(rows, steps), encoding="utf-8")
-    facts = {"date": time.strftime("%Y-%m-%d"), "python": platform.python_version(), "steps": steps, "rows": [asdict(r) for r in rows]}
+    facts = {
+        "date": time.strftime("%Y-%m-%d"),
+        "python": platform.python_version(),
+        "steps": steps,
+        "rows": [asdict(r) for r in rows],
+    }
     RESULTS.write_text(json.dumps(facts, indent=1, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -163,7 +209,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--only", default=",".join(LADDER), help="comma-separated algorithm names")
     parser.add_argument("--dry", action="store_true", help="print the table, write nothing")
-    parser.add_argument("--add", action="store_true", help="keep the rows of the results file and run only what is missing there")
+    parser.add_argument(
+        "--add", action="store_true", help="keep the rows of the results file and run only what is missing there"
+    )
     args = parser.parse_args()
     names = args.only.split(",")
     rows = written(args.steps) if args.add else []
@@ -177,7 +225,8 @@ def main() -> None:
                 if not args.dry:
                     write(rows, args.steps)
                 print(
-                    f"seed {seed} {name:15s} {r.before:.3f} -> {r.after:.3f}  gain {r.gain:+.3f} (>= {r.low:+.3f})  {r.moved} steps  {r.seconds:.0f} s",
+                    f"seed {seed} {name:15s} {r.before:.3f} -> {r.after:.3f}  gain {r.gain:+.3f} (>= {r.low:+.3f}) "
+                    f" {r.moved} steps  {r.seconds:.0f} s",
                     flush=True,
                 )
     print(page(rows, args.steps))

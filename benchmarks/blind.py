@@ -1,4 +1,5 @@
-"""Runs without their checks, for measurements of what the checks are worth. Nothing of the package can be switched off like this."""
+"""Runs without their checks, for measurements of what the checks are worth. Nothing of the package can be switched off
+like this."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
 
-from posttrain.recipe import build, session
+from posttrain.api import build, session
 from posttrain.role.events import Observers
 
 

@@ -1,6 +1,6 @@
 """posttrain's side of `grpo_step.py`: a worker process that runs the real step, one per command.
 
-The parts are built by `posttrain.recipe.build.make_parts` from a `Run` with the shipped defaults; the one thing put
+The parts are built by `posttrain.api.build.make_parts` from a `Run` with the shipped defaults; the one thing put
 in between is `ForcedLengths`, which gives each sibling its number of tokens through the Sampler port. All canaries
 are on; recording of episodes is off. KL is off, as on the other side.
 """
@@ -20,7 +20,8 @@ from typing import Any
 import numpy as np
 from grpo_work import LR, SIBLINGS, SYMBOLS, Job, Wire, lengths_PG, memory_mb, prompt, reward
 
-from posttrain.controller.house import Parts
+from posttrain.api.build import facts, make_parts, make_policy, use_threads
+from posttrain.controller.parts import RunParts
 from posttrain.controller.step import ask, learn
 from posttrain.core.algorithm import patch
 from posttrain.core.book import Book
@@ -31,9 +32,8 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauges, Said, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.single import Generated, SingleTurn
-from posttrain.recipe.build import facts, make_parts, make_policy, use_threads
 from posttrain.role.prompts import Prompts
-from posttrain.role.roles import Roles
+from posttrain.role.roles import ReinforceRoles
 
 NO_KL = patch(GRPO, "grpo_no_kl", "2402.03300", pull=None)
 
@@ -72,7 +72,8 @@ class Symbols(SingleTurn):
 
 
 class ForcedLengths:
-    """A Sampler that says exactly `lengths[i]` tokens to the i-th request of a step: groups in order, siblings in order."""
+    """A Sampler that says exactly `lengths[i]` tokens to the i-th request of a step: groups in order, siblings in
+    order."""
 
     def __init__(self, inner: Sampler) -> None:
         self._inner = inner
@@ -123,14 +124,20 @@ def make_run(job: Job) -> Run:
         eval_every=0,
         checkpoint_every=0,
     )
-    return Run(recipe="benchmark", model=Model(path=job.checkpoint), stages=(stage,), threads=job.threads, record_episodes=False)
+    return Run(
+        recipe="benchmark",
+        model=Model(path=job.checkpoint),
+        stages=(stage,),
+        threads=job.threads,
+        record_episodes=False,
+    )
 
 
-def make_roles(parts: Parts) -> Roles:
+def make_roles(parts: RunParts) -> ReinforceRoles:
     """The roles of the run's one stage, as `controller.stages` builds them."""
     stage = parts.run.stages[0]
     assert isinstance(stage, Reinforce)
-    return Roles(
+    return ReinforceRoles(
         run=parts.run,
         stage=stage,
         sampling=parts.sampling(stage),

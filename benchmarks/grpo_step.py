@@ -62,7 +62,8 @@ def refinements(best: dict[str, Any], samples: int, regime: str) -> list[dict[st
 
 
 def search(job: Job, tries: int, errors: Path) -> list[dict[str, Any]]:
-    """Step time of TRL at each candidate setting, fastest first: one short step to warm up, then the best of `tries` full ones."""
+    """Step time of TRL at each candidate setting, fastest first: one short step to warm up, then the best of `tries`
+    full ones."""
 
     def measured(how: dict[str, Any]) -> dict[str, Any]:
         worker.ask(do="configure", **how)
@@ -85,7 +86,8 @@ def _words(how: dict[str, Any]) -> str:
 
 
 def scaled(how: dict[str, Any], searched: int, samples: int) -> dict[str, Any]:
-    """A setting found on fewer samples: the micro-batch as it is, the generation batch as the same share of the step."""
+    """A setting found on fewer samples: the micro-batch as it is, the generation batch as the same share of the
+    step."""
     return how | {"generation": how["generation"] * samples // searched}
 
 
@@ -110,7 +112,8 @@ def contest(name: str, regime: str, args: argparse.Namespace, folder: Path, para
                 told[worker.name].append(worker.timed(do="step"))
             a, b = told["ours"][-1], told["trl"][-1]
             print(
-                f"    {turn + 1}/{repeats}: ours {a['seconds']:.2f} s, TRL {b['seconds']:.2f} s (others {a['others']:.0%}, {b['others']:.0%})",
+                f"    {turn + 1}/{repeats}: ours {a['seconds']:.2f} s, TRL {b['seconds']:.2f} s (others"
+                f" {a['others']:.0%}, {b['others']:.0%})",
                 flush=True,
             )
     lengths = lengths_PG(regime, job.prompts)
@@ -158,21 +161,41 @@ def summary(told: dict[str, list[dict[str, Any]]], spoken: int) -> dict[str, Any
         }
     a, b = sides["ours"], sides["trl"]
     pairs = [t["seconds"] / o["seconds"] for o, t in zip(told["ours"], told["trl"], strict=True)]
-    ratio = {"median": b["median_s"] / a["median_s"], "min": b["min_s"] / a["min_s"], "cpu": b["cpu_s"] / a["cpu_s"], "pairs": pairs}
+    ratio = {
+        "median": b["median_s"] / a["median_s"],
+        "min": b["min_s"] / a["min_s"],
+        "cpu": b["cpu_s"] / a["cpu_s"],
+        "pairs": pairs,
+    }
     return {"sides": sides, "ratio": ratio}
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sizes", default=",".join(SIZES), help=f"comma-separated, of {', '.join(SIZES)} (default: all)")
     parser.add_argument(
-        "--regimes", default=",".join(REGIMES), help="comma-separated: equal (64 tokens each), heavy (log-normal, mean 40, cap 256)"
+        "--sizes", default=",".join(SIZES), help=f"comma-separated, of {', '.join(SIZES)} (default: all)"
     )
-    parser.add_argument("--repeats", type=int, default=0, help="alternations per size and regime (default: 5 for 1m, 2 for 26m)")
+    parser.add_argument(
+        "--regimes",
+        default=",".join(REGIMES),
+        help="comma-separated: equal (64 tokens each), heavy (log-normal, mean 40, cap 256)",
+    )
+    parser.add_argument(
+        "--repeats", type=int, default=0, help="alternations per size and regime (default: 5 for 1m, 2 for 26m)"
+    )
     parser.add_argument("--prompts", type=int, default=32, help="prompts a step, 8 siblings each (default: 32)")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of either side (default: all cores)")
-    parser.add_argument("--quick", action="store_true", help="1m only, 8 prompts, 2 repeats; the results file is left alone")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes (default: benchmarks/results/grpo_step.json)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="CPU threads of either side (default: all cores)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="1m only, 8 prompts, 2 repeats; the results file is left alone"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="where the JSON goes (default: benchmarks/results/grpo_step.json)"
+    )
     args = parser.parse_args(argv)
     if args.quick:
         args.sizes, args.prompts, args.repeats = "1m", 8, 2
@@ -191,7 +214,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         "date": date.today().isoformat(),
         "machine": machine(args.threads),
         "versions": {"python": platform.python_version(), **{name: version(name) for name in PEERS}},
-        "work": {"siblings": SIBLINGS, "prompt_tokens": PROMPT, "temperature": 1.0, "kl": None, "optimizer_steps": 1, "dtype": "float32"},
+        "work": {
+            "siblings": SIBLINGS,
+            "prompt_tokens": PROMPT,
+            "temperature": 1.0,
+            "kl": None,
+            "optimizer_steps": 1,
+            "dtype": "float32",
+        },
         "contests": [],
     }
     begun = time.perf_counter()
@@ -210,11 +240,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def conclude(found: dict[str, Any], out: Path | None) -> dict[str, Any]:
-    """What was found so far with what spans the contests; written, so that a run that is cut short leaves what it found.
+    """What was found so far with what spans the contests; written, so that a run that is cut short leaves what it
+    found.
 
     Contests of the file that this run did not hold stay, with the date they have.
     """
-    contests = {(c["size"], c["regime"]): c for c in json.loads(out.read_text())["contests"]} if out and out.exists() else {}
+    contests = (
+        {(c["size"], c["regime"]): c for c in json.loads(out.read_text())["contests"]} if out and out.exists() else {}
+    )
     contests |= {(c["size"], c["regime"]): c for c in found["contests"]}
     ordered = [contests[size, regime] for size in SIZES for regime in REGIMES if (size, regime) in contests]
     rates = [rate for c in ordered for rate in c["gemm_gflops"]]

@@ -21,15 +21,17 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
     versions = ", ".join(f"{k} {v}" for k, v in found["versions"].items())
     console.print(f"\n{found['date']}; {m['cpu']}, {m['cores']} cores, {m['threads']} threads; {versions}")
     console.print(
-        f"1024^3 sgemm: {found['sgemm_gflops']['wall']:.0f} GFLOP/s by wall time at best, {_roofline(found):.0f} by CPU time (the roofline)"
+        f"1024^3 sgemm: {found['sgemm_gflops']['wall']:.0f} GFLOP/s by wall time at best, {_roofline(found):.0f} by CPU"
+        " time (the roofline)"
     )
     console.print(_steps(found))
     console.print(_roles(found))
     console.print(_search(found))
     console.print(
-        "roofline: FLOPs / (fastest step x sgemm rate), with 2 x parameters x said tokens for decoding and 6 x parameters x (prompt + said "
-        "tokens) for training, the same numerator on both sides; by CPU: with the median CPU time / threads in place of the step. "
-        "others: share of the cores that other programs took meanwhile. CPU: ratio of CPU times, which neighbours hardly touch.",
+        "roofline: FLOPs / (fastest step x sgemm rate), with 2 x parameters x said tokens for decoding and 6 x"
+        " parameters x (prompt + said tokens) for training, the same numerator on both sides; by CPU: with the median"
+        " CPU time / threads in place of the step. others: share of the cores that other programs took meanwhile. CPU:"
+        " ratio of CPU times, which neighbours hardly touch.",
         style="dim",
     )
 
@@ -105,7 +107,9 @@ def _search(found: dict[str, Any]) -> Table:
     for c in found["contests"]:
         for i, row in enumerate(c["search"]):
             how = row["how"]
-            other = "continuous batching" if how.get("continuous") else f"{how['cache']} cache" if how.get("cache") else ""
+            other = (
+                "continuous batching" if how.get("continuous") else f"{how['cache']} cache" if how.get("cache") else ""
+            )
             table.add_row(
                 "" if i else c["size"],
                 "" if i else c["regime"],

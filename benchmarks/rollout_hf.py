@@ -1,4 +1,5 @@
-"""transformers' sides of `rollout.py`: `generate` over static batches, in arrival order or sorted by length, and continuous batching.
+"""transformers' sides of `rollout.py`: `generate` over static batches, in arrival order or sorted by length, and
+continuous batching.
 
 A static batch runs to its longest request with stop ids off, and each row is cut to its own length: cheaper than any
 logits processor, and the least a static batch can do. Continuous batching gets each request's own limit.
@@ -36,7 +37,9 @@ class Static:
             rows = order[start : start + self.slots]
             ids = torch.tensor([work.prompts[i] for i in rows])
             longest = max(work.lengths[i] for i in rows)
-            out = self.model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=_sampling(max_new_tokens=longest))
+            out = self.model.generate(
+                ids, attention_mask=torch.ones_like(ids), generation_config=_sampling(max_new_tokens=longest)
+            )
             for i, row in zip(rows, out[:, ids.shape[1] :].tolist(), strict=True):
                 said[i] = row[: work.lengths[i]]
         return said, {}
@@ -48,7 +51,11 @@ class Continuous:
     def __init__(self, job: Job) -> None:
         pages = job.slots * -(-job.context // PAGE)
         config = ContinuousBatchingConfig(
-            page_size=PAGE, num_blocks=pages + 1, max_batch_tokens=1024, max_requests_per_batch=job.slots, allow_block_sharing=False
+            page_size=PAGE,
+            num_blocks=pages + 1,
+            max_batch_tokens=1024,
+            max_requests_per_batch=job.slots,
+            allow_block_sharing=False,
         )
         self.model = _model(job)
         self.manager = self.model.init_continuous_batching(_sampling(), config)
@@ -86,7 +93,9 @@ def _model(job: Job) -> Any:
 
 def _sampling(**more: Any) -> GenerationConfig:
     """Temperature 1 over the whole vocabulary, no stop id."""
-    return GenerationConfig(do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None, pad_token_id=0, **more)
+    return GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, eos_token_id=None, pad_token_id=0, **more
+    )
 
 
 def main(job: Job) -> None:

@@ -1,4 +1,5 @@
-"""posttrain's side of `rollout.py`: the embedded engine at its defaults, asked through `generate` as a controller asks it."""
+"""posttrain's side of `rollout.py`: the embedded engine at its defaults, asked through `generate` as a controller asks
+it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from posttrain.engine.embedded.blocks import BLOCK, blocks_for
 SIBLINGS, LONG, SHORT = 16, 512, 32
 """Siblings of a prompt, tokens of the prompt, tokens each says."""
 TURNS, OPENING, REPLY, ANSWER = 3, 61, 29, 31
-"""Turns of an episode; tokens of its prompt, of what it is answered and of what it says. Odd, so that no block ends with a turn."""
+"""Turns of an episode; tokens of its prompt, of what it is answered and of what it says. Odd, so that no block ends
+with a turn."""
 
 
 class Engine:
@@ -29,7 +31,9 @@ class Engine:
     def __init__(self, job: Job) -> None:
         torch.set_num_threads(job.threads)
         attention.register()
-        module = AutoModelForCausalLM.from_pretrained(job.checkpoint, dtype=torch.float32, attn_implementation=attention.NAME)
+        module = AutoModelForCausalLM.from_pretrained(
+            job.checkpoint, dtype=torch.float32, attn_implementation=attention.NAME
+        )
         self.engine = EmbeddedEngine(module, slots=job.slots, context=job.context, **job.options)
         self.loop = asyncio.new_event_loop()
         self.asked = 0
@@ -37,7 +41,9 @@ class Engine:
 
     async def say(self, prompt: list[int], count: int) -> list[int]:
         self.asked += 1
-        said = await self.engine.generate(torch.tensor(prompt).int().numpy(), Sampling(max_tokens=count, stop_ids=()), self.asked)
+        said = await self.engine.generate(
+            torch.tensor(prompt).int().numpy(), Sampling(max_tokens=count, stop_ids=()), self.asked
+        )
         return said.ids.tolist()
 
     async def watch(self) -> None:

@@ -13,7 +13,13 @@ from rich.console import Console
 from rich.table import Table
 from rollout_claims import rate, ratios
 
-NAMES = {"ours": "posttrain", "generate": "generate", "sorted": "generate, sorted", "continuous": "continuous batching", "vllm": "vLLM"}
+NAMES = {
+    "ours": "posttrain",
+    "generate": "generate",
+    "sorted": "generate, sorted",
+    "continuous": "continuous batching",
+    "vllm": "vLLM",
+}
 
 
 def show(found: dict[str, Any], console: Console | None = None) -> None:
@@ -23,14 +29,15 @@ def show(found: dict[str, Any], console: Console | None = None) -> None:
         m, versions = p["machine"], ", ".join(f"{k} {v}" for k, v in p["versions"].items())
         best = max(g["wall"] for g in p["gemm_gflops"])
         console.print(
-            f"{p['piece']}: {p['date']}; {m['cpu']}, {m['cores']} cores, {m['threads']} threads; sgemm {best:.0f} GFLOP/s; {versions}",
+            f"{p['piece']}: {p['date']}; {m['cpu']}, {m['cores']} cores, {m['threads']} threads; sgemm {best:.0f}"
+            f" GFLOP/s; {versions}",
             style="dim",
         )
     console.print(_speeds(found["pieces"]))
     console.print(_claims(found["claims"]))
     console.print(
-        "faster: median over the rounds of their time over ours; CPU: the same of CPU seconds. warm-up: first 64 requests. others: share "
-        "of the cores that other programs took meanwhile.",
+        "faster: median over the rounds of their time over ours; CPU: the same of CPU seconds. warm-up: first 64"
+        " requests. others: share of the cores that other programs took meanwhile.",
         style="dim",
     )
 
@@ -39,7 +46,18 @@ def _speeds(pieces: dict[str, Any]) -> Table:
     table = Table(title="Rollout", box=box.SIMPLE_HEAD)
     for name in ("piece", "side"):
         table.add_column(name)
-    for name in ("requests", "rounds", "tokens/s", "posttrain is faster by", "from-to", "CPU", "load s", "warm-up s", "peak MiB", "others"):
+    for name in (
+        "requests",
+        "rounds",
+        "tokens/s",
+        "posttrain is faster by",
+        "from-to",
+        "CPU",
+        "load s",
+        "warm-up s",
+        "peak MiB",
+        "others",
+    ):
         table.add_column(name, justify="right")
     for p in pieces.values():
         for i, (side, plays) in enumerate(p["plays"].items()):

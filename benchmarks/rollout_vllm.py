@@ -1,5 +1,6 @@
-"""vLLM's side of `rollout.py`, run by the interpreter of vLLM's own environment; in process, at its defaults but for what makes
-the work equal: float32, the same slots, no stop ids, each request's own limit, prefix caching off (no two prompts share one)."""
+"""vLLM's side of `rollout.py`, run by the interpreter of vLLM's own environment; in process, at its defaults but for
+what makes the work equal: float32, the same slots, no stop ids, each request's own limit, prefix caching off (no two
+prompts share one)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,9 @@ class Vllm:
     def play(self, work: Work) -> tuple[list[list[int]], dict[str, Any]]:
         prompts = [{"prompt_token_ids": ids} for ids in work.prompts]
         params = [
-            self.params(temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=n, ignore_eos=True, detokenize=False)
+            self.params(
+                temperature=1.0, top_p=1.0, top_k=0, min_tokens=0, max_tokens=n, ignore_eos=True, detokenize=False
+            )
             for n in work.lengths
         ]
         return [list(out.outputs[0].token_ids) for out in self.llm.generate(prompts, params, use_tqdm=False)], {}

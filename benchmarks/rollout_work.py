@@ -53,7 +53,8 @@ Play = Callable[[Work], tuple[list[list[int]], dict[str, Any]]]
 
 
 def work(regime: str | int, requests: int, salt: int = 0) -> Work:
-    """`requests` different prompts of 7 tokens; lengths 64 (`equal`), log-normal, mean 40, at most 256 (`heavy`), or a number for all."""
+    """`requests` different prompts of 7 tokens; lengths 64 (`equal`), log-normal, mean 40, at most 256 (`heavy`), or a
+    number for all."""
     if isinstance(regime, int):
         lengths = np.full(requests, regime)
     else:

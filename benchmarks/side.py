@@ -26,10 +26,17 @@ class Worker:
         more: environment variables of this side alone.
     """
 
-    def __init__(self, name: str, command: Sequence[str], threads: int, errors: Path, more: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, name: str, command: Sequence[str], threads: int, errors: Path, more: Mapping[str, str] | None = None
+    ) -> None:
         self.name, self.errors = name, errors
         path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        ours = {"PYTHONPATH": path, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "false"}
+        ours = {
+            "PYTHONPATH": path,
+            "OMP_NUM_THREADS": str(threads),
+            "MKL_NUM_THREADS": str(threads),
+            "TOKENIZERS_PARALLELISM": "false",
+        }
         env = {"OMP_WAIT_POLICY": "PASSIVE"} | os.environ | ours | dict(more or {})
         with errors.open("w") as stderr:
             self._process = subprocess.Popen(
@@ -64,7 +71,10 @@ class Worker:
         """The answer, with CPU seconds of the process and the share of the cores that other programs took meanwhile."""
         before = (time.perf_counter(), _busy(), _own(self._process.pid))
         told = self.ask(**command)
-        wall, busy, own = (now - then for now, then in zip((time.perf_counter(), _busy(), _own(self._process.pid)), before, strict=True))
+        wall, busy, own = (
+            now - then
+            for now, then in zip((time.perf_counter(), _busy(), _own(self._process.pid)), before, strict=True)
+        )
         return told | {"others": max(0.0, busy - own) / (wall * (os.cpu_count() or 1)), "cpu_seconds": own}
 
 
@@ -103,7 +113,11 @@ def sgemm(seconds: float = 0.5, n: int = 1024) -> dict[str, float]:
 
 def machine(threads: int) -> dict[str, Any]:
     model = next(
-        (line.split(":")[1].strip() for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")),
+        (
+            line.split(":")[1].strip()
+            for line in Path("/proc/cpuinfo").read_text().splitlines()
+            if line.startswith("model name")
+        ),
         platform.machine(),
     )
     return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "threads": threads}

@@ -1,9 +1,10 @@
-"""What catches what: every planted fault, and healthy runs that must trip nothing. Writes docs/trust.md and results/trust.json.
+"""What catches what: every planted fault, and healthy runs that must trip nothing. Writes docs/trust.md and
+results/trust.json.
 
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py            # everything, a few minutes on one core
     OMP_NUM_THREADS=1 PYTHONPATH=. python benchmarks/trust.py --page     # the page again, from the last results
 
-Every fault of `posttrain.recipe.faults` is planted into the smallest run that shows it, for at most 20 steps, and what
+Every fault of `posttrain.faults` is planted into the smallest run that shows it, for at most 20 steps, and what
 stops or names it first is read off the error (or the record's notes). Healthy runs take `HEALTHY` algorithms on three
 seeds; the cost of watching is measured in the shipped recipe `arithmetic`.
 """
@@ -27,19 +28,19 @@ from unittest.mock import patch
 import torch
 
 import posttrain
-from posttrain.checks import credit, data, draws, judges, loss, measured, rehearsal, resume, sampler, update, verifier
-from posttrain.checks.audit import plain
+from posttrain.api import proofs
+from posttrain.checks import credit, data, draws, gold, loss, measured, resume, sampler, trial, update, verifier
 from posttrain.checks.demand import demand
+from posttrain.checks.expected import plain
 from posttrain.checks.schedule import due
 from posttrain.core import reader
 from posttrain.core.errors import PosttrainError
 from posttrain.core.ladder import LADDER
 from posttrain.diagnose import rules
-from posttrain.recipe import proofs
-from posttrain.recipe.faults import FAULTS
+from posttrain.faults import FAULTS
 from posttrain.role import rounding
 from posttrain.role.events import AskedEvent, Observers
-from posttrain.role.roles import Roles
+from posttrain.role.roles import ReinforceRoles
 from tests.faulty import STEPS, catch, named, smallest, start
 
 ROOT = Path(__file__).parents[1]
@@ -50,11 +51,23 @@ SEEDS = (0, 1, 2)
 EVERY_STEP = (
     *(sampler.masks_cover_what_was_said, sampler.said_by_these_weights, sampler.stops_are_true, sampler.sampler_agrees),
     *(sampler.reference_unmoved, sampler.no_distance_yet, draws.drawn_again, draws.bet_on_draws, draws.bet_on_siblings),
-    *(data.no_held_out_task, data.in_order_of_the_file, data.filter_reads_outcomes, data.demonstration_ends_once, data.same_question),
-    *(verifier.failures_stay_out, judges.Judges, update.served_is_trained, update.gradient_reaches, update.moved),
+    *(
+        data.no_held_out_task,
+        data.in_order_of_the_file,
+        data.filter_reads_outcomes,
+        data.demonstration_ends_once,
+        data.same_question,
+    ),
+    *(verifier.failures_stay_out, gold.VerifierChecks, update.served_is_trained, update.gradient_reaches, update.moved),
     *(measured.measured_right, resume.goes_on, resume.came_back),
 )
-SECOND_OPINIONS = (credit.everyone_is_scored, credit.Books, loss.loss_agrees, loss.entropy_and_value_agree, update.update_agrees)
+SECOND_OPINIONS = (
+    credit.everyone_is_scored,
+    credit.StepAccount,
+    loss.loss_agrees,
+    loss.entropy_and_value_agree,
+    update.update_agrees,
+)
 """What the page lists of `posttrain/checks`."""
 HEALTHY_STEPS = 12
 
@@ -77,7 +90,9 @@ def healthy(name: str, seed: int, model: Path, folder: Path) -> Healthy:
     out = folder / f"{name}-{seed}"
     tripped = ""
     try:
-        posttrain.run(smallest(None, model, folder, steps=HEALTHY_STEPS, seed=seed), f"algorithm={name}", out=out, quiet=True)
+        posttrain.run(
+            smallest(None, model, folder, steps=HEALTHY_STEPS, seed=seed), f"algorithm={name}", out=out, quiet=True
+        )
         found = named(out)
         tripped = f"rule {found.detector}" if found else ""
     except PosttrainError as error:
@@ -88,7 +103,13 @@ def healthy(name: str, seed: int, model: Path, folder: Path) -> Healthy:
         return max((g[gauge].mean for g in gauges if gauge in g), default=None)
 
     return Healthy(
-        name, seed, len(gauges), tripped, worst("canary/loss_gap"), worst("canary/update_gap"), worst("canary/logp_gap_worst") or 0.0
+        name,
+        seed,
+        len(gauges),
+        tripped,
+        worst("canary/loss_gap"),
+        worst("canary/update_gap"),
+        worst("canary/logp_gap_worst") or 0.0,
     )
 
 
@@ -96,7 +117,8 @@ def healthy(name: str, seed: int, model: Path, folder: Path) -> Healthy:
 
 
 def cost(folder: Path) -> dict[str, float]:
-    """Seconds of a run of the recipe `arithmetic`, and of those the seconds inside its checks: in all, and at steps without second opinions.
+    """Seconds of a run of the recipe `arithmetic`, and of those the seconds inside its checks: in all, and at steps
+    without second opinions.
 
     A step's seconds are its phases'; clocks with a slash lie inside one, or add up what many requests waited at once.
     """
@@ -117,7 +139,7 @@ def cost(folder: Path) -> dict[str, float]:
 
     def timed_async(real: Callable[..., Any]) -> Callable[..., Any]:
         async def call(self: Observers, about: Any) -> Any:
-            if isinstance(about, Roles):
+            if isinstance(about, ReinforceRoles):
                 spent.clear()  # the supervised stage before it is not counted
             begun = time.perf_counter()
             try:
@@ -128,7 +150,14 @@ def cost(folder: Path) -> dict[str, float]:
         return call
 
     steps = 31
-    words = ("sft.steps=60", f"rl.steps={steps}", "rl.eval_every=0", "rl.checkpoint_every=0", "env.heldout=0", "algorithm=grpo")
+    words = (
+        "sft.steps=60",
+        f"rl.steps={steps}",
+        "rl.eval_every=0",
+        "rl.checkpoint_every=0",
+        "env.heldout=0",
+        "algorithm=grpo",
+    )
     with (
         patch.object(Observers, "tell", timed(Observers.tell)),
         patch.object(Observers, "needs", timed(Observers.needs)),
@@ -136,7 +165,11 @@ def cost(folder: Path) -> dict[str, float]:
         patch.object(Observers, "after", timed_async(Observers.after)),
     ):
         posttrain.run("arithmetic", *words, out=folder / "cost", quiet=True)
-    phases = {s.index: [x for name, x in s.clock.items() if "/" not in name] for s in reader.steps(folder / "cost") if s.stage == "rl"}
+    phases = {
+        s.index: [x for name, x in s.clock.items() if "/" not in name]
+        for s in reader.steps(folder / "cost")
+        if s.stage == "rl"
+    }
     taken = {index: sum(seconds) for index, seconds in phases.items()}
     plain_steps = [i for i in taken if i > 16 and not due(i)]
     return {
@@ -173,8 +206,12 @@ def measure(folder: Path) -> dict[str, Any]:
 
 def coverage() -> dict[str, list[str]]:
     """Algorithms of the ladder whose loss, and whose value and entropy terms, have a second opinion."""
-    batch, logp, _ = rehearsal._made_up()
-    return {"loss": [a.name for a in LADDER.values() if demand(a, batch, logp.astype(float)) is not None and plain(a.aggregate)]}
+    batch, logp, _ = trial._made_up()
+    return {
+        "loss": [
+            a.name for a in LADDER.values() if demand(a, batch, logp.astype(float)) is not None and plain(a.aggregate)
+        ]
+    }
 
 
 def summary(thing: Any) -> str:
@@ -184,7 +221,11 @@ def summary(thing: Any) -> str:
 
 def functions(module: ModuleType) -> list[tuple[str, str]]:
     """The public checks of a module with what they say of themselves."""
-    own = [(n, f) for n, f in vars(module).items() if inspect.isfunction(f) and f.__module__ == module.__name__ and not n.startswith("_")]
+    own = [
+        (n, f)
+        for n, f in vars(module).items()
+        if inspect.isfunction(f) and f.__module__ == module.__name__ and not n.startswith("_")
+    ]
     return [(n, summary(f)) for n, f in own]
 
 
@@ -192,7 +233,12 @@ def table(rows: list[tuple[str, ...]], *head: str) -> list[str]:
     def cell(x: str) -> str:
         return x.replace("|", chr(92) + "|")
 
-    return ["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(cell(x) for x in r) + " |" for r in rows), ""]
+    return [
+        "| " + " | ".join(head) + " |",
+        "|" + "---|" * len(head),
+        *("| " + " | ".join(cell(x) for x in r) + " |" for r in rows),
+        "",
+    ]
 
 
 def drawn_at_random() -> list[str]:
@@ -200,10 +246,13 @@ def drawn_at_random() -> list[str]:
     found = json.loads(RESULTS.with_name("healthy.json").read_text())
     told = ", ".join(f"`{name}` in {count}" for name, count in found["notes"].items())
     return [
-        f"**Healthy runs drawn at random**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped ({found['date']}, `benchmarks/healthy.py`, seed {found['seed']}, "
-        f"{found['steps']} RL steps in all). A run is drawn from recipe, algorithm, seed, minibatches, epochs, siblings, temperature, truncations, oversampling, dtype, architecture, drafts, "
-        "length of SFT, reward and learning rate. It is healthy by definition: nothing is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again. "
-        f"Live rules spoke in some: {told}. These are no false alarms of the rules' own words: an untaught policy does meet eight steps without spread, or answers that end at the limit."
+        f"**Healthy runs drawn at random**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped"
+        f" ({found['date']}, `benchmarks/healthy.py`, seed {found['seed']}, {found['steps']} RL steps in all). A run is"
+        " drawn from recipe, algorithm, seed, minibatches, epochs, siblings, temperature, truncations, oversampling,"
+        " dtype, architecture, drafts, length of SFT, reward and learning rate. It is healthy by definition: nothing"
+        " is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again."
+        f" Live rules spoke in some: {told}. These are no false alarms of the rules' own words: an untaught policy does"
+        " meet eight steps without spread, or answers that end at the limit."
     ]
 
 
@@ -217,18 +266,24 @@ def page(data: dict[str, Any]) -> str:
     gaps = [r["loss_gap"] for r in runs if r["loss_gap"] is not None]
     cost_ = data["cost"]
     rows = [
-        (f"`{n}`", FAULTS[n].what, "**open**", "", "")
-        if c is None
-        else (f"`{n}`", FAULTS[n].what, f"`{c['detector']}`", c["kind"], str(c["step"]))
+        (
+            (f"`{n}`", FAULTS[n].what, "**open**", "", "")
+            if c is None
+            else (f"`{n}`", FAULTS[n].what, f"`{c['detector']}`", c["kind"], str(c["step"]))
+        )
         for n, c in caught.items()
     ]
     lines = [
         "<!-- generated by `python benchmarks/trust.py`; measure again instead of editing -->",
         "# Trust: what every run checks, and how we know that it does",
         "",
-        f"{len(caught)} real bugs, collected from the issue trackers of other frameworks, can be planted into the real code path, each as one replaced function. "
-        f"{len(found)} of them ({len(found) / len(caught):.0%}) are caught within {STEPS} steps of a tiny run, {before} before its first step; the median step is "
-        f"{sorted(c['step'] for c in found)[len(found) // 2]}. {len(runs) - len(tripped)} of {len(runs)} healthy runs trip nothing.",
+        (
+            f"{len(caught)} real bugs, collected from the issue trackers of other frameworks, can be planted into the"
+            f" real code path, each as one replaced function. {len(found)} of them ({len(found) / len(caught):.0%}) are"
+            f" caught within {STEPS} steps of a tiny run, {before} before its first step; the median step is"
+            f" {sorted(c['step'] for c in found)[len(found) // 2]}. {len(runs) - len(tripped)} of {len(runs)} healthy"
+            " runs trip nothing."
+        ),
         "",
         *drawn_at_random(),
         "",
@@ -239,45 +294,67 @@ def page(data: dict[str, Any]) -> str:
         "",
         "## What is checked, and when",
         "",
-        "**Types** refuse to be born wrong (`posttrain/core/types.py`, `batch.py`): a mask, log-probs and versions that are not aligned, labels that are not the next tokens, "
-        "a group of two prompts, a verdict that is a number although its verifier failed.",
+        (
+            "**Types** refuse to be born wrong (`posttrain/core/types.py`, `batch.py`): a mask, log-probs and versions"
+            " that are not aligned, labels that are not the next tokens, a group of two prompts, a verdict that is a"
+            " number although its verifier failed."
+        ),
         "",
-        "**Before the first step** (`posttrain/recipe/proofs.py`, `posttrain/checks/rehearsal.py`):",
+        "**Before the first step** (`posttrain/api/proofs.py`, `posttrain/checks/trial.py`):",
         "",
         *table(
             [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"]
-            + [(f"`{f.__name__}`", summary(f)) for f in (rehearsal.rehearse, rehearsal.points_uphill)],
+            + [(f"`{f.__name__}`", summary(f)) for f in (trial.try_loss, trial.points_uphill)],
             "check",
             "what holds",
         ),
-        "**In every step** (`posttrain/checks`); a violated one stops the run with exit code 3 and says what to look at:",
+        (
+            "**In every step** (`posttrain/checks`); a violated one stops the run with exit code 3 and says what to"
+            " look at:"
+        ),
         "",
         *table(
             [(f"`{f.__name__}`", summary(f)) for f in EVERY_STEP],
             "check",
             "what holds",
         ),
-        f"**A second opinion** (`posttrain/checks/credit.py`, `loss.py`, `update.py`), {summary(due).split(': ')[1]} Credit, weights and the loss are computed again from "
-        "their definitions by code that shares nothing with what trained:",
+        (
+            "**A second opinion** (`posttrain/checks/credit.py`, `loss.py`, `update.py`),"
+            f" {summary(due).split(': ')[1]} Credit, weights and the loss are computed again from their definitions by"
+            " code that shares nothing with what trained:"
+        ),
         "",
         *table([(f"`{f.__name__}`", summary(f)) for f in SECOND_OPINIONS], "check", "what holds"),
         "**Live rules** (`posttrain/diagnose/rules.py`) read the record and warn in its notes:",
         "",
         *table([(f"`{n}`", summary(f)) for n, f in rules.RULES.items()], "rule", "when it speaks"),
-        f"Watching costs {cost_['share']:.1%} of the recipe `arithmetic` (grpo, {cost_['steps']:.0f} steps, {cost_['begin_seconds']:.2f} s of it before the first), "
-        f"{cost_['share_plain']:.1%} at steps after the 16th without a second opinion. The model is tiny; the share falls with its size, because most checks read tokens, not weights.",
+        (
+            f"Watching costs {cost_['share']:.1%} of the recipe `arithmetic` (grpo, {cost_['steps']:.0f} steps,"
+            f" {cost_['begin_seconds']:.2f} s of it before the first), {cost_['share_plain']:.1%} at steps after the"
+            " 16th without a second opinion. The model is tiny; the share falls with its size, because most checks"
+            " read tokens, not weights."
+        ),
         "",
         "## Planted faults",
         "",
-        f"Each in the smallest run that shows it, at most {STEPS} steps; step 0 is before the first. `posttrain faults NAME` says what a fault does to a user, where it was seen, and what it replaces.",
+        (
+            f"Each in the smallest run that shows it, at most {STEPS} steps; step 0 is before the first. `posttrain"
+            " faults NAME` says what a fault does to a user, where it was seen, and what it replaces."
+        ),
         "",
         *table(rows, "fault", "what is wrong", "caught by", "kind", "step"),
         "## Healthy runs",
         "",
         f"{len(HEALTHY)} algorithms x {len(SEEDS)} seeds, {HEALTHY_STEPS} steps each: {len(tripped)} tripped anything"
-        + (": " + "; ".join(f"{r['algorithm']} seed {r['seed']}: {r['tripped'][:80]}" for r in tripped) if tripped else "")
-        + f". Largest difference between the loss and its second opinion {max(gaps):.1e} (bound {loss.LOSS_BOUND:g}), of a log-prob between sampler and learner "
-        f"{max(r['logp_gap'] for r in runs):.1e} (bound {rounding.LEAST['float32'].worst:g}), of a first update {max(r['update_gap'] or 0 for r in runs):.1e} learning rates (bound {update.UPDATE_BOUND:g}).",
+        + (
+            ": " + "; ".join(f"{r['algorithm']} seed {r['seed']}: {r['tripped'][:80]}" for r in tripped)
+            if tripped
+            else ""
+        )
+        + f". Largest difference between the loss and its second opinion {max(gaps):.1e} (bound {loss.LOSS_BOUND:g}),"
+        f" of a log-prob between sampler and learner {max(r['logp_gap'] for r in runs):.1e} (bound"
+        f" {rounding.LEAST['float32'].worst:g}), of a first update {max(r['update_gap'] or 0 for r in runs):.1e}"
+        f" learning rates (bound {update.UPDATE_BOUND:g}).",
         "",
         f"Algorithms: {', '.join(HEALTHY)}.",
         "",
@@ -287,12 +364,23 @@ def page(data: dict[str, Any]) -> str:
             [f"- `{n}`: {FAULTS[n].what}. {FAULTS[n].harm[0].upper()}{FAULTS[n].harm[1:]}." for n in open_]
             or ["Every planted fault is caught."]
         ),
-        f"- The loss has a second opinion for {len(data['understood']['loss'])} of the {len(LADDER)} algorithms; the audit says nothing of the others' trust regions and token choices "
-        f"({', '.join(n for n in LADDER if n not in data['understood']['loss'])}). In a user's run only the direction of their policy term is tried, before the first step; their gradients are proved by the laws in `tests/laws`.",
-        "- What a verifier should have said. Checks see that it repeats itself, pays right answers and refuses near misses; a hole in it stays one until somebody reads what is paid (`posttrain show RUN --best`).",
+        (
+            f"- The loss has a second opinion for {len(data['understood']['loss'])} of the {len(LADDER)} algorithms;"
+            " the audit says nothing of the others' trust regions and token choices"
+            f" ({', '.join(n for n in LADDER if n not in data['understood']['loss'])}). In a user's run only the"
+            " direction of their policy term is tried, before the first step; their gradients are proved by the laws"
+            " in `tests/laws`."
+        ),
+        (
+            "- What a verifier should have said. Checks see that it repeats itself, pays right answers and refuses near"
+            " misses; a hole in it stays one until somebody reads what is paid (`posttrain show RUN --best`)."
+        ),
         "- Anything smaller than the noise of the dtype.",
         "",
-        f"Measured in {data['seconds']:.0f} s on {data['machine']['platform']}, torch {data['machine']['torch']}, {data['machine']['threads']} thread.",
+        (
+            f"Measured in {data['seconds']:.0f} s on {data['machine']['platform']}, torch {data['machine']['torch']},"
+            f" {data['machine']['threads']} thread."
+        ),
         "",
     ]
     return "\n".join(lines)

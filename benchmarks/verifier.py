@@ -1,13 +1,14 @@
-"""How long judging takes: programs in the sandbox and answers in mathematics, warm and cold, many at once, and what 10,000 leave.
+"""How long judging takes: programs in the sandbox and answers in mathematics, warm and cold, many at once, and what
+10,000 leave.
 
     python benchmarks/verifier.py                        # all of it: some five minutes on 2 cores
     python benchmarks/verifier.py --only small,rate      # pieces; the others keep their place in the results file
     python benchmarks/verifier.py --quick                # few repetitions, nothing written: does it run?
 
-The sandbox is what `auto` chooses here. A latency is that of one question at a time, from the call to the answer, in the
-process that asks; the first 20 are warm-up. Beside each stands the CPU time of everything that worked for it (ours, the
-sandboxes' from their start on, the programs'), which says what it costs on a quiet machine, and the share of the cores that
-other programs took. A sandbox that dies with its one program takes that account with it.
+The sandbox is what `auto` chooses here. A latency is that of one question at a time, from the call to the answer, in
+the process that asks; the first 20 are warm-up. Beside each stands the CPU time of everything that worked for it (ours,
+the sandboxes' from their start on, the programs'), which says what it costs on a quiet machine, and the share of the
+cores that other programs took. A sandbox that dies with its one program takes that account with it.
 """
 
 from __future__ import annotations
@@ -30,18 +31,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from side import machine
 
 from posttrain.core.types import Task
-from posttrain.environment.math.source import math_source
-from posttrain.environment.sandbox.choose import choose
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Call, Limits
-from posttrain.environment.sandbox.worker import Worker
+from posttrain.sandbox.choose import choose
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.port import Call, ProgramLimits
+from posttrain.sandbox.worker import SandboxWorker
+from posttrain.verifier.math.source import math_source
 
 RESULTS = Path(__file__).parent / "results" / "verifier.json"
 SMALL = "print(sum(range(10)))"
 NUMPY = "import numpy as np\nprint(int(np.arange(10).sum()))"
 FUNCTION = "def f(xs):\n    return sorted(xs)[-1]"
 WARM = 20
-LIMITS = Limits(wall=30.0)
+LIMITS = ProgramLimits(wall=30.0)
 """Long, so that a busy machine makes a run slow and not wrong."""
 TARGETS = {"small": ("p50", "<=", 6.0), "numpy": ("p50", "<=", 8.0), "rate": ("per_second", ">=", 300.0)}
 GROWTH_MB = 4.0
@@ -55,22 +56,26 @@ ANSWERS = (
     ("7", "I do not know"),
 )
 """Settled by our own rules."""
-ALGEBRA = (("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"), ("\\frac{\\pi}{4}", "\\boxed{\\arctan(1)}"), ("x^2-1", "\\boxed{(x-1)(x+1)}"))
+ALGEBRA = (
+    ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}"),
+    ("\\frac{\\pi}{4}", "\\boxed{\\arctan(1)}"),
+    ("x^2-1", "\\boxed{(x-1)(x+1)}"),
+)
 """Settled by math-verify in a process of its own."""
 
 
 BURIED = [0.0]
 """CPU seconds of processes that have been ended: a namespace that is killed tells nobody what it used."""
-CLOSE = Worker.close
+CLOSE = SandboxWorker.close
 
 
-def close(worker: Worker) -> None:
+def close(worker: SandboxWorker) -> None:
     """Count what a sandbox used before it is ended."""
     BURIED[0] += family(*worker.pids)
     CLOSE(worker)
 
 
-Worker.close = close
+SandboxWorker.close = close
 
 
 def sandbox(workers: int, packages: tuple[str, ...] = ("numpy",)) -> Sandbox:
@@ -83,7 +88,8 @@ def spent() -> float:
 
 
 def family(*roots: int) -> float:
-    """CPU seconds of these processes (without any: of this one's children) and of all below them, those waited for included."""
+    """CPU seconds of these processes (without any: of this one's children) and of all below them, those waited for
+    included."""
     below, seconds = set(roots or (os.getpid(),)), 0.0
     found = {p: _stat(p) for p in map(int, filter(str.isdigit, os.listdir("/proc")))}
     while more := {p for p, fields in found.items() if fields and int(fields[1]) in below} - below:
@@ -115,13 +121,23 @@ def watched(work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     begun, own, all_before = time.perf_counter(), spent(), busy()
     found = work()
     wall, own, everyone = time.perf_counter() - begun, spent() - own, busy() - all_before
-    return found | {"seconds": wall, "cpu_seconds": own, "others": max(0.0, everyone - own) / (wall * (os.cpu_count() or 1))}
+    return found | {
+        "seconds": wall,
+        "cpu_seconds": own,
+        "others": max(0.0, everyone - own) / (wall * (os.cpu_count() or 1)),
+    }
 
 
 def spread(times: Sequence[float]) -> dict[str, Any]:
     """Milliseconds: median, 95th and 99th hundredth, least."""
     cuts = statistics.quantiles(times, n=100)
-    return {"n": len(times), "p50": 1e3 * statistics.median(times), "p95": 1e3 * cuts[94], "p99": 1e3 * cuts[98], "least": 1e3 * min(times)}
+    return {
+        "n": len(times),
+        "p50": 1e3 * statistics.median(times),
+        "p95": 1e3 * cuts[94],
+        "p99": 1e3 * cuts[98],
+        "least": 1e3 * min(times),
+    }
 
 
 def timed(ask: Callable[[], bool], count: int) -> list[float]:
@@ -148,7 +164,9 @@ def latency(program: str, said: bytes) -> Callable[[int], dict[str, Any]]:
 def call(count: int) -> dict[str, Any]:
     """A function called with arguments, its value heard as JSON: one test of a task."""
     with sandbox(1) as box:
-        times = timed(lambda: box.run_sync(FUNCTION, call=Call("f", ([3, 1, 2],))).result == b'{"value": {"int": "0x3"}}', count)
+        times = timed(
+            lambda: box.run_sync(FUNCTION, call=Call("f", ([3, 1, 2],))).result == b'{"value": {"int": "0x3"}}', count
+        )
     return spread(times)
 
 
@@ -173,8 +191,10 @@ def cold(count: int) -> dict[str, Any]:
 def children(count: int) -> dict[str, Any]:
     """A program that may have children: a sandbox is started for it alone."""
     with sandbox(1, ()) as box:
-        limits = Limits(processes=1, wall=30.0)
-        return spread([t for _ in range(count) for t in _once(lambda: box.run_sync(SMALL, limits=limits).stdout == b"45\n")])
+        limits = ProgramLimits(processes=1, wall=30.0)
+        return spread(
+            [t for _ in range(count) for t in _once(lambda: box.run_sync(SMALL, limits=limits).stdout == b"45\n")]
+        )
 
 
 def _once(ask: Callable[[], bool]) -> list[float]:
@@ -184,8 +204,8 @@ def _once(ask: Callable[[], bool]) -> list[float]:
 
 
 def rate(count: int) -> dict[str, Any]:
-    """Executions per second with all cores, asked from one event loop, 64 at a time. Two sandboxes a core: one is cleaned and asked
-    while the other runs."""
+    """Executions per second with all cores, asked from one event loop, 64 at a time. Two sandboxes a core: one is
+    cleaned and asked while the other runs."""
     workers = 2 * (os.cpu_count() or 1)
     with sandbox(workers, ()) as box:
 
@@ -247,9 +267,11 @@ def look() -> dict[str, Any]:
         "descriptors": len(os.listdir("/proc/self/fd")),
         "resident_mb": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6,
         "children": len(mine),
-        "shared_bytes": sum(f.stat().st_size for f in shared.iterdir() if f.is_file() and f.stat().st_uid == os.getuid())
-        if shared.is_dir()
-        else 0,
+        "shared_bytes": (
+            sum(f.stat().st_size for f in shared.iterdir() if f.is_file() and f.stat().st_uid == os.getuid())
+            if shared.is_dir()
+            else 0
+        ),
     }
 
 
@@ -281,7 +303,14 @@ def claims(pieces: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
 
     def claim(piece: str, what: str, sign: str, target: float, measured: float) -> None:
         out.append(
-            {"piece": piece, "what": what, "sign": sign, "target": target, "measured": measured, "holds": _holds(sign, target, measured)}
+            {
+                "piece": piece,
+                "what": what,
+                "sign": sign,
+                "target": target,
+                "measured": measured,
+                "holds": _holds(sign, target, measured),
+            }
         )
 
     for name, (key, sign, target) in TARGETS.items():
@@ -305,23 +334,32 @@ def _holds(sign: str, target: float, measured: float) -> bool:
 
 def show(whole: dict[str, Any]) -> None:
     print(
-        "| piece | what | n | p50 ms | p95 ms | p99 ms | executions/s | CPU ms each | others |\n|---|---|---:|---:|---:|---:|---:|---:|---:|"
+        "| piece | what | n | p50 ms | p95 ms | p99 ms | executions/s | CPU ms each | others"
+        " |\n|---|---|---:|---:|---:|---:|---:|---:|---:|"
     )
     for name, piece in whole["pieces"].items():
         times = [f"{piece[k]:.2f}" if k in piece else "" for k in ("p50", "p95", "p99")]
         many = f"{piece['per_second']:.0f}" if "per_second" in piece else ""
         cpu = "" if piece["cpu_ms_each"] is None else f"{piece['cpu_ms_each']:.2f}"
-        print(f"| {name} | {PIECES[name][0]} | {piece['n']:,} | {' | '.join(times)} | {many} | {cpu} | {piece['others']:.0%} |")
+        print(
+            f"| {name} | {PIECES[name][0]} | {piece['n']:,} | {' | '.join(times)} | {many} | {cpu} |"
+            f" {piece['others']:.0%} |"
+        )
     print("\n| claim | target | measured | holds |\n|---|---:|---:|---|")
     for c in whole["claims"]:
-        print(f"| {c['piece']}: {c['what']} | {c['sign']} {c['target']:g} | {c['measured']:.4g} | {'yes' if c['holds'] else 'NO'} |")
+        print(
+            f"| {c['piece']}: {c['what']} | {c['sign']} {c['target']:g} | {c['measured']:.4g} |"
+            f" {'yes' if c['holds'] else 'NO'} |"
+        )
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=lambda s: s.split(","), default=list(PIECES), help=f"pieces: {','.join(PIECES)}")
     parser.add_argument("--quick", action="store_true", help="few repetitions; writes nothing")
-    parser.add_argument("--out", type=Path, default=RESULTS, help=f"results file (default: {RESULTS.name} beside the others)")
+    parser.add_argument(
+        "--out", type=Path, default=RESULTS, help=f"results file (default: {RESULTS.name} beside the others)"
+    )
     args = parser.parse_args(argv)
     if unknown := [n for n in args.only if n not in PIECES]:
         parser.error(f"no piece {unknown[0]!r}; there are {', '.join(PIECES)}")
@@ -338,7 +376,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         piece = watched(lambda work=work, count=count: work(count))
         asked = len(ANSWERS if name == "math" else ALGEBRA if name == "algebra" else "1")
         piece["cpu_ms_each"] = None if name == "children" else 1e3 * piece["cpu_seconds"] / (asked * piece["n"])
-        found[name] = piece | {"date": date.today().isoformat(), "machine": machine(1), "python": sys.version.split()[0]}
+        found[name] = piece | {
+            "date": date.today().isoformat(),
+            "machine": machine(1),
+            "python": sys.version.split()[0],
+        }
     pieces = {name: (before | found)[name] for name in PIECES if name in before | found}
     whole = {"pieces": pieces, "claims": claims(pieces)}
     if not args.quick:

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from posttrain.recipe.ablate import ablate
-    from posttrain.recipe.check import check
-    from posttrain.recipe.main import evaluate, export, run
+    from posttrain.api.ablate import ablate
+    from posttrain.api.check import check
+    from posttrain.api.main import evaluate, export, run
 
 __all__ = ["__version__", "ablate", "check", "evaluate", "export", "run"]
 
@@ -21,15 +21,15 @@ __all__ = ["__version__", "ablate", "check", "evaluate", "export", "run"]
 def __getattr__(name: str) -> Any:
     """The Python surface, loaded on first use so that `import posttrain` needs no torch."""
     if name in ("run", "evaluate", "export"):
-        from posttrain.recipe import main
+        from posttrain.api import main
 
         return getattr(main, name)
     if name == "ablate":
-        from posttrain.recipe.ablate import ablate
+        from posttrain.api.ablate import ablate
 
         return ablate
     if name == "check":
-        from posttrain.recipe.check import check
+        from posttrain.api.check import check
 
         return check
     raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

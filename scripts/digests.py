@@ -1,13 +1,15 @@
-"""Does the package still compute what it computed? Digests of many short runs, taken from two source trees and compared.
+"""Does the package still compute what it computed? Digests of many short runs, taken from two source trees and
+compared.
 
     PYTHONPATH=TREE python scripts/digests.py take OUT.json            # some five minutes of one core; TREE holds `posttrain`
     PYTHONPATH=TREE python scripts/digests.py take OUT.json --only 'algorithm/*'
     python scripts/digests.py compare BEFORE.json AFTER.json           # status 1 where they differ
 
-`take` plays the first steps of each stage of every shipped recipe, of every algorithm, and of a few options, on whatever `posttrain`
-is imported. It reads only what a run leaves: weights, checkpoints, the record without its clock, episodes, and the results of stages.
-Two takes can be compared where machine, versions of libraries and threads are the same. What differs is named by run and part. What
-was renamed, or differs on purpose, is listed in `RENAMED` and `INTENDED` below; anything else is a difference.
+`take` plays the first steps of each stage of every shipped recipe, of every algorithm, and of a few options, on
+whatever `posttrain` is imported. It reads only what a run leaves: weights, checkpoints, the record without its clock,
+episodes, and the results of stages. Two takes can be compared where machine, versions of libraries and threads are the
+same. What differs is named by run and part. What was renamed, or differs on purpose, is listed in `RENAMED` and
+`INTENDED` below; anything else is a difference.
 """
 
 from __future__ import annotations
@@ -59,12 +61,13 @@ REWARDS = "def spread(task, text: str) -> float:\n    return sum(text.encode()) 
 """A reward that differs between siblings whatever the policy says, so that untaught policies learn something too."""
 
 
-# --- what is played ----------------------------------------------------------------------------------------------------
+# --- what is played ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Play:
-    """One run as the command line would have it. `{start}`, `{teacher}` and `{rewards}` stand for files that `take` makes."""
+    """One run as the command line would have it. `{start}`, `{teacher}` and `{rewards}` stand for files that `take`
+    makes."""
 
     name: str
     recipe: str
@@ -91,7 +94,14 @@ def recipes() -> Iterator[Play]:
     """The first steps of each stage of every shipped recipe, seeds 0 and 1."""
     from posttrain.recipe.shipped import RECIPES
 
-    stages = {"ladder": (*_imitated("pretrain", 3), *_imitated("sft", 3), *_imitated("cot", 3), *_imitated("sft_continued", 2))}
+    stages = {
+        "ladder": (
+            *_imitated("pretrain", 3),
+            *_imitated("sft", 3),
+            *_imitated("cot", 3),
+            *_imitated("sft_continued", 2),
+        )
+    }
     rewards = {"verifiable": ("env.rewards=last_integer,{rewards}:spread",)}
     for recipe in RECIPES:
         for seed in (0, 1):
@@ -106,7 +116,15 @@ def algorithms() -> Iterator[Play]:
     """Two steps of two minibatches of every algorithm: the second minibatch is off policy."""
     from posttrain.core.ladder import LADDER
 
-    steps = ("rl.steps=2", "rl.prompts=4", "rl.siblings=6", "rl.minibatches=2", "rl.refill=2", "rl.eval_every=0", "rl.checkpoint_every=0")
+    steps = (
+        "rl.steps=2",
+        "rl.prompts=4",
+        "rl.siblings=6",
+        "rl.minibatches=2",
+        "rl.refill=2",
+        "rl.eval_every=0",
+        "rl.checkpoint_every=0",
+    )
     needs = {
         "opd": ("rl.reference={teacher}",),
         "gkd": ("rl.reference={teacher}",),
@@ -128,7 +146,9 @@ def options() -> Iterator[Play]:
         "oversample": "rl.oversample=2",
         "filter": "rl.algorithm=dapo rl.prompts=2 rl.siblings=4 rl.refill=4",
         "top_p": "rl.sampling.temperature=0.7 rl.sampling.top_p=0.9",
-        "top_k": "rl.sampling.top_k=5 rl.sampling.min_p=0.02 rl.sampling.repetition_penalty=1.1 rl.sampling.min_tokens=2",
+        "top_k": (
+            "rl.sampling.top_k=5 rl.sampling.min_p=0.02 rl.sampling.repetition_penalty=1.1 rl.sampling.min_tokens=2"
+        ),
         "bfloat16": "model.dtype=bfloat16",
         "values": "rl.algorithm=ppo rl.minibatches=2 rl.epochs=2",
         "value_clip": "rl.algorithm=ppo rl.baseline.clip=0.2 rl.minibatches=2 rl.epochs=2 rl.entropy=entropybonus",
@@ -152,7 +172,15 @@ def options() -> Iterator[Play]:
         own = words.split()
         yield Play(f"option/{name}", "arithmetic", (*_without(own, (*TAUGHT, *RL)), *own))
     for arch in ("llama", "gemma", "gpt2"):
-        words = ("env.rewards={rewards}:spread", *_imitated("sft", 3), *MEASURED, *EASY, *RL, *KEPT, f"model.arch={arch}")
+        words = (
+            "env.rewards={rewards}:spread",
+            *_imitated("sft", 3),
+            *MEASURED,
+            *EASY,
+            *RL,
+            *KEPT,
+            f"model.arch={arch}",
+        )
         yield Play(f"option/{arch}", "arithmetic", words)
     whole = ("env.rewards={rewards}:spread", *_imitated("sft", 5), *MEASURED, *EASY, *RL, *KEPT, "rl.algorithm=ppo")
     for end in ("sft-000002", "sft-000000", "rl-000002"):
@@ -172,7 +200,7 @@ def _without(own: Iterable[str], words: Iterable[str]) -> list[str]:
     return [w for w in words if w.partition("=")[0] not in said]
 
 
-# --- what is left of a run ---------------------------------------------------------------------------------------------
+# --- what is left of a run --------------------------------------------------------------------------------------------
 
 
 def short(data: Any) -> str:
@@ -235,11 +263,12 @@ def _results(results: Sequence[Any]) -> Iterator[tuple[str, str]]:
                 yield f"result/{stage.name}/{name}", short(value)
 
 
-# --- taking ------------------------------------------------------------------------------------------------------------
+# --- taking -----------------------------------------------------------------------------------------------------------
 
 
 def play(one: Play, scratch: Path) -> Parts:
-    """Play it in a folder that is removed afterwards. A run that is stopped or refused leaves the words it was stopped with."""
+    """Play it in a folder that is removed afterwards. A run that is stopped or refused leaves the words it was stopped
+    with."""
     import posttrain
 
     made = {"start": scratch / "start-model", "teacher": scratch / "teacher-model", "rewards": scratch / "rewards.py"}
@@ -282,7 +311,7 @@ def take(only: str, jobs: int) -> dict[str, Parts]:
     return {name: out[name] for name in sorted(out)}
 
 
-# --- comparing ---------------------------------------------------------------------------------------------------------
+# --- comparing --------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -297,7 +326,10 @@ class Difference:
 
 
 def compare(
-    before: Mapping[str, Parts], after: Mapping[str, Parts], renamed: Mapping[str, str] = RENAMED, intended: Mapping[str, str] = INTENDED
+    before: Mapping[str, Parts],
+    after: Mapping[str, Parts],
+    renamed: Mapping[str, str] = RENAMED,
+    intended: Mapping[str, str] = INTENDED,
 ) -> list[Difference]:
     """What differs, by run and part, after the renames."""
     old = {_renamed(f"{run} {part}", renamed): x for run, parts in before.items() for part, x in parts.items()}
@@ -357,12 +389,17 @@ def main() -> int:
         args.out.write_text(json.dumps(taken, indent=0, sort_keys=True) + "\n", encoding="utf-8")
         return 0
     before, after = (json.loads(path.read_text(encoding="utf-8")) for path in (args.before, args.after))
-    before, after = ({run: x for run, x in taken.items() if fnmatch.fnmatch(run, args.only)} for taken in (before, after))
+    before, after = (
+        {run: x for run, x in taken.items() if fnmatch.fnmatch(run, args.only)} for taken in (before, after)
+    )
     found = compare(before, after)
     for line in told(found, sys.maxsize if args.all else 15):
         print(line)
     wrong = sum(not d.why for d in found)
-    print(f"{sum(map(len, before.values()))} parts of {len(before)} runs: {len(found) - wrong} differ on purpose, {wrong} otherwise")
+    print(
+        f"{sum(map(len, before.values()))} parts of {len(before)} runs: {len(found) - wrong} differ on purpose, {wrong}"
+        " otherwise"
+    )
     return 1 if wrong else 0
 
 

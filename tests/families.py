@@ -1,4 +1,5 @@
-"""A tiny config of every causal LM family of transformers that is tested: which run, and which are refused with which sentence."""
+"""A tiny config of every causal LM family of transformers that is tested: which run, and which are refused with which
+sentence."""
 
 from __future__ import annotations
 
@@ -12,14 +13,36 @@ VOCABULARY, CONTEXT = 48, 64
 SMALL: dict[str, Any] = (
     dict.fromkeys(("hidden_size", "n_embd", "d_model", "embedding_size", "dim"), 32)
     | dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2)
-    | dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"), 4)
-    | dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff", "ffn_hidden_size"), 48)
+    | dict.fromkeys(
+        ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads"),
+        4,
+    )
+    | dict.fromkeys(
+        ("intermediate_size", "n_inner", "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff", "ffn_hidden_size"), 48
+    )
     | dict.fromkeys(("max_position_embeddings", "n_positions", "max_seq_len", "n_ctx"), CONTEXT)
     | dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 4)
-    | dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "index_head_dim"), 16)
-    | dict.fromkeys(("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "hidden_size_per_layer_input"), 8)
-    | {"vocab_size": VOCABULARY, "vocab_size_per_layer_input": VOCABULARY, "num_key_value_heads": 2, "num_experts_per_tok": 2}
-    | {"sliding_window": 8, "rotary_dim": 4, "is_decoder": True, "index_n_heads": 2, "index_topk": 8, "layer_types": None}
+    | dict.fromkeys(
+        ("moe_intermediate_size", "shared_expert_intermediate_size", "q_lora_rank", "kv_lora_rank", "index_head_dim"),
+        16,
+    )
+    | dict.fromkeys(
+        ("head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "hidden_size_per_layer_input"), 8
+    )
+    | {
+        "vocab_size": VOCABULARY,
+        "vocab_size_per_layer_input": VOCABULARY,
+        "num_key_value_heads": 2,
+        "num_experts_per_tok": 2,
+    }
+    | {
+        "sliding_window": 8,
+        "rotary_dim": 4,
+        "is_decoder": True,
+        "index_n_heads": 2,
+        "index_topk": 8,
+        "layer_types": None,
+    }
     | {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
 )
 """Sizes by the names that configs have for them; a family takes those it knows."""
@@ -42,11 +65,20 @@ SIZES: dict[str, dict[str, Any]] = {
         "mamba_d_state": 8,
         "mamba_chunk_size": 16,
     },
-    "gemma3n_text": {"num_hidden_layers": 4, "num_kv_shared_layers": 2, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    "gemma3n_text": {
+        "num_hidden_layers": 4,
+        "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
     "gemma4_text": {"num_kv_shared_layers": 0, "global_head_dim": 8},
     "gemma4_unified_text": {"num_kv_shared_layers": 0, "global_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 8},
-    "granitemoehybrid": {"layer_types": ["mamba", "attention"], "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8},
+    "granitemoehybrid": {
+        "layer_types": ["mamba", "attention"],
+        "mamba_n_heads": 4,
+        "mamba_d_head": 16,
+        "mamba_d_state": 8,
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8},
@@ -60,7 +92,10 @@ SIZES: dict[str, dict[str, Any]] = {
         "local_attention": 8,
     },
     "zaya": {"num_experts_per_tok": 1},
-} | {name: {"num_key_value_heads": 4} for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")}
+} | {
+    name: {"num_key_value_heads": 4}
+    for name in ("deepseek_v2", "deepseek_v3", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu")
+}
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -68,26 +103,32 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 CORE = _names(
-    "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text gpt2 mixtral phi3 phimoe dbrx opt biogpt gptj gpt_neo falcon stablelm nemotron "
-    "xglm codegen deepseek_v3 qwen3_moe cohere olmo2 "
+    "llama qwen2 qwen3 mistral gemma gemma2 gemma3_text gpt2 mixtral phi3 phimoe dbrx opt biogpt gptj gpt_neo falcon"
+    " stablelm nemotron xglm codegen deepseek_v3 qwen3_moe cohere olmo2 "
 )
 """The families that are tested every time."""
 RUNS = _names(
-    "afmoe apertus arcee aria_text axk1 beam bert-generation biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm dbrx deepseek_v2 "
-    "deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo gemma gemma2 gemma3_text gemma3n_text gemma4_text "
-    "gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode gpt_neo gpt_neox gpt_neox_japanese gptj granite "
-    "granitemoe granitemoeshared helium hunyuan_v1_dense hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 "
-    "laguna llama longcat_flash mellum minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat nemotron olmo "
-    "olmo2 olmo3 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm starcoder2 "
-    "vaultgemma xglm youtu "
+    "afmoe apertus arcee aria_text axk1 beam bert-generation biogpt bitnet codegen cohere cohere2 cohere2_moe ctrl cwm"
+    " dbrx deepseek_v2 deepseek_v3 dots1 ernie4_5 ernie4_5_moe exaone4 exaone_moe falcon flex_olmo gemma gemma2"
+    " gemma3_text gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt-sw3 gpt2 gpt_bigcode"
+    " gpt_neo gpt_neox gpt_neox_japanese gptj granite granitemoe granitemoeshared helium hunyuan_v1_dense"
+    " hunyuan_v1_moe hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama longcat_flash mellum"
+    " minicpm3 minimax_m2 minimax_m3_vl_text ministral ministral3 mistral mixtral nanochat nemotron olmo olmo2 olmo3"
+    " olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open stablelm"
+    " starcoder2 vaultgemma xglm youtu "
 )
 """Sampler and learner agree on a random model of each."""
 REFUSED: dict[str, tuple[str, str]] = {
     "do not attend once through transformers' attention interface": (
-        "Some layer keeps a recurrent state, adds biases to its scores (ALiBi), or computes attention in code of its own that cannot be led through ours.",
-        "bailing_hybrid bamba big_bird bloom cpmant falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe lfm3 mamba mamba2 megatron-bert "
-        "minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text recurrent_gemma rembert "
-        "roformer rwkv trocr xlnet xlstm ",
+        (
+            "Some layer keeps a recurrent state, adds biases to its scores (ALiBi), or computes attention in code of"
+            " its own that cannot be led through ours."
+        ),
+        (
+            "bailing_hybrid bamba big_bird bloom cpmant falcon_mamba granitemoehybrid jamba kimi_linear lfm2 lfm2_moe"
+            " lfm3 mamba mamba2 megatron-bert minimax nemotron_h olmo_hybrid openai-gpt qwen3_5_moe_text qwen3_5_text"
+            " qwen3_next qwen4_exp_text recurrent_gemma rembert roformer rwkv trocr xlnet xlstm "
+        ),
     ),
     "changes its attention scores by": (
         "Attention has sinks, position biases or other terms beside query times key.",
@@ -98,7 +139,10 @@ REFUSED: dict[str, tuple[str, str]] = {
         "bert camembert data2vec-text electra ernie roberta roberta-prelayernorm roc_bert xlm-roberta xlm-roberta-xl ",
     ),
     "cannot run with packed segments": (
-        "The model builds masks or biases that packed segments do not have: sparse attention by an indexer, ALiBi, languages.",
+        (
+            "The model builds masks or biases that packed segments do not have: sparse attention by an indexer, ALiBi,"
+            " languages."
+        ),
         "axk2 deepseek_v32 glm_moe_dsa hy_v4 mpt xlm xmod ",
     ),
     "missing or used twice": (
@@ -128,11 +172,13 @@ REFUSED: dict[str, tuple[str, str]] = {
 }
 """What the refusal says -> what it means, and the families it is said of."""
 UNTRIED = _names(
-    "bart bigbird_pegasus blenderbot blenderbot-small blt cohere_compass_text dots3_note dots3_note_text emu3 fuyu gemma3 gemma3n gemma4 "
-    "gemma4_assistant gemma4_unified gemma4_unified_assistant got_ocr2 llama4 marian mbart mllama moss_transcribe_diarize musicgen "
-    "musicgen_melody mvp pegasus phi4_multimodal plbart prophetnet qwen3_5 qwen3_5_moe qwen4_exp reformer whisper zamba zamba2 "
+    "bart bigbird_pegasus blenderbot blenderbot-small blt cohere_compass_text dots3_note dots3_note_text emu3 fuyu"
+    " gemma3 gemma3n gemma4 gemma4_assistant gemma4_unified gemma4_unified_assistant got_ocr2 llama4 marian mbart"
+    " mllama moss_transcribe_diarize musicgen musicgen_melody mvp pegasus phi4_multimodal plbart prophetnet qwen3_5"
+    " qwen3_5_moe qwen4_exp reformer whisper zamba zamba2 "
 )
-"""Encoder-decoders (refused when their config is read), models with images or sound, and configs that cannot be made tiny."""
+"""Encoder-decoders (refused when their config is read), models with images or sound, and configs that cannot be made
+tiny."""
 
 
 def config(family: str, **changes: Any) -> PreTrainedConfig:
@@ -162,5 +208,9 @@ def build(made: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
 def table() -> str:
     """The table of `docs/models.md`."""
     lines = ["| | families of transformers |", "|---|---|", f"| **run** | {', '.join(RUNS)} |"]
-    lines += [f'| refused: "{says}". {means} | {", ".join(_names(names))} |' for says, (means, names) in REFUSED.items()]
-    return "\n".join([*lines, f"| not tried: encoder-decoders (refused), models with images or sound | {', '.join(UNTRIED)} |"])
+    lines += [
+        f'| refused: "{says}". {means} | {", ".join(_names(names))} |' for says, (means, names) in REFUSED.items()
+    ]
+    return "\n".join(
+        [*lines, f"| not tried: encoder-decoders (refused), models with images or sound | {', '.join(UNTRIED)} |"]
+    )

@@ -1,4 +1,5 @@
-"""Runs with a planted fault, and what caught it: the smallest ones that show every fault, each through `posttrain.run`."""
+"""Runs with a planted fault, and what caught it: the smallest ones that show every fault, each through
+`posttrain.run`."""
 
 from __future__ import annotations
 
@@ -16,11 +17,11 @@ from posttrain.core.ports import Talk
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop, Task
-from posttrain.engine.build import build_module
+from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.recipe.faults import Fault
+from posttrain.faults import Fault
 from tests.tiny import MODEL, tiny_run
 
 STEPS = 20
@@ -63,7 +64,9 @@ class Caught:
 
 def start(folder: Path) -> Path:
     """A policy that is right about half of the time, as a Hugging Face directory."""
-    sft = Supervised(name="sft", style="answer", steps=100, batch=32, wrong=0.3, optimizer=Optimizer(lr=5e-3, warmup=5), eval=False)
+    sft = Supervised(
+        name="sft", style="answer", steps=100, batch=32, wrong=0.3, optimizer=Optimizer(lr=5e-3, warmup=5), eval=False
+    )
     run = replace(tiny_run(), recipe="start", env=SUMS, stages=(sft,))
     posttrain.run(run, out=folder / "start", quiet=True)
     return posttrain.export(folder / "start", folder / "model")
@@ -73,7 +76,13 @@ def smallest(fault: Fault | None, model: Path, folder: Path, *, steps: int = STE
     """The run a fault is shown in: reinforcement from `model`, or from a model and an environment of its own."""
     base = tiny_run(prompts=6, siblings=4, steps=steps, checkpoint_every=0, **rl)
     run = replace(
-        base, seed=seed, env=SUMS, model=Model(path=str(model), context=64), stages=base.stages[1:], record_episodes=False, slots=32
+        base,
+        seed=seed,
+        env=SUMS,
+        model=Model(path=str(model), context=64),
+        stages=base.stages[1:],
+        record_episodes=False,
+        slots=32,
     )
     needs = fault.needs if fault else ""
     if needs == "tool":
@@ -110,7 +119,8 @@ def reached(out: Path, error: BaseException) -> int:
     """The step of its stage in which a run broke; 0 before the first one."""
     inside = {"learn", "ask", "imitate"} & {f.f_code.co_name for f, _ in traceback.walk_tb(error.__traceback__)}
     steps = reader.steps(out) if (out / "run.json").exists() else []
-    stopped = bool(steps) and any(note.startswith("stopped: ") for note in steps[-1].notes)  # the broken step is the last of them
+    # the broken step is the last of them
+    stopped = bool(steps) and any(note.startswith("stopped: ") for note in steps[-1].notes)
     return len([s for s in steps if s.stage == steps[-1].stage]) + (bool(inside) and not stopped)
 
 
@@ -131,7 +141,7 @@ def detector(error: BaseException) -> tuple[str, str]:
     name = code.co_qualname.removesuffix(".__post_init__")
     if module.startswith("posttrain.core."):
         return "type", name
-    if module in ("posttrain.recipe.proofs", "posttrain.checks.rehearsal"):
+    if module in ("posttrain.api.proofs", "posttrain.checks.trial"):
         return "proof", name
     return "canary", name
 
@@ -143,13 +153,18 @@ def _begins(folder: Path) -> Path:
     tokenizer = characters(Arithmetic(heldout_count=0).alphabet + "^")
     tokenizer.bos_token = "^"
     bos = tokenizer.convert_tokens_to_ids("^")
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(single="^ $A", special_tokens=[("^", bos)])
+    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="^ $A", special_tokens=[("^", bos)]
+    )
     build_module(MODEL, tokenizer, 0).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
 
-CHAT = "{% for m in messages %}[{{ m['role'][0] }}:{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}[a:{% endif %}"
+CHAT = (
+    "{% for m in messages %}[{{ m['role'][0] }}:{{ m['content'] }}]{% endfor %}{% if add_generation_prompt %}[a:{%"
+    " endif %}"
+)
 
 
 def _chat(run: Run, folder: Path) -> Run:

@@ -1,4 +1,5 @@
-"""The table of rooms as a test: a room looks only down, rooms of one floor do not know each other, and all stay small."""
+"""The table of rooms as a test: a room looks only down, rooms of one floor do not know each other, and all stay
+small."""
 
 from __future__ import annotations
 
@@ -55,7 +56,9 @@ def named(path: Path) -> str:
 @pytest.mark.parametrize("path", FILES, ids=named)
 def test_a_room_looks_only_down(path: Path) -> None:
     here = room(path)
-    assert here == "" or here in FLOOR, f"{named(path)}: room {here!r} is not in the table; add it to FLOORS and to the design page"
+    assert here == "" or here in FLOOR, (
+        f"{named(path)}: room {here!r} is not in the table; add it to FLOORS and to the design page"
+    )
     wrong: list[str] = []
     for line, module in imports(path):
         parts = module.split(".")
@@ -89,7 +92,9 @@ def test_files_and_functions_stay_small(path: Path) -> None:
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             long = (node.end_lineno or node.lineno) - node.lineno + 1
-            assert long <= FUNCTION_LINES, f"{named(path)}:{node.lineno} {node.name} has {long} lines; at most {FUNCTION_LINES}"
+            assert long <= FUNCTION_LINES, (
+                f"{named(path)}:{node.lineno} {node.name} has {long} lines; at most {FUNCTION_LINES}"
+            )
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
@@ -98,6 +103,8 @@ def test_every_module_says_what_it_is(path: Path) -> None:
 
 
 def test_the_test_itself_sees_every_way_to_import() -> None:
-    text = "import torch.nn as nn\nfrom posttrain import recipe\nfrom ..engine.models import x\ndef f():\n    import cli\n"
+    text = (
+        "import torch.nn as nn\nfrom posttrain import recipe\nfrom ..engine.models import x\ndef f():\n    import cli\n"
+    )
     found = [m for _, m in imports(ROOT / "controller" / "x.py", text)]
     assert found == ["torch.nn", "posttrain.recipe", "posttrain.engine.models.x", "cli"]

@@ -1,4 +1,5 @@
-"""Our sides of the benchmarks still start and play: they build the library's parts themselves, and nothing else would tell."""
+"""Our sides of the benchmarks still start and play: they build the library's parts themselves, and nothing else would
+tell."""
 
 from __future__ import annotations
 
@@ -31,7 +32,11 @@ def test_grpo_step_takes_steps_of_the_forced_lengths(tmp_path: Path, regime: str
 
 @pytest.mark.parametrize(
     ("do", "regime"),
-    [("ours", "heavy"), pytest.param("siblings", 32, marks=pytest.mark.prove), pytest.param("turns", 93, marks=pytest.mark.prove)],
+    [
+        ("ours", "heavy"),
+        pytest.param("siblings", 32, marks=pytest.mark.prove),
+        pytest.param("turns", 93, marks=pytest.mark.prove),
+    ],
 )
 def test_rollout_plays(tmp_path: Path, do: str, regime: str | int) -> None:
     grpo_work.save_checkpoint(SMALL, tmp_path, 1024)

@@ -24,7 +24,7 @@ from scripts.ci.suites import Inputs, Suite, Table, TableError, homeless, kinds
 ROOT = Path(__file__).parents[1]
 TABLE = Table.read(ROOT)
 
-# --- the table ---------------------------------------------------------------------------------------------------------------
+# --- the table --------------------------------------------------------------------------------------------------------
 
 
 def test_every_file_of_tests_is_in_exactly_one_suite() -> None:
@@ -34,7 +34,10 @@ def test_every_file_of_tests_is_in_exactly_one_suite() -> None:
 
 
 def test_a_file_in_no_suite_or_in_two_is_named() -> None:
-    new = homeless(TABLE, [("tests/rooms/test_nobody_named_me.py", ""), ("tests/prove/test_new.py", "pytestmark = pytest.mark.prove\n")])
+    new = homeless(
+        TABLE,
+        [("tests/rooms/test_nobody_named_me.py", ""), ("tests/prove/test_new.py", "pytestmark = pytest.mark.prove\n")],
+    )
     assert [w.split(":")[0] for w in new] == ["tests/rooms/test_nobody_named_me.py", "tests/prove/test_new.py"]
     assert "its prove tests are in no suite" in new[1] and "its quick tests are in no suite" in new[0]
     twice = replace(TABLE, suites=(*TABLE.suites, Suite(name="again", tests=("tests/rooms/test_math.py",), seconds=1)))
@@ -51,7 +54,11 @@ def found(path: str, cases: bool) -> set[str]:
     """The tests of a file, or, where suites name them, their cases (as pytest says them)."""
     if not cases:
         tree = ast.parse((ROOT / path).read_text())
-        return {n.name for n in tree.body if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")}
+        return {
+            n.name
+            for n in tree.body
+            if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")
+        }
     words = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-m", "prove or not prove", path]
     listed = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert listed.returncode == 0, listed.stdout + listed.stderr
@@ -66,7 +73,9 @@ def test_files_in_parts_lose_no_test() -> None:
         tests = found(path, any("[" in t for t in named))
         for test in tests:
             holders = [s.name for s in TABLE.suites if s.has(path, test)]
-            assert len(holders) == 1, f"{path}::{test} is in {holders}; each test of this file is named in one suite of {TABLE_FILE}"
+            assert len(holders) == 1, (
+                f"{path}::{test} is in {holders}; each test of this file is named in one suite of {TABLE_FILE}"
+            )
         lost = named - tests - {t.partition("[")[0] for t in tests}
         assert not lost, f"{path} has no {', '.join(lost)}; {TABLE_FILE} names it"
 
@@ -77,7 +86,9 @@ def test_every_pattern_names_a_file() -> None:
         assert s.make or found, f"suite {s.name!r} has no tests"
         for pattern in s.reads:
             one = replace(s, tests=(pattern,), make="")
-            assert any(one.has(str(p)) for p in TABLE.reach.files), f"suite {s.name!r} reads {pattern}, and there is no such file"
+            assert any(one.has(str(p)) for p in TABLE.reach.files), (
+                f"suite {s.name!r} reads {pattern}, and there is no such file"
+            )
 
 
 def test_the_page_shows_the_table() -> None:
@@ -92,19 +103,22 @@ def test_a_suite_without_tests_is_refused() -> None:
         Suite(name="x", seconds=0, make="lint")
 
 
-# --- the promises: every fourth landing, and the time ------------------------------------------------------------------------
+# --- the promises: every fourth landing, and the time -----------------------------------------------------------------
 
 
 def test_the_table_leaves_room_for_its_promises() -> None:
     over = shortage(TABLE.suites, TABLE.budget)
     assert over <= 0, (
-        f"the table is {over:.0f} s too long for {TABLE.minutes:g} minutes: cut the longest suite in parts, or make tests faster"
+        f"the table is {over:.0f} s too long for {TABLE.minutes:g} minutes: cut the longest suite in parts, or make"
+        " tests faster"
     )
 
 
 def test_what_make_test_runs_keeps_its_own_promise() -> None:
     quick = sum(s.seconds for s in TABLE.suites if s.tests and s.marked == "quick")
-    assert quick <= 8 * 60, f"`make test` takes {quick:.0f} s by the table, and promises 8 minutes: mark what is long as prove"
+    assert quick <= 8 * 60, (
+        f"`make test` takes {quick:.0f} s by the table, and promises 8 minutes: mark what is long as prove"
+    )
 
 
 def years(suites: list[Suite], budget: float, rng: random.Random, landings: int = 60) -> list[Plan]:
@@ -164,7 +178,11 @@ def test_a_plan_is_a_function_of_the_tree_and_seeds_draw_others() -> None:
 def test_what_changed_goes_before_what_only_common_files_changed_for_and_that_before_the_rest() -> None:
     suites = [Suite(name=f"s{i}", tests=(f"t{i}",), seconds=60) for i in range(20)]
     known = {s.name: Known(4, Inputs("0", "0")) for s in suites} | {"s9": Known(1, Inputs("0", "0"))}
-    inputs = {s.name: Inputs("0", "0") for s in suites} | {"s3": Inputs("1", "1"), "s4": Inputs("1", "1"), "s5": Inputs("0", "1")}
+    inputs = {s.name: Inputs("0", "0") for s in suites} | {
+        "s3": Inputs("1", "1"),
+        "s4": Inputs("1", "1"),
+        "s5": Inputs("0", "1"),
+    }
     del known["s7"]
     for seed in range(20):
         plan = choose(suites, known, inputs, 5, seed, 60 * 9)
@@ -177,7 +195,7 @@ def test_what_changed_goes_before_what_only_common_files_changed_for_and_that_be
     assert {c.suite.name: c.why for c in tight.left}.get("s5") == "ran at the last landing, common files changed since"
 
 
-# --- what a suite depends on -------------------------------------------------------------------------------------------------
+# --- what a suite depends on ------------------------------------------------------------------------------------------
 
 
 def users(path: str) -> set[str]:
@@ -192,22 +210,26 @@ def test_a_change_touches_the_suites_whose_tests_import_it() -> None:
     sampled = {s.name for s in TABLE.suites if not s.always}
     assert len(users("posttrain/core/types.py")) > 0.7 * len(sampled)
     assert users("pyproject.toml") == sampled
-    assert not {"learner", "engine", "effects", "sandbox, long"} & users("posttrain/environment/math/grade.py")
-    assert {"sandbox", "code", "runs"} <= users("posttrain/environment/sandbox/cell/zygote.py"), "run by its path, imported by nobody"
+    assert not {"learner", "engine", "effects", "sandbox, long"} & users("posttrain/verifier/math/grade.py")
+    assert {"sandbox", "code", "runs"} <= users("posttrain/sandbox/cell/zygote.py"), (
+        "run by its path, imported by nobody"
+    )
     assert {"engine", "conformance"} <= users("posttrain/engine/embedded/kernels/attention.h"), "compiled, not imported"
 
 
 def test_what_is_near_is_what_the_tests_name_themselves() -> None:
-    assert "math" in near("posttrain/environment/math/grade.py") and not {"serve", "engine", "faults"} & near(
-        "posttrain/environment/math/grade.py"
+    assert "math" in near("posttrain/verifier/math/grade.py") and not {"serve", "engine", "faults"} & near(
+        "posttrain/verifier/math/grade.py"
     )
-    assert {"serve", "serve as a user", "conformance"} <= near("posttrain/serve/app.py") and "math" not in near("posttrain/serve/app.py")
+    assert {"serve", "serve as a user", "conformance"} <= near("posttrain/serve/app.py") and "math" not in near(
+        "posttrain/serve/app.py"
+    )
     assert near("constraints-vllm.txt") == {"vllm"}
-    assert {"vllm", "conformance"} <= near("posttrain/engine/vllm/server.py") and "vllm" in near("posttrain/core/sampling.py"), (
-        "the contract"
-    )
+    assert {"vllm", "conformance"} <= near("posttrain/engine/vllm/server.py") and "vllm" in near(
+        "posttrain/core/sampling.py"
+    ), "the contract"
     assert "vllm" not in near("posttrain/engine/embedded/engine.py")
-    assert {"sandbox", "sandbox, long", "sandbox as a user"} <= near("posttrain/environment/sandbox/cell/zygote.py")
+    assert {"sandbox", "sandbox, long", "sandbox as a user"} <= near("posttrain/sandbox/cell/zygote.py")
 
 
 @pytest.fixture
@@ -226,8 +248,10 @@ def tiny(tmp_path: Path) -> Path:
         "tests/rows/one.txt": "",
         "tests/test_a.py": "from posttrain.a import TYPE_CHECKING\ndef test_a():\n    pass\n",
         "tests/test_b.py": "import helper\nfrom posttrain import lazy\ndef test_b():\n    pass\n",
-        ".ci/suites.toml": "minutes = 1\nkept = 0\n"
-        + "".join(f'[[suite]]\nname = "{x}"\ntests = ["tests/test_{x}.py"]\nseconds = 20 # why\n' for x in "ab"),
+        ".ci/suites.toml": (
+            "minutes = 1\nkept = 0\n"
+            + "".join(f'[[suite]]\nname = "{x}"\ntests = ["tests/test_{x}.py"]\nseconds = 20 # why\n' for x in "ab")
+        ),
         ".ci/ledger.json": '[{"landing": 0, "seed": 0, "ran": {}}]',
     }
     for name, text in files.items():
@@ -253,11 +277,19 @@ def test_imports_are_followed_and_packages_on_the_way_count_for_what_they_do_at_
     r = Reach(tiny)
     seen = {t: {str(p) for p in r.closure([Path(f"tests/test_{t}.py")])} for t in "ab"}
     assert seen["a"] == {"pyproject.toml", "tests/test_a.py", "posttrain/__init__.py", "posttrain/a.py"}
-    assert seen["b"] >= {"posttrain/lazy.py", "posttrain/b.py", "posttrain/named.py", "tests/helper.py", "tests/rows/one.txt"}
-    assert digest(tiny, [Path("README.md"), Path("pyproject.toml")]) == digest(tiny, [Path("pyproject.toml"), Path("README.md")])
+    assert seen["b"] >= {
+        "posttrain/lazy.py",
+        "posttrain/b.py",
+        "posttrain/named.py",
+        "tests/helper.py",
+        "tests/rows/one.txt",
+    }
+    assert digest(tiny, [Path("README.md"), Path("pyproject.toml")]) == digest(
+        tiny, [Path("pyproject.toml"), Path("README.md")]
+    )
 
 
-# --- the record --------------------------------------------------------------------------------------------------------------
+# --- the record -------------------------------------------------------------------------------------------------------
 
 
 def land(root: Path, since: str) -> Plan:
@@ -304,7 +336,13 @@ def test_a_record_that_claims_more_than_was_planned_is_void(tiny: Path) -> None:
     (tiny / ledger.LEDGER).write_text(re.sub(r'"a": "[^"]*"(, )?', "", text))
     plan, trouble = ledger.current(Table.read(tiny))
     assert trouble and why(plan)["a"] == "due: new"
-    for broken in ("", "{", "[1]", "[]", '[{"landing": 2, "seed": 0, "ran": {}}, {"landing": 1, "seed": 0, "ran": {}}]'):
+    for broken in (
+        "",
+        "{",
+        "[1]",
+        "[]",
+        '[{"landing": 2, "seed": 0, "ran": {}}, {"landing": 1, "seed": 0, "ran": {}}]',
+    ):
         (tiny / ledger.LEDGER).write_text(broken)
         plan, trouble = ledger.current(Table.read(tiny))
         assert trouble and plan.names == {"a", "b"}, broken
@@ -343,7 +381,7 @@ def test_what_landed_last_is_the_main_branch_of_the_origin_or_what_the_branch_be
     assert ledger.landed(copy) == git(tiny, "rev-parse", "HEAD")
 
 
-# --- running it --------------------------------------------------------------------------------------------------------------
+# --- running it -------------------------------------------------------------------------------------------------------
 
 
 def play_tiny(root: Path, monkeypatch: pytest.MonkeyPatch, **tests: str) -> tuple[int, Path]:
@@ -361,8 +399,12 @@ def play_tiny(root: Path, monkeypatch: pytest.MonkeyPatch, **tests: str) -> tupl
 GOOD = "import time\ndef test_good():\n    time.sleep(.2)\n"
 
 
-def test_a_run_tells_seconds_and_passes(tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    code, passed = play_tiny(tiny, monkeypatch, a=GOOD, b="import os\ndef test_b():\n    assert os.environ['POSTTRAIN_SEED'].isdigit()\n")
+def test_a_run_tells_seconds_and_passes(
+    tiny: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    code, passed = play_tiny(
+        tiny, monkeypatch, a=GOOD, b="import os\ndef test_b():\n    assert os.environ['POSTTRAIN_SEED'].isdigit()\n"
+    )
     said = capfd.readouterr().out
     assert code == 0 and passed.read_text().startswith("2 suites, 2 tests passed"), said
     assert said.strip().splitlines()[-1].startswith("CI passed: 2 suites")
@@ -405,7 +447,12 @@ def test_the_entry_prints_the_plan_and_runs_it_without_anything_installed_for_it
     own = {"PATH": os.environ["PATH"], "VENV": sys.prefix, "JOBS": "0", "CI": "true"}
     isolated = f"{sys.base_prefix}/bin/python3"
     done = subprocess.run(
-        ["bash", ".ci/run"], cwd=tiny, env=own | {"PYTHON": isolated}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        ["bash", ".ci/run"],
+        cwd=tiny,
+        env=own | {"PYTHON": isolated},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     said = done.stdout
     assert done.returncode == 0, said + done.stderr
@@ -413,7 +460,12 @@ def test_the_entry_prints_the_plan_and_runs_it_without_anything_installed_for_it
     assert said.strip().splitlines()[-1].startswith("CI passed: 2 suites, 2 tests passed")
     (tiny / "tests/test_a.py").write_text("def test_good():\n    assert 0\n")
     done = subprocess.run(
-        ["bash", ".ci/run"], cwd=tiny, env=own | {"PYTHON": isolated}, stdin=subprocess.DEVNULL, capture_output=True, text=True
+        ["bash", ".ci/run"],
+        cwd=tiny,
+        env=own | {"PYTHON": isolated},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == 1 and "call `make landing`" in done.stdout and "CI FAILED" in done.stdout
 
@@ -424,5 +476,7 @@ def test_the_entry_is_red_when_its_program_ends_early_without_a_word(tmp_path: P
     entry.write_text((ROOT / ".ci/run").read_text())
     (tmp_path / "runs/ci").mkdir(parents=True)
     (tmp_path / play.PASSED).write_text("3 suites, 30 tests passed\n")
-    done = subprocess.run(["bash", str(entry)], env={"PYTHON": "true", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True)
+    done = subprocess.run(
+        ["bash", str(entry)], env={"PYTHON": "true", "PATH": "/usr/bin:/bin"}, capture_output=True, text=True
+    )
     assert done.returncode == 1 and "no test ran" in done.stdout

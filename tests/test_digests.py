@@ -11,7 +11,10 @@ import pytest
 from scripts import digests
 from scripts.digests import Difference, Play, compare, play, told
 
-BEFORE = {"recipe/a/0": {"record/rl/gauge/loss": ["1:aa", "2:bb"], "kept/rl/w": ["cc"]}, "recipe/a/1": {"kept/rl/w": ["dd"]}}
+BEFORE = {
+    "recipe/a/0": {"record/rl/gauge/loss": ["1:aa", "2:bb"], "kept/rl/w": ["cc"]},
+    "recipe/a/1": {"kept/rl/w": ["dd"]},
+}
 
 
 def changed(**parts: list[str]) -> dict[str, digests.Parts]:
@@ -33,11 +36,16 @@ def test_what_is_new_or_gone_differs() -> None:
     after = changed(record__rl__gauge__more=["1:ee"])
     assert [(d.part, d.how) for d in compare(BEFORE, after)] == [("record/rl/gauge/more", "is new")]
     assert [(d.part, d.how) for d in compare(after, BEFORE)] == [("record/rl/gauge/more", "is gone")]
-    assert [(d.run, d.how) for d in compare(BEFORE, {"recipe/a/0": BEFORE["recipe/a/0"]})] == [("recipe/a/1", "is gone")]
+    assert [(d.run, d.how) for d in compare(BEFORE, {"recipe/a/0": BEFORE["recipe/a/0"]})] == [
+        ("recipe/a/1", "is gone")
+    ]
 
 
 def test_a_rename_is_honoured_and_hides_no_other_change() -> None:
-    after = {"recipe/a/0": {"record/rl/gauge/objective": ["1:aa", "2:bb"], "kept/rl/w": ["cc"]}, "recipe/a/1": BEFORE["recipe/a/1"]}
+    after = {
+        "recipe/a/0": {"record/rl/gauge/objective": ["1:aa", "2:bb"], "kept/rl/w": ["cc"]},
+        "recipe/a/1": BEFORE["recipe/a/1"],
+    }
     renamed = {"gauge/loss$": "gauge/objective"}
     assert compare(BEFORE, after, renamed) == []
     after["recipe/a/0"]["record/rl/gauge/objective"] = ["1:aa", "2:xx"]
@@ -59,9 +67,19 @@ def test_what_is_intended_is_said_with_its_reason(tmp_path: Path, monkeypatch: p
 
 def test_a_run_leaves_the_same_digests_twice_and_others_with_another_seed(tmp_path: Path) -> None:
     (tmp_path / "rewards.py").write_text(digests.REWARDS)
-    small = ("model.hidden=16", "model.heads=2", "model.kv_heads=1", "model.ffn=16", "rl.prompts=2", "rl.siblings=2", "rl.steps=1")
+    small = (
+        "model.hidden=16",
+        "model.heads=2",
+        "model.kv_heads=1",
+        "model.ffn=16",
+        "rl.prompts=2",
+        "rl.siblings=2",
+        "rl.steps=1",
+    )
     one = Play(
-        "one", "arithmetic", ("sft.steps=1", "sft.batch=2", *small, "env.heldout=2", "evaluation.samples=1", "env.rewards={rewards}:spread")
+        "one",
+        "arithmetic",
+        ("sft.steps=1", "sft.batch=2", *small, "env.heldout=2", "evaluation.samples=1", "env.rewards={rewards}:spread"),
     )
     first, second = play(one, tmp_path), play(one, tmp_path)
     assert "stopped" not in first and compare({"one": first}, {"one": second}) == []

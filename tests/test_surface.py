@@ -1,6 +1,7 @@
 """The surface that users' commands and scripts depend on, frozen: every dotted path of the shipped recipes.
 
-A path that disappears or changes its meaning breaks somebody's command. After an intended change, write the new one with
+A path that disappears or changes its meaning breaks somebody's command. After an intended change, write the new one
+with
 
     POSTTRAIN_UPDATE=1 python -m pytest tests/test_surface.py
 
@@ -15,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.api.overrides import address, surface, value
 from posttrain.core.run import Run
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.recipe.overrides import address, surface, value
 from posttrain.recipe.shipped import RECIPES
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -30,7 +31,9 @@ def test_paths_are_what_they_were(name: str) -> None:
     if os.environ.get("POSTTRAIN_UPDATE"):
         path.parent.mkdir(exist_ok=True)
         path.write_text(now)
-    assert path.exists(), f"no golden surface of {name}; write it with POSTTRAIN_UPDATE=1 python -m pytest {Path(__file__).name}"
+    assert path.exists(), (
+        f"no golden surface of {name}; write it with POSTTRAIN_UPDATE=1 python -m pytest {Path(__file__).name}"
+    )
     before, after = path.read_text().splitlines(), now.splitlines()
     gone, new = sorted(set(before) - set(after)), sorted(set(after) - set(before))
     assert not gone and not new, "the surface changed (POSTTRAIN_UPDATE=1 accepts it):\n" + "\n".join(

@@ -6,15 +6,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.controller.house import Parts
+from posttrain.api.build import facts, make_environment, make_parts, make_policy, use_threads
+from posttrain.api.target import keep_policy
+from posttrain.controller.interrupt import Stopper
+from posttrain.controller.parts import RunParts
 from posttrain.controller.stages import Progress, StageResult, Stages
-from posttrain.controller.stop import Stopper
 from posttrain.core.book import Book
 from posttrain.core.ladder import GRPO
 from posttrain.core.run import Env, Evaluation, Model, Optimizer, Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
-from posttrain.recipe.build import facts, make_environment, make_parts, make_policy, use_threads
-from posttrain.recipe.target import keep_policy
 
 MODEL = Model(hidden=32, layers=2, heads=2, kv_heads=1, ffn=64, context=64)
 
@@ -35,7 +35,15 @@ def tiny_run(**rl: Any) -> Run:
         }
         | rl,
     )
-    sft = Supervised(name="sft", style="answer", steps=6, batch=8, optimizer=Optimizer(lr=3e-3, warmup=2), checkpoint_every=2, eval=False)
+    sft = Supervised(
+        name="sft",
+        style="answer",
+        steps=6,
+        batch=8,
+        optimizer=Optimizer(lr=3e-3, warmup=2),
+        checkpoint_every=2,
+        eval=False,
+    )
     return Run(
         recipe="tiny",
         model=MODEL,
@@ -47,7 +55,7 @@ def tiny_run(**rl: Any) -> Run:
     )
 
 
-def tiny_parts(folder: Path, run: Run | None = None) -> Parts:
+def tiny_parts(folder: Path, run: Run | None = None) -> RunParts:
     """All parts of a tiny run, ready to be tampered with before it starts."""
     run = run or tiny_run()
     use_threads(run.threads)
@@ -58,7 +66,7 @@ def tiny_parts(folder: Path, run: Run | None = None) -> Parts:
     return make_parts(run, policy, environment, book, [])
 
 
-async def play(parts: Parts) -> list[StageResult]:
+async def play(parts: RunParts) -> list[StageResult]:
     """Run all stages of the parts."""
     try:
         progress = Progress()

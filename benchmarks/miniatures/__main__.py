@@ -73,8 +73,15 @@ def measured(m: Miniature, seeds: list[int]) -> dict[str, Any]:
     begun = time.process_time()
     played = [m.play(seed) for seed in seeds]
     seconds = time.process_time() - begun
-    curves = {name: {"x": [short(v) for v in c.x], "y": [short(v) for v in c.y]} for name, c in mean_curves(played).items()}
-    return {"seeds": seeds, "seconds": round(seconds, 1), "figures": [told(p.figures) for p in played], "curves": curves}
+    curves = {
+        name: {"x": [short(v) for v in c.x], "y": [short(v) for v in c.y]} for name, c in mean_curves(played).items()
+    }
+    return {
+        "seeds": seeds,
+        "seconds": round(seconds, 1),
+        "figures": [told(p.figures) for p in played],
+        "curves": curves,
+    }
 
 
 def tell(m: Miniature, stored: dict[str, Any]) -> None:
@@ -91,7 +98,11 @@ def tell(m: Miniature, stored: dict[str, Any]) -> None:
 def write(everything: dict[str, dict[str, Any]]) -> None:
     """The record, one picture each, and the page."""
     RESULTS.write_text(
-        json.dumps({"python": platform.python_version(), "torch": torch.__version__, "miniatures": everything}, indent=1, allow_nan=False)
+        json.dumps(
+            {"python": platform.python_version(), "torch": torch.__version__, "miniatures": everything},
+            indent=1,
+            allow_nan=False,
+        )
         + "\n"
     )
     (ROOT / "docs/miniatures").mkdir(exist_ok=True)
@@ -110,7 +121,9 @@ def write(everything: dict[str, dict[str, Any]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=about, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", help=f"'all', 'page' (write the page again from the record), or comma-separated: {', '.join(NAMES)}")
+    parser.add_argument(
+        "names", help=f"'all', 'page' (write the page again from the record), or comma-separated: {', '.join(NAMES)}"
+    )
     parser.add_argument("--seeds", help="comma-separated; default: those fixed for each miniature")
     parser.add_argument("--dry", action="store_true", help="print, write nothing")
     args = parser.parse_args()

@@ -32,7 +32,8 @@ def start() -> Table:
 
 
 def rewards(world: str, answers: Answers, made: torch.Generator) -> np.ndarray:
-    """[P, G]. Learning: 1 where the last token is right, whatever came before. Plateau: 1 three times in ten, whatever was said."""
+    """[P, G]. Learning: 1 where the last token is right, whatever came before. Plateau: 1 three times in ten, whatever
+    was said."""
     if world == "plateau":
         return (torch.rand(PROMPTS, G, generator=made, dtype=torch.float64) < PLATEAU).double().numpy()
     return (answers.tokens_ET[:, -1] == 0).double().numpy().reshape(-1, G)
@@ -46,7 +47,8 @@ def seen(policy: Table) -> tuple[float, float]:
 
 
 def train(world: str, a: Algorithm, updates: int, seed: int) -> np.ndarray:
-    """`seen` before every step and after the last, and the share of tokens clipped in the step's last update, [STEPS + 1, 3]."""
+    """`seen` before every step and after the last, and the share of tokens clipped in the step's last update, [STEPS +
+    1, 3]."""
     policy, made = start(), torch.Generator().manual_seed(seed)
     step = PUSH * PROMPTS * G * (FREE + 1)
     trainer = Trainer(a, policy, torch.optim.SGD(policy.parameters(), lr=step), G, seed, epochs=updates)
@@ -62,7 +64,8 @@ END, HALF = "entropy at the end", "entropy at accuracy .5"
 
 
 def figures_of(world: str, x: np.ndarray) -> dict[str, float]:
-    """Of one run: entropy a free token, how much was clipped, and where something is learned what it was at accuracy .5."""
+    """Of one run: entropy a free token, how much was clipped, and where something is learned what it was at accuracy
+    .5."""
     out = {"entropy at first": float(x[0, 0]), END: float(x[-1, 0]), "share clipped": float(x[1:, 2].mean())}
     half = int(np.argmax(x[:, 1] >= 0.5))
     return out if world == "plateau" else out | {HALF: float(x[half, 0]), "accuracy at the end": float(x[-1, 1])}
@@ -70,9 +73,16 @@ def figures_of(world: str, x: np.ndarray) -> dict[str, float]:
 
 def play(seed: int) -> Played:
     runs = {
-        f"{world}, {n} updates, {clip}": (world, train(world, a, n, seed)) for world in WORLDS for n in UPDATES for clip, a in CLIPS.items()
+        f"{world}, {n} updates, {clip}": (world, train(world, a, n, seed))
+        for world in WORLDS
+        for n in UPDATES
+        for clip, a in CLIPS.items()
     }
-    curves = {arm: Curve(range(STEPS + 1), x[:, 0].tolist()) for arm, (_, x) in runs.items() if "1 updates, clip .2/" not in arm}
+    curves = {
+        arm: Curve(range(STEPS + 1), x[:, 0].tolist())
+        for arm, (_, x) in runs.items()
+        if "1 updates, clip .2/" not in arm
+    }
     return Played({arm: figures_of(world, x) for arm, (world, x) in runs.items()}, curves)
 
 
@@ -96,21 +106,39 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="clip_higher",
     item="F.2 item 5, its first half",
-    claim="Clip-higher keeps entropy that a symmetric clip spends: a rare token that was part of a success may not gain much under .2.",
+    claim=(
+        "Clip-higher keeps entropy that a symmetric clip spends: a rare token that was part of a success may not gain"
+        " much under .2."
+    ),
     source="DAPO 2503.14476; the asymmetry of clips 2509.26114",
-    setup="Tables for 16 prompts; three free tokens that the reward does not depend on, of 16 kinds, the k-th weighing k^-1.5, then one that it does; 8 siblings; SGD that moves a "
-    "sampled token's logit by .05 times its credit in an update; 60 steps. Plateau: the reward is a coin of rate .3. Learning: the last token is right one time in fifty at first. "
-    "Entropy of the free tokens, exactly.",
-    predicted="With 4 updates a step entropy ends higher under .2/.28 in both worlds, and at accuracy .5 too; with one update the clips are the same run "
-    "([registered](miniatures-registered.md#clip-higher-f2-item-5) before these seeds were run).",
-    verdict="Holds where the clip stops rare tokens and not popular ones. A rare token that the reward does not depend on moves up by .18 (log 1.2) and down by .22 (-log .8) whenever it is sampled, which at accuracies below one "
-    "half is downwards in the mean; .28 takes it up by .25. On the plateau single updates spend .09 of 1.86 nats, clip-higher .71, a symmetric clip .95.",
+    setup=(
+        "Tables for 16 prompts; three free tokens that the reward does not depend on, of 16 kinds, the k-th weighing"
+        " k^-1.5, then one that it does; 8 siblings; SGD that moves a sampled token's logit by .05 times its credit in"
+        " an update; 60 steps. Plateau: the reward is a coin of rate .3. Learning: the last token is right one time in"
+        " fifty at first. Entropy of the free tokens, exactly."
+    ),
+    predicted=(
+        "With 4 updates a step entropy ends higher under .2/.28 in both worlds, and at accuracy .5 too; with one update"
+        " the clips are the same run ([registered](miniatures-registered.md#clip-higher-f2-item-5) before these seeds"
+        " were run)."
+    ),
+    verdict=(
+        "Holds where the clip stops rare tokens and not popular ones. A rare token that the reward does not depend on"
+        " moves up by .18 (log 1.2) and down by .22 (-log .8) whenever it is sampled, which at accuracies below one"
+        " half is downwards in the mean; .28 takes it up by .25. On the plateau single updates spend .09 of 1.86 nats,"
+        " clip-higher .71, a symmetric clip .95."
+    ),
     play=play,
     judge=judge,
     seeds=tuple(range(8)),
     notes=(
-        "Where popular tokens run into the clip too, little is left of it: with 16 updates of the same size, a third of all tokens clipped, the difference at the end was -.013 (interval -.059 to +.033) on the "
-        "plateau and +.031 (+.001 to +.062) while learning, on the same seeds. Above accuracy one half both clips let entropy rise. Worlds that gave nothing are named on the registered page and under [Entropy and trust regions](#entropy-and-trust-regions).",
+        (
+            "Where popular tokens run into the clip too, little is left of it: with 16 updates of the same size, a"
+            " third of all tokens clipped, the difference at the end was -.013 (interval -.059 to +.033) on the plateau"
+            " and +.031 (+.001 to +.062) while learning, on the same seeds. Above accuracy one half both clips let"
+            " entropy rise. Worlds that gave nothing are named on the registered page and under [Entropy and trust"
+            " regions](#entropy-and-trust-regions)."
+        ),
     ),
     picture=Picture("Clip-higher and rare tokens", "step", "entropy a free token (nats)"),
 )

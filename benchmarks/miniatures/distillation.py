@@ -9,7 +9,17 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from benchmarks.miniatures.world import Answers, Net, Trainer, ask, credit_by_pattern, credit_in_full, imitate, logp_of, siblings
+from benchmarks.miniatures.world import (
+    Answers,
+    Net,
+    Trainer,
+    ask,
+    credit_by_pattern,
+    credit_in_full,
+    imitate,
+    logp_of,
+    siblings,
+)
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO, OPD
 
@@ -40,7 +50,8 @@ def rewards_of(answers: Answers) -> np.ndarray:
 
 
 def train(a: Algorithm, teacher: Net, target: float, most: int, seed: int) -> list[float]:
-    """Accuracy of the student after every step, until it reaches the target. OPD never sees the reward, GRPO never the teacher."""
+    """Accuracy of the student after every step, until it reaches the target. OPD never sees the reward, GRPO never the
+    teacher."""
     student = taught(seed, 64, 400, 0.5)
     made = torch.Generator().manual_seed(seed)
     trainer = Trainer(a, student, torch.optim.Adam(student.parameters(), lr=LR), G, seed)
@@ -75,7 +86,10 @@ def play(seed: int) -> Played:
     }
     return Played(
         figures,
-        {"OPD": Curve(range(1, STEPS + 1), padded(opd[1:], STEPS)), "GRPO": Curve(range(1, 5 * STEPS + 1), padded(grpo[1:], 5 * STEPS))},
+        {
+            "OPD": Curve(range(1, STEPS + 1), padded(opd[1:], STEPS)),
+            "GRPO": Curve(range(1, 5 * STEPS + 1), padded(grpo[1:], 5 * STEPS)),
+        },
     )
 
 
@@ -89,27 +103,45 @@ NEED = "steps to 90 % of the teacher"
 
 def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     return [
-        Statement("OPD reaches 90 % of the teacher's accuracy, on every seed", all(f["OPD"][NEED] < float("inf") for f in each)),
-        Statement("GRPO has not after five times as many steps, on every seed", all(f["GRPO"][NEED] == float("inf") for f in each)),
+        Statement(
+            "OPD reaches 90 % of the teacher's accuracy, on every seed",
+            all(f["OPD"][NEED] < float("inf") for f in each),
+        ),
+        Statement(
+            "GRPO has not after five times as many steps, on every seed",
+            all(f["GRPO"][NEED] == float("inf") for f in each),
+        ),
     ]
 
 
 MINIATURE = Miniature(
     name="distillation",
     item="F.2 item 13",
-    claim="A teacher grades every token the student says, a verifier only whole answers, so on-policy distillation needs far fewer steps.",
+    claim=(
+        "A teacher grades every token the student says, a verifier only whole answers, so on-policy distillation needs"
+        " far fewer steps."
+    ),
     source="On-policy distillation (Thinking Machines 2025, A30)",
-    setup="Eight tokens, a + k b mod 7 for k = 1 ... 8; the answer is right if all are. Teacher (96 hidden units) and student (64) imitated tokens of which "
-    "90 % and 50 % were right, so the student solves about 1 in 100. OPD with the teacher as its reference, GRPO with the verifier: 16 groups of 8 a step, "
-    "Adam 1e-2. GRPO gets five times the steps OPD needed.",
+    setup=(
+        "Eight tokens, a + k b mod 7 for k = 1 ... 8; the answer is right if all are. Teacher (96 hidden units) and"
+        " student (64) imitated tokens of which 90 % and 50 % were right, so the student solves about 1 in 100. OPD"
+        " with the teacher as its reference, GRPO with the verifier: 16 groups of 8 a step, Adam 1e-2. GRPO gets five"
+        " times the steps OPD needed."
+    ),
     predicted="OPD reaches the teacher's score in less than a fifth of the steps of RL.",
-    verdict="Holds where the reward is sparse. With answers of four tokens (the student solves 6 % at first) GRPO was the faster one: a verifier whose "
-    "groups are mixed from the first step teaches as much as single samples of a log-ratio do.",
+    verdict=(
+        "Holds where the reward is sparse. With answers of four tokens (the student solves 6 % at first) GRPO was the"
+        " faster one: a verifier whose groups are mixed from the first step teaches as much as single samples of a"
+        " log-ratio do."
+    ),
     play=play,
     judge=judge,
     picture=Picture("On-policy distillation and reinforcement", "step", "accuracy", log_x=True),
     notes=(
-        "Tried before: one token (neither reached the target; OPD .33 after 80 steps, GRPO .83 after 400), and four (one seed, a student of 32 units, 100 steps: "
-        "OPD .06 -> .49, GRPO .06 -> .65; subtracting the step's mean from OPD's credit, which no algorithm of the ladder does, gave .53).",
+        (
+            "Tried before: one token (neither reached the target; OPD .33 after 80 steps, GRPO .83 after 400), and four"
+            " (one seed, a student of 32 units, 100 steps: OPD .06 -> .49, GRPO .06 -> .65; subtracting the step's mean"
+            " from OPD's credit, which no algorithm of the ladder does, gave .53)."
+        ),
     ),
 )

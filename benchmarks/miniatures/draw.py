@@ -66,7 +66,10 @@ def svg(curves: Mapping[str, Curve], picture: Picture) -> str:
         name: [
             (x, y)
             for x, y in zip(c.x, c.y, strict=True)
-            if math.isfinite(x) and math.isfinite(y) and not (picture.log_x and x <= 0) and not (picture.log_y and y <= 0)
+            if math.isfinite(x)
+            and math.isfinite(y)
+            and not (picture.log_x and x <= 0)
+            and not (picture.log_y and y <= 0)
         ]
         for name, c in curves.items()
     }
@@ -79,7 +82,10 @@ def svg(curves: Mapping[str, Curve], picture: Picture) -> str:
         f'<rect width="{WIDTH}" height="{HEIGHT}" fill="#ffffff"/>',
         f'<text x="{LEFT}" y="18" {text} font-weight="bold">{escape(picture.title)}</text>',
         f'<text x="{(LEFT + right) / 2:.0f}" y="{HEIGHT - 8}" {text} text-anchor="middle">{escape(picture.x)}</text>',
-        f'<text x="14" y="{(TOP + bottom) / 2:.0f}" {text} text-anchor="middle" transform="rotate(-90 14 {(TOP + bottom) / 2:.0f})">{escape(picture.y)}</text>',
+        (
+            f'<text x="14" y="{(TOP + bottom) / 2:.0f}" {text} text-anchor="middle" transform="rotate(-90 14'
+            f' {(TOP + bottom) / 2:.0f})">{escape(picture.y)}</text>'
+        ),
     ]
     for v in across.ticks():
         out.append(f'<line x1="{across(v):.1f}" y1="{TOP}" x2="{across(v):.1f}" y2="{bottom}" stroke="#eeeeee"/>')
@@ -94,8 +100,11 @@ def svg(curves: Mapping[str, Curve], picture: Picture) -> str:
         colour, dash = COLOURS[i % len(COLOURS)], DASHES[i % len(DASHES)]
         path = " ".join(f"{across(x):.1f},{up(v):.1f}" for x, v in points[name])
         end = across(points[name][-1][0])
-        out.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}"/>')
         out.append(
-            f'<text x="{max(end, right) + 6:.1f}" y="{y + 4:.1f}" font-family="sans-serif" font-size="11" fill="{colour}">{escape(name)}</text>'
+            f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8" stroke-dasharray="{dash}"/>'
+        )
+        out.append(
+            f'<text x="{max(end, right) + 6:.1f}" y="{y + 4:.1f}" font-family="sans-serif" font-size="11"'
+            f' fill="{colour}">{escape(name)}</text>'
         )
     return "\n".join([*out, "</svg>"]) + "\n"

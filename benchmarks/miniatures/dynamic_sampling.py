@@ -19,7 +19,8 @@ ARMS: dict[str, Algorithm] = {"asks once": replace(DAPO, filter=None), "asks aga
 
 
 def gather(a: Algorithm, policy: Net, made: torch.Generator) -> tuple[Answers, np.ndarray, int]:
-    """One step's groups, the rewards [P, G], and how many groups were asked for; as in the rollout, at most 16 times a step's."""
+    """One step's groups, the rewards [P, G], and how many groups were asked for; as in the rollout, at most 16 times a
+    step's."""
     kept: list[tuple[Answers, np.ndarray]] = []
     asked = 0
     while len(kept) < GROUPS and asked < MOST * GROUPS:
@@ -36,7 +37,8 @@ def gather(a: Algorithm, policy: Net, made: torch.Generator) -> tuple[Answers, n
 
 
 def train(a: Algorithm, seed: int) -> dict[str, list[float]]:
-    """Per step: accuracy before it, the share of its groups with spread, the share the formula expects, samples asked for."""
+    """Per step: accuracy before it, the share of its groups with spread, the share the formula expects, samples asked
+    for."""
     policy = WORLD.taught(seed, hidden=64, steps=400, right=(0.98, 0.05))
     made = torch.Generator().manual_seed(seed)
     trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=4e-3), G, seed)
@@ -72,25 +74,43 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     share, expected, steps = "share of groups with spread", "1 - p^G - (1-p)^G", "steps to .8"
     return [
         Statement("every group has spread where groups are asked again: share 1", again[share] == 1),
-        Statement("without, the share is the mean of 1 - p^G - (1-p)^G within .03", abs(once[share] - once[expected]) < 0.03),
-        Statement("fewer steps to .8, on every seed", all(f["asks again (DAPO)"][steps] < f["asks once"][steps] for f in each)),
+        Statement(
+            "without, the share is the mean of 1 - p^G - (1-p)^G within .03", abs(once[share] - once[expected]) < 0.03
+        ),
+        Statement(
+            "fewer steps to .8, on every seed", all(f["asks again (DAPO)"][steps] < f["asks once"][steps] for f in each)
+        ),
     ]
 
 
 MINIATURE = Miniature(
     name="dynamic_sampling",
     item="F.2 item 6",
-    claim="Groups whose siblings all succeed or all fail carry no gradient; asking again until every group is mixed saves update steps.",
+    claim=(
+        "Groups whose siblings all succeed or all fail carry no gradient; asking again until every group is mixed saves"
+        " update steps."
+    ),
     source="DAPO 2503.14476",
-    setup="a + b mod 11 by a network of 64 hidden units that imitated answers, 98 % of them right for every other prompt and 5 % for the rest; 16 groups of 8 siblings a step, "
-    "Adam 4e-3, 150 steps. DAPO with and without its filter.",
-    predicted="Share of groups with spread 1 against 1 - p^G - (1-p)^G; fewer update steps to 80 % with the filter. Samples to 80 %: not fewer.",
-    verdict="Holds: fewer update steps. The samples that were asked for and thrown away are not saved; here it took more of them.",
+    setup=(
+        "a + b mod 11 by a network of 64 hidden units that imitated answers, 98 % of them right for every other prompt"
+        " and 5 % for the rest; 16 groups of 8 siblings a step, Adam 4e-3, 150 steps. DAPO with and without its filter."
+    ),
+    predicted=(
+        "Share of groups with spread 1 against 1 - p^G - (1-p)^G; fewer update steps to 80 % with the filter. Samples"
+        " to 80 %: not fewer."
+    ),
+    verdict=(
+        "Holds: fewer update steps. The samples that were asked for and thrown away are not saved; here it took more of"
+        " them."
+    ),
     play=play,
     judge=judge,
     notes=(
-        "Tried before: prompts of one difficulty (87 % of the groups had spread, and the filter changed little: accuracy .58 and .61 after 120 steps). The target was "
-        ".95, then .9; nothing reached the first and one arm the second, so .8 is compared.",
+        (
+            "Tried before: prompts of one difficulty (87 % of the groups had spread, and the filter changed little:"
+            " accuracy .58 and .61 after 120 steps). The target was .95, then .9; nothing reached the first and one arm"
+            " the second, so .8 is compared."
+        ),
     ),
     picture=Picture("Dynamic sampling", "step", "accuracy"),
 )

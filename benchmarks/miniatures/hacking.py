@@ -1,4 +1,5 @@
-"""Over-optimisation of a learned reward: a Bradley-Terry model of 500 noisy pairs, and what its maximum does to the gold reward."""
+"""Over-optimisation of a learned reward: a Bradley-Terry model of 500 noisy pairs, and what its maximum does to the
+gold reward."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ def counts(tokens_ET: Tensor) -> Tensor:
 
 
 class Gold:
-    """Tokens have values, and repeating one pays less each time: sum_k value_k * n_k - .12 * sum_k n_k^2, mean 0 and std 1 at the start."""
+    """Tokens have values, and repeating one pays less each time: sum_k value_k * n_k - .12 * sum_k n_k^2, mean 0 and
+    std 1 at the start."""
 
     def __init__(self, seed: int, sample_ET: Tensor) -> None:
         self.value_V = torch.linspace(-1, 1, VOCAB, dtype=torch.float64)[
@@ -46,7 +48,8 @@ class Gold:
 
 
 def learned(gold: Gold, policy: Table, made: torch.Generator) -> nn.Module:
-    """A linear reward model on token counts, by maximum likelihood of 500 comparisons, a quarter of them turned round."""
+    """A linear reward model on token counts, by maximum likelihood of 500 comparisons, a quarter of them turned
+    round."""
     prompt_E = torch.zeros(PAIRS, dtype=torch.int64)
     a, b = (ask(policy, prompt_E, made).tokens_ET for _ in range(2))
     wins = (gold(a) > gold(b)) ^ (torch.rand(PAIRS, generator=made) < FLIPPED)
@@ -62,7 +65,9 @@ def learned(gold: Gold, policy: Table, made: torch.Generator) -> nn.Module:
     return model
 
 
-def train(a: Algorithm, gold: Gold, proxy: nn.Module, scale: tuple[float, float], start: Table, seed: int) -> np.ndarray:
+def train(
+    a: Algorithm, gold: Gold, proxy: nn.Module, scale: tuple[float, float], start: Table, seed: int
+) -> np.ndarray:
     """(proxy, gold, KL to the start in nats an answer) of every step's samples."""
     policy, made = Table(start.table.detach()), torch.Generator().manual_seed(seed)
     trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
@@ -72,13 +77,16 @@ def train(a: Algorithm, gold: Gold, proxy: nn.Module, scale: tuple[float, float]
         with torch.no_grad():
             reward = (proxy(counts(answers.tokens_ET))[:, 0] - scale[0]) / scale[1]
         base = logp_of(start, answers)
-        out.append((float(reward.mean()), float(gold(answers.tokens_ET).mean()), float((answers.mu_ET - base).sum(1).mean())))
+        out.append(
+            (float(reward.mean()), float(gold(answers.tokens_ET).mean()), float((answers.mu_ET - base).sum(1).mean()))
+        )
         trainer.step(answers, credit_in_full(a, reward.numpy().reshape(GROUPS, G), answers, base), base)
     return np.array(out)
 
 
 def best_of(proxy_E: np.ndarray, gold_E: np.ndarray, n: int) -> tuple[float, float]:
-    """Expected (proxy, gold) of the proxy's favourite among n, exactly over the sample: the i-th of m is best with C(i, n-1) / C(m, n)."""
+    """Expected (proxy, gold) of the proxy's favourite among n, exactly over the sample: the i-th of m is best with C(i,
+    n-1) / C(m, n)."""
     order = np.argsort(proxy_E)
     m = len(order)
     below = np.arange(m) / m
@@ -106,7 +114,10 @@ def play(seed: int) -> Played:
             "proxy at gold's best": float(np.convolve(x[:, 0], smooth, "valid")[g.argmax()]),
             "proxy, last 10": float(x[-10:, 0].mean()), "KL at gold's best": float(x[g.argmax(), 2]), "KL, last 10": float(x[-10:, 2].mean()),
         }  # fmt: skip
-        curves |= {f"{arm}: gold": Curve(range(STEPS), x[:, 1].tolist()), f"{arm}: proxy": Curve(range(STEPS), x[:, 0].tolist())}
+        curves |= {
+            f"{arm}: gold": Curve(range(STEPS), x[:, 1].tolist()),
+            f"{arm}: proxy": Curve(range(STEPS), x[:, 0].tolist()),
+        }
     chosen = {n: best_of(((raw - scale[0]) / scale[1]).numpy(), gold(sample).numpy(), n) for n in DRAWS}
     figures["best of n"] = {f"gold, n = {n}": g for n, (_, g) in chosen.items()} | {"proxy, n = 1024": chosen[1024][0]}
     return Played(figures, curves)
@@ -129,15 +140,23 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="hacking",
     item="F.2 item 18",
-    claim="The maximum of a learned reward is not the maximum of what it was learned from: gold reward peaks and falls while the proxy rises; a KL penalty "
-    "delays it. Choosing the best of n over-optimises too.",
+    claim=(
+        "The maximum of a learned reward is not the maximum of what it was learned from: gold reward peaks and falls"
+        " while the proxy rises; a KL penalty delays it. Choosing the best of n over-optimises too."
+    ),
     source="reward model over-optimisation 2210.10760",
-    setup="Twelve tokens of six kinds; gold pays each kind's value and less for every repetition. A linear reward model on token counts is fitted to 500 "
-    "comparisons of the start's own answers, a quarter turned round: right about values, blind to repetition. RLOO on the proxy, 8 x 8 answers a step, "
-    "Adam .05, 120 steps; KL as k1 in the reward. Rewards in standard deviations of the start.",
+    setup=(
+        "Twelve tokens of six kinds; gold pays each kind's value and less for every repetition. A linear reward model"
+        " on token counts is fitted to 500 comparisons of the start's own answers, a quarter turned round: right about"
+        " values, blind to repetition. RLOO on the proxy, 8 x 8 answers a step, Adam .05, 120 steps; KL as k1 in the"
+        " reward. Rewards in standard deviations of the start."
+    ),
     predicted="Gold peaks, then falls while the proxy rises; KL delays it; best of n peaks in n.",
-    verdict="Holds for reinforcement, not for best of n. Without KL gold falls back to where it began; KL .05 makes the fall a little smaller and KL .2 stops it. "
-    "Best of n flattens but does not fall: n = 1024 is log n - 1 + 1/n = 5.9 nats from the start, about where reinforcement has its best.",
+    verdict=(
+        "Holds for reinforcement, not for best of n. Without KL gold falls back to where it began; KL .05 makes the"
+        " fall a little smaller and KL .2 stops it. Best of n flattens but does not fall: n = 1024 is log n - 1 + 1/n ="
+        " 5.9 nats from the start, about where reinforcement has its best."
+    ),
     play=play,
     judge=judge,
     picture=Picture("Reward hacking", "step", "reward (stds of the start)"),

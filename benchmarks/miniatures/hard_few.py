@@ -45,7 +45,8 @@ def play(seed: int) -> Played:
     then = int(np.argmax(runs["GRPO"][:, 0] >= 0.9))
     if not then or any(x[:, 0].max() < EQUALLY for x in runs.values()):
         raise ValueError(
-            f"seed {seed}: after {STEPS} steps GRPO is below .9 on train, or another arm below {EQUALLY}; nothing can be compared"
+            f"seed {seed}: after {STEPS} steps GRPO is below .9 on train, or another arm below {EQUALLY}; nothing can"
+            " be compared"
         )
     figures = {
         arm: {
@@ -73,19 +74,37 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="hard_few",
     item="F.2 item 17, published F.1.8",
-    claim="On few prompts, many of them hard, REINFORCE++ keeps test pass@k that GRPO loses (30 AIME problems: GRPO 95 % on train and .4 % test pass@16, REINFORCE++ 71 % and 40 %).",
+    claim=(
+        "On few prompts, many of them hard, REINFORCE++ keeps test pass@k that GRPO loses (30 AIME problems: GRPO 95 %"
+        " on train and .4 % test pass@16, REINFORCE++ 71 % and 40 %)."
+    ),
     source="REINFORCE++ 2501.03262",
-    setup="a + b mod 11 by a network of 64 hidden units that imitated answers: every other prompt was put right six times in ten, the rest never. 16 of the 121 prompts are trained on, the other 105 tested; 64 siblings, all 16 prompts every step, SGD .1, 70 steps, no KL. "
-    "Read at the step at which GRPO reaches .9 on train.",
-    predicted="There REINFORCE++ is lower on train and higher on test pass@16; at equal train accuracy they agree; REINFORCE++-baseline, which has only the scale in common with it, is not above GRPO "
-    "([registered](miniatures-registered.md#few-prompts-f2-item-17) before these seeds were run).",
-    verdict="Holds after as many steps, on every seed, and because REINFORCE++ is slower: at equal train accuracy the two are one curve, so it keeps what it has not yet traded for the hard prompts. "
-    "The scale over the step is not what does it (the baseline form has it and loses more than GRPO), so it is the centring over the step that slows it.",
+    setup=(
+        "a + b mod 11 by a network of 64 hidden units that imitated answers: every other prompt was put right six times"
+        " in ten, the rest never. 16 of the 121 prompts are trained on, the other 105 tested; 64 siblings, all 16"
+        " prompts every step, SGD .1, 70 steps, no KL. Read at the step at which GRPO reaches .9 on train."
+    ),
+    predicted=(
+        "There REINFORCE++ is lower on train and higher on test pass@16; at equal train accuracy they agree;"
+        " REINFORCE++-baseline, which has only the scale in common with it, is not above GRPO"
+        " ([registered](miniatures-registered.md#few-prompts-f2-item-17) before these seeds were run)."
+    ),
+    verdict=(
+        "Holds after as many steps, on every seed, and because REINFORCE++ is slower: at equal train accuracy the two"
+        " are one curve, so it keeps what it has not yet traded for the hard prompts. The scale over the step is not"
+        " what does it (the baseline form has it and loses more than GRPO), so it is the centring over the step that"
+        " slows it."
+    ),
     play=play,
     judge=judge,
     seeds=tuple(range(8)),
     notes=(
-        "Where it does not hold: prompts of one difficulty ([Overfitting on few prompts](#overfitting-on-few-prompts)), few siblings, and a graded reward whose differences are tiny where all siblings are right or all wrong, where GRPO kept more test pass@16 than REINFORCE++, not less. All worlds tried are on the registered page with their numbers.",
+        (
+            "Where it does not hold: prompts of one difficulty ([Overfitting on few"
+            " prompts](#overfitting-on-few-prompts)), few siblings, and a graded reward whose differences are tiny"
+            " where all siblings are right or all wrong, where GRPO kept more test pass@16 than REINFORCE++, not less."
+            " All worlds tried are on the registered page with their numbers."
+        ),
     ),
     picture=Picture("Few prompts, half of them hard", "step", "test pass@16"),
 )

@@ -1,4 +1,5 @@
-"""Which prompts an estimator works on: RLOO, GRPO and MaxRL at equal update norm, on prompts from easy to nearly hopeless."""
+"""Which prompts an estimator works on: RLOO, GRPO and MaxRL at equal update norm, on prompts from easy to nearly
+hopeless."""
 
 from __future__ import annotations
 
@@ -52,7 +53,9 @@ def play(seed: int) -> Played:
     runs = {arm: train(a, seed) for arm, a in ARMS.items()}
     figures = {"before": figures_of(runs["RLOO"][0], hard)} | {arm: figures_of(p[-1], hard) for arm, p in runs.items()}
     every = range(0, STEPS + 1, 10)
-    return Played(figures, {arm: Curve(list(every), [float(p[k][hard].mean()) for k in every]) for arm, p in runs.items()})
+    return Played(
+        figures, {arm: Curve(list(every), [float(p[k][hard].mean()) for k in every]) for arm, p in runs.items()}
+    )
 
 
 def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:

@@ -1,4 +1,5 @@
-"""Values over long answers: eight choices spread over 64 or 256 tokens, one reward at the end; four ways to set lambda."""
+"""Values over long answers: eight choices spread over 64 or 256 tokens, one reward at the end; four ways to set
+lambda."""
 
 from __future__ import annotations
 
@@ -83,9 +84,11 @@ def credited(a: Algorithm, rewards_E: np.ndarray, answers: Answers, values_ET: T
 
 
 def train(a: Algorithm, length: int, seed: int, fit: float = FIT) -> np.ndarray:
-    """(success, mean squared error of the values on track) before every step and after the last, exactly, [STEPS + 1, 2].
+    """(success, mean squared error of the values on track) before every step and after the last, exactly, [STEPS + 1,
+    2].
 
-    SGD: a whitened credit of 1 moves the logit of its token by PUSH / answers, a value moves by up to `fit` of its error.
+    SGD: a whitened credit of 1 moves the logit of its token by PUSH / answers, a value moves by up to `fit` of its
+    error.
     """
     policy, values, made = start(length), Values(length), torch.Generator().manual_seed(seed)
     value = a.learns_values
@@ -124,7 +127,10 @@ def play(seed: int) -> Played:
     for length in LENGTHS:
         for arm, a in ARMS.items():
             x = train(a, length, seed)
-            figures[arm] |= {f"success, {length}": float(x[-1, 0]), f"value error, {length}": float(x[WARMUP:, 1].mean())}
+            figures[arm] |= {
+                f"success, {length}": float(x[-1, 0]),
+                f"value error, {length}": float(x[WARMUP:, 1].mean()),
+            }
             curves[f"{arm}, {length}"] = Curve(range(STEPS + 1), x[:, 0].tolist())
     for arm, a in SHORT.items():
         figures[arm][QUICK] = float(train(a, CHOICES * 2, seed, SLOW)[-1, 0])
@@ -151,15 +157,30 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="long_horizon",
     item="F.2 item 25",
-    claim="With one reward after a long answer a critic that bootstraps (lambda .95) hardly hears of it: decoupled GAE gives the critic lambda 1 and keeps a short one for the policy; VAPO lets the policy's grow with the answer, "
-    "1 - 1 / (alpha l).",
+    claim=(
+        "With one reward after a long answer a critic that bootstraps (lambda .95) hardly hears of it: decoupled GAE"
+        " gives the critic lambda 1 and keeps a short one for the policy; VAPO lets the policy's grow with the answer,"
+        " 1 - 1 / (alpha l)."
+    ),
     source="VC-PPO 2503.01491, VAPO 2504.05118",
-    setup="One prompt, 64 or 256 tokens of 4 kinds; eight, evenly spread from the first, are choices, right eight times in ten at first; reward 1 if all eight are (.17 at first). A value for each position and for whether all choices so far were right, 0 at first. "
-    "32 answers a step, SGD, values move by up to .3 of their error; five steps for the values alone, then 40. Success and value error (mean squared, on track) are exact. And 16 tokens with values that move by .01 of their error.",
-    predicted="Value error and success are better with critic 1 than with .95 at 64, and more so at 256; `vapo` as the ladder has it is above .9 at 256; with slow values on 16 tokens alpha 1 is above .05 "
-    "([registered](miniatures-registered.md#long-horizons-f2-item-25) before these seeds were run).",
-    verdict="Holds, and grows with the length. At 256 tokens PPO's critic never comes near, while `vapo`, whose lambda is .92 there, gets ahead of everything; lambda 1 for both learns more slowly, since every choice answers for the luck of the others. "
-    "The published alpha asks for values that know: with slow ones, as in the common table's short runs, a lambda of 0 is worse than one that looks at the end.",
+    setup=(
+        "One prompt, 64 or 256 tokens of 4 kinds; eight, evenly spread from the first, are choices, right eight times"
+        " in ten at first; reward 1 if all eight are (.17 at first). A value for each position and for whether all"
+        " choices so far were right, 0 at first. 32 answers a step, SGD, values move by up to .3 of their error; five"
+        " steps for the values alone, then 40. Success and value error (mean squared, on track) are exact. And 16"
+        " tokens with values that move by .01 of their error."
+    ),
+    predicted=(
+        "Value error and success are better with critic 1 than with .95 at 64, and more so at 256; `vapo` as the ladder"
+        " has it is above .9 at 256; with slow values on 16 tokens alpha 1 is above .05"
+        " ([registered](miniatures-registered.md#long-horizons-f2-item-25) before these seeds were run)."
+    ),
+    verdict=(
+        "Holds, and grows with the length. At 256 tokens PPO's critic never comes near, while `vapo`, whose lambda is"
+        " .92 there, gets ahead of everything; lambda 1 for both learns more slowly, since every choice answers for the"
+        " luck of the others. The published alpha asks for values that know: with slow ones, as in the common table's"
+        " short runs, a lambda of 0 is worse than one that looks at the end."
+    ),
     play=play,
     judge=judge,
     picture=Picture("Values over long answers", "step", "success"),

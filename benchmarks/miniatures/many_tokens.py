@@ -1,4 +1,5 @@
-"""Mismatch in small doses: a little noise on each of many tokens, under credit that does not compare siblings, and under credit that does."""
+"""Mismatch in small doses: a little noise on each of many tokens, under credit that does not compare siblings, and
+under credit that does."""
 
 from __future__ import annotations
 
@@ -19,7 +20,12 @@ from posttrain.core.pieces.correction import Mask, Truncate
 
 PROMPTS, G, LENGTH, VOCAB, STEPS, LR, RIGHT = 8, 16, 16, 8, 60, 0.05, 0.9
 GLOBAL, LOCAL = replace(REINFORCE_PP, pull=None), replace(GRPO, pull=None)
-NONE, TIS, WIDE, REGION = "RF++, no correction", "RF++, token TIS, cap 2", "RF++, token TIS, cap 10", "RF++, DPPO's region"
+NONE, TIS, WIDE, REGION = (
+    "RF++, no correction",
+    "RF++, token TIS, cap 2",
+    "RF++, token TIS, cap 10",
+    "RF++, DPPO's region",
+)
 SEQUENCE_TIS, SEQUENCE_MIS, CONTROL = "RF++, sequence TIS, cap 5", "RF++, sequence MIS, cap 5", "GRPO, no correction"
 ARMS: dict[str, tuple[Algorithm, tuple[float, ...]]] = {
     NONE: (GLOBAL, (0.0, 0.5, 1.0)),
@@ -30,7 +36,8 @@ ARMS: dict[str, tuple[Algorithm, tuple[float, ...]]] = {
     SEQUENCE_MIS: (replace(GLOBAL, correction=(Mask(low=0.0, high=5.0, level="sequence"),)), (1.0,)),
     CONTROL: (LOCAL, (1.0,)),
 }
-"""Each with the noises it is played at. Without noise every correction is silent, and one run without stands for all."""
+"""Each with the noises it is played at. Without noise every correction is silent, and one run without stands for
+all."""
 END, FIRST, LAST = "right at the end, s = {:g}", "mismatch KL, first 10 steps", "mismatch KL, last 10"
 
 
@@ -47,7 +54,8 @@ def worth(seed: int) -> np.ndarray:
 
 
 def credit(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
-    """[E]. Whitening is over the step; without a baseline before it there is nothing to ask of `credit_step` but that."""
+    """[E]. Whitening is over the step; without a baseline before it there is nothing to ask of `credit_step` but
+    that."""
     if isinstance(a.baseline, ToGo):
         flat = [np.array([x]) for x in rewards_PG.ravel()]
         return np.concatenate(whitened("token", flat, [""] * len(flat)))
@@ -112,20 +120,42 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="many_tokens",
     item="F.2 item 10, its token-level half",
-    claim="A little noise on each of many tokens ruins an uncorrected run; the weight start/mu on the same token (TIS), or a trust region around the sampler (DPPO), keeps it.",
+    claim=(
+        "A little noise on each of many tokens ruins an uncorrected run; the weight start/mu on the same token (TIS),"
+        " or a trust region around the sampler (DPPO), keeps it."
+    ),
     source="TIS (A25), DPPO 2602.04879",
-    setup="Tables for 8 prompts; 16 tokens of 8 kinds, token 0 right everywhere and said nine times in ten at first; the reward is the share of right tokens plus what the prompt pays for any answer, "
-    "N(0, 1). The sampler adds N(0, s) to every logit. 16 siblings, Adam .05, one update a step, 60 steps. Credit of REINFORCE++ without KL; GRPO as the control. Share of right tokens of the undisturbed policy, exactly.",
-    predicted="No correction falls at s = 1 and its mismatch KL grows; token TIS stays within .05 of s = 0; DPPO does at s = .5 and not at s = 1; GRPO needs nothing "
-    "([registered](miniatures-registered.md#token-level-corrections-f2-item-10) before these seeds were run).",
-    verdict="Holds for credit that does not compare siblings. Where the credit of a prompt's answers does not average to 0, E[grad log pi] = mu - pi under the sampler makes the learner imitate its own noise on prompts that pay more than the rest, at every token; "
-    "start/mu on that token restores 0. GRPO subtracts the prompt's mean and is spared. DPPO's mask is right in small doses; at s = 1 it silences tokens that the noise alone had moved and loses more than TIS.",
+    setup=(
+        "Tables for 8 prompts; 16 tokens of 8 kinds, token 0 right everywhere and said nine times in ten at first; the"
+        " reward is the share of right tokens plus what the prompt pays for any answer, N(0, 1). The sampler adds N(0,"
+        " s) to every logit. 16 siblings, Adam .05, one update a step, 60 steps. Credit of REINFORCE++ without KL; GRPO"
+        " as the control. Share of right tokens of the undisturbed policy, exactly."
+    ),
+    predicted=(
+        "No correction falls at s = 1 and its mismatch KL grows; token TIS stays within .05 of s = 0; DPPO does at s ="
+        " .5 and not at s = 1; GRPO needs nothing"
+        " ([registered](miniatures-registered.md#token-level-corrections-f2-item-10) before these seeds were run)."
+    ),
+    verdict=(
+        "Holds for credit that does not compare siblings. Where the credit of a prompt's answers does not average to 0,"
+        " E[grad log pi] = mu - pi under the sampler makes the learner imitate its own noise on prompts that pay more"
+        " than the rest, at every token; start/mu on that token restores 0. GRPO subtracts the prompt's mean and is"
+        " spared. DPPO's mask is right in small doses; at s = 1 it silences tokens that the noise alone had moved and"
+        " loses more than TIS."
+    ),
     play=play,
     judge=judge,
     seeds=tuple(range(5)),
     notes=(
-        "Not as predicted: token TIS with its usual cap of 2 loses .04 in the mean at s = 1 and more than .05 on two seeds of five; with a cap of 10 (added afterwards) within .05 on all. "
-        "The mismatch KL did not grow over the run (.173 and .172 without correction); it fell under TIS. What one token's ratio cannot repair is in [Train/inference mismatch](#traininference-mismatch): there a token's worth depends on later tokens.",
+        (
+            "Not as predicted: token TIS with its usual cap of 2 loses .04 in the mean at s = 1 and more than .05 on"
+            " two seeds of five; with a cap of 10 (added afterwards) within .05 on all. The mismatch KL did not grow"
+            " over the run (.173 and .172 without correction); it fell under TIS. What one token's ratio cannot repair"
+            " is in [Train/inference mismatch](#traininference-mismatch): there a token's worth depends on later"
+            " tokens."
+        ),
     ),
-    picture=Picture("Mismatch over many tokens", "step (sampler noise s = 1)", "share of right tokens, learner's policy"),
+    picture=Picture(
+        "Mismatch over many tokens", "step (sampler noise s = 1)", "share of right tokens, learner's policy"
+    ),
 )

@@ -1,4 +1,5 @@
-"""What a miniature is: a claim, a prediction, a way to play it on a seed, and the statements its figures must make true."""
+"""What a miniature is: a claim, a prediction, a way to play it on a seed, and the statements its figures must make
+true."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Train/inference mismatch: the sampler's logits are disturbed, and the learner does not know, or corrects, or masks."""
+"""Train/inference mismatch: the sampler's logits are disturbed, and the learner does not know, or corrects, or
+masks."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ def train(a: Algorithm, s: float, seed: int) -> tuple[list[float], float]:
 
 
 def rounding_gap(kind: torch.dtype, seed: int) -> float:
-    """Mean |log-prob of the learner less the sampler's| where the sampler's logits (N(0, 3)) are rounded to this type."""
+    """Mean |log-prob of the learner less the sampler's| where the sampler's logits (N(0, 3)) are rounded to this
+    type."""
     made = torch.Generator().manual_seed(seed)
     policy = Table(3 * torch.randn(PROMPTS, LENGTH, 64, generator=made, dtype=torch.float64))
     answers = ask(policy, siblings(torch.arange(PROMPTS), G), made, rounded(kind))
@@ -86,7 +88,9 @@ def play(seed: int) -> Played:
     for arm, a in ARMS.items():
         runs = {s: train(a, s, seed) for s in NOISES}
         figures[arm] = {f"reward at step 30, s = {s:g}": runs[s][0][30] for s in NOISES}
-        figures[arm] |= {"least reward, s = 2": min(runs[2.0][0])} | {f"mismatch KL, s = {s:g}": runs[s][1] for s in NOISES[1:]}
+        figures[arm] |= {"least reward, s = 2": min(runs[2.0][0])} | {
+            f"mismatch KL, s = {s:g}": runs[s][1] for s in NOISES[1:]
+        }
         curves[arm] = Curve(range(STEPS + 1), runs[2.0][0])
     figures["bf16 logits"] = {"mean log-prob gap": rounding_gap(torch.bfloat16, seed)}
     figures["fp16 logits"] = {"mean log-prob gap": rounding_gap(torch.float16, seed)}
@@ -111,22 +115,39 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="mismatch",
     item="F.2 item 10",
-    claim="A sampler that is not quite the learner makes every gradient one of another policy's reward; corrections repair it, and finer "
-    "numbers (fp16 for bf16) make it small at the source.",
+    claim=(
+        "A sampler that is not quite the learner makes every gradient one of another policy's reward; corrections"
+        " repair it, and finer numbers (fp16 for bf16) make it small at the source."
+    ),
     source="TIS and MIS (A25), DPPO 2602.04879, FP16 2510.26788",
-    setup="Tables for 16 prompts, 4 tokens of 6. The first token chooses: safe is worth .5, bold is worth 1 if the other three are right, which the "
-    "learner's policy does nine times in ten each, so bold is better. The sampler adds N(0, s) to every logit, so under it bold fails. "
-    "16 siblings, Adam .05; the reward is the undisturbed policy's, exactly. Rounding: logits N(0, 3) over 64 tokens.",
-    predicted="No correction: reward drops at large s, mismatch KL grows. TIS, MIS and DPPO stable. The gap of bf16 about 8 times that of fp16.",
-    verdict="Holds in part. The uncorrected reward falls and the sequence-level corrections repair it at once. Token-level TIS and DPPO do not: the "
-    "bold token's credit was earned under the sampler's later tokens, and a ratio of one token cannot tell (the bias of A25, of order T^2). What they do repair is in [Mismatch over many tokens](#mismatch-over-many-tokens).",
+    setup=(
+        "Tables for 16 prompts, 4 tokens of 6. The first token chooses: safe is worth .5, bold is worth 1 if the other"
+        " three are right, which the learner's policy does nine times in ten each, so bold is better. The sampler adds"
+        " N(0, s) to every logit, so under it bold fails. 16 siblings, Adam .05; the reward is the undisturbed"
+        " policy's, exactly. Rounding: logits N(0, 3) over 64 tokens."
+    ),
+    predicted=(
+        "No correction: reward drops at large s, mismatch KL grows. TIS, MIS and DPPO stable. The gap of bf16 about 8"
+        " times that of fp16."
+    ),
+    verdict=(
+        "Holds in part. The uncorrected reward falls and the sequence-level corrections repair it at once. Token-level"
+        " TIS and DPPO do not: the bold token's credit was earned under the sampler's later tokens, and a ratio of one"
+        " token cannot tell (the bias of A25, of order T^2). What they do repair is in [Mismatch over many"
+        " tokens](#mismatch-over-many-tokens)."
+    ),
     notes=(
-        "Tried before: on sums (two tokens, one of them free, a network) with noise of up to s = 2 the uncorrected run learned *fastest*. "
-        "Where any sampler that stumbles on the answer teaches it, a correction only costs effective samples. This world was made to have a choice that the noise turns round. "
-        "The uncorrected run recovers late, once its margins outgrow the noise (after 100 steps of one seed it was at .985).",
+        (
+            "Tried before: on sums (two tokens, one of them free, a network) with noise of up to s = 2 the uncorrected"
+            " run learned *fastest*. Where any sampler that stumbles on the answer teaches it, a correction only costs"
+            " effective samples. This world was made to have a choice that the noise turns round. The uncorrected run"
+            " recovers late, once its margins outgrow the noise (after 100 steps of one seed it was at .985)."
+        ),
     ),
     play=play,
     judge=judge,
     digits=4,
-    picture=Picture("Train/inference mismatch", "step (sampler noise s = 2)", "expected reward of the learner's policy"),
+    picture=Picture(
+        "Train/inference mismatch", "step (sampler noise s = 2)", "expected reward of the learner's policy"
+    ),
 )

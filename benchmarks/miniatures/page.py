@@ -34,7 +34,8 @@ def table(figures: Figures, digits: int) -> list[str]:
     columns = list(dict.fromkeys(name for row in figures.values() for name in row))
     lines = ["| | " + " | ".join(columns) + " |", "|---|" + "---:|" * len(columns)]
     return lines + [
-        f"| {arm} | " + " | ".join(number(row[c], digits) if c in row else "" for c in columns) + " |" for arm, row in figures.items()
+        f"| {arm} | " + " | ".join(number(row[c], digits) if c in row else "" for c in columns) + " |"
+        for arm, row in figures.items()
     ]
 
 
@@ -44,7 +45,9 @@ def named(seeds: Sequence[int]) -> str:
     return f"{seeds[0]} to {seeds[-1]}" if run else ", ".join(str(s) for s in seeds)
 
 
-def section(m: Miniature, figures: Figures, statements: Sequence[Statement], seeds: Sequence[int], seconds: float) -> str:
+def section(
+    m: Miniature, figures: Figures, statements: Sequence[Statement], seeds: Sequence[int], seconds: float
+) -> str:
     told = named(seeds)
     lines = [
         f"## {m.picture.title}",
@@ -77,5 +80,8 @@ def section(m: Miniature, figures: Figures, statements: Sequence[Statement], see
 def page(sections: Mapping[str, str], overview: Sequence[tuple[Miniature, str]]) -> str:
     """The whole page: an overview with one line each, then the sections."""
     rows = ["| effect | item | verdict |", "|---|---|---|"]
-    rows += [f"| [{m.picture.title}](#{anchor}) | {m.item} | {m.verdict.split('. ')[0].rstrip('.')} |" for m, anchor in overview]
+    rows += [
+        f"| [{m.picture.title}](#{anchor}) | {m.item} | {m.verdict.split('. ')[0].rstrip('.')} |"
+        for m, anchor in overview
+    ]
     return HEAD + "\n" + "\n".join(rows) + "\n\n" + "\n".join(sections.values())

@@ -54,7 +54,10 @@ def play(seed: int) -> Played:
     curves = {arm: probabilities(a, p0) for arm, a in ARMS.items()}
     batches = list(range(1, BATCHES + 1))
     figures = {
-        arm: {"batches to p > .5": first_at_least(batches, p, 0.5)} | {f"p after {k}": p[k - 1] for k in (1, 9, 17, 25, 33)}
+        arm: (
+            {"batches to p > .5": first_at_least(batches, p, 0.5)}
+            | {f"p after {k}": p[k - 1] for k in (1, 9, 17, 25, 33)}
+        )
         for arm, p in curves.items()
     }
     return Played(figures, {arm: Curve(batches, p) for arm, p in curves.items()})

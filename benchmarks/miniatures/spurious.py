@@ -26,7 +26,8 @@ ARMS: dict[str, tuple[Algorithm, int, bool]] = {
 
 
 def train(a: Algorithm, inner: int, honest: bool, seed: int) -> np.ndarray:
-    """(accuracy, probability of each prompt's favourite answer, entropy) before every step and after the last, exactly."""
+    """(accuracy, probability of each prompt's favourite answer, entropy) before every step and after the last,
+    exactly."""
     policy = WORLD.taught(seed, hidden=64, steps=400, right=0.45)
     made, coins = torch.Generator().manual_seed(seed), np.random.default_rng([seed, 19])
     trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed, epochs=inner)
@@ -64,7 +65,9 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     favourite = "favourite's probability, change"
     return [
         Statement("the true reward gains more than .1, on every seed", all(f[true]["gain"] > 0.1 for f in each)),
-        Statement("coins, no clip, one update: |gain| < .05, on every seed", all(abs(f[one]["gain"]) < 0.05 for f in each)),
+        Statement(
+            "coins, no clip, one update: |gain| < .05, on every seed", all(abs(f[one]["gain"]) < 0.05 for f in each)
+        ),
         Statement(
             "coins and 6 updates gain nothing, with or without clip, on any seed",
             all(f[arm]["gain"] < 0.02 for f in each for arm in (free, clipped)),
@@ -83,19 +86,32 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="spurious",
     item="F.2 item 19",
-    claim="A reward of coin flips teaches nothing; gains under it were reported, and explained by the clip, which over many inner updates favours what the "
-    "policy already says.",
+    claim=(
+        "A reward of coin flips teaches nothing; gains under it were reported, and explained by the clip, which over"
+        " many inner updates favours what the policy already says."
+    ),
     source="Spurious Rewards 2506.10947",
-    setup="a + b mod 11 by a network of 64 hidden units that imitated answers, 45 % of them put right; 32 groups of 8, Adam 1e-3, 60 steps. The reward is the "
-    "truth or a coin; 1 or 6 updates a step, with clip .2 or none. Exact probabilities.",
-    predicted="Coins without clip and with one update: about 0. Clip and many updates: perhaps sharper on the prior's favourite answer.",
-    verdict="Holds for the control: coins gain nothing. The sharpening did not show: many updates on coins move the network at random, entropy falls onto "
-    "answers that were not the favourite, and the clip changes little.",
+    setup=(
+        "a + b mod 11 by a network of 64 hidden units that imitated answers, 45 % of them put right; 32 groups of 8,"
+        " Adam 1e-3, 60 steps. The reward is the truth or a coin; 1 or 6 updates a step, with clip .2 or none. Exact"
+        " probabilities."
+    ),
+    predicted=(
+        "Coins without clip and with one update: about 0. Clip and many updates: perhaps sharper on the prior's"
+        " favourite answer."
+    ),
+    verdict=(
+        "Holds for the control: coins gain nothing. The sharpening did not show: many updates on coins move the network"
+        " at random, entropy falls onto answers that were not the favourite, and the clip changes little."
+    ),
     play=play,
     judge=judge,
     notes=(
-        "Also tried: tables of 128 prompts, which share nothing, 16 clipped updates of SGD a step, two seeds. The favourite's probability stayed at .414 while entropy fell from "
-        "1.7 to 1.1 nats; without clip it fell. The clip protects the favourite there, but does not raise it.",
+        (
+            "Also tried: tables of 128 prompts, which share nothing, 16 clipped updates of SGD a step, two seeds. The"
+            " favourite's probability stayed at .414 while entropy fell from 1.7 to 1.1 nats; without clip it fell. The"
+            " clip protects the favourite there, but does not raise it."
+        ),
     ),
     picture=Picture("Spurious rewards", "step", "accuracy"),
 )

@@ -48,13 +48,18 @@ def play(seed: int) -> Played:
     curves: dict[str, Curve] = {}
     for arm, a in ARMS.items():
         runs = {eta: train(a, eta, seed) for eta in ETAS}
-        figures[arm] = {f"accuracy, eta {eta}": runs[eta][0][-1] for eta in ETAS} | {"clipped share, eta 16": runs[16][1]}
+        figures[arm] = {f"accuracy, eta {eta}": runs[eta][0][-1] for eta in ETAS} | {
+            "clipped share, eta 16": runs[16][1]
+        }
         curves[f"{arm}, eta 16"] = Curve(range(STEPS), runs[16][0])
     return Played(figures, curves | {"eta 0": Curve(range(STEPS), train(ARMS["decoupled PPO"], 0, seed)[0])})
 
 
 def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
-    loss = {arm: {eta: [f[arm]["accuracy, eta 0"] - f[arm][f"accuracy, eta {eta}"] for f in each] for eta in ETAS} for arm in ARMS}
+    loss = {
+        arm: {eta: [f[arm]["accuracy, eta 0"] - f[arm][f"accuracy, eta {eta}"] for f in each] for eta in ETAS}
+        for arm in ARMS
+    }
     m2po, decoupled, naive = (float(np.mean(loss[arm][16])) for arm in ("M2PO", "decoupled PPO", "naive PPO"))
     return [
         Statement("eta 0 is the same run for every algorithm within .02", all(abs(mean[arm]["accuracy, eta 0"] - mean["naive PPO"]["accuracy, eta 0"]) < 0.02 for arm in ARMS)),
@@ -67,17 +72,33 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="staleness",
     item="F.2 item 11",
-    claim="Answers from older weights: a clip around the sampler (naive PPO) silences ever more of them, a clip around the learner at the start of "
-    "the step with a weight start/mu (decoupled) does not; masking the second moment (M2PO) sits between.",
+    claim=(
+        "Answers from older weights: a clip around the sampler (naive PPO) silences ever more of them, a clip around"
+        " the learner at the start of the step with a weight start/mu (decoupled) does not; masking the second moment"
+        " (M2PO) sits between."
+    ),
     source="AReaL 2505.24298, M2PO 2510.01161",
-    setup="a + b mod 11 by a network of 64 hidden units that imitated answers, 30 % of them put right; 16 groups of 8, one update a step, Adam 4e-3, "
-    "60 steps; answers come from the weights of eta steps ago. Accuracy of the newest weights, exactly.",
-    predicted="Naive PPO degrades with eta; decoupled flat to eta 8; M2PO stable. Taking stale answers for fresh ones (no ratio at all) is worst.",
-    verdict="Holds at this step size. Taking stale answers for fresh ones is worst; naive PPO clips more than a third of the tokens at eta 16; M2PO loses less; decoupled PPO loses nothing.",
+    setup=(
+        "a + b mod 11 by a network of 64 hidden units that imitated answers, 30 % of them put right; 16 groups of 8,"
+        " one update a step, Adam 4e-3, 60 steps; answers come from the weights of eta steps ago. Accuracy of the"
+        " newest weights, exactly."
+    ),
+    predicted=(
+        "Naive PPO degrades with eta; decoupled flat to eta 8; M2PO stable. Taking stale answers for fresh ones (no"
+        " ratio at all) is worst."
+    ),
+    verdict=(
+        "Holds at this step size. Taking stale answers for fresh ones is worst; naive PPO clips more than a third of"
+        " the tokens at eta 16; M2PO loses less; decoupled PPO loses nothing."
+    ),
     play=play,
     judge=judge,
     notes=(
-        "Also tried: a step of 1e-2, two seeds. From .31 at first, eta 0 ended at .73; at eta 8 decoupled PPO ended at .65, naive PPO at .64, M2PO at .42. The flat stretch is one of small steps, and M2PO is not the stabler one there.",
+        (
+            "Also tried: a step of 1e-2, two seeds. From .31 at first, eta 0 ended at .73; at eta 8 decoupled PPO ended"
+            " at .65, naive PPO at .64, M2PO at .42. The flat stretch is one of small steps, and M2PO is not the"
+            " stabler one there."
+        ),
     ),
     picture=Picture("Staleness", "step", "accuracy of the newest weights"),
 )

@@ -1,4 +1,5 @@
-"""The world most miniatures share: a + b mod m, said in a few tokens by a small network that was taught badly at first."""
+"""The world most miniatures share: a + b mod m, said in a few tokens by a small network that was taught badly at
+first."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ class Sums:
     m: int = 11
     free: int = 0
     skew: float = 0.0
-    """How lopsided the imitated tokens are: the k-th choice has weight k^-skew, and the sum is the least common of all."""
+    """How lopsided the imitated tokens are: the k-th choice has weight k^-skew, and the sum is the least common of
+    all."""
 
     @property
     def prompts(self) -> int:
@@ -40,7 +42,8 @@ class Sums:
         return (torch.arange(self.prompts) // self.m + torch.arange(self.prompts) % self.m) % self.m
 
     def taught(self, seed: int, *, hidden: int, steps: int, right: float | tuple[float, float]) -> Net:
-        """A network that imitated answers of which a share `right` was correct (two shares: of every other prompt), the others drawn."""
+        """A network that imitated answers of which a share `right` was correct (two shares: of every other prompt), the
+        others drawn."""
         return deepcopy(self._taught(seed, hidden, steps, right if isinstance(right, tuple) else (right, right)))
 
     @cache  # noqa: B019  (worlds live as long as the program)
@@ -49,7 +52,9 @@ class Sums:
         policy = Net(self.features_PF, self.length, self.m, hidden, seed)
         prompt_E = torch.arange(self.prompts).repeat(20)
         choices = (1.0 + torch.arange(self.m, dtype=torch.float64)) ** -self.skew
-        tokens_ET = torch.multinomial(choices, len(prompt_E) * self.length, replacement=True, generator=made).reshape(-1, self.length)
+        tokens_ET = torch.multinomial(choices, len(prompt_E) * self.length, replacement=True, generator=made).reshape(
+            -1, self.length
+        )
         tokens_ET[:, -1] = (self.truth_P[prompt_E] + 1 + tokens_ET[:, -1]) % self.m
         good_E = torch.rand(len(prompt_E), generator=made) < torch.tensor(right)[prompt_E % 2]
         tokens_ET[good_E, -1] = self.truth_P[prompt_E[good_E]]

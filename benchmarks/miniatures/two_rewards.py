@@ -29,7 +29,8 @@ def truth(seed: int) -> Tensor:
 
 
 def start(seed: int) -> Net:
-    """First token: the format (token 0), right half the time. Second: the prompt's answer, right in about one of twelve."""
+    """First token: the format (token 0), right half the time. Second: the prompt's answer, right in about one of
+    twelve."""
     made = torch.Generator().manual_seed(seed)
     policy = Net(torch.eye(PROMPTS), 2, VOCAB, 64, seed)
     prompt_E = torch.arange(PROMPTS).repeat(40)
@@ -46,7 +47,8 @@ def rewards_of(answers: Answers, truth_P: Tensor) -> np.ndarray:
 
 
 def train(a: Algorithm, worth: float, seed: int) -> np.ndarray:
-    """Share of every step's samples with the format and with the answer, [STEPS, 2]; the format is worth this much reward."""
+    """Share of every step's samples with the format and with the answer, [STEPS, 2]; the format is worth this much
+    reward."""
     policy, truth_P, made = start(seed), truth(seed), torch.Generator().manual_seed(seed)
     trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=2e-3), G, seed)
     out: list[np.ndarray] = []
@@ -75,7 +77,9 @@ def play(seed: int) -> Played:
     }
     shown = {arm: x for arm, x in runs.items() if arm != "GDPO, easy worth 4"}
     curves = {f"{arm[:4]}{arm[-2:]} correct": Curve(steps, x[:, 1].tolist()) for arm, x in shown.items()}
-    return Played(figures, curves | {f"{arm[:4]}{arm[-2:]} format": Curve(steps, x[:, 0].tolist()) for arm, x in shown.items()})
+    return Played(
+        figures, curves | {f"{arm[:4]}{arm[-2:]} format": Curve(steps, x[:, 0].tolist()) for arm, x in shown.items()}
+    )
 
 
 def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
@@ -85,7 +89,9 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     faster = all(mean[f"GDPO, easy worth {w}"][half] < mean[f"GRPO, easy worth {w}"][half] for w in (1, 4))
     stalls = mean["GRPO, easy worth 4"][early] < min(mean[arm][early] for arm in ARMS if arm != "GRPO, easy worth 4")
     same = all(f["GDPO, easy worth 1"] == f["GDPO, easy worth 4"] for f in each)
-    rises = gdpo["format, last 10 steps"] > gdpo["format at first"] + 0.2 and gdpo[late] > gdpo["correct at first"] + 0.2
+    rises = (
+        gdpo["format, last 10 steps"] > gdpo["format at first"] + 0.2 and gdpo[late] > gdpo["correct at first"] + 0.2
+    )
     return [
         Statement("GDPO raises both rewards by more than .2", rises),
         Statement("the hard reward ends higher under GDPO, on every seed and at both worths", ends),
@@ -98,14 +104,22 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="two_rewards",
     item="F.2 item 16",
-    claim="Normalising the sum of two rewards lets the easier one set the scale; normalising each on its own keeps both alive.",
+    claim=(
+        "Normalising the sum of two rewards lets the easier one set the scale; normalising each on its own keeps both"
+        " alive."
+    ),
     source="GDPO 2601.05242",
-    setup="32 prompts; an answer is a format token (right half the time at first) and an answer token (right in one of twelve); rewards 0 or 1 "
-    "for each, and a second time with the format worth 4; a network of 64 hidden units, 8 siblings, all prompts every step, Adam 2e-3, "
-    "150 steps, no KL.",
+    setup=(
+        "32 prompts; an answer is a format token (right half the time at first) and an answer token (right in one of"
+        " twelve); rewards 0 or 1 for each, and a second time with the format worth 4; a network of 64 hidden units, 8"
+        " siblings, all prompts every step, Adam 2e-3, 150 steps, no KL."
+    ),
     predicted="Both rise under GDPO; the hard one rises later and less under GRPO on the sum.",
-    verdict="Holds, weakly. At equal worth the difference is a few steps, since an easy reward stops mattering once everybody has it; worth 4 times "
-    "the hard one, it holds the hard one back until then. GDPO does not see the worth at all.",
+    verdict=(
+        "Holds, weakly. At equal worth the difference is a few steps, since an easy reward stops mattering once"
+        " everybody has it; worth 4 times the hard one, it holds the hard one back until then. GDPO does not see the"
+        " worth at all."
+    ),
     play=play,
     judge=judge,
     notes=("The second worth was added after the first showed only a small difference.",),

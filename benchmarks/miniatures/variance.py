@@ -16,20 +16,28 @@ from posttrain.core.ladder import EMA, REINFORCE, RLOO
 
 SAMPLES, PROMPTS, ACTIONS, DRAWS, WARM = 64, 64, 10, 60, 3
 OTHERS = replace(RLOO, pull=None)
-ARMS: dict[str, tuple[Algorithm, int]] = {"RLOO(4)": (OTHERS, 4), "RLOO(2)": (OTHERS, 2), "EMA": (EMA, 1), "none": (REINFORCE, 1)}
+ARMS: dict[str, tuple[Algorithm, int]] = {
+    "RLOO(4)": (OTHERS, 4),
+    "RLOO(2)": (OTHERS, 2),
+    "EMA": (EMA, 1),
+    "none": (REINFORCE, 1),
+}
 SPREADS = {"prompts differ": 1.0, "prompts alike": 0.0}
 WITHIN, MEAN = 0.5, 1.5
 
 
 def gradients(a: Algorithm, g: int, policy: Table, reward_PV: np.ndarray, seed: int) -> np.ndarray:
-    """[DRAWS, P * V]: gradients of 64 samples each, 64 / g prompts drawn anew; the moving baseline is warmed up first."""
+    """[DRAWS, P * V]: gradients of 64 samples each, 64 / g prompts drawn anew; the moving baseline is warmed up
+    first."""
     made = torch.Generator().manual_seed(seed)
     ema, out = 0.0, []
     for _ in range(WARM + DRAWS):
         prompt_E = siblings(torch.randint(PROMPTS, (SAMPLES // g,), generator=made), g)
         answers = ask(policy, prompt_E, made)
         rewards_PG = reward_PV[prompt_E.numpy(), answers.tokens_ET[:, 0].numpy()].reshape(-1, g, 1)
-        groups = [scored_group(r, mu) for r, mu in zip(rewards_PG, answers.mu_ET.numpy().reshape(-1, g, 1), strict=True)]
+        groups = [
+            scored_group(r, mu) for r, mu in zip(rewards_PG, answers.mu_ET.numpy().reshape(-1, g, 1), strict=True)
+        ]
         credit = credit_step(a, groups, max_tokens=1, ema=ema)
         ema = credit.ema
         flat = np.array([e.advantage[0][0] for group in credit.groups for e in group.episodes])
@@ -59,23 +67,43 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
         return all(np.all(np.diff(row) > 0) for row in zip(*(v[arm] for arm in arms), strict=True))
 
     return [
-        Statement("prompts differ, on every seed: RLOO(4) < RLOO(2) < EMA < none", rising(differ, "RLOO(4)", "RLOO(2)", "EMA", "none")),
-        Statement("prompts alike, on every seed: EMA < RLOO(4) < RLOO(2) < none", rising(alike, "EMA", "RLOO(4)", "RLOO(2)", "none")),
+        Statement(
+            "prompts differ, on every seed: RLOO(4) < RLOO(2) < EMA < none",
+            rising(differ, "RLOO(4)", "RLOO(2)", "EMA", "none"),
+        ),
+        Statement(
+            "prompts alike, on every seed: EMA < RLOO(4) < RLOO(2) < none",
+            rising(alike, "EMA", "RLOO(4)", "RLOO(2)", "none"),
+        ),
     ]
 
 
 MINIATURE = Miniature(
     name="variance",
     item="F.2 item 8",
-    claim="Siblings of the same prompt are a better baseline than a moving average over prompts, and more siblings a better one.",
+    claim=(
+        "Siblings of the same prompt are a better baseline than a moving average over prompts, and more siblings a"
+        " better one."
+    ),
     source="RLOO 2402.14740",
-    setup="Total variance (trace of the covariance) of the gradient of 64 samples: 16 prompts x 4, 32 x 2, or 64 x 1, drawn anew 60 times; "
-    "64 prompts of 10 actions with rewards 1.5 + N(0, 1) for the prompt + N(0, .5) for the action. A second world has no prompt term.",
-    predicted="Prompts differ: RLOO(4) < RLOO(2) < EMA < none. Prompts alike: a sibling's reward tells nothing about the prompt that the moving "
-    "average does not know, so EMA < RLOO(4) (4/3 of the reward's variance) < RLOO(2) (twice) < none.",
+    setup=(
+        "Total variance (trace of the covariance) of the gradient of 64 samples: 16 prompts x 4, 32 x 2, or 64 x 1,"
+        " drawn anew 60 times; 64 prompts of 10 actions with rewards 1.5 + N(0, 1) for the prompt + N(0, .5) for the"
+        " action. A second world has no prompt term."
+    ),
+    predicted=(
+        "Prompts differ: RLOO(4) < RLOO(2) < EMA < none. Prompts alike: a sibling's reward tells nothing about the"
+        " prompt that the moving average does not know, so EMA < RLOO(4) (4/3 of the reward's variance) < RLOO(2)"
+        " (twice) < none."
+    ),
     verdict="Holds where prompts differ more than the answers to one of them.",
     play=play,
     judge=judge,
-    picture=Picture("Gradient variance of baselines", "1: RLOO(4), 2: RLOO(2), 3: EMA, 4: none", "variance of the gradient", log_y=True),
+    picture=Picture(
+        "Gradient variance of baselines",
+        "1: RLOO(4), 2: RLOO(2), 3: EMA, 4: none",
+        "variance of the gradient",
+        log_y=True,
+    ),
     digits=4,
 )

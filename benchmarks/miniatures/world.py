@@ -1,7 +1,7 @@
 """Small worlds that every miniature is played in: a policy over short answers, and the path from rewards to a gradient.
 
-The path is the library's: `credit_step` makes credit, `weigh` the weights, `choose` the tokens, `objective` the loss. What is
-written here only samples answers, lays tokens out as a `Batch`, and steps an optimizer.
+The path is the library's: `credit_step` makes credit, `weigh` the weights, `choose` the tokens, `objective` the loss.
+What is written here only samples answers, lays tokens out as a `Batch`, and steps an optimizer.
 
 Axis letters: P prompts, G siblings, E = P * G answers of T tokens each, V vocabulary.
 """
@@ -31,7 +31,7 @@ from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, START, VALUE, VERSI
 from posttrain.core.types import Episode, Gauges, Group, Scored, ScoredGroup, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 
-# --- policies ------------------------------------------------------------------------------------------------------------
+# --- policies ---------------------------------------------------------------------------------------------------------
 
 
 class Table(nn.Module):
@@ -50,7 +50,8 @@ class Table(nn.Module):
 
 
 class Net(nn.Module):
-    """A perceptron that reads features of the prompt [P, F], the position, and the tokens said so far; all prompts share it."""
+    """A perceptron that reads features of the prompt [P, F], the position, and the tokens said so far; all prompts
+    share it."""
 
     def __init__(self, features_PF: Tensor, length: int, vocabulary: int, hidden: int, seed: int) -> None:
         super().__init__()
@@ -125,7 +126,7 @@ def logp_of(policy: Policy, answers: Answers) -> Tensor:
     return said_logp(policy, answers)[0]
 
 
-# --- credit ----------------------------------------------------------------------------------------------------------------
+# --- credit -----------------------------------------------------------------------------------------------------------
 
 
 @cache
@@ -143,7 +144,9 @@ def scored_group(
     scored: list[Scored] = []
     for i, (rewards, mu) in enumerate(zip(rewards_GK, mu_GT, strict=True)):
         logp = np.concatenate([[np.nan], np.minimum(mu, 0)]).astype(np.float32)
-        segment = Segment(np.zeros(length + 1, np.int32), mask, logp, np.where(mask, 0, -1).astype(np.int32), contract(length))
+        segment = Segment(
+            np.zeros(length + 1, np.int32), mask, logp, np.where(mask, 0, -1).astype(np.int32), contract(length)
+        )
         verdicts = tuple(Judged(str(k), 1.0, Verdict.value(float(r))) for k, r in enumerate(rewards))
         episode = Episode(task, 0, i, (segment,), Stop.LENGTH, verdicts)
         held = {START: start_GT, REFERENCE: reference_GT, VALUE: values_GT}
@@ -160,10 +163,14 @@ def _of_pattern(a: Algorithm, rewards: tuple[tuple[float, ...], ...]) -> tuple[f
 def credit_by_pattern(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
     """Credit [P, G] of rewards [P, G], or [P, G, K] of K sources: one number an answer, all answers equally long.
 
-    `credit_step` is asked once for every pattern of sorted siblings and remembered, since permuting siblings permutes credit
-    (law 4); whitening over the step is the library's own, afterwards.
+    `credit_step` is asked once for every pattern of sorted siblings and remembered, since permuting siblings permutes
+    credit (law 4); whitening over the step is the library's own, afterwards.
     """
-    assert not isinstance(a.baseline, Ema | Value) and a.kl_in_credit is None and a.scale not in ("batch_std", "mixed_share")
+    assert (
+        not isinstance(a.baseline, Ema | Value)
+        and a.kl_in_credit is None
+        and a.scale not in ("batch_std", "mixed_share")
+    )
     plain = a if a.whiten is None else replace(a, whiten=None)
     p, g = rewards_PG.shape[:2]
     rewards_PGK = rewards_PG.reshape(p, g, -1)
@@ -190,7 +197,11 @@ def mixed(rewards_PG: np.ndarray) -> np.ndarray:
 
 
 def credit_in_full(
-    a: Algorithm, rewards_PG: np.ndarray, answers: Answers, reference_ET: Tensor | None = None, start_ET: Tensor | None = None
+    a: Algorithm,
+    rewards_PG: np.ndarray,
+    answers: Answers,
+    reference_ET: Tensor | None = None,
+    start_ET: Tensor | None = None,
 ) -> np.ndarray:
     """Credit [E, T] by one `credit_step` over the whole step: for a KL in the credit, or a baseline that moves."""
     p, g = rewards_PG.shape[:2]
@@ -205,7 +216,7 @@ def credit_in_full(
     return np.stack([e.advantage[0] for group in credit.groups for e in group.episodes])
 
 
-# --- from credit to a step of the optimizer --------------------------------------------------------------------------------
+# --- from credit to a step of the optimizer ---------------------------------------------------------------------------
 
 
 def batch_of(
@@ -239,7 +250,9 @@ def batch_of(
     return batch if a.tokens is None else batch.having({CHOSEN: choose(a.tokens, batch, None, rng)})
 
 
-def loss_of(a: Algorithm, batch: Batch, policy: Policy, answers: Answers, value_ET: Tensor | None = None) -> tuple[Tensor, Gauges]:
+def loss_of(
+    a: Algorithm, batch: Batch, policy: Policy, answers: Answers, value_ET: Tensor | None = None
+) -> tuple[Tensor, Gauges]:
     """The library's loss of this minibatch under the policy as it is, and under these values where `a` learns them."""
     logp_ET, entropy_ET = said_logp(policy, answers)
     terms = objective(
@@ -300,7 +313,9 @@ class Trainer:
         return gauges
 
 
-def imitate(policy: Policy, prompt_E: Tensor, tokens_ET: Tensor, steps: int, lr: float, made: torch.Generator, batch: int = 128) -> None:
+def imitate(
+    policy: Policy, prompt_E: Tensor, tokens_ET: Tensor, steps: int, lr: float, made: torch.Generator, batch: int = 128
+) -> None:
     """Supervised learning on these answers: how every policy here gets its prior."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
     for _ in range(steps):

@@ -1,1 +1,2 @@
-"""The mathematics: credit, weights, trust regions, corrections, losses. Pure functions of data; no effects, no modules."""
+"""The mathematics: credit, weights, trust regions, corrections, losses. Pure functions of data; no effects, no
+modules."""

@@ -58,8 +58,8 @@ class Siblings:
 
 @singledispatch
 def centred(b: Baseline, seen: Siblings) -> tuple[Array, float]:
-    """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may be permuted, and
-    of differences from the lowest reward, so that rewards which nearly agree are still centred."""
+    """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may
+    be permuted, and of differences from the lowest reward, so that rewards which nearly agree are still centred."""
     raise missing(b, "baseline.centred")
 
 
@@ -145,8 +145,8 @@ def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 
 def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
-    """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken token, the KL
-    where it was paid (A05)."""
+    """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken
+    token, the KL where it was paid (A05)."""
     values_T = joined(s.scored[VALUE])
     rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
@@ -154,7 +154,9 @@ def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
     if value.trace is not None:
         mu = [segment.logp[segment.mask] for segment in s.scored.episode.segments]
         log_T = joined(s.scored[START]) - np.concatenate([np.zeros(0), *mu])
-        return v_trace(values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace)
+        return v_trace(
+            values_T, rewards_T, np.exp(log_T), gamma=value.gamma, gae_lambda=value.gae_lambda, cap=value.trace
+        )
     advantage_T, return_T = gae(values_T, rewards_T, gamma=value.gamma, gae_lambda=value.gae_lambda)
     own = credit_lambda(value, s.spoken)
     if own != value.gae_lambda:
@@ -163,7 +165,8 @@ def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
 
 
 def credit_lambda(value: Value, length: int) -> float:
-    """Lambda of the credit of an answer of `length` tokens: its own, the targets', or 1 - 1 / (alpha * length), not below 0 (A19)."""
+    """Lambda of the credit of an answer of `length` tokens: its own, the targets', or 1 - 1 / (alpha * length), not
+    below 0 (A19)."""
     if value.length_alpha is not None:
         return max(0.0, 1 - 1 / (value.length_alpha * length)) if length else 0.0
     return value.gae_lambda if value.credit_lambda is None else value.credit_lambda
@@ -171,7 +174,8 @@ def credit_lambda(value: Value, length: int) -> float:
 
 @by_token.register
 def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    """Process-supervised credit (A07): steps normalised over all steps of the group; a token sums those that end at or after it."""
+    """Process-supervised credit (A07): steps normalised over all steps of the group; a token sums those that end at or
+    after it."""
     steps = [_steps(s) for s in samples]
     if not any(steps):
         steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
@@ -193,14 +197,19 @@ def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 def _steps(s: Sample) -> list[tuple[int, float]]:
     """(spoken tokens up to the step's end, value) of every judged step of an episode."""
     found = s.scored.episode.verdicts
-    return [(j.end, j.weight * j.verdict.score) for j in found if j.end is not None and not j.paid and j.verdict.score is not None]
+    return [
+        (j.end, j.weight * j.verdict.score)
+        for j in found
+        if j.end is not None and not j.paid and j.verdict.score is not None
+    ]
 
 
 @by_token.register
 def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     """Less the mean at t of those that still speak, weighted by W_t (OTB, A04).
 
-    Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and -1/4, -1/3.
+    Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and
+    -1/4, -1/3.
     """
     rewards = np.array([s.shaped - s.charged for s in samples])
     if not spread(rewards, noise_of(samples)):
@@ -214,7 +223,9 @@ def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)
     compared_T = (speaking_T > 1) & (total_T > 0)
     mean_T = np.divide(earned_T, total_T, out=np.zeros_like(total_T), where=compared_T)
-    return TokenCredit([np.where(compared_T, r - mean_T, 0.0)[: s.spoken] for r, s in zip(rewards, samples, strict=True)])
+    return TokenCredit(
+        [np.where(compared_T, r - mean_T, 0.0)[: s.spoken] for r, s in zip(rewards, samples, strict=True)]
+    )
 
 
 @by_token.register
@@ -231,4 +242,8 @@ def _(b: AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 def _whole(samples: Sequence[Sample]) -> tuple[list[Episode], Array, float]:
     """(episodes, their rewards, the width up to which those do not differ)."""
-    return [s.scored.episode for s in samples], np.array([s.shaped for s in samples], np.float64), noise_of(samples, charged=False)
+    return (
+        [s.scored.episode for s in samples],
+        np.array([s.shaped for s in samples], np.float64),
+        noise_of(samples, charged=False),
+    )

@@ -1,8 +1,8 @@
 """Which tokens of a minibatch speak, chosen over the whole of it before it is split, so that a split changes nothing.
 
-One type in `core.pieces.token`, its functions here, registered by it. Chosen from the log-probs before the step: the learner's where they
-were scored, else the sampler's own. Published code chooses inside each micro-batch from the log-probs of the moment, which ties the
-algorithm to memory settings.
+One type in `core.pieces.token`, its functions here, registered by it. Chosen from the log-probs before the step: the
+learner's where they were scored, else the sampler's own. Published code chooses inside each micro-batch from the
+log-probs of the moment, which ties the algorithm to memory settings.
 """
 
 from __future__ import annotations
@@ -77,7 +77,8 @@ def _before(batch: Batch) -> Array:
 
 
 def covariance(advantage_M: Array, logp_M: Array) -> Array:
-    """(A_t - mean A) * (logp_t - mean logp): p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831, .1277] (A33)."""
+    """(A_t - mean A) * (logp_t - mean logp): p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831, .1277]
+    (A33)."""
     return (advantage_M - advantage_M.mean()) * (logp_M - logp_M.mean())
 
 

@@ -46,9 +46,11 @@ class Mismatch:
 
 
 def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch: Streams) -> Corrected:
-    """The correction of each token: the product over `pieces`. Tokens it masks stay in the denominator of the aggregation.
+    """The correction of each token: the product over `pieces`. Tokens it masks stay in the denominator of the
+    aggregation.
 
-    start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0, .9, 1.5, 4, 0].
+    start/mu = [.3, .9, 1.5, 4, .1]: Truncate(cap=2) -> [.3, .9, 1.5, 2, .1], Mask(low=.5, high=5) -> [0, .9, 1.5, 4,
+    0].
 
     Args:
         start_M: log-probs of the learner at the start of the step. now_M: those of the policy as it is.

@@ -2,11 +2,13 @@
 
     A = (r - baseline) / scale
 
-Baselines are in `algorithm.baseline`, shapings in `algorithm.shape`; a scale is one `case` here. Group-relative baselines without
-spread give exactly 0: fewer than two rewards to compare, or max - min of them not above their resolution times the largest sum of
-absolute terms, tested before any division (`core.spread`). Scales and whitening say "no spread" by the same rule.
+Baselines are in `algorithm.baseline`, shapings in `algorithm.shape`; a scale is one `case` here. Group-relative
+baselines without spread give exactly 0: fewer than two rewards to compare, or max - min of them not above their
+resolution times the largest sum of absolute terms, tested before any division (`core.spread`). Scales and whitening say
+"no spread" by the same rule.
 
-Worked example, rewards [1, 0, 0, 1] of one prompt: groupmean [.5, -.5, -.5, .5], with group_std +-.8660, others +-.6667.
+Worked example, rewards [1, 0, 0, 1] of one prompt: groupmean [.5, -.5, -.5, .5], with group_std +-.8660, others
++-.6667.
 """
 
 from __future__ import annotations
@@ -56,7 +58,9 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
     final = (
         raw
         if a.whiten is None
-        else whitened(a.whiten, raw, [_source(s) for s in flat], [_doubt(a, s, x) for s, x in zip(flat, raw, strict=True)])
+        else whitened(
+            a.whiten, raw, [_source(s) for s in flat], [_doubt(a, s, x) for s, x in zip(flat, raw, strict=True)]
+        )
     )
     if a.charges_tokens:
         final = [x - s.penalty_T for x, s in zip(final, flat, strict=True)]
@@ -73,14 +77,17 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
 def without_credit(credit: Credit) -> Credit:
     """The same step with credit 0 everywhere: the value targets stay, the policy stands still (value warm-up, A19)."""
     groups = tuple(
-        replace(g, episodes=tuple(replace(e, advantage=tuple(np.zeros_like(x) for x in e.advantage)) for e in g.episodes))
+        replace(
+            g, episodes=tuple(replace(e, advantage=tuple(np.zeros_like(x) for x in e.advantage)) for e in g.episodes)
+        )
         for g in credit.groups
     )
     return replace(credit, groups=groups)
 
 
 def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
-    """One prompt's judged siblings, shaped; without the greedy answer it is compared with, nobody can learn from the group."""
+    """One prompt's judged siblings, shaped; without the greedy answer it is compared with, nobody can learn from the
+    group."""
     episodes = [s.episode for s in group.episodes]
     raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
     terms = np.array([0.0 if a.rewards == "none" else size(e.verdicts) for e in episodes], np.float64)
@@ -99,11 +106,15 @@ def _source(s: Sample) -> str:
 
 
 def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
-    """The width up to which a sample's credit says nothing, for whitening: from the terms of its reward, its baseline and its values.
-    Where siblings were compared it is 0, for what they agree in was rounded away before."""
+    """The width up to which a sample's credit says nothing, for whitening: from the terms of its reward, its baseline
+    and its values. Where siblings were compared it is 0, for what they agree in was rounded away before."""
     if a.group_relative:
         return 0.0
-    values = max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.find(VALUE) or ()), default=0.0) if a.learns_values else 0.0
+    values = (
+        max((float(np.max(np.abs(v), initial=0.0)) for v in s.scored.find(VALUE) or ()), default=0.0)
+        if a.learns_values
+        else 0.0
+    )
     return rounding([s.charged_size + float(np.max(np.abs(credit_T), initial=0.0)) + 2 * values], s.resolution)
 
 
@@ -113,7 +124,8 @@ def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
 def _by_samples(
     a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], ema: float
 ) -> tuple[list[Array], list[bool], float]:
-    """Credit [T] of every sample from its reward and its siblings'; a KL in the reward is charged to go or to the whole episode.
+    """Credit [T] of every sample from its reward and its siblings'; a KL in the reward is charged to go or to the whole
+    episode.
 
     The scale is that of whole rewards, and divides all of credit: the KL still to pay and what was paid before, too."""
     to_go, in_reward, relative = a.baseline.to_go, a.charges_answers, a.group_relative
@@ -146,11 +158,14 @@ def _by_samples(
 def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
     """Reward less baseline [G] of one prompt, and the moving baseline afterwards."""
     greedy = group.group.greedy
-    return centred(a.baseline, Siblings(r, lengths, 0.0 if greedy is None or greedy.reward is None else greedy.reward, ema))
+    return centred(
+        a.baseline, Siblings(r, lengths, 0.0 if greedy is None or greedy.reward is None else greedy.reward, ema)
+    )
 
 
 def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
-    """GDPO (A31): every reward source centred and scaled among its own siblings, then summed with the sources' weights [G].
+    """GDPO (A31): every reward source centred and scaled among its own siblings, then summed with the sources' weights
+    [G].
 
     A sample whose source abstained takes no part in that source's comparison.
     """
@@ -180,12 +195,17 @@ def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, 
 
 def _noise_of_source(scored: Sequence[Scored], source: str) -> float:
     """The width up to which the siblings' scores of one source do not differ."""
-    given = [[j for j in s.episode.verdicts if j.source == source and j.counts and j.verdict.score is not None] for s in scored]
+    given = [
+        [j for j in s.episode.verdicts if j.source == source and j.counts and j.verdict.score is not None]
+        for s in scored
+    ]
     one = [math.fsum(abs(j.verdict.score or 0.0) * (abs(j.weight) if j.paid else 1.0) for j in js) for js in given]
     return rounding(one, max((j.resolution for js in given for j in js), default=0.0))
 
 
-def _scales(a: Algorithm, rewards_P: Sequence[Array], noise_P: Sequence[float], samples_P: Sequence[Sequence[Sample]]) -> list[float]:
+def _scales(
+    a: Algorithm, rewards_P: Sequence[Array], noise_P: Sequence[float], samples_P: Sequence[Sequence[Sample]]
+) -> list[float]:
     """What each group's credit is divided by; 0 or less where there is no scale, and credit is then exactly 0."""
     match a.scale:
         case "one":
@@ -201,7 +221,10 @@ def _scales(a: Algorithm, rewards_P: Sequence[Array], noise_P: Sequence[float], 
             assert a.best_of is not None
             k = a.best_of.k
             outcomes = [np.array([s.scored.episode.reward for s in samples], np.float64) for samples in samples_P]
-            return [min(k, len(r)) * best_spread(r, k) if spread(r, n) else 0.0 for r, n in zip(outcomes, noise_P, strict=True)]
+            return [
+                min(k, len(r)) * best_spread(r, k) if spread(r, n) else 0.0
+                for r, n in zip(outcomes, noise_P, strict=True)
+            ]
         case "mixed_share":
             every = sum(len(r) for r in rewards_P)
             valid = sum(len(r) for r, noise in zip(rewards_P, noise_P, strict=True) if spread(r, noise))
@@ -212,4 +235,6 @@ def _episode_credit(s: Sample, advantage_T: Array, return_T: Array | None) -> Ep
     """The per-token arrays cut back into the episode's segments."""
     cuts = np.cumsum([segment.spoken for segment in s.scored.episode.segments])[:-1]
     parts = tuple(np.split(advantage_T, cuts))
-    return EpisodeCredit(s.scored, s.shaped, parts, None if return_T is None else tuple(np.split(return_T, cuts)), s.dropped)
+    return EpisodeCredit(
+        s.scored, s.shaped, parts, None if return_T is None else tuple(np.split(return_T, cuts)), s.dropped
+    )

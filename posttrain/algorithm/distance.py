@@ -19,17 +19,21 @@ TINY = 1e-12
 """Least probability of the rest: it is a difference of sums near 1, so below this it is rounding."""
 
 
-def distance(region: Divergence, logq_M: Tensor, logp_M: Tensor, batch: Streams, candidates_MK: Tensor | None) -> Tensor:
+def distance(
+    region: Divergence, logq_M: Tensor, logp_M: Tensor, batch: Streams, candidates_MK: Tensor | None
+) -> Tensor:
     """Distance [M] between P (log-probs logp_M of the said tokens) and the policy Q (A18).
 
-    mu .99, pi .8: TV .19, KL .181. Top-2 of mu [.5, .3, .1, .06, .04] against pi [.4, .35, .12, .05, .08]: TV .10, KL .0207.
+    mu .99, pi .8: TV .19, KL .181. Top-2 of mu [.5, .3, .1, .06, .04] against pi [.4, .35, .12, .05, .08]: TV .10, KL
+    .0207.
     """
     p, q = logp_M[:, None], logq_M[:, None]
     if region.top:
         ids_MK = batch[TOP_IDS]
         if batch.target_M is None or candidates_MK is None:
             raise InvariantError(
-                "a top-k divergence compares the policy's log-probs of the candidates, and the forward pass was not asked for them (candidates_MK)"
+                "a top-k divergence compares the policy's log-probs of the candidates, and the forward pass was not"
+                " asked for them (candidates_MK)"
             )
         inside = ids_MK == batch.target_M[:, None]
         # Where the said token is among the candidates, its own column would count it twice.

@@ -20,7 +20,8 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
 
     k1 = gap, k2 = gap^2 / 2, k3 = exp(-gap) - 1 + gap (Schulman 2020), rk3 = pi/anchor * k3 (DeepSeek-V3.2, A08) with
     `log_ratio` = log pi - log anchor, through which the gradient flows too. Where the policy has all but lost a token
-    (gap < -LOG_RATIO_LIMIT) k3 stays at its bound, e^20, and has no gradient: it would overflow, and drown every other token.
+    (gap < -LOG_RATIO_LIMIT) k3 stays at its bound, e^20, and has no gradient: it would overflow, and drown every other
+    token.
 
     >>> estimate("k3", torch.tensor([0.1, -0.1]))
     tensor([0.0048, 0.0052])

@@ -1,4 +1,5 @@
-"""Losses as the trainer sees them: what each reads of a forward pass, and how it turns a batch and its scores into terms."""
+"""Losses as the trainer sees them: what each reads of a forward pass, and how it turns a batch and its scores into
+terms."""
 
 from __future__ import annotations
 

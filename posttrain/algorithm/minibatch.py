@@ -1,4 +1,5 @@
-"""Streams made over a whole minibatch before it is split, so that a split changes nothing: what is chosen, imitated, shown or mixed.
+"""Streams made over a whole minibatch before it is split, so that a split changes nothing: what is chosen, imitated,
+shown or mixed.
 
 To add one, write its `Stream` and its `Maker` here, the latter in `WHOLE` (`core/streams.py`).
 """
@@ -23,11 +24,18 @@ MIX = Stream(
     "where between sampler (0) and policy (1) the start of the step is taken to lie",
     "the proximal anchor (anchor=proximal)",
 )
-CHOSEN = Stream("chosen", "bool", "the tokens that `Algorithm.tokens` chose", "the choice of tokens that speak or pay (tokens=...)")
-IMITATE = Stream(
-    "imitate", "float64", "the weights of the imitated tokens, which sum to 1 or are all 0", "the imitation term (imitate=...)"
+CHOSEN = Stream(
+    "chosen", "bool", "the tokens that `Algorithm.tokens` chose", "the choice of tokens that speak or pay (tokens=...)"
 )
-WAS_SHOWN = Stream("shown", "bool", "the tokens that a demonstration wrote", "demonstrations beside samples (shown=...)")
+IMITATE = Stream(
+    "imitate",
+    "float64",
+    "the weights of the imitated tokens, which sum to 1 or are all 0",
+    "the imitation term (imitate=...)",
+)
+WAS_SHOWN = Stream(
+    "shown", "bool", "the tokens that a demonstration wrote", "demonstrations beside samples (shown=...)"
+)
 
 
 @dataclass(frozen=True, eq=False)

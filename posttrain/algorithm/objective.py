@@ -20,7 +20,7 @@ from posttrain.algorithm.distance import jensen_shannon
 from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN
 from posttrain.algorithm.pull import pull_term
 from posttrain.algorithm.streams import Streams
-from posttrain.algorithm.trust import Look, Push, importance, push
+from posttrain.algorithm.trust import Push, TrustInputs, importance, push
 from posttrain.algorithm.value import value_loss
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import InvariantError
@@ -43,7 +43,8 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     Args:
         a: the algorithm; every choice but those of credit and rollout is read.
         batch: streams [M], on the device of the scores.
-        scores: differentiable log-prob [M] of each spoken token, with entropy, value and candidates where `a` reads them.
+        scores: differentiable log-prob [M] of each spoken token, with entropy, value and candidates where `a` reads
+            them.
 
     Raises:
         InvariantError: a stream or score that the algorithm reads is missing.
@@ -52,7 +53,12 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
     start_M = _start(a, logp_M.detach(), batch)
     log_ratio_M = logp_M - (batch[MU] if a.anchor == "behaviour" else start_M)
     ratio_M = importance(a.ratio, log_ratio_M, batch)
-    pushed = push(a.clip, Look(ratio_M, log_ratio_M.detach(), batch[ADVANTAGE], logp_M.detach(), batch, _detached(scores.candidates)))
+    pushed = push(
+        a.clip,
+        TrustInputs(
+            ratio_M, log_ratio_M.detach(), batch[ADVANTAGE], logp_M.detach(), batch, _detached(scores.candidates)
+        ),
+    )
     corrected = correct(a.correction, start_M, logp_M, batch) if a.correction else None
     loudness_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
     loudness_M = _chosen(a, loudness_M, logp_M.detach(), batch)
@@ -132,7 +138,8 @@ def unsure(logp_M: Tensor) -> Tensor:
 def _present(score: Tensor | None, name: str, a: Algorithm) -> Tensor:
     if score is None:
         raise InvariantError(
-            f"the objective of {a.name!r} reads {name!r}, which the forward pass was not asked for: pass it to `Learner.forward`"
+            f"the objective of {a.name!r} reads {name!r}, which the forward pass was not asked for: pass it to"
+            " `Learner.forward`"
         )
     return score
 
@@ -159,11 +166,13 @@ class _Seen:
         self._add("policy/ratio_square", ratio_M.square())
         self._add("policy/surrogate", loudness_M * self._batch[ADVANTAGE])
 
-    def drift(self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool) -> None:
+    def drift(
+        self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool
+    ) -> None:
         """Distances per token: from the start of the step, the anchor and the reference (k3), and from the sampler.
 
-        The mismatch is start against mu; where the start was not scored, the current policy stands in for it. Shown tokens have
-        no sampler, hence no mismatch.
+        The mismatch is start against mu; where the start was not scored, the current policy stands in for it. Shown
+        tokens have no sampler, hence no mismatch.
         """
         now_M, b = logp_M.detach(), self._batch
         mu_M = torch.where(b[WAS_SHOWN], start_M, b[MU]) if WAS_SHOWN in b else b[MU]

@@ -1,4 +1,5 @@
-"""Pulls: the differentiable regularisers beside the policy term. One type in `core.pieces.pull`, one function here, registered by it."""
+"""Pulls: the differentiable regularisers beside the policy term. One type in `core.pieces.pull`, one function here,
+registered by it."""
 
 from __future__ import annotations
 
@@ -32,8 +33,8 @@ def _(pull: KL, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor |
 
 @pull_term.register
 def _(pull: SequenceL2, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    """coef/2 * (sum of the episode's log-ratios)^2 once per episode (A20, Eq. 3), its value shared out over the episode's tokens: a
-    token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi."""
+    """coef/2 * (sum of the episode's log-ratios)^2 once per episode (A20, Eq. 3), its value shared out over the
+    episode's tokens: a token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi."""
     return pull.coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
 
 

@@ -1,4 +1,5 @@
-"""A judged episode between shaping and credit: its reward, what a KL charges it, and what all of that is summed from."""
+"""A judged episode between shaping and credit: its reward, what a KL charges it, and what all of that is summed
+from."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ class Sample:
     penalty_T: Array
     """coef * KL estimate of each spoken token; zeros where credit carries no KL."""
     paid_T: Array
-    """What the world paid for turns, at the last token of each; zeros where the world's rewards are not learned from."""
+    """What the world paid for turns, at the last token of each; zeros where the world's rewards are not learned
+    from."""
     dropped: str
 
     @property

@@ -1,6 +1,7 @@
 """Shaping: what the algorithm makes of the raw outcome before it compares. Group pieces see all siblings.
 
-One type in `core.pieces.shape`, its functions here, registered by it: `shape`, and `grown` or `dropped` where it needs them.
+One type in `core.pieces.shape`, its functions here, registered by it: `shape`, and `grown` or `dropped` where it needs
+them.
 
 Filters, pass rates and difficulty read the raw outcome, never this.
 """
@@ -36,7 +37,9 @@ from posttrain.core.verdict import SOLVED
 Array = NDArray[np.float64]
 
 
-def shaped(pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> tuple[Array, list[str]]:
+def shaped(
+    pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode], max_tokens: int
+) -> tuple[Array, list[str]]:
     """(rewards [G] after all pieces, why each episode may carry no gradient or '') of one prompt's judged siblings."""
     why = ["said nothing" if e.spoken == 0 else "" for e in episodes]
     for piece in pieces:
@@ -45,7 +48,9 @@ def shaped(pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode
     return rewards, why
 
 
-def sizes(pieces: Sequence[Shaping], rewards: Array, terms: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
+def sizes(
+    pieces: Sequence[Shaping], rewards: Array, terms: Array, episodes: Sequence[Episode], max_tokens: int
+) -> Array:
     """Sums of absolute terms [G] of the rewards after all pieces; `terms` are those of the raw `rewards`.
 
     Signed makes 2 * .6 + 1 of a .1 + .2 - .3 whose terms are .6: its 0 is known to 2.2 times the resolution.
@@ -68,7 +73,8 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
 
 @singledispatch
 def grown(piece: Shaping, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
-    """Sums of absolute terms [G] of the rewards `after` one piece, from those of the `rewards` before it: what it added is one term."""
+    """Sums of absolute terms [G] of the rewards `after` one piece, from those of the `rewards` before it: what it added
+    is one term."""
     return terms + np.abs(after - rewards)
 
 
@@ -218,10 +224,11 @@ def best_of(rewards: Array, k: int) -> Array:
 
 
 def best_gain(rewards: Array, k: int) -> Array:
-    """Mean over the k-subsets that hold sample i of their best reward less that of the others in it, for every i [G] (PKPO, Eq. 33).
+    """Mean over the k-subsets that hold sample i of their best reward less that of the others in it, for every i [G]
+    (PKPO, Eq. 33).
 
-    Sample i adds r_i - r_j where j is the best of the others and worse: so it is for C(rank(j), k - 2) of the subsets. [1, 0, 0]
-    with k=2 -> [1, 0, 0]; with k=1 nobody else is there, and it is the reward.
+    Sample i adds r_i - r_j where j is the best of the others and worse: so it is for C(rank(j), k - 2) of the subsets.
+    [1, 0, 0] with k=2 -> [1, 0, 0]; with k=1 nobody else is there, and it is the reward.
     """
     n, k = len(rewards), min(k, len(rewards))
     if k < 2:
@@ -232,7 +239,8 @@ def best_gain(rewards: Array, k: int) -> Array:
 
 
 def best_spread(rewards: Array, k: int) -> float:
-    """Standard deviation of the best reward over all k-subsets (all of them, so ddof 0): sqrt(p (1 - p)) for outcomes of {0, 1}."""
+    """Standard deviation of the best reward over all k-subsets (all of them, so ddof 0): sqrt(p (1 - p)) for outcomes
+    of {0, 1}."""
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return 0.0
@@ -257,20 +265,25 @@ def _opened(episode: Episode, source: str) -> bool:
     scores = [j.verdict.score for j in episode.verdicts if j.source == source]
     if not scores:
         named = ", ".join(sorted({j.source for j in episode.verdicts}))
-        raise DataError(f"shape=gate reads the reward source {source!r}, and there are {named}: add it to env.rewards, with weight 0")
+        raise DataError(
+            f"shape=gate reads the reward source {source!r}, and there are {named}: add it to env.rewards, with"
+            " weight 0"
+        )
     return all(s is not None and s >= SOLVED for s in scores)
 
 
 def _references(episodes: Sequence[Episode]) -> Array:
     """[G, 2]: mean length and mean reward of the reference policy on each episode's task."""
-    return np.array([[_reference(e, "reference_length"), _reference(e, "reference_accuracy")] for e in episodes]).reshape(-1, 2)
+    return np.array(
+        [[_reference(e, "reference_length"), _reference(e, "reference_accuracy")] for e in episodes]
+    ).reshape(-1, 2)
 
 
 def _reference(episode: Episode, name: str) -> float:
     value = episode.task.info.get(name)
     if value is None:
         raise DataError(
-            f"shape=relativelength reads {name!r} of every task, and task {episode.task.id!r} has none. Sample the reference policy "
-            "first and store its mean length and accuracy in the tasks' columns"
+            f"shape=relativelength reads {name!r} of every task, and task {episode.task.id!r} has none. Sample the"
+            " reference policy first and store its mean length and accuracy in the tasks' columns"
         )
     return float(value)

@@ -1,7 +1,7 @@
 """Mean and spread of a few rewards, as exact sums, so that siblings may be permuted.
 
-`noise` is the width up to which the values do not differ (`core.spread.rounding`). Differences are formed before they are summed,
-so that what is left of values that nearly agree is as exact as the values are.
+`noise` is the width up to which the values do not differ (`core.spread.rounding`). Differences are formed before they
+are summed, so that what is left of values that nearly agree is as exact as the values are.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Coefficients that follow what was measured: adaptive KL, adaptive entropy. Plain numbers, carried from step to step."""
+"""Coefficients that follow what was measured: adaptive KL, adaptive entropy. Plain numbers, carried from step to
+step."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from dataclasses import dataclass, replace
 
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.pieces.pull import KL
-from posttrain.core.request import Rate
+from posttrain.core.request import PassRate
 from posttrain.core.types import Gauge
 
 
 @dataclass(frozen=True)
-class Memory:
+class AdaptiveState:
     """What an algorithm remembers between steps; part of every checkpoint."""
 
     ema: float = 0.0
@@ -28,11 +29,11 @@ class Memory:
     """Groups asked, and those that passed the filter; each step counts half as much as the one after it."""
 
     @property
-    def rate(self) -> Rate:
-        return Rate(self.played, self.passed)
+    def rate(self) -> PassRate:
+        return PassRate(self.played, self.passed)
 
 
-def steered(a: Algorithm, memory: Memory) -> Algorithm:
+def steered(a: Algorithm, memory: AdaptiveState) -> Algorithm:
     """The algorithm with its adaptive coefficients as they stand."""
     if memory.pull is not None and isinstance(a.pull, KL):
         a = replace(a, pull=replace(a.pull, coef=memory.pull))
@@ -46,21 +47,28 @@ def standing(a: Algorithm) -> Algorithm:
     return replace(a, pull=None, entropy=None, imitate=None, distill=None)
 
 
-def remember(a: Algorithm, memory: Memory, gauges: Mapping[str, Gauge], *, episodes: int, asked: Rate = Rate()) -> Memory:
-    """The memory after a step whose gauges were these. `a` is the algorithm as configured, not as steered; `asked` are the step's groups.
+def remember(
+    a: Algorithm, memory: AdaptiveState, gauges: Mapping[str, Gauge], *, episodes: int, asked: PassRate = PassRate()
+) -> AdaptiveState:
+    """The memory after a step whose gauges were these. `a` is the algorithm as configured, not as steered; `asked` are
+    the step's groups.
 
-    KL (A05): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. Entropy (A33): coef rises by delta below
-    the target and falls by it above, not below 0; at or above the target it is not applied.
+    KL (A05): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. Entropy (A33): coef rises by delta
+    below the target and falls by it above, not below 0; at or above the target it is not applied.
     """
     if a.filter is not None:
         rate = memory.rate.halved().and_then(asked.played, asked.passed)
         memory = replace(memory, played=rate.played, passed=rate.passed)
     if isinstance(a.pull, KL) and a.pull.target is not None and "policy/kl_reference" in gauges:
-        memory = replace(memory, pull=adapted(a.pull, memory.pull or a.pull.coef, gauges["policy/kl_reference"].mean, episodes))
+        memory = replace(
+            memory, pull=adapted(a.pull, memory.pull or a.pull.coef, gauges["policy/kl_reference"].mean, episodes)
+        )
     if a.entropy is not None and a.entropy.target is not None and "policy/entropy" in gauges:
         before = a.entropy.coef if memory.entropy is None else memory.entropy
         up = gauges["policy/entropy"].mean < a.entropy.target
-        memory = replace(memory, entropy=max(0.0, before + (a.entropy.delta if up else -a.entropy.delta)), spread=not up)
+        memory = replace(
+            memory, entropy=max(0.0, before + (a.entropy.delta if up else -a.entropy.delta)), spread=not up
+        )
     return memory
 
 

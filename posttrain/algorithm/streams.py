@@ -15,7 +15,8 @@ from posttrain.core.streams import TOP_IDS, WEIGHT, Streamed
 
 @dataclass(frozen=True, eq=False)
 class Streams(Streamed[Tensor]):
-    """What the loss reads, one entry per spoken token: the streams of a batch, by the same declarations. Nothing here is differentiated."""
+    """What the loss reads, one entry per spoken token: the streams of a batch, by the same declarations. Nothing here
+    is differentiated."""
 
     HOLDER: ClassVar[str] = "the minibatch"
     sequence_M: Tensor

@@ -1,4 +1,5 @@
-"""Trust regions: how loudly a token may speak. A trust region is one type in `core.pieces.trust` and one function here, registered by it.
+"""Trust regions: how loudly a token may speak. A trust region is one type in `core.pieces.trust` and one function here,
+registered by it.
 
 Everything here is detached: a push multiplies the score-function gradient A * grad log pi and is never differentiated.
 That this equals the gradient of each published objective is law 1.
@@ -32,7 +33,7 @@ class Push:
 
 
 @dataclass(frozen=True, eq=False)
-class Look:
+class TrustInputs:
     """What a trust region may look at, detached: the ratio it bounds, and where it came from.
 
     candidates_MK: log pi of the batch's `TOP_IDS`, where the trust region reads them.
@@ -57,10 +58,12 @@ class Look:
 
 
 def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
-    """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. Sequence forms give all tokens of an episode one ratio.
+    """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. Sequence forms give all tokens of an episode
+    one ratio.
 
-    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13), `sequence_product` the likelihood ratio of the answer.
-    `sequence_token` is s as well: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where credit varies.
+    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13), `sequence_product` the likelihood ratio of the
+    answer. `sequence_token` is s as well: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where
+    credit varies.
     """
     x_M = log_ratio_M.detach()
     match ratio:
@@ -75,46 +78,47 @@ def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
     return bounded_exp(log_M)
 
 
-def push(region: TrustRegion | None, look: Look) -> Push:
+def push(region: TrustRegion | None, look: TrustInputs) -> Push:
     """What each token's policy gradient is multiplied with; without a trust region the ratio."""
     return _loud(look.ratio_M) if region is None else pushed(region, look)
 
 
 @singledispatch
-def pushed(region: TrustRegion, look: Look) -> Push:
+def pushed(region: TrustRegion, look: TrustInputs) -> Push:
     """`push` of one trust region."""
     raise missing(region, "trust.pushed")
 
 
 @pushed.register
-def _(region: Clip, look: Look) -> Push:
-    """A05, Eq. 7 of 1707.06347: the gradient of -min(r A, clip(r, 1-low, 1+high) A) is -r A grad log pi, or 0 where the clipped branch
-    is the smaller: r > 1+high with A > 0, r < 1-low with A < 0."""
+def _(region: Clip, look: TrustInputs) -> Push:
+    """A05, Eq. 7 of 1707.06347: the gradient of -min(r A, clip(r, 1-low, 1+high) A) is -r A grad log pi, or 0 where the
+    clipped branch is the smaller: r > 1+high with A > 0, r < 1-low with A < 0."""
     r_M, up_M, down_M = look.ratio_M, look.up_M, look.down_M
     loud_M = (up_M & (r_M > 1 + region.high)) | (down_M & (r_M > (region.cap or torch.inf)))
     return _clipped(r_M, down_M & (r_M < 1 - region.low), loud_M)
 
 
 @pushed.register
-def _(region: Cap, look: Look) -> Push:
+def _(region: Cap, look: TrustInputs) -> Push:
     return _loud(look.ratio_M.clamp(region.low, region.high))
 
 
 @pushed.register
-def _(region: Taper, look: Look) -> Push:
+def _(region: Taper, look: TrustInputs) -> Push:
     return _loud(torch.where(look.down_M, look.ratio_M.clamp(max=region.cap), 1.0))
 
 
 @pushed.register
-def _(region: Soft, look: Look) -> Push:
+def _(region: Soft, look: TrustInputs) -> Push:
     r_M = look.ratio_M
     gate_M = torch.sigmoid(_either(look.up_M, region.tau, region.tau_negative, r_M) * (r_M - 1))
     return _loud(4 * r_M * gate_M * (1 - gate_M))
 
 
 @pushed.register
-def _(region: Geometric, look: Look) -> Push:
-    """GMPO: d/dlogp_t of exp(mean of clipped log-ratios) * A is that weight * A / |y|, and 0 where the token is clipped."""
+def _(region: Geometric, look: TrustInputs) -> Push:
+    """GMPO: d/dlogp_t of exp(mean of clipped log-ratios) * A is that weight * A / |y|, and 0 where the token is
+    clipped."""
     low, high = region.low, region.high
     high_M = look.up_M & (look.log_ratio_M > high)
     low_M = look.down_M & (look.log_ratio_M < -low)
@@ -124,22 +128,25 @@ def _(region: Geometric, look: Look) -> Push:
 
 
 @pushed.register
-def _(region: Divergence, look: Look) -> Push:
+def _(region: Divergence, look: TrustInputs) -> Push:
     r_M = look.ratio_M
     far_M = distance(region, look.logp_M, look.logp_M - look.log_ratio_M, look.batch, look.candidates_MK) > region.delta
     return _clipped(r_M.clamp(max=region.cap), look.down_M & (r_M < 1) & far_M, look.up_M & (r_M > 1) & far_M)
 
 
 @pushed.register
-def _(region: FutureKL, look: Look) -> Push:
+def _(region: FutureKL, look: TrustInputs) -> Push:
     clipped = pushed(Clip(low=region.low, high=region.high), look)
     return Push(clipped.push_M * future(region, look), clipped.low_M, clipped.high_M)
 
 
 @pushed.register
-def _(region: Hump, look: Look) -> Push:
+def _(region: Hump, look: TrustInputs) -> Push:
     r_M = look.ratio_M
-    k_M, fade_M = _either(look.up_M, region.k, region.k_negative, r_M), _either(look.up_M, region.fade, region.fade_negative, r_M)
+    k_M, fade_M = (
+        _either(look.up_M, region.k, region.k_negative, r_M),
+        _either(look.up_M, region.fade, region.fade_negative, r_M),
+    )
     return _loud(r_M.pow(k_M) * torch.exp(fade_M * (1 - r_M)))
 
 
@@ -158,7 +165,7 @@ def _clipped(ratio_M: Tensor, low_M: Tensor, high_M: Tensor) -> Push:
     return Push(ratio_M.masked_fill(low_M | high_M, 0.0), low_M, high_M)
 
 
-def future(region: FutureKL, look: Look) -> Tensor:
+def future(region: FutureKL, look: TrustInputs) -> Tensor:
     """FIPO's factor [M]: what followed a token became likelier (> 1) or less likely (< 1) since the anchor.
 
     Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).

@@ -1,7 +1,8 @@
-"""Credit that knows turns: which turn a reward was paid for, and what other siblings earned at the same turn or in the same state.
+"""Credit that knows turns: which turn a reward was paid for, and what other siblings earned at the same turn or in the
+same state.
 
-A turn is a run of spoken tokens. Everything is counted in spoken tokens over the episode's segments, so observations have no
-part in any sum.
+A turn is a run of spoken tokens. Everything is counted in spoken tokens over the episode's segments, so observations
+have no part in any sum.
 """
 
 from __future__ import annotations
@@ -41,7 +42,15 @@ def turns(episode: Episode) -> list[Turn]:
         last = 0
         for begin, end in edges.reshape(-1, 2).tolist():
             n = end - begin
-            out.append(Turn(spoken, spoken + n, s.ids[last:begin].tobytes(), s.ids[:begin].tobytes(), math.fsum(paid[spoken : spoken + n])))
+            out.append(
+                Turn(
+                    spoken,
+                    spoken + n,
+                    s.ids[last:begin].tobytes(),
+                    s.ids[:begin].tobytes(),
+                    math.fsum(paid[spoken : spoken + n]),
+                )
+            )
             spoken, last = spoken + n, end
     return out
 
@@ -56,13 +65,17 @@ def earned(episode: Episode) -> Array:
 
 
 def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
-    """MT-GRPO (2505.11821, Eq. 7): a turn's own reward among the siblings' same turn, plus the outcome's credit in every turn.
+    """MT-GRPO (2505.11821, Eq. 7): a turn's own reward among the siblings' same turn, plus the outcome's credit in
+    every turn.
 
-    `rewards` [G] are the siblings' whole rewards, `noise` the width up to which they do not differ; what was paid for turns is taken
-    out of them before they are compared. Every part of a reward has that width, because what is paid is among its terms.
+    `rewards` [G] are the siblings' whole rewards, `noise` the width up to which they do not differ; what was paid for
+    turns is taken out of them before they are compared. Every part of a reward has that width, because what is paid is
+    among its terms.
     """
     own = [turns(e) for e in episodes]
-    outcome = compared(np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, own, strict=True)]), noise, scaled=scaled)
+    outcome = compared(
+        np.array([r - math.fsum(t.paid for t in ts) for r, ts in zip(rewards, own, strict=True)]), noise, scaled=scaled
+    )
     out = [np.full(e.spoken, b.outcome * a) for e, a in zip(episodes, outcome, strict=True)]
     for number in range(max(map(len, own), default=0)):
         there = [i for i, ts in enumerate(own) if number < len(ts)]
@@ -88,6 +101,8 @@ def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: 
             rest = 0.0
             same[t.observation if b.by == "observation" else t.history].append((i, t, to_go))
     for members in same.values():
-        for (i, t, _), a in zip(members, compared(np.array([x for *_, x in members]), noise, scaled=scaled), strict=True):
+        for (i, t, _), a in zip(
+            members, compared(np.array([x for *_, x in members]), noise, scaled=scaled), strict=True
+        ):
             out[i][t.begin : t.end] += b.omega * a
     return out

@@ -74,6 +74,8 @@ def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: fl
     if clip is None:
         return 0.5 * plain_M
     if old_M is None:
-        raise InvariantError("a clipped value loss compares with the values at the start of the step, which are missing")
+        raise InvariantError(
+            "a clipped value loss compares with the values at the start of the step, which are missing"
+        )
     near_M = old_M + (value_M - old_M).clamp(-clip, clip)
     return 0.5 * torch.maximum(plain_M, (near_M - return_M).square())

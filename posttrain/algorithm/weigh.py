@@ -17,25 +17,30 @@ from posttrain.core.algorithm import Aggregate
 from posttrain.core.errors import InvariantError
 
 
-def weigh(aggregate: Aggregate, tokens_per_episode: Sequence[int], group_of_episode: Sequence[int], max_tokens: int) -> NDArray[np.float64]:
+def weigh(
+    aggregate: Aggregate, tokens_per_episode: Sequence[int], group_of_episode: Sequence[int], max_tokens: int
+) -> NDArray[np.float64]:
     """The weight of each token of each episode, float64 [E]. The loss is then a plain weighted sum over tokens.
 
     Args:
-        aggregate: how tokens are averaged (A35). `prompt_mean` is a token mean inside each group, then a mean over groups
-            (DAPO as published, ScaleRL); `constant` divides each episode's sum by `max_tokens` (Dr.GRPO).
+        aggregate: how tokens are averaged (A35). `prompt_mean` is a token mean inside each group, then a mean over
+            groups (DAPO as published, ScaleRL); `constant` divides each episode's sum by `max_tokens` (Dr.GRPO).
         tokens_per_episode: spoken tokens of each episode of the minibatch, all >= 1.
         group_of_episode: a label of the group each episode belongs to.
         max_tokens: L_max of the sampling contract.
 
     Raises:
-        InvariantError: lengths disagree, or an episode says nothing (such an episode leaves the batch in `credit_step`).
+        InvariantError: lengths disagree, or an episode says nothing (such an episode leaves the batch in
+            `credit_step`).
     """
     tokens_E = np.asarray(tokens_per_episode, np.float64)
     groups_E = np.asarray(group_of_episode)
     if tokens_E.shape != groups_E.shape or tokens_E.ndim != 1:
         raise InvariantError(f"weigh: {tokens_E.shape} token counts for {groups_E.shape} group labels")
     if np.any(tokens_E < 1) or max_tokens < 1:
-        raise InvariantError("weigh: every episode of a minibatch says at least one token, and max_tokens is at least 1")
+        raise InvariantError(
+            "weigh: every episode of a minibatch says at least one token, and max_tokens is at least 1"
+        )
     if not len(tokens_E):
         return np.zeros(0)
     episodes = float(len(tokens_E))

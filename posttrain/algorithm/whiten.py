@@ -11,19 +11,23 @@ from posttrain.algorithm.spread import Array, spread
 from posttrain.core.algorithm import Whiten
 
 
-def whitened(whiten: Whiten, credit: Sequence[Array], sources: Sequence[str], noise: Sequence[float] | None = None) -> list[Array]:
+def whitened(
+    whiten: Whiten, credit: Sequence[Array], sources: Sequence[str], noise: Sequence[float] | None = None
+) -> list[Array]:
     """Credit less its mean, over its standard deviation (ddof 1); zeros where all agree up to rounding.
 
     Over the whole step: `token` counts every token once, so long episodes weigh more; `sample` every episode once, its
-    tokens sharing that one. `source` is `sample` within the episodes of one source. `noise` is, for each episode, the width up to
-    which its credit says nothing; the largest of those that are compared counts.
+    tokens sharing that one. `source` is `sample` within the episodes of one source. `noise` is, for each episode, the
+    width up to which its credit says nothing; the largest of those that are compared counts.
     """
     out = list(credit)
     noise = [0.0] * len(out) if noise is None else noise
     for source in dict.fromkeys(sources) if whiten == "source" else [None]:
         at = [i for i, s in enumerate(sources) if source in (None, s)]
         widest = max((noise[i] for i in at), default=0.0)
-        for i, x in zip(at, _whitened("token" if whiten == "token" else "sample", [credit[i] for i in at], widest), strict=True):
+        for i, x in zip(
+            at, _whitened("token" if whiten == "token" else "sample", [credit[i] for i in at], widest), strict=True
+        ):
             out[i] = x
     return out
 

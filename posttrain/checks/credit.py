@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from posttrain.checks.audit import Opinion, opinions, weights
+from posttrain.checks.expected import ExpectedCredit, expected_credit, weights
 from posttrain.checks.schedule import due
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
@@ -16,12 +16,13 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.streams import ADVANTAGE, MU, RETURN, WEIGHT
 from posttrain.core.types import Group, ScoredGroup, Step
 from posttrain.role.events import Event, Observer, PackedEvent, Remark, ScoredEvent
-from posttrain.role.roles import Roles
+from posttrain.role.roles import ReinforceRoles
 
 CREDIT_BOUND = 1e-9
 """Relative difference of two float64 opinions on one number."""
 STREAM_BOUND = 1e-3
-"""Two episodes that say the same are one to us, and their scores differ by what their places in a packing do to rounding."""
+"""Two episodes that say the same are one to us, and their scores differ by what their places in a packing do to
+rounding."""
 FAINT = 1e-9
 """Credit below this share of a step's largest may be the rounding of 0, which leaves the batch."""
 
@@ -33,25 +34,31 @@ def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) ->
     if want != got:
         lost = next((w for w in want if w not in got), got[0] if got else want[0])
         raise InvariantError(
-            f"{sum(len(s) for *_, s in want)} episodes of this step were judged and {sum(len(s) for *_, s in got)} reach their baseline "
-            f"(task {lost[0]!r} differs). An episode that is left out of the baseline changes the credit of its siblings: drop it from the "
-            "batch (shape=droptruncated), never from the group"
+            f"{sum(len(s) for *_, s in want)} episodes of this step were judged and {sum(len(s) for *_, s in got)}"
+            f" reach their baseline (task {lost[0]!r} differs). An episode that is left out of the baseline changes the"
+            " credit of its siblings: drop it from the batch (shape=droptruncated), never from the group"
         )
 
 
-class Books:
+class StepAccount:
     """One step's second opinion, and what its minibatches were found to hold."""
 
-    def __init__(self, a: Algorithm, opinions: Sequence[Opinion], minibatches: int, max_tokens: int) -> None:
-        self._a, self._opinions, self._max_tokens = a, opinions, max_tokens
-        self._by_key: dict[bytes, list[Opinion]] = {}
-        for o in opinions:
+    def __init__(
+        self, a: Algorithm, expected_credit: Sequence[ExpectedCredit], minibatches: int, max_tokens: int
+    ) -> None:
+        self._a, self._opinions, self._max_tokens = a, expected_credit, max_tokens
+        self._by_key: dict[bytes, list[ExpectedCredit]] = {}
+        for o in expected_credit:
             self._by_key.setdefault(o.key, []).append(o)
-        faint = FAINT * max((float(np.abs(o.credit).max(initial=0.0)) for o in opinions), default=0.0)
-        self._loud = [o for o in opinions if not o.dropped and bool(np.any(np.abs(o.credit) > faint))]
-        alive = [p for p in dict.fromkeys(o.group for o in opinions) if any(not o.dropped for o in opinions if o.group == p)]
+        faint = FAINT * max((float(np.abs(o.credit).max(initial=0.0)) for o in expected_credit), default=0.0)
+        self._loud = [o for o in expected_credit if not o.dropped and bool(np.any(np.abs(o.credit) > faint))]
+        alive = [
+            p
+            for p in dict.fromkeys(o.group for o in expected_credit)
+            if any(not o.dropped for o in expected_credit if o.group == p)
+        ]
         parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
-        speaking = opinions if a.reads_silent_tokens else self._loud
+        speaking = expected_credit if a.reads_silent_tokens else self._loud
         self._parts = [p for p in parts if any(o.group in p and not o.dropped for o in speaking)]
         """Groups of each minibatch of the first epoch that has anything to say, in order."""
         if a.whiten is not None and len(self._parts) < len(parts):
@@ -62,14 +69,17 @@ class Books:
 
     def check(self, batch: Batch) -> None:
         """A minibatch's streams are those of its episodes, its credit and weights those of the second opinion."""
-        found: list[list[Opinion]] = []
-        self._rows = [slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())]
+        found: list[list[ExpectedCredit]] = []
+        self._rows = [
+            slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())
+        ]
         for e, rows in enumerate(self._rows):
             name = batch.target_M[rows].tobytes() + batch[MU][rows].tobytes()
             if name not in self._by_key:
                 raise InvariantError(
-                    f"episode {e} of a minibatch says something no episode of this step said (other tokens, or the same with other log-probs). "
-                    "Tokens and their streams went out of step between transcript and batch: look at what packs or reorders them"
+                    f"episode {e} of a minibatch says something no episode of this step said (other tokens, or the same"
+                    " with other log-probs). Tokens and their streams went out of step between transcript and batch:"
+                    " look at what packs or reorders them"
                 )
             self._seen[name] += 1
             found.append(self.streams_agree(batch, rows, self.credit_agrees(batch, rows, self._by_key[name])))
@@ -77,23 +87,26 @@ class Books:
             self.weights_agree(batch, found, self._parts[self._batches])
         self._batches += 1
 
-    def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[Opinion]) -> list[Opinion]:
+    def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
         """The opinions whose credit the rows carry: several where answers are alike to the last bit."""
         got = batch[ADVANTAGE][rows]
         alike = [o for o in options if len(o.credit) == len(got)]
-        agreeing = [o for o in alike if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))]
+        agreeing = [
+            o for o in alike if np.all(np.abs(got - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(o.credit)))
+        ]
         if agreeing:
             return agreeing
         o = options[0]
         t = int(np.argmax(np.abs(got - o.credit)))
         e = o.scored.episode
         raise InvariantError(
-            f"credit is wrong: token {t} of {len(got)} of task {e.task.id!r} (sibling {e.sibling}, reward {e.reward:g}) carries {got[t]:.9g}, and "
-            f"{self._a.name} computed a second way from the raw rewards of the step gives {o.credit[t]:.9g}. Check sign, baseline, scale (ddof 1), "
-            "which rewards are compared, and whether credit is shifted or reordered on its way into the batch"
+            f"credit is wrong: token {t} of {len(got)} of task {e.task.id!r} (sibling {e.sibling}, reward {e.reward:g})"
+            f" carries {got[t]:.9g}, and {self._a.name} computed a second way from the raw rewards of the step gives"
+            f" {o.credit[t]:.9g}. Check sign, baseline, scale (ddof 1), which rewards are compared, and whether credit"
+            " is shifted or reordered on its way into the batch"
         )
 
-    def streams_agree(self, batch: Batch, rows: slice, options: Sequence[Opinion]) -> list[Opinion]:
+    def streams_agree(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
         """Those of the opinions whose episode's further streams the rows carry, token by token."""
         wrong: list[str] = []
         for o in options:
@@ -104,14 +117,17 @@ class Books:
             if all(x <= STREAM_BOUND for x in off.values()):
                 return [o]
         raise InvariantError(
-            f"stream {wrong[0]!r} is out of step: what the batch holds for task {options[0].scored.episode.task.id!r} (sibling {options[0].scored.episode.sibling}) is not "
-            "what was scored for its tokens. Every stream of a batch is packed in the order of its tokens: look for a shift or another order"
+            f"stream {wrong[0]!r} is out of step: what the batch holds for task {options[0].scored.episode.task.id!r}"
+            f" (sibling {options[0].scored.episode.sibling}) is not what was scored for its tokens. Every stream of a"
+            " batch is packed in the order of its tokens: look for a shift or another order"
         )
 
-    def weights_agree(self, batch: Batch, found: Sequence[Sequence[Opinion]], part: set[int]) -> None:
+    def weights_agree(self, batch: Batch, found: Sequence[Sequence[ExpectedCredit]], part: set[int]) -> None:
         """Each token weighs what the aggregation over the whole minibatch gives it."""
         members = [o for o in self._opinions if o.group in part and not o.dropped]
-        want = weights(self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens)
+        want = weights(
+            self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens
+        )
         if want is None:
             return
         of = {id(o): w for o, w in zip(members, want, strict=True)}
@@ -120,8 +136,9 @@ class Books:
             twins = [o for o in self._by_key[options[0].key] if id(o) in of]
             if twins and all(np.any(np.abs(got - of[id(o)]) > CREDIT_BOUND * of[id(o)]) for o in twins):
                 raise InvariantError(
-                    f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and aggregate={self._a.aggregate} over the "
-                    f"{len(members)} episodes of its minibatch gives {of[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
+                    f"weights are wrong: a token of task {twins[0].scored.episode.task.id!r} weighs {got[0]:.6g}, and"
+                    f" aggregate={self._a.aggregate} over the {len(members)} episodes of its minibatch gives"
+                    f" {of[id(twins[0])]:.6g}. Normalise once, over the whole minibatch, silent episodes included"
                 )
 
     def complete(self) -> None:
@@ -130,8 +147,9 @@ class Books:
         if lost and self._batches:
             e = lost[0].scored.episode
             raise InvariantError(
-                f"{len(lost)} episodes with credit never reached a minibatch, such as task {e.task.id!r} sibling {e.sibling} with reward {e.reward:g}. "
-                "Only tokens whose credit is exactly 0 may stay away from the batch"
+                f"{len(lost)} episodes with credit never reached a minibatch, such as task {e.task.id!r} sibling"
+                f" {e.sibling} with reward {e.reward:g}. Only tokens whose credit is exactly 0 may stay away from the"
+                " batch"
             )
 
 
@@ -141,12 +159,13 @@ def _off(got: np.ndarray, want: np.ndarray) -> float:
 
 
 class CreditCheck(Observer):
-    """Everyone judged reaches the baseline; at the steps of a second opinion, minibatches hold its credit and weights."""
+    """Everyone judged reaches the baseline; at the steps of a second opinion, minibatches hold its credit and
+    weights."""
 
     def __init__(self) -> None:
-        self._books: Books | None = None
+        self._books: StepAccount | None = None
 
-    def hear(self, h: Roles, event: Event) -> Remark | None:
+    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
         match event:
             case ScoredEvent(e, groups):
                 everyone_is_scored(e.groups, groups)
@@ -157,12 +176,12 @@ class CreditCheck(Observer):
                 pass
         return None
 
-    def _opened(self, h: Roles, groups: Sequence[ScoredGroup]) -> Books | None:
+    def _opened(self, h: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepAccount | None:
         a, most = h.stage.algorithm, h.sampling.max_tokens
-        mine = opinions(a, groups, max_tokens=most, ema=h.memory.ema)
-        return None if mine is None else Books(a, mine, h.stage.minibatches, most)
+        mine = expected_credit(a, groups, max_tokens=most, ema=h.memory.ema)
+        return None if mine is None else StepAccount(a, mine, h.stage.minibatches, most)
 
-    async def after(self, h: Roles, step: Step) -> Remark | None:
+    async def after(self, h: ReinforceRoles, step: Step) -> Remark | None:
         if self._books is not None:
             self._books.complete()
         self._books = None

@@ -1,4 +1,5 @@
-"""Whether what is learned from is what was meant: which tasks are asked, which groups are kept, how demonstrations end."""
+"""Whether what is learned from is what was meant: which tasks are asked, which groups are kept, how demonstrations
+end."""
 
 from __future__ import annotations
 
@@ -7,25 +8,27 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.checks.audit import same_outcome
+from posttrain.checks.expected import same_outcome
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import TaskSource
 from posttrain.core.types import Group, Task
 from posttrain.core.verdict import outcome
 from posttrain.role.events import AskedEvent, Event, Observer, Remark
-from posttrain.role.roles import Roles
+from posttrain.role.roles import ReinforceRoles
 
 
 def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
-    """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, whatever shaping makes of them."""
+    """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, whatever shaping makes of
+    them."""
     for groups, wanted in ((kept, True), (refused, False)):
         for g in groups:
             own = [e for e in g.episodes if not e.shown]
             if same_outcome(own) is wanted:
                 raw = {outcome(e.verdicts) for e in own}
                 raise InvariantError(
-                    f"filter=mixed {'kept' if wanted else 'refused'} the group of task {g.task.id!r}, whose raw outcomes are {sorted(r for r in raw if r is not None)}. "
-                    "It must look at outcomes before shaping: groups that differ in length alone teach length"
+                    f"filter=mixed {'kept' if wanted else 'refused'} the group of task {g.task.id!r}, whose raw"
+                    f" outcomes are {sorted(r for r in raw if r is not None)}. It must look at outcomes before shaping:"
+                    " groups that differ in length alone teach length"
                 )
 
 
@@ -34,24 +37,25 @@ def no_held_out_task(groups: Sequence[Group], held: Mapping[Hashable, str], key:
     for g in groups:
         if (same := key(g.task)) in held:
             raise InvariantError(
-                f"training task {g.task.id!r} ({g.task.prompt!r:.80}) is held-out task {held[same]!r}: held-out accuracy would measure memory. "
-                "Take it out of one of the two"
+                f"training task {g.task.id!r} ({g.task.prompt!r:.80}) is held-out task {held[same]!r}: held-out"
+                " accuracy would measure memory. Take it out of one of the two"
             )
 
 
 def in_order_of_the_file(asked: Sequence[str], source: TaskSource) -> None:
-    """Finite tasks are asked in a shuffled order: the first ones asked are not the first of the file (by chance: 1 in 12! at most,
-    2.1e-9 a stage)."""
+    """Finite tasks are asked in a shuffled order: the first ones asked are not the first of the file (by chance: 1 in
+    12! at most, 2.1e-9 a stage)."""
     n = len(asked)
     if source.count is not None and 12 <= n <= source.count and list(asked) == [source.task(i).id for i in range(n)]:
         raise InvariantError(
-            f"the first {n} prompts asked are the first {n} of their source, in its order: they are not shuffled, so neighbouring rows are learned together. "
-            "Look at who walks through the tasks"
+            f"the first {n} prompts asked are the first {n} of their source, in its order: they are not shuffled, so"
+            " neighbouring rows are learned together. Look at who walks through the tasks"
         )
 
 
 def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
-    """Every demonstrated turn is imitated up to exactly one stop token, its last, and a demonstration ends with a turn."""
+    """Every demonstrated turn is imitated up to exactly one stop token, its last, and a demonstration ends with a
+    turn."""
     if not stop_ids:
         return
     ends = np.cumsum(packed.lengths_S) - 1
@@ -61,7 +65,9 @@ def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable
     turn_ends_N = said_N & ~np.append(said_N[1:], False)
     counts = np.bincount(packed.segment_M, weights=stops_N[packed.source_M + 1], minlength=len(ends))
     turns = np.bincount(packed.segment_M, weights=turn_ends_N[packed.source_M + 1], minlength=len(ends))
-    misplaced = np.bincount(packed.segment_M, weights=(stops_N != turn_ends_N)[packed.source_M + 1], minlength=len(ends))
+    misplaced = np.bincount(
+        packed.segment_M, weights=(stops_N != turn_ends_N)[packed.source_M + 1], minlength=len(ends)
+    )
     wrong = np.flatnonzero(~(stops_N[ends] & said_N[ends]) | (misplaced > 0))
     if len(wrong):
         s = int(wrong[0])
@@ -69,13 +75,17 @@ def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable
         how = (
             "does not end in a stop token"
             if not stops_N[ends[s]]
-            else "ends in a stop token that is masked"
-            if not said_N[ends[s]]
-            else f"has {int(counts[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
+            else (
+                "ends in a stop token that is masked"
+                if not said_N[ends[s]]
+                else f"has {int(counts[s])} stop tokens for {int(turns[s])} turn{'s' if turns[s] > 1 else ''}"
+            )
         )
         raise InvariantError(
-            f"demonstration {shown!r} {how}, so the policy is taught {'to go on after its end' if counts[s] > turns[s] else 'never to stop'}. A demonstrated "
-            "turn is imitated up to and including exactly one stop token; look for a template that adds its own, or padding that is masked by its value"
+            f"demonstration {shown!r} {how}, so the policy is taught"
+            f" {'to go on after its end' if counts[s] > turns[s] else 'never to stop'}. A demonstrated turn is imitated"
+            " up to and including exactly one stop token; look for a template that adds its own, or padding that is"
+            " masked by its value"
         )
 
 
@@ -83,8 +93,9 @@ def same_question(shown: np.ndarray, asked: np.ndarray, text: Callable[[np.ndarr
     """What stands before an imitated answer is what a rollout is shown before it answers."""
     if shown.tolist() != asked.tolist():
         raise InvariantError(
-            f"imitation and reinforcement ask differently: before the imitated answer stands {text(shown)!r} ({len(shown)} tokens), and a rollout of the same "
-            f"task is shown {text(asked)!r} ({len(asked)} tokens). Use one template for both, and mask exactly the prompt"
+            f"imitation and reinforcement ask differently: before the imitated answer stands {text(shown)!r}"
+            f" ({len(shown)} tokens), and a rollout of the same task is shown {text(asked)!r} ({len(asked)} tokens)."
+            " Use one template for both, and mask exactly the prompt"
         )
 
 
@@ -93,7 +104,8 @@ WALK = 16
 
 
 class TaskCheck(Observer):
-    """Tasks that are trained on are no held-out ones, are asked once, and not in the order of their file; a filter reads outcomes."""
+    """Tasks that are trained on are no held-out ones, are asked once, and not in the order of their file; a filter
+    reads outcomes."""
 
     def __init__(self) -> None:
         self._held: Mapping[Hashable, str] = {}
@@ -101,12 +113,12 @@ class TaskCheck(Observer):
         self._asked: set[tuple[str, int]] = set()
         self._walk: list[str] = []
 
-    async def begin(self, h: Roles) -> None:
+    async def begin(self, h: ReinforceRoles) -> None:
         same = sameness(h.rollout.environment)
         self._held = {same(t): t.id for t in h.rollout.environment.heldout}
         self._held_beside = {as_written(t): t.id for e in h.beside for t in e.heldout}
 
-    def hear(self, h: Roles, event: Event) -> Remark | None:
+    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
         if not isinstance(event, AskedEvent):
             return
         e = event.experience
@@ -123,8 +135,9 @@ class TaskCheck(Observer):
         for g in played:
             if (g.task.id, g.visit) in self._asked:
                 raise InvariantError(
-                    f"task {g.task.id!r} is asked a second time as visit {g.visit}: its answers would repeat the random numbers of the first. "
-                    "Task ids must be unique, and the walk through the prompts must not turn back"
+                    f"task {g.task.id!r} is asked a second time as visit {g.visit}: its answers would repeat the random"
+                    " numbers of the first. Task ids must be unique, and the walk through the prompts must not turn"
+                    " back"
                 )
             self._asked.add((g.task.id, g.visit))
 

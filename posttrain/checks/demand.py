@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from posttrain.checks.audit import kind, pieces, understood
+from posttrain.checks.expected import kind, pieces, understood
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, WEIGHT
@@ -18,7 +18,8 @@ LIMIT = 20.0
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """What the loss should ask of each log-prob [M]; `sure` is False where rounding decides on which side of a bound a token lies."""
+    """What the loss should ask of each log-prob [M]; `sure` is False where rounding decides on which side of a bound a
+    token lies."""
 
     want_M: np.ndarray
     size_M: np.ndarray
@@ -63,7 +64,8 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
 
 
 def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | None:
-    """d loss / d value of one minibatch: weight * coef * the slope of the larger of the plain and the clipped square, halved."""
+    """d loss / d value of one minibatch: weight * coef * the slope of the larger of the plain and the clipped square,
+    halved."""
     if RETURN not in batch or (value.clip is not None and VALUE not in batch):
         return None
     plain = value_M - batch[RETURN]
@@ -89,8 +91,12 @@ def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tup
     lost = d < -LIMIT
     near = np.maximum(d, -LIMIT)
     k3, k3_slope = np.exp(-near) - 1 + near, np.where(lost, 0.0, 1 - np.exp(-near))
-    slope = {"k2": d, "k3": k3_slope, "rk3": _exp(gap_M) * (k3 * (np.abs(gap_M) <= LIMIT) + k3_slope)}.get(pull.estimator)
-    return None if slope is None else (pull.coef * slope, pull.coef * (1 + np.abs(logp_M)) * np.maximum(1, np.exp(-near)))
+    slope = {"k2": d, "k3": k3_slope, "rk3": _exp(gap_M) * (k3 * (np.abs(gap_M) <= LIMIT) + k3_slope)}.get(
+        pull.estimator
+    )
+    return (
+        None if slope is None else (pull.coef * slope, pull.coef * (1 + np.abs(logp_M)) * np.maximum(1, np.exp(-near)))
+    )
 
 
 def _sums(x_M: np.ndarray, sequence_M: np.ndarray) -> np.ndarray:

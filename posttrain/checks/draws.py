@@ -1,13 +1,14 @@
-"""Whether the sampler draws from the distribution whose log-probs it reports, and every sibling with numbers of its own.
+"""Whether the sampler draws from the distribution whose log-probs it reports, and every sibling with numbers of its
+own.
 
-Where the engine's draws are a function of the place (`Sampler.draws_by_place`), they are drawn again: the learner's cumulative
-distribution, by code that shares nothing with the engine's, and the place's uniform must give the said token. There is
-nothing statistical in it, so one token is enough.
+Where the engine's draws are a function of the place (`Sampler.draws_by_place`), they are drawn again: the learner's
+cumulative distribution, by code that shares nothing with the engine's, and the place's uniform must give the said
+token. There is nothing statistical in it, so one token is enough.
 
-Other engines are bet against. A test of the fixed sample size kind would be wrong here: it looks at every step, surprises are
-heavy-tailed where the policy is nearly certain, and a run has no planned end. A bet is right at every moment: the stake is
-multiplied by a factor whose mean is at most 1 if the engine is honest, so it ever exceeds 1 / alpha with probability at most
-alpha (Ville's inequality), whatever is looked at and whenever one stops.
+Other engines are bet against. A test of the fixed sample size kind would be wrong here: it looks at every step,
+surprises are heavy-tailed where the policy is nearly certain, and a run has no planned end. A bet is right at every
+moment: the stake is multiplied by a factor whose mean is at most 1 if the engine is honest, so it ever exceeds 1 /
+alpha with probability at most alpha (Ville's inequality), whatever is looked at and whenever one stops.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from posttrain.core.experience import Experience
 from posttrain.core.ports import Odds
 from posttrain.core.types import Episode, Gauge, Gauges, Group, Kept, Segment, Top
 from posttrain.role.events import AskedEvent, Event, Observer, Remark, ScoredEvent
-from posttrain.role.roles import Roles
+from posttrain.role.roles import ReinforceRoles
 from posttrain.role.rounding import noise, unmeasured
 
 TEMPERATURES = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
@@ -37,7 +38,8 @@ MOST = 10.0
 STAKES = (0.02, 0.2, 0.8)
 """Shares of the stake that are bet on two siblings saying the same."""
 ALPHA = 4e-8
-"""Chance of a false alarm in a whole run, of each of the two bets. Together with `data.in_order_of_the_file` below 1e-7."""
+"""Chance of a false alarm in a whole run, of each of the two bets. Together with `data.in_order_of_the_file` below
+1e-7."""
 PROBED = 256
 """Spoken tokens looked at in a step."""
 PACKED = 4096
@@ -51,8 +53,9 @@ GROUPS = 16
 
 
 @dataclass(frozen=True, eq=False)
-class Looked:
-    """Beginnings of episodes whose draws are looked at. Which tokens they are is settled before the tokens are known."""
+class CheckedDraws:
+    """Beginnings of episodes whose draws are looked at. Which tokens they are is settled before the tokens are
+    known."""
 
     packed: Packed
     episodes: tuple[Episode, ...]
@@ -63,8 +66,9 @@ class Looked:
     """Whether there was room for no further token."""
 
 
-def look(episodes: Sequence[Episode], first: int) -> Looked | None:
-    """The first `PROBED` tokens of these episodes from number `first` on, around the end; None where nothing was said."""
+def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
+    """The first `PROBED` tokens of these episodes from number `first` on, around the end; None where nothing was
+    said."""
     chosen: list[tuple[Episode, Segment, int]] = []
     left, packed = PROBED, 0
     for e in (*episodes[first:], *episodes[:first]):
@@ -80,7 +84,9 @@ def look(episodes: Sequence[Episode], first: int) -> Looked | None:
     if not chosen:
         return None
     at = np.concatenate([np.arange(begun, begun + part.spoken) for _, part, begun in chosen])
-    return Looked(Packed.of([part for _, part, _ in chosen]), tuple(e for e, _, _ in chosen), at, left < 1 or packed >= PACKED)
+    return CheckedDraws(
+        Packed.of([part for _, part, _ in chosen]), tuple(e for e, _, _ in chosen), at, left < 1 or packed >= PACKED
+    )
 
 
 def beginning(s: Segment, spoken: int) -> Segment:
@@ -94,8 +100,9 @@ def beginning(s: Segment, spoken: int) -> Segment:
     return Segment(s.ids[:end], s.mask[:end], s.logp[:end], s.version[:end], s.sampling, kept, top, in_turn)
 
 
-def uniforms(looked: Looked, seed: int, stream: str) -> np.ndarray:
-    """float64 [M]: the numbers of the tokens' places (seed, stream, task, visit, sibling, turn), by position in the turn."""
+def uniforms(looked: CheckedDraws, seed: int, stream: str) -> np.ndarray:
+    """float64 [M]: the numbers of the tokens' places (seed, stream, task, visit, sibling, turn), by position in the
+    turn."""
     out = np.zeros(len(looked.at_M))
     for segment, e in enumerate(looked.episodes):
         keys = [seeds.key(seed, stream, e.task.id, e.visit, e.sibling, turn) for turn in range(len(e.turns))]
@@ -105,11 +112,17 @@ def uniforms(looked: Looked, seed: int, stream: str) -> np.ndarray:
     return out
 
 
-def drawn_again(looked: Looked, odds: Odds, uniform_M: np.ndarray, noise: Callable[[], float], text: Callable[[np.ndarray], str]) -> Gauges:
+def drawn_again(
+    looked: CheckedDraws,
+    odds: Odds,
+    uniform_M: np.ndarray,
+    noise: Callable[[], float],
+    text: Callable[[np.ndarray], str],
+) -> Gauges:
     """The place's uniform picks the said token from the learner's distribution.
 
-    Where log-probs differ by at most d, a mass F is one between F e^-d and F e^d, and so is 1 - F. First d is `SURE`; `noise` is
-    asked where that is not enough.
+    Where log-probs differ by at most d, a mass F is one between F e^-d and F e^d, and so is 1 - F. First d is `SURE`;
+    `noise` is asked where that is not enough.
 
     Raises:
         InvariantError: for the first token that another number, or another distribution, must have picked.
@@ -122,17 +135,19 @@ def drawn_again(looked: Looked, odds: Odds, uniform_M: np.ndarray, noise: Callab
         m = int(wrong[0])
         e, said = looked.episodes[int(looked.packed.segment_M[m])], text(looked.packed.target_M[m : m + 1])
         raise InvariantError(
-            f"the sampler does not draw from the distribution it reports: token {int(looked.at_M[m])} of task {e.task.id!r} (visit {e.visit}, sibling {e.sibling}) is {said!r}, "
-            f"which a uniform in [{odds.below_M[m]:.6f}, {odds.upto_M[m]:.6f}) picks, and the uniform of its place is {uniform_M[m]:.6f} (noise {apart:.2g} nats); "
-            f"{len(wrong)} of {len(uniform_M)} tokens looked at are like it. Log-probs agree and draws do not: check temperature, greedy, the kept sets, and that "
-            "every task, visit, sibling and turn draws with numbers of its own and of this run's seed"
+            f"the sampler does not draw from the distribution it reports: token {int(looked.at_M[m])} of task"
+            f" {e.task.id!r} (visit {e.visit}, sibling {e.sibling}) is {said!r}, which a uniform in"
+            f" [{odds.below_M[m]:.6f}, {odds.upto_M[m]:.6f}) picks, and the uniform of its place is {uniform_M[m]:.6f}"
+            f" (noise {apart:.2g} nats); {len(wrong)} of {len(uniform_M)} tokens looked at are like it. Log-probs agree"
+            " and draws do not: check temperature, greedy, the kept sets, and that every task, visit, sibling and turn"
+            " draws with numbers of its own and of this run's seed"
         )
     return {"canary/drawn_again": Gauge(len(uniform_M), 1)}
 
 
 def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
-    """bool [M]: whether the uniform picks another token, wherever log-probs within `apart` put the borders. Borders that are no numbers
-    hold nothing."""
+    """bool [M]: whether the uniform picks another token, wherever log-probs within `apart` put the borders. Borders
+    that are no numbers hold nothing."""
     least = np.maximum(odds.below_M * math.exp(-apart), 1 - (1 - odds.below_M) * math.exp(apart))
     most = np.minimum(odds.upto_M * math.exp(apart), 1 - (1 - odds.upto_M) * math.exp(-apart))
     return ~((least - TINY <= uniform_M) & (uniform_M <= most + TINY))
@@ -142,8 +157,8 @@ def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
 class Bet:
     """A stake that grows only if something is wrong: one for each way it may be.
 
-    Before the n-th factor 1 / (n (n + 1)) is added, so that a fault that begins late is found too; all that is ever added sums
-    to 1, and so the stakes' mean exceeds 1 / alpha with probability at most alpha.
+    Before the n-th factor 1 / (n (n + 1)) is added, so that a fault that begins late is found too; all that is ever
+    added sums to 1, and so the stakes' mean exceeds 1 / alpha with probability at most alpha.
     """
 
     stakes: tuple[float, ...] = ()
@@ -187,8 +202,8 @@ class Bets:
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
     """Play the bet for every token: what it would be worth if it came from a sharper or flatter distribution.
 
-    The factor of q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1): the most its mean can be where the engine's
-    log-probs differ from the learner's by at most `noise`.
+    The factor of q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1): the most its mean can be where the
+    engine's log-probs differ from the learner's by at most `noise`.
 
     Raises:
         InvariantError: the stake exceeds 1 / `ALPHA`.
@@ -199,9 +214,11 @@ def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
         if bet.log_evidence >= -math.log(ALPHA):
             likely = TEMPERATURES[int(np.argmax(bet.stakes))]
             raise InvariantError(
-                f"the sampler does not draw from the distribution it reports: after {bet.rounds} tokens it is {math.exp(min(bet.log_evidence, 700)):.2g} times likelier that they "
-                f"come from that distribution at {likely:g} times its temperature, which happens by chance once in {1 / ALPHA:.0e} runs. The log-probs are right and "
-                "the draws are not: check temperature, greedy and the random numbers of the draw itself"
+                f"the sampler does not draw from the distribution it reports: after {bet.rounds} tokens it is"
+                f" {math.exp(min(bet.log_evidence, 700)):.2g} times likelier that they come from that distribution at"
+                f" {likely:g} times its temperature, which happens by chance once in {1 / ALPHA:.0e} runs. The"
+                " log-probs are right and the draws are not: check temperature, greedy and the random numbers of the"
+                " draw itself"
             )
     return {"canary/bet_on_draws": Gauge(bet.log_evidence, 1)}
 
@@ -211,9 +228,9 @@ def bet_on_answers(
 ) -> Gauges:
     """`bet_on_draws` on what `look` finds in these episodes, before the first one of which a turn was given up.
 
-    What that turn said is in no record, and it may be the reason why: a long answer is cut by the clock, a short one is not.
-    Whoever left such episodes or steps out would look at chosen tokens. So the stake is lost where the look comes to such a turn:
-    no factor is smaller, and the mean stays at most 1 however the turn was chosen.
+    What that turn said is in no record, and it may be the reason why: a long answer is cut by the clock, a short one is
+    not. Whoever left such episodes or steps out would look at chosen tokens. So the stake is lost where the look comes
+    to such a turn: no factor is smaller, and the mean stays at most 1 however the turn was chosen.
     """
     turned = (*episodes[first:], *episodes[:first])
     cut = next((i for i, e in enumerate(turned) if e.cut), None)
@@ -225,10 +242,12 @@ def bet_on_answers(
 
 
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
-    """Play the bet for neighbouring siblings: a sibling says what the one before it said with at most the probability of those words.
+    """Play the bet for neighbouring siblings: a sibling says what the one before it said with at most the probability
+    of those words.
 
-    With p that probability and c the share that is bet, the factor is 1 + c (1 - p) / p where they say the same, else 1 - c.
-    Words of a probability above a half are no bet. An answer that broke or was cut counts by what is known of it: whoever says
+    With p that probability and c the share that is bet, the factor is 1 + c (1 - p) / p where they say the same, else 1
+    - c. Words of a probability above a half are no bet. An answer that broke or was cut counts by what is known of it:
+      whoever says
     the same said at least that. One that says nothing is not the same.
 
     Raises:
@@ -244,15 +263,17 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
             bet.play(won if same else [math.log1p(-c) for c in STAKES])
             if bet.log_evidence >= -math.log(ALPHA):
                 raise InvariantError(
-                    f"siblings repeat each other: sibling {two.sibling} of task {g.task.id!r} says exactly what sibling {one.sibling} said, words of probability "
-                    f"{math.exp(log_p):.2g}, and after {bet.rounds} comparisons that happens too often for chance (once in {1 / ALPHA:.0e} runs). A group of copies has no "
-                    "spread and teaches nothing: check that every sibling has random numbers of its own"
+                    f"siblings repeat each other: sibling {two.sibling} of task {g.task.id!r} says exactly what sibling"
+                    f" {one.sibling} said, words of probability {math.exp(log_p):.2g}, and after {bet.rounds}"
+                    f" comparisons that happens too often for chance (once in {1 / ALPHA:.0e} runs). A group of copies"
+                    " has no spread and teaches nothing: check that every sibling has random numbers of its own"
                 )
     return {"canary/bet_on_siblings": Gauge(bet.log_evidence, 1)} if bet.rounds else {}
 
 
 class DrawsCheck(Observer):
-    """Some tokens of the first steps, and of every eighth later on, were drawn as the engine says; siblings do not repeat each other."""
+    """Some tokens of the first steps, and of every eighth later on, were drawn as the engine says; siblings do not
+    repeat each other."""
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets
@@ -260,7 +281,7 @@ class DrawsCheck(Observer):
     def state(self) -> dict[str, Any]:
         return {"bets": self._bets.plain()}
 
-    def hear(self, h: Roles, event: Event) -> Remark | None:
+    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
         match event:
             case AskedEvent(e) if not h.stage.oversample:
                 apart = unmeasured(h.run.model.dtype, h.sampling.temperature).worst
@@ -270,16 +291,18 @@ class DrawsCheck(Observer):
             case _:
                 return None
 
-    def _probe(self, h: Roles, e: Experience) -> Gauges:
-        """Of the first groups asked, of which there are always as many: how many others are asked, and which pass the filter, hangs on
-        what was said."""
+    def _probe(self, h: ReinforceRoles, e: Experience) -> Gauges:
+        """Of the first groups asked, of which there are always as many: how many others are asked, and which pass the
+        filter, hangs on what was said."""
         episodes = [x for g in e.played[: h.stage.prompts] for x in g.episodes]
         first, dtype = e.index * 7 % len(episodes), h.run.model.dtype
         if h.sync.sampler.draws_by_place:
             if (looked := look(episodes, first)) is None:
                 return {}
             uniform = uniforms(looked, h.run.seed, h.stream)
-            return drawn_again(looked, h.learner.odds(looked.packed), uniform, lambda: noise(dtype, h.learner, looked.packed), h.text)
+            return drawn_again(
+                looked, h.learner.odds(looked.packed), uniform, lambda: noise(dtype, h.learner, looked.packed), h.text
+            )
         if h.stage.oversample:
             return {}
         odds = lambda packed: h.learner.odds(packed, TEMPERATURES)  # noqa: E731

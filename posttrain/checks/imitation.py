@@ -8,7 +8,7 @@ from posttrain.checks.data import demonstration_ends_once, same_question
 from posttrain.core import seeds
 from posttrain.role.events import Event, Observer, PackedEvent, Remark
 from posttrain.role.prompts import Prompts
-from posttrain.role.roles import Teaching
+from posttrain.role.roles import SupervisedRoles
 
 
 class ImitationCheck(Observer):
@@ -18,7 +18,7 @@ class ImitationCheck(Observer):
         self._first = first
         """Whether the stage begins here."""
 
-    def hear(self, h: Teaching, event: Event) -> Remark | None:
+    def hear(self, h: SupervisedRoles, event: Event) -> Remark | None:
         if not isinstance(event, PackedEvent):
             return
         demonstration_ends_once(event.batch, h.stop_ids, h.text)
@@ -26,10 +26,14 @@ class ImitationCheck(Observer):
             self._first = False
             self._same_question(h, event)
 
-    def _same_question(self, h: Teaching, event: PackedEvent) -> None:
+    def _same_question(self, h: SupervisedRoles, event: PackedEvent) -> None:
         """Compare the first demonstration's prompt with what a rollout shows; a document answers nothing."""
         stage, batch = h.stage, event.batch
-        walk = Prompts(h.environment.train, seeds.torch_seed(h.run.seed, f"sft/{stage.name}"), cursor=(event.index - 1) * stage.batch)
+        walk = Prompts(
+            h.environment.train,
+            seeds.torch_seed(h.run.seed, f"sft/{stage.name}"),
+            cursor=(event.index - 1) * stage.batch,
+        )
         task, _ = next(walk)
         prompt, _ = h.environment.demonstrate(task, stage.style, seeds.generator(h.run.seed, "look", event.index), 0.0)
         if not len(prompt):

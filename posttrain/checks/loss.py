@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.checks.audit import plain
 from posttrain.checks.demand import demand, value_demand
+from posttrain.checks.expected import plain
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
@@ -14,21 +14,24 @@ from posttrain.core.types import Gauge, Gauges
 from posttrain.role.passes import Passes
 
 LOSS_BOUND = 5e-6
-"""Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32: docs/trust.md."""
+"""Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32:
+docs/trust.md."""
 
 
 def loss_agrees(a: Algorithm, batch: Batch, heard: Passes) -> Gauges:
-    """What the loss asked of each log-prob, all micro-batches together, is what the definition asks of the whole minibatch."""
+    """What the loss asked of each log-prob, all micro-batches together, is what the definition asks of the whole
+    minibatch."""
     logp_M = np.concatenate([np.zeros(0), *heard.logp])
     asked_M = np.concatenate([np.zeros(0), *heard.asked])
     if len(logp_M) != batch.spoken or len(asked_M) != batch.spoken:
         raise InvariantError(
-            f"the micro-batches scored {len(logp_M)} tokens and differentiated {len(asked_M)} of the minibatch's {batch.spoken}: "
-            "every token belongs to exactly one micro-batch"
+            f"the micro-batches scored {len(logp_M)} tokens and differentiated {len(asked_M)} of the minibatch's"
+            f" {batch.spoken}: every token belongs to exactly one micro-batch"
         )
     if heard.left:
         raise InvariantError(
-            f"{heard.left} parameters still held a gradient when the step began: it would be added to this one's. Clear gradients after every optimizer step"
+            f"{heard.left} parameters still held a gradient when the step began: it would be added to this one's. Clear"
+            " gradients after every optimizer step"
         )
     entropy_and_value_agree(a, batch, heard)
     want = demand(a, batch, logp_M)
@@ -41,9 +44,11 @@ def loss_agrees(a: Algorithm, batch: Batch, heard: Passes) -> Gauges:
         m = int(np.argmax(relative_M))
         ratio = float(asked_M @ want.want_M / (want.want_M @ want.want_M)) if np.any(want.want_M) else np.nan
         raise InvariantError(
-            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its log-prob (credit {batch[ADVANTAGE][m]:.4g}, "
-            f"weight {batch[WEIGHT][m]:.4g}), the definition asks {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. "
-            "-1 is a flipped sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the trust region and the KL's direction"
+            f"the gradient is not that of {a.name}: for spoken token {m} the loss asked {asked_M[m]:.6g} of its"
+            f" log-prob (credit {batch[ADVANTAGE][m]:.4g}, weight {batch[WEIGHT][m]:.4g}), the definition asks"
+            f" {want.want_M[m]:.6g}; over the minibatch the two are in the proportion {ratio:.4g}. -1 is a flipped"
+            " sign; a constant is a scale counted twice or per micro-batch; else check the ratio's anchor, the trust"
+            " region and the KL's direction"
         )
     return {"canary/loss_gap": Gauge(worst, 1)}
 
@@ -61,6 +66,8 @@ def entropy_and_value_agree(a: Algorithm, batch: Batch, heard: Passes) -> None:
         size = float(np.abs(want).max(initial=0.0))
         if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:
             raise InvariantError(
-                f"the loss asks the wrong thing of the {name}: its gradient is up to {float(np.abs(got).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} "
-                f"(largest difference {float(np.abs(got - want).max(initial=0.0)) if len(got) == len(want) else np.nan:.3g}). Check its sign, its coefficient and its weights"
+                f"the loss asks the wrong thing of the {name}: its gradient is up to"
+                f" {float(np.abs(got).max(initial=0.0)):.4g}, and {a.name} asks for up to {size:.4g} (largest"
+                f" difference {float(np.abs(got - want).max(initial=0.0)) if len(got) == len(want) else np.nan:.3g})."
+                " Check its sign, its coefficient and its weights"
             )

@@ -8,11 +8,11 @@ from typing import Any
 from posttrain.checks.sampler import said_by_these_weights
 from posttrain.core.errors import InvariantError
 from posttrain.core.verdict import SOLVED, outcome
-from posttrain.role.evaluate import Report
+from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, Event, Observer, Remark
 
 
-def measured_right(report: Report) -> None:
+def measured_right(report: EvaluationReport) -> None:
     """Held-out accuracy, mean reward and pass@k, counted a second way from the verdicts themselves."""
     solved: list[tuple[int, int]] = []
     means: list[float] = []
@@ -35,13 +35,15 @@ def measured_right(report: Report) -> None:
     for name, (said, counted) in wrong.items():
         if not abs(said - counted) <= 1e-9:
             raise InvariantError(
-                f"held-out {name} is reported as {said:.6g} and is {counted:.6g} when counted from the {sum(n for n, _ in solved)} verdicts: "
-                "unjudged samples must not count as wrong, and pass@k must be the unbiased estimate"
+                f"held-out {name} is reported as {said:.6g} and is {counted:.6g} when counted from the"
+                f" {sum(n for n, _ in solved)} verdicts: unjudged samples must not count as wrong, and pass@k must be"
+                " the unbiased estimate"
             )
 
 
 class EvaluationCheck(Observer):
-    """Held-out answers were said by the weights that are evaluated, and what is reported of them is what their verdicts say."""
+    """Held-out answers were said by the weights that are evaluated, and what is reported of them is what their verdicts
+    say."""
 
     def hear(self, h: Any, event: Event) -> Remark | None:
         if isinstance(event, EvaluatedEvent):

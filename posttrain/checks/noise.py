@@ -1,7 +1,9 @@
-"""The noise band: how far sampler and learner are apart on the same weights, and whether the algorithm can live with it.
+"""The noise band: how far sampler and learner are apart on the same weights, and whether the algorithm can live with
+it.
 
 A ratio against the sampler is 1 plus this noise even on policy. A trust region or a correction narrower than the band
-silences tokens by their rounding, not by their drift: in bfloat16 it was 72 to 94 % of sequences under GSPO's 3e-4 / 4e-4.
+silences tokens by their rounding, not by their drift: in bfloat16 it was 72 to 94 % of sequences under GSPO's 3e-4 /
+4e-4.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import torch
 
 from posttrain.algorithm.correction import correct
 from posttrain.algorithm.streams import Streams
-from posttrain.algorithm.trust import Look, importance, push
+from posttrain.algorithm.trust import TrustInputs, importance, push
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError
 from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
@@ -41,14 +43,17 @@ def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M
         )
         if a.anchor == "behaviour" and a.silences and not a.stores_top:
             ratio = importance(a.ratio, learner - mu, batch)
-            worst = max(worst, _silent(push(a.clip, Look(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M))
+            worst = max(
+                worst, _silent(push(a.clip, TrustInputs(ratio, learner - mu, batch[ADVANTAGE], learner, batch)).push_M)
+            )
         if a.correction:
             worst = max(worst, _silent(correct(a.correction, learner, learner, batch).used_M))
     if worst > MOST:
         raise ConfigError(
-            f"{a.name}: {worst:.1%} of the tokens would fall silent although no weight has moved. Sampler and learner differ by up to "
-            f"{band:.2g} nats a token in {dtype} (99 % of tokens), and clip={a.clip}, correction={a.correction} are narrower than that. "
-            "Compare with the learner's own log-probs (anchor=start), widen the bounds, or use model.dtype=float32"
+            f"{a.name}: {worst:.1%} of the tokens would fall silent although no weight has moved. Sampler and learner"
+            f" differ by up to {band:.2g} nats a token in {dtype} (99 % of tokens), and clip={a.clip},"
+            f" correction={a.correction} are narrower than that. Compare with the learner's own log-probs"
+            " (anchor=start), widen the bounds, or use model.dtype=float32"
         )
     return {"mismatch/band": Gauge(band, 1)}
 

@@ -8,20 +8,20 @@ from typing import Any
 from posttrain.checks.past import Past
 from posttrain.core.errors import InvariantError
 from posttrain.role.events import Event, Observer, Remark, RestoredEvent
-from posttrain.role.roles import Roles
+from posttrain.role.roles import ReinforceRoles
 
 
 def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
     """A resumed stage asks the prompts that come next, with an optimizer that remembers its steps."""
     if walked is not None and int(walked) != cursor:
         raise InvariantError(
-            f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random numbers would repeat or be skipped. "
-            "The checkpoint's cursor was not restored"
+            f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random"
+            " numbers would repeat or be skipped. The checkpoint's cursor was not restored"
         )
     if taken is not None and steps is not None and int(taken) != steps:
         raise InvariantError(
-            f"the stage has taken {int(taken)} optimizer steps and the optimizer remembers {steps}: its moments and warm-up would begin again. "
-            "The checkpoint's optimizer state was not loaded"
+            f"the stage has taken {int(taken)} optimizer steps and the optimizer remembers {steps}: its moments and"
+            " warm-up would begin again. The checkpoint's optimizer state was not loaded"
         )
 
 
@@ -29,8 +29,9 @@ def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
     """What a checkpoint gave back is what was saved into it. `saved` is '' where nothing was."""
     if saved and (now := fingerprint()) != saved:
         raise InvariantError(
-            f"the checkpoint's {what} came back changed: fingerprint {saved} when it was saved, {now} now that it is loaded. What is saved and "
-            "what is trained differ (merged adapters, a stale copy, a part that is not loaded): go on from an older checkpoint, and look at who writes and who reads"
+            f"the checkpoint's {what} came back changed: fingerprint {saved} when it was saved, {now} now that it is"
+            " loaded. What is saved and what is trained differ (merged adapters, a stale copy, a part that is not"
+            " loaded): go on from an older checkpoint, and look at who writes and who reads"
         )
 
 
@@ -40,14 +41,16 @@ class ResumeCheck(Observer):
     def __init__(self, past: Past) -> None:
         self._past = past
 
-    async def begin(self, h: Roles) -> None:
+    async def begin(self, h: ReinforceRoles) -> None:
         steps = self._past.steps
         if not steps:
             return
         walked = steps[-1].gauges.get("rollout/walked")
         taken = sum(s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
         remembered = h.trainer.optimizer.state_tensors().get("steps")
-        goes_on(walked.sum if walked else None, h.prompts.cursor, taken, None if remembered is None else int(remembered))
+        goes_on(
+            walked.sum if walked else None, h.prompts.cursor, taken, None if remembered is None else int(remembered)
+        )
 
 
 class RestoreCheck(Observer):

@@ -1,4 +1,5 @@
-"""Whether sampler, learner and reference are the same policy where they should be, and what was said is what the engine said."""
+"""Whether sampler, learner and reference are the same policy where they should be, and what was said is what the engine
+said."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from posttrain.core.streams import MU, REFERENCE, VERSION
 from posttrain.core.types import SHOWN, Gauge, Gauges, Group, ScoredGroup, Stop, merge
 from posttrain.role.events import AskedEvent, DifferentiatedEvent, Event, Observer, PackedEvent, Remark, ScoredEvent
 from posttrain.role.passes import Needs
-from posttrain.role.roles import Roles
+from posttrain.role.roles import ReinforceRoles
 from posttrain.role.rounding import Exact, Gap, allowed
 
 
@@ -52,11 +53,12 @@ def sampler_agrees(
         position = int(batch.positions_N[at])
         before = text(batch.ids_N[at - min(position, 12) : at])
         raise InvariantError(
-            f"sampler and learner disagree about the same weights. Worst token: {text(batch.target_M[m : m + 1])!r} after {before!r} "
-            f"(position {position}): sampler log-prob {mu_M[m]:.6f}, learner {learner_M[m]:.6f}. Worst gap {gap.worst:.3g} "
-            f"(bound {bound.worst:.2g} in {dtype}), mean gap {gap.mean:.3g} (bound {bound.mean:.2g}) over {int(count)} tokens. "
-            "The importance ratio is not 1 on-policy, so every gradient would be that of another distribution. Check that both sides "
-            "use the same sampling transform (temperature, top-p), that the last weight sync arrived, and that the model has no dropout"
+            f"sampler and learner disagree about the same weights. Worst token: {text(batch.target_M[m : m + 1])!r}"
+            f" after {before!r} (position {position}): sampler log-prob {mu_M[m]:.6f}, learner {learner_M[m]:.6f}."
+            f" Worst gap {gap.worst:.3g} (bound {bound.worst:.2g} in {dtype}), mean gap {gap.mean:.3g} (bound"
+            f" {bound.mean:.2g}) over {int(count)} tokens. The importance ratio is not 1 on-policy, so every gradient"
+            " would be that of another distribution. Check that both sides use the same sampling transform"
+            " (temperature, top-p), that the last weight sync arrived, and that the model has no dropout"
         )
     return {"canary/logp_gap": Gauge(gap.mean * count, count), "canary/logp_gap_worst": Gauge(gap.worst, 1)}
 
@@ -66,20 +68,23 @@ def reference_unmoved(reference: Scorer, digest: str) -> None:
     now = reference.fingerprint()
     if now != digest:
         raise InvariantError(
-            f"the reference has changed: its digest was {digest} at the start of the stage and is {now}. A trained or refreshed reference "
-            "makes every KL term a lie. Look for code that shares its tensors with the learner or puts them in an optimizer"
+            f"the reference has changed: its digest was {digest} at the start of the stage and is {now}. A trained or"
+            " refreshed reference makes every KL term a lie. Look for code that shares its tensors with the learner or"
+            " puts them in an optimizer"
         )
 
 
-def no_distance_yet(learner_logp: np.ndarray, reference_logp: np.ndarray, dtype: str, exact: Exact, temperature: float) -> None:
+def no_distance_yet(
+    learner_logp: np.ndarray, reference_logp: np.ndarray, dtype: str, exact: Exact, temperature: float
+) -> None:
     """KL to the reference is 0 while learner and reference are the same weights."""
     gap = Gap.of(reference_logp, learner_logp)
     bound = allowed(dtype, gap, learner_logp, exact, temperature)
     if not gap.worst <= bound.worst:
         raise InvariantError(
-            f"the reference scores differently from the learner although both hold the same weights (worst log-prob gap {gap.worst:.3g}, "
-            f"bound {bound.worst:.2g} in {dtype}). The KL term would start wrong. Check that the reference was loaded from the checkpoint "
-            "the stage starts from, in the same dtype and without dropout"
+            "the reference scores differently from the learner although both hold the same weights (worst log-prob gap"
+            f" {gap.worst:.3g}, bound {bound.worst:.2g} in {dtype}). The KL term would start wrong. Check that the"
+            " reference was loaded from the checkpoint the stage starts from, in the same dtype and without dropout"
         )
 
 
@@ -89,8 +94,8 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
     covered += sum(g.aborted_tokens for g in groups)
     if covered != said_tokens:
         raise InvariantError(
-            f"the masks of this step cover {covered} tokens, but the engine said {said_tokens}. Some observation is trained on, or some "
-            "spoken token is not. Tokens must enter a transcript through see() and say() only"
+            f"the masks of this step cover {covered} tokens, but the engine said {said_tokens}. Some observation is"
+            " trained on, or some spoken token is not. Tokens must enter a transcript through see() and say() only"
         )
 
 
@@ -105,13 +110,16 @@ def said_by_these_weights(groups: Sequence[Group], begun: int, now: int) -> None
                 other = s.version[s.mask & ((s.version < begun) | (s.version > now)) & (s.version != SHOWN)]
                 if len(other):
                     raise InvariantError(
-                        f"task {g.task.id!r} has tokens said by version {int(other[0])}, while the learner holds version {now}{f' and the rollout began under {begun}' if begun != now else ''}. Either a weight sync "
-                        "did not happen, or tokens are stamped with another version than the one that said them; both make every ratio wrong"
+                        f"task {g.task.id!r} has tokens said by version {int(other[0])}, while the learner holds"
+                        f" version {now}{f' and the rollout began under {begun}' if begun != now else ''}. Either a"
+                        " weight sync did not happen, or tokens are stamped with another version than the one that"
+                        " said them; both make every ratio wrong"
                     )
 
 
 def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens: int) -> None:
-    """An episode that says it stopped ends in a stop token, and one that was cut off or completed a stop string does not."""
+    """An episode that says it stopped ends in a stop token, and one that was cut off or completed a stop string does
+    not."""
     stops = set(stop_ids)
     for g in groups:
         for e in g.episodes:
@@ -121,22 +129,24 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
             last = int(s.ids[-1] if s.mask[-1] else s.ids[np.flatnonzero(s.mask)[-1]]) in stops
             if last != (e.stop is Stop.SAID):
                 raise InvariantError(
-                    f"task {g.task.id!r} ended with reason {e.stop.value!r}, but its last token {'is' if last else 'is not'} a stop token "
-                    f"({s.spoken} tokens said, at most {max_tokens} a turn). Length shaping and filters read the reason: find who drops the token or the reason"
+                    f"task {g.task.id!r} ended with reason {e.stop.value!r}, but its last token"
+                    f" {'is' if last else 'is not'} a stop token ({s.spoken} tokens said, at most {max_tokens} a turn)."
+                    " Length shaping and filters read the reason: find who drops the token or the reason"
                 )
 
 
 class SamplerCheck(Observer):
-    """Sampler, learner and reference agree where they hold the same weights, and what was played is what the engine said."""
+    """Sampler, learner and reference agree where they hold the same weights, and what was played is what the engine
+    said."""
 
     def __init__(self, *, fresh: bool) -> None:
         self._fresh = fresh
         """Whether learner, sampler and reference still hold the same weights."""
 
-    def needs(self, h: Roles, event: PackedEvent) -> Needs:
+    def needs(self, h: ReinforceRoles, event: PackedEvent) -> Needs:
         return Needs(logp=event.first)
 
-    def hear(self, h: Roles, event: Event) -> Remark | None:
+    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
         match event:
             case AskedEvent(e):
                 masks_cover_what_was_said(e.played, int(e.engine["engine/tokens"].sum))
@@ -154,8 +164,9 @@ class SamplerCheck(Observer):
                 pass
         return None
 
-    def _same_weights(self, h: Roles, e: Experience, groups: Sequence[ScoredGroup]) -> Gauges:
-        """Before the first optimizer step of a stage: rho = 1, and no distance to a reference that began as the policy."""
+    def _same_weights(self, h: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> Gauges:
+        """Before the first optimizer step of a stage: rho = 1, and no distance to a reference that began as the
+        policy."""
         episodes = [s for g in groups for s in g.episodes]
         segments = [s for x in episodes for s in x.episode.segments]
         packed = Packed.of(segments, [i for i, x in enumerate(episodes) for _ in x.episode.segments])
@@ -165,18 +176,24 @@ class SamplerCheck(Observer):
         own, dtype = version == h.trainer.version, h.run.model.dtype
         exact = lambda: h.learner.exact(packed)  # noqa: E731
         seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=h.text)
-        band = noise_band(h.stage.algorithm, mu[own], learner[own], np.unique(packed.sequence_M[own], return_inverse=True)[1], dtype)
+        band = noise_band(
+            h.stage.algorithm, mu[own], learner[own], np.unique(packed.sequence_M[own], return_inverse=True)[1], dtype
+        )
         if h.reference is not None and h.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
             no_distance_yet(learner, reference, dtype, exact, packed.sampling.temperature)
         return merge(seen, band)
 
-    def _ratio_is_one(self, h: Roles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]) -> Gauges:
+    def _ratio_is_one(
+        self, h: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
+    ) -> Gauges:
         """On the first optimizer step after a push, every token that the current weights said has rho = 1."""
         out: list[Gauges] = []
         for micro, logp in micros:
             exact = lambda batch=micro: h.learner.exact(batch)  # noqa: E731
             fresh = micro[VERSION] == packed.version
             learner = logp.astype(np.float32)
-            out.append(sampler_agrees(micro, micro[MU], learner, fresh, dtype=h.run.model.dtype, exact=exact, text=h.text))
+            out.append(
+                sampler_agrees(micro, micro[MU], learner, fresh, dtype=h.run.model.dtype, exact=exact, text=h.text)
+            )
         return merge(*out)

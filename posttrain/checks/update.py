@@ -12,37 +12,41 @@ import torch
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Expected, Learner
+from posttrain.core.ports import ExpectedUpdate, Learner
 from posttrain.core.run import Optimizer
 from posttrain.core.streams import ADVANTAGE
 from posttrain.core.types import Gauge, Gauges, merge
 from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, PackedEvent, Remark
 from posttrain.role.probe import packed_text
-from posttrain.role.roles import Learning
+from posttrain.role.roles import StageRoles
 
 NUDGE = 0.05
 """How far a weight that got no gradient is moved, in standard deviations of its tensor, to see whether it matters."""
 FELT = 1e-3
-"""Nats by which a log-prob must change for a nudge to count as felt: far above rounding, far below what such a nudge does."""
+"""Nats by which a log-prob must change for a nudge to count as felt: far above rounding, far below what such a nudge
+does."""
 
 SAMPLED = 1 << 20
 """Parameters up to this many numbers have their first update followed."""
 SMALLEST = 1e-12
-"""Weights nearer to 0 are taken as this large: a move far below the rounding of any other weight may be lost on its way in float32."""
+"""Weights nearer to 0 are taken as this large: a move far below the rounding of any other weight may be lost on its way
+in float32."""
 ROUNDING = 3e-7
 """Of a float32 weight to which something was added, relative to its size."""
 UNDERFLOW = 1e-36
 """State that is nowhere larger is not looked at: below it float32 loses digits, or all of a number."""
 UPDATE_BOUND = 0.02
-"""Departure of a first optimizer step, relative to the size of a full one (`Expected.size`; of AdamW the learning rate)."""
+"""Departure of a first optimizer step, relative to the size of a full one (`ExpectedUpdate.size`; of AdamW the learning
+rate)."""
 
 
 def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     """Every trainable parameter that the log-probs depend on gets a gradient from them.
 
-    A batch can leave a parameter alone for good reasons (all returns are 0, one token is kept, an expert is not chosen), so this
-    does not look at one: it differentiates the log-probs of int32 `ids`, at least two, each after all before it. A parameter without a
-    gradient is nudged; if the log-probs feel it, it is cut off from the loss. A value head gets its gradient from the values.
+    A batch can leave a parameter alone for good reasons (all returns are 0, one token is kept, an expert is not
+    chosen), so this does not look at one: it differentiates the log-probs of int32 `ids`, at least two, each after all
+    before it. A parameter without a gradient is nudged; if the log-probs feel it, it is cut off from the loss. A value
+    head gets its gradient from the values.
     """
     packed = packed_text(ids)
     learner.train_mode(True)
@@ -60,9 +64,9 @@ def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     cut = [n for n in silent if _felt(learner, packed, parameters[n], still)]
     if cut:
         raise InvariantError(
-            f"{len(cut)} of {len(parameters)} trainable parameters get no gradient from the log-probs that they change: {', '.join(cut[:5])}"
-            f"{', ...' if len(cut) > 5 else ''}. They are cut off from the loss and will stay as they are. Look for a detach, a hook, or a frozen copy "
-            "between them and the log-probs"
+            f"{len(cut)} of {len(parameters)} trainable parameters get no gradient from the log-probs that they change:"
+            f" {', '.join(cut[:5])}{', ...' if len(cut) > 5 else ''}. They are cut off from the loss and will stay as"
+            " they are. Look for a detach, a hook, or a frozen copy between them and the log-probs"
         )
 
 
@@ -75,8 +79,8 @@ def _reaches_head(value: torch.Tensor | None, head: Mapping[str, Any]) -> None:
         deaf = list(head)
     if deaf:
         raise InvariantError(
-            f"{', '.join(deaf)} get no gradient from the values that they make: values would stay as they are. Look for a detach, a hook, or "
-            "requires_grad=False in the value head"
+            f"{', '.join(deaf)} get no gradient from the values that they make: values would stay as they are. Look for"
+            " a detach, a hook, or requires_grad=False in the value head"
         )
 
 
@@ -97,14 +101,16 @@ def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> 
     size, whole = sum(t.numel() for t in left.values()), sum(t.numel() for t in served.values())
     if size > 0.005 * whole:
         raise InvariantError(
-            f"{len(left)} of {len(served)} tensors ({size / whole:.0%} of the weights) never reach the optimizer: {', '.join(list(left)[:5])}"
-            f"{', ...' if len(left) > 5 else ''}. They will stay as they are. Check requires_grad and what the optimizer was built from"
+            f"{len(left)} of {len(served)} tensors ({size / whole:.0%} of the weights) never reach the optimizer:"
+            f" {', '.join(list(left)[:5])}{', ...' if len(left) > 5 else ''}. They will stay as they are. Check"
+            " requires_grad and what the optimizer was built from"
         )
 
 
 @dataclass(frozen=True)
 class Largest:
-    """The number of a parameter with the largest gradient: where it lies in the flat tensor, its value, and what a step adds to it."""
+    """The number of a parameter with the largest gradient: where it lies in the flat tensor, its value, and what a step
+    adds to it."""
 
     index: int
     weight: float
@@ -119,7 +125,7 @@ class Handed:
     """Of all gradients."""
     largest: Mapping[str, Largest]
     """Of every parameter with a gradient that is not 0."""
-    expected: Mapping[str, Expected] = field(default_factory=dict[str, Expected])
+    expected: Mapping[str, ExpectedUpdate] = field(default_factory=dict[str, ExpectedUpdate])
     """Of the parameters of at most `SAMPLED` numbers, where this is the optimizer's first step."""
     before: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Copies of the same parameters."""
@@ -158,9 +164,10 @@ def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
             still.append(name)
     if still:
         raise InvariantError(
-            f"{len(still)} of {len(pushed)} parameters with a gradient did not move in an optimizer step: {', '.join(still[:5])}"
-            f"{', ...' if len(still) > 5 else ''}. The optimizer holds other tensors than the ones that train, or leaves some out. Check what it was "
-            f"built from, and that the learning rate ({lr:g} in this step) is what you meant"
+            f"{len(still)} of {len(pushed)} parameters with a gradient did not move in an optimizer step:"
+            f" {', '.join(still[:5])}{', ...' if len(still) > 5 else ''}. The optimizer holds other tensors than the"
+            f" ones that train, or leaves some out. Check what it was built from, and that the learning rate ({lr:g} in"
+            " this step) is what you meant"
         )
     return {"canary/moved": Gauge(len(pushed), len(handed.largest))} if pushed else {}
 
@@ -199,15 +206,17 @@ def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], s
     worst = departure(handed, after, state)
     if worst.moved > UPDATE_BOUND or worst.state > UPDATE_BOUND:
         raise InvariantError(
-            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full step, its state by "
-            f"{worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured lr={config.lr:g}, warmup={config.warmup}, "
-            f"weight_decay={config.weight_decay:g}, clip={config.clip:g}). Something else moves the weights, or the optimizer was built with other settings"
+            f"the first optimizer step is not the configured one: {worst.name} is off by {worst.moved:.3g} of a full"
+            f" step, its state by {worst.state:.3g} of its size (gradient norm {handed.norm:.3g}; configured"
+            f" lr={config.lr:g}, warmup={config.warmup}, weight_decay={config.weight_decay:g}, clip={config.clip:g})."
+            " Something else moves the weights, or the optimizer was built with other settings"
         )
     return {"canary/update_gap": Gauge(worst.moved, 1)}
 
 
 class UpdateCheck(Observer):
-    """Every parameter that matters gets a gradient and moves by it; the first optimizer step of a stage is the configured one.
+    """Every parameter that matters gets a gradient and moves by it; the first optimizer step of a stage is the
+    configured one.
 
     Without credit there may be nothing to follow: the gradient of a KL pull is 0 at the reference itself.
     """
@@ -217,14 +226,16 @@ class UpdateCheck(Observer):
         """Whether a step was followed already."""
         self._handed: Handed | None = None
 
-    async def begin(self, h: Learning[Any]) -> None:
+    async def begin(self, h: StageRoles[Any]) -> None:
         served_is_trained(dict(h.learner.tensors()), h.trainer.trained())
         gradient_reaches(h.learner, h.sync.canary)
 
-    def hear(self, h: Learning[Any], event: Event) -> Remark | None:
+    def hear(self, h: StageRoles[Any], event: Event) -> Remark | None:
         match event:
             case DifferentiatedEvent(packed, _):
-                self._handed = None if self._moved or not _carries(packed) else Handed.of(h.trainer.optimizer, h.stage.optimizer)
+                self._handed = (
+                    None if self._moved or not _carries(packed) else Handed.of(h.trainer.optimizer, h.stage.optimizer)
+                )
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
                 return Remark(self._follow(h, handed, lr))
@@ -232,11 +243,14 @@ class UpdateCheck(Observer):
                 pass
         return None
 
-    def _follow(self, h: Learning[Any], handed: Handed, lr: float) -> Gauges:
+    def _follow(self, h: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
         trained, optimizer = h.trainer.trained(), h.trainer.optimizer
         seen = moved(handed, trained, lr)
         self._moved = bool(seen)
-        return merge(seen, update_agrees(h.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {})
+        return merge(
+            seen,
+            update_agrees(h.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {},
+        )
 
 
 def _carries(packed: PackedEvent) -> bool:

@@ -1,10 +1,11 @@
-"""Whether verdicts can be learned from: outages stay out, not too much goes unjudged, and the judges say again what they said."""
+"""Whether verdicts can be learned from: outages stay out, not too much goes unjudged, and the judges say again what
+they said."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from posttrain.checks.judges import Judges
+from posttrain.checks.gold import VerifierChecks
 from posttrain.checks.past import Past
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.experience import Experience
@@ -12,7 +13,7 @@ from posttrain.core.types import Gauge, Group, Step
 from posttrain.core.verdict import State, failed
 from posttrain.diagnose.gauges import components, unjudged_words
 from posttrain.role.events import AskedEvent, Event, Observer, PushedEvent, Remark
-from posttrain.role.roles import Roles
+from posttrain.role.roles import ReinforceRoles
 
 
 def failures_stay_out(groups: Sequence[Group]) -> None:
@@ -22,23 +23,25 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
             failed = [j for j in e.verdicts if j.counts and j.verdict.state is State.FAILED]
             if failed and e.reward is not None:
                 raise InvariantError(
-                    f"task {g.task.id!r}: source {failed[0].source!r} failed ({failed[0].verdict.why}) and the episode still has reward {e.reward:g}. "
-                    "What nobody could judge leaves baseline and batch; it is no wrong answer"
+                    f"task {g.task.id!r}: source {failed[0].source!r} failed ({failed[0].verdict.why}) and the episode"
+                    f" still has reward {e.reward:g}. What nobody could judge leaves baseline and batch; it is no wrong"
+                    " answer"
                 )
 
 
 class VerifierCheck(Observer):
-    """Outages stay out of baseline and batch, are told when they begin, and are not too many; the judges say again what they said."""
+    """Outages stay out of baseline and batch, are told when they begin, and are not too many; the judges say again what
+    they said."""
 
     def __init__(self, past: Past) -> None:
         self._past = past
-        self._judges = Judges()
+        self._judges = VerifierChecks()
         self._experience: Experience | None = None
 
-    async def begin(self, h: Roles) -> None:
+    async def begin(self, h: ReinforceRoles) -> None:
         await self._judges.begin(h.rollout.environment, self._past.taken)
 
-    def hear(self, h: Roles, event: Event) -> Remark | None:
+    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
         match event:
             case AskedEvent(e):
                 failures_stay_out(e.played)
@@ -50,7 +53,7 @@ class VerifierCheck(Observer):
                 pass
         return None
 
-    async def after(self, h: Roles, step: Step) -> Remark | None:
+    async def after(self, h: ReinforceRoles, step: Step) -> Remark | None:
         """The judges are asked again, and sources are told that gave nothing to anyone."""
         if (e := self._experience) is None:
             return None
@@ -58,14 +61,16 @@ class VerifierCheck(Observer):
             warned = await self._judges.after(h.rollout.environment, e.played)
         return Remark({**self._judges.mute(e.played), "rollout/walked": Gauge(e.walk.cursor, 1)}, warned)
 
-    def _enough_judged(self, h: Roles, e: Experience) -> None:
+    def _enough_judged(self, h: ReinforceRoles, e: Experience) -> None:
         episodes = [x for g in e.played for x in g.episodes]
         unjudged = sum(x.reward is None for x in episodes)
         if unjudged > h.stage.max_failed * len(episodes):
             raise RewardError(
-                f"{unjudged} of {len(episodes)} samples of this step could not be judged: {unjudged_words(e.played)}. They are no wrong answers, so they were "
-                f"left out, and more than {h.stage.name}.max_failed={h.stage.max_failed:g} of a step is too many to go on. Mend "
-                f"{', '.join(r.function for r in h.run.env_of(h.stage).rewards) or 'the environment'}, then resume: posttrain run --resume {h.book.folder}"
+                f"{unjudged} of {len(episodes)} samples of this step could not be judged: {unjudged_words(e.played)}."
+                " They are no wrong answers, so they were left out, and more than"
+                f" {h.stage.name}.max_failed={h.stage.max_failed:g} of a step is too many to go on. Mend"
+                f" {', '.join(r.function for r in h.run.env_of(h.stage).rewards) or 'the environment'}, then resume:"
+                f" posttrain run --resume {h.book.folder}"
             )
 
     def _unjudged(self, e: Experience) -> tuple[str, ...]:
@@ -77,6 +82,9 @@ class VerifierCheck(Observer):
         if not now - known:
             return ()
         return (
-            f"{sum(x.reward is None for x in episodes)} of {len(episodes)} samples could not be judged: {unjudged_words(e.played)}. They are left out, as no "
-            "wrong answers; rollout/failed and rollout/abstained count them from here on",
+            (
+                f"{sum(x.reward is None for x in episodes)} of {len(episodes)} samples could not be judged:"
+                f" {unjudged_words(e.played)}. They are left out, as no wrong answers; rollout/failed and"
+                " rollout/abstained count them from here on"
+            ),
         )

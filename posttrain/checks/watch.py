@@ -12,9 +12,9 @@ from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
 from posttrain.checks.past import Past
-from posttrain.checks.rehearsal import LossCheck
 from posttrain.checks.resume import RestoreCheck, ResumeCheck
 from posttrain.checks.sampler import SamplerCheck
+from posttrain.checks.trial import LossCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.verifier import VerifierCheck
 from posttrain.core.run import Reinforce, Supervised
@@ -47,11 +47,15 @@ def of_run() -> Observers:
     return Observers([RestoreCheck(), EvaluationCheck()])
 
 
-OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = {Reinforce: reinforcement, Supervised: imitation}
+OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = {
+    Reinforce: reinforcement,
+    Supervised: imitation,
+}
 """By the type of the stage. A kind that is not here, and derives from none that is, is not observed."""
 
 
 def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
-    """Those who observe `stage`, of which `steps` are taken already; `kept` is what a checkpoint stored of all of them."""
+    """Those who observe `stage`, of which `steps` are taken already; `kept` is what a checkpoint stored of all of
+    them."""
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
     return Observers(() if kind is None else OF[kind](steps, kept))

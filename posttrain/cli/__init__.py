@@ -1,4 +1,5 @@
-"""The command line: `posttrain run | ladder | eval | serve | check | new | show | export | faults`. Each command imports what it needs when it is called.
+"""The command line: `posttrain run | ladder | eval | serve | check | new | show | export | faults`. Each command
+imports what it needs when it is called.
 
 Errors that say who must act (`core.errors`) end with their own exit code and one message; anything else is a bug and
 keeps its traceback.

@@ -16,7 +16,7 @@ from posttrain.core.formula.picture import WIDTH
 from posttrain.core.visible import overwrite, tell
 
 if TYPE_CHECKING:
-    from posttrain.recipe.ablate import Ablation, Row
+    from posttrain.api.ablate import Ablation, AblationRow
 
 HEAD = ("algorithm", "cosine", "norm", "ratio", "silent", "clipped", "ess", "|A|", "solved", "not", "tokens")
 LEGEND = (
@@ -29,7 +29,7 @@ EQUAL = 1e-6
 """Gradients whose norm and cosine agree this closely are printed on one line."""
 
 
-class Teller:
+class ProgressLine:
     """Progress on standard error: one line that is overwritten in a terminal, now and then a line elsewhere."""
 
     def __init__(self) -> None:
@@ -49,8 +49,8 @@ class Teller:
 
 
 @dataclass(frozen=True)
-class Where:
-    """Which steps of a run, at which weights, computed where; None and '' leave it to `recipe.ablate`."""
+class AblateOptions:
+    """Which steps of a run, at which weights, computed where; None and '' leave it to `api.ablate`."""
 
     steps: str = ""
     stage: str | None = None
@@ -58,14 +58,16 @@ class Where:
     device: str | None = None
 
 
-def show(run: str, against: Sequence[str], at: Where, plain: bool, trust: bool) -> None:
+def show(run: str, against: Sequence[str], at: AblateOptions, plain: bool, trust: bool) -> None:
     """Evaluate and print; `plain` prints JSON."""
-    from posttrain.recipe.ablate import ablate
+    from posttrain.api.ablate import ablate
 
-    teller = Teller()
+    teller = ProgressLine()
     try:
         steps, say = numbers(at.steps), teller.say
-        found = ablate(run, against, stage=at.stage, steps=steps, checkpoint=at.checkpoint, device=at.device, say=say, trust=trust)
+        found = ablate(
+            run, against, stage=at.stage, steps=steps, checkpoint=at.checkpoint, device=at.device, say=say, trust=trust
+        )
     finally:
         teller.close()
     if plain:
@@ -115,7 +117,9 @@ def lines(a: Ablation) -> Iterator[str]:
     refused: dict[str, list[str]] = {}
     for name, why in a.refused:
         refused.setdefault(why, []).append(name)
-    yield from ("", "not evaluated:", *_listed([(", ".join(names), why) for why, names in refused.items()])) if refused else ()
+    yield from (
+        ("", "not evaluated:", *_listed([(", ".join(names), why) for why, names in refused.items()])) if refused else ()
+    )
 
 
 def _listed(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
@@ -124,10 +128,12 @@ def _listed(rows: Sequence[tuple[str, str]]) -> Iterator[str]:
 
 
 def _prose(text: str, lead: str = "") -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=lead + "  ", break_long_words=False, break_on_hyphens=False)
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=lead, subsequent_indent=lead + "  ", break_long_words=False, break_on_hyphens=False
+    )
 
 
-def _order(r: Row) -> tuple[float, float]:
+def _order(r: AblationRow) -> tuple[float, float]:
     """Most alike first; those without a gradient last."""
     return (math.inf if math.isnan(r.cosine) else -round(r.cosine, 3), r.norm)
 
@@ -152,7 +158,10 @@ def checks(a: Ablation) -> Iterator[str]:
         yield "own: no gradient, because no group has credit; nothing has a cosine with it. Look at another --step"
         return
     if a.minibatches > 1:
-        norm = f"gradient norm {own.norm:.6g}; the run took {a.minibatches} optimizer steps of these groups, here they are one minibatch"
+        norm = (
+            f"gradient norm {own.norm:.6g}; the run took {a.minibatches} optimizer steps of these groups, here they are"
+            " one minibatch"
+        )
     elif a.recorded_norm is None:
         norm = f"gradient norm {own.norm:.6g}; none was recorded"
     elif a.behind == 0:
@@ -160,7 +169,11 @@ def checks(a: Ablation) -> Iterator[str]:
     else:
         norm = f"gradient norm {own.norm:.6g}; {a.recorded_norm:.6g} was recorded at other weights"
     credit = (
-        "" if math.isnan(a.credit_gap) else f"; credit as recorded, within {a.credit_gap:.1e}" if a.credit_gap else "; credit as recorded"
+        ""
+        if math.isnan(a.credit_gap)
+        else f"; credit as recorded, within {a.credit_gap:.1e}"
+        if a.credit_gap
+        else "; credit as recorded"
     )
     yield f"own: {norm}{credit}"
     if not math.isnan(a.halves):
@@ -169,11 +182,11 @@ def checks(a: Ablation) -> Iterator[str]:
         yield "ratios: all 1 at the weights that sampled, so trust regions are silent; try a later --checkpoint"
 
 
-def table(rows: Sequence[Row]) -> Iterator[str]:
+def table(rows: Sequence[AblationRow]) -> Iterator[str]:
     """Rows whose gradients are the same stand on one line, their names below it."""
     wide = max(len(r.name) for r in rows) + 2
     yield f"{HEAD[0]:<{wide}}" + "".join(f"{h:>{w}}" for h, w in zip(HEAD[1:], _WIDTHS, strict=True))
-    merged: list[tuple[Row, list[str]]] = []
+    merged: list[tuple[AblationRow, list[str]]] = []
     for i, r in enumerate(rows):
         if i > 1 and _alike(merged[-1][0], r):
             merged[-1][1].append(r.name)
@@ -187,7 +200,7 @@ def table(rows: Sequence[Row]) -> Iterator[str]:
 _WIDTHS = (8, 9, 8, 7, 8, 7, 7, 8, 8, 8)
 
 
-def _line(r: Row, wide: int) -> str:
+def _line(r: AblationRow, wide: int) -> str:
     cells = (
         _number(r.cosine, "+.3f"),
         _number(r.norm, ".4g"),
@@ -207,7 +220,7 @@ def _number(x: float, how: str) -> str:
     return "-" if math.isnan(x) else format(x, how)
 
 
-def _alike(a: Row, b: Row) -> bool:
+def _alike(a: AblationRow, b: AblationRow) -> bool:
     """Equal in everything that is printed."""
     return math.isclose(a.norm, b.norm, rel_tol=EQUAL) and _line(a, 0)[len(a.name) :] == _line(b, 0)[len(b.name) :]
 

@@ -19,7 +19,9 @@ def tree() -> str:
         "posttrain ladder --diff A B     the choices in which two differ",
         "posttrain ladder --on RUN       what each would do with the batches of one of your runs",
     )
-    return "\n".join([FORM, "", *picture(), "", f"{len(LADDER)} algorithms; numbers that are off are not printed.", *more])
+    return "\n".join(
+        [FORM, "", *picture(), "", f"{len(LADDER)} algorithms; numbers that are off are not printed.", *more]
+    )
 
 
 def table() -> str:
@@ -68,7 +70,10 @@ def one(name: str) -> str:
     paid = cost(a)
     out += ["", *_prose("reads    ", ", ".join(reads(a)) or "nothing beside what the sampler stored")]
     out += _prose(
-        "compares ", f"pi with {formula('anchor', a.anchor).removeprefix('anchor = ')}" if anchor(a) else "pi with nothing: no ratio"
+        "compares ",
+        f"pi with {formula('anchor', a.anchor).removeprefix('anchor = ')}"
+        if anchor(a)
+        else "pi with nothing: no ratio",
     )
     out += _prose("forwards ", "; ".join(paid.passes) or "none beside rollout and learning")
     out += _prose("samples  ", "; ".join(paid.generation)) if paid.generation else []
@@ -88,7 +93,9 @@ def one(name: str) -> str:
 
 
 def _prose(lead: str, text: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False) or [lead.rstrip()]
+    return textwrap.wrap(
+        text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False
+    ) or [lead.rstrip()]
 
 
 def diff(left: str, right: str) -> str:

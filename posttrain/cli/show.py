@@ -1,4 +1,5 @@
-"""Rollouts in a terminal: an episode a line, or one episode token by token. Colours only where a terminal shows them."""
+"""Rollouts in a terminal: an episode a line, or one episode token by token. Colours only where a terminal shows
+them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ UNLIKELY = 0.1
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ShowOptions:
     """What to show; None means the last there is. `kind` None: training episodes if there are any, else evaluation."""
 
     stage: str | None = None
@@ -46,7 +47,7 @@ def paint(text: str, colour: str, on: bool) -> str:
     return f"\x1b[{_CODES[colour]}m{text}\x1b[0m" if on and colour else text
 
 
-def lines(folder: str | Path, wanted: Wanted, colour: bool | None = None) -> Iterator[str]:
+def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -> Iterator[str]:
     """What `posttrain show` prints."""
     on = coloured() if colour is None else colour
     folder = Path(folder)
@@ -72,11 +73,13 @@ def lines(folder: str | Path, wanted: Wanted, colour: bool | None = None) -> Ite
     yield from _table(folder, chosen, records, wanted, on)
 
 
-def _choose(files: Sequence[EpisodeFile], wanted: Wanted) -> EpisodeFile | None:
+def _choose(files: Sequence[EpisodeFile], wanted: ShowOptions) -> EpisodeFile | None:
     """The last file that fits; ConfigError says what there is where none does."""
     if not files:
         return None
-    kind = wanted.kind or ("train" if any(f.kind == "train" and wanted.stage in (None, f.stage) for f in files) else "eval")
+    kind = wanted.kind or (
+        "train" if any(f.kind == "train" and wanted.stage in (None, f.stage) for f in files) else "eval"
+    )
     of_kind = [f for f in files if f.kind == kind]
     stages = list(dict.fromkeys(f.stage for f in of_kind))
     if not of_kind:
@@ -92,12 +95,13 @@ def _choose(files: Sequence[EpisodeFile], wanted: Wanted) -> EpisodeFile | None:
         there = [f.index for f in of_stage]
         near = min(there, key=lambda i: abs(i - step))
         raise ConfigError(
-            f"--step {step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {there[0]} to {there[-1]})"
+            f"--step {step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {there[0]} to"
+            f" {there[-1]})"
         )
     return found[0]
 
 
-# --- an episode a line -------------------------------------------------------------------------------------------------
+# --- an episode a line ------------------------------------------------------------------------------------------------
 
 
 def is_wrong(r: Recorded) -> bool:
@@ -113,7 +117,9 @@ def _tally(records: Sequence[Recorded]) -> str:
     return f"{len(records)} episodes, {mean}" + (f", {lost} not judged" if lost else "")
 
 
-def _table(folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wanted: Wanted, on: bool) -> Iterator[str]:
+def _table(
+    folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wanted: ShowOptions, on: bool
+) -> Iterator[str]:
     rows = [(i, r) for i, r in enumerate(records) if not wanted.wrong or is_wrong(r)]
     if wanted.best:
         rows.sort(key=lambda row: -np.inf if row[1].episode.reward is None else -row[1].episode.reward)
@@ -129,7 +135,8 @@ def _table(folder: Path, chosen: EpisodeFile, records: Sequence[Recorded], wante
         yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
     flag = " --eval" if chosen.kind == "eval" else ""
     yield paint(
-        f"token by token: posttrain show {visible(str(folder))} --stage {visible(chosen.stage)} --step {chosen.index}{flag} --episode {shown[0][0]}",
+        f"token by token: posttrain show {visible(str(folder))} --stage {visible(chosen.stage)} --step"
+        f" {chosen.index}{flag} --episode {shown[0][0]}",
         "dim",
         on,
     )
@@ -139,11 +146,22 @@ def _row(i: int, r: Recorded, on: bool) -> str:
     e = r.episode
     prompt = e.task.prompt if isinstance(e.task.prompt, str) else e.task.prompt[-1]["content"]
     said = f"{_short(prompt, 40)} -> {_short(e.text, 60)}"
-    notes = [f"dropped: {visible(r.dropped or '')}"] * bool(r.dropped) + [f"error: {_short(e.error, 60)}"] * bool(e.error)
-    mean = None if r.advantage is None else float(np.mean(np.concatenate([*r.advantage, np.zeros(0)]))) if e.spoken else 0.0
+    notes = [f"dropped: {visible(r.dropped or '')}"] * bool(r.dropped) + [f"error: {_short(e.error, 60)}"] * bool(
+        e.error
+    )
+    mean = (
+        None
+        if r.advantage is None
+        else float(np.mean(np.concatenate([*r.advantage, np.zeros(0)])))
+        if e.spoken
+        else 0.0
+    )
     reward = paint(f"{_number(e.reward):>7}", "" if e.reward is None else "yellow" if is_wrong(r) else "green", on)
     tail = f"  [{'; '.join(notes)}]" if notes else ""
-    return f"  {i:>7}  {e.sibling:>7} {reward} {_number(r.shaped):>7}  {_number(mean):>9}  {e.spoken:>6}  {e.stop.value:<8}  {said}{tail}"
+    return (
+        f"  {i:>7}  {e.sibling:>7} {reward} {_number(r.shaped):>7}  {_number(mean):>9}  {e.spoken:>6} "
+        f" {e.stop.value:<8}  {said}{tail}"
+    )
 
 
 def _number(x: float | None) -> str:
@@ -155,11 +173,12 @@ def _short(text: str, most: int) -> str:
     return flat if len(flat) <= most else flat[: most - 3] + "..."
 
 
-# --- token by token ------------------------------------------------------------------------------------------------------
+# --- token by token ---------------------------------------------------------------------------------------------------
 
 
 def decoder(folder: Path) -> Callable[[Sequence[int]], str] | None:
-    """Ids to text with the tokenizer saved in the run folder; None where there is none that can be read without a model."""
+    """Ids to text with the tokenizer saved in the run folder; None where there is none that can be read without a
+    model."""
     path = folder / "tokenizer" / "tokenizer.json"
     if not os.path.lexists(path):
         return None
@@ -176,15 +195,20 @@ def decoder(folder: Path) -> Callable[[Sequence[int]], str] | None:
 def episode_lines(i: int, r: Recorded, decode: Callable[[Sequence[int]], str] | None, on: bool) -> Iterator[str]:
     """Summary, verdicts, and every spoken token on a line of its own; what the world wrote is one line a stretch."""
     e = r.episode
-    yield paint(f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}", "bold", on)
-    yield f"reward {_number(e.reward)}, shaped {_number(r.shaped)}" + (f", dropped: {visible(r.dropped)}" if r.dropped else "")
+    yield paint(
+        f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}", "bold", on
+    )
+    yield f"reward {_number(e.reward)}, shaped {_number(r.shaped)}" + (
+        f", dropped: {visible(r.dropped)}" if r.dropped else ""
+    )
     if e.task.answer is not None:
         yield f"answer {_short(str(e.task.answer), 200)}"
     for j in e.verdicts:
         v = j.verdict
         why = ": ".join(x for x in (visible(v.kind), visible(v.why)) if x)
-        yield f"  {visible(j.source)} (weight {j.weight:g}): {_number(v.score) if v.score is not None else v.state.value}" + (
-            f"  {why}" if why else ""
+        yield (
+            f"  {visible(j.source)} (weight {j.weight:g}): {_number(v.score) if v.score is not None else v.state.value}"
+            + (f"  {why}" if why else "")
         )
     if e.error:
         yield paint(f"error: {visible(e.error)}", "red", on)

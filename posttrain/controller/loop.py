@@ -15,12 +15,16 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-async def loop(ask: Callable[[int], Awaitable[T]], *, first: int, last: int, bound: int = 0) -> AsyncGenerator[tuple[int, T]]:
-    """The steps `first` to `last` in order, each with what was asked for it. Whoever iterates learns from it before the next one.
+async def loop(
+    ask: Callable[[int], Awaitable[T]], *, first: int, last: int, bound: int = 0
+) -> AsyncGenerator[tuple[int, T]]:
+    """The steps `first` to `last` in order, each with what was asked for it. Whoever iterates learns from it before the
+    next one.
 
-    Step i is asked once step i - 1 - bound is learned: with bound 0 that is ask, learn, ask, learn, one after the other; with bound 1
-    the next step is asked while this one is learned. What is asked when is a function of steps, never of time. What was asked and
-    is not wanted any more is given up (`contextlib.aclosing`); so it is where something raises.
+    Step i is asked once step i - 1 - bound is learned: with bound 0 that is ask, learn, ask, learn, one after the
+    other; with bound 1 the next step is asked while this one is learned. What is asked when is a function of steps,
+    never of time. What was asked and is not wanted any more is given up (`contextlib.aclosing`); so it is where
+    something raises.
     """
     asked: deque[asyncio.Task[T]] = deque()
     due = first

@@ -3,7 +3,7 @@
 It is two functions, with an `Experience` between them: `ask` plays and judges, `learn` does the rest. Nothing else is
 woven in; checks and whoever else wants to know observe the events of `role.events`.
 
-consumes   prompts from `Roles.prompts`, weights from the last push
+consumes   prompts from `ReinforceRoles.prompts`, weights from the last push
 waits for  the rollout (every group of the step), then the learner
 unblocked  by the engine finishing the last episode
 produces   new weights at the sampler, one `Step` for the record
@@ -17,23 +17,23 @@ from dataclasses import dataclass, field, replace
 
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.losses import Likelihood, PolicyLoss
-from posttrain.algorithm.steer import Memory, remember, standing, steered
+from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience, Walk
-from posttrain.core.request import Rate
+from posttrain.core.request import PassRate
 from posttrain.core.types import Credit, Gauge, Gauges, Group, Step, merge
 from posttrain.diagnose.gauges import rollout_gauges
-from posttrain.diagnose.words import notes
+from posttrain.diagnose.notes import notes
 from posttrain.role.culprits import named
 from posttrain.role.events import AskedEvent, PushedEvent, ScoredEvent
 from posttrain.role.pack import pack
-from posttrain.role.roles import Roles, Teaching
+from posttrain.role.roles import ReinforceRoles, SupervisedRoles
 from posttrain.role.score import score
-from posttrain.role.trainer import NAMED, NotFinite
+from posttrain.role.trainer import NAMED, NonFiniteGradient
 
 
-async def ask(h: Roles, index: int) -> Experience:
+async def ask(h: ReinforceRoles, index: int) -> Experience:
     """Play and judge the groups of step `index`, from 1."""
     version, request = h.trainer.version, h.stage.algorithm.request(h.stage)
     with h.clock.of("rollout"):
@@ -44,7 +44,7 @@ async def ask(h: Roles, index: int) -> Experience:
 
 
 @dataclass
-class Begun:
+class PartialStep:
     """What learning has come to, for the record where it cannot be finished."""
 
     experience: Experience
@@ -53,12 +53,12 @@ class Begun:
     line: Step | None = None
 
 
-async def learn(h: Roles, e: Experience) -> Step:
+async def learn(h: ReinforceRoles, e: Experience) -> Step:
     """Up to `stage.optimizer_steps` optimizer steps on what was asked, then the step's line of the record.
 
     A step that a check or a loss stops is recorded all the same, as far as it came, with what stopped it as its note.
     """
-    stage, version, begun = h.stage, h.trainer.version, Begun(e)
+    stage, version, begun = h.stage, h.trainer.version, PartialStep(e)
     a = steered(stage.algorithm, h.memory)
     if warming := a.learns_values is not None and e.index <= a.learns_values.warmup:
         a = standing(a)
@@ -74,7 +74,9 @@ async def learn(h: Roles, e: Experience) -> Step:
             for minibatch in pack(credit, a, stage, seed=h.run.seed, step=e.index, version=version):
                 if (batch := minibatch.batch) is not None:
                     with named(batch, credit, f"{stage.name} step {e.index}"):
-                        seen = h.trainer.step(batch, PolicyLoss(a, warming), h.watch, index=e.index, first=minibatch.first)
+                        seen = h.trainer.step(
+                            batch, PolicyLoss(a, warming), h.watch, index=e.index, first=minibatch.first
+                        )
                     begun.learned.append(seen)
         with h.clock.of("sync"):
             if h.trainer.version != version:
@@ -85,16 +87,17 @@ async def learn(h: Roles, e: Experience) -> Step:
         return await h.watch.after(begun.line)
 
 
-def _memory(h: Roles, begun: Begun, credit: Credit) -> Memory:
+def _memory(h: ReinforceRoles, begun: PartialStep, credit: Credit) -> AdaptiveState:
     """What the algorithm remembers after the step."""
     seen, episodes, e = merge(*begun.learned), sum(len(g.episodes) for g in credit.groups), begun.experience
     before = replace(h.memory, ema=credit.ema)
-    return remember(h.stage.algorithm, before, seen, episodes=episodes, asked=Rate(len(e.played), sum(e.passed)))
+    return remember(h.stage.algorithm, before, seen, episodes=episodes, asked=PassRate(len(e.played), sum(e.passed)))
 
 
 @contextmanager
-def stopped_is_recorded(h: Roles, begun: Begun) -> Iterator[None]:
-    """The step's line is in the record also where the step is stopped, with why; a record that cannot be written is no reason to try again."""
+def stopped_is_recorded(h: ReinforceRoles, begun: PartialStep) -> Iterator[None]:
+    """The step's line is in the record also where the step is stopped, with why; a record that cannot be written is no
+    reason to try again."""
     try:
         yield
     except RunFolderError:
@@ -106,7 +109,7 @@ def stopped_is_recorded(h: Roles, begun: Begun) -> Iterator[None]:
 
 
 @dataclass(frozen=True, eq=False)
-class Lesson:
+class SupervisedBatch:
     """What one supervised step learns from."""
 
     index: int
@@ -114,22 +117,25 @@ class Lesson:
     batch: Batch
 
 
-async def imitate(h: Teaching, lesson: Lesson) -> Step:
-    """One supervised step; one that cannot be finished names the demonstrations that make it so, and is in the record."""
+async def imitate(h: SupervisedRoles, lesson: SupervisedBatch) -> Step:
+    """One supervised step; one that cannot be finished names the demonstrations that make it so, and is in the
+    record."""
     index, batch = lesson.index, lesson.batch
     with h.clock.of("learn"):
         try:
             gauges = h.trainer.step(batch, Likelihood(), h.watch, index=index)
-        except NotFinite as error:
+        except NonFiniteGradient as error:
             names = [f"demonstration {e} ({h.text(batch.select([e]).ids_N)[:60]!r})" for e in error.culprits[:NAMED]]
             told = error.told([*names, *[""] * (len(error.culprits) - len(names))], f" ({h.stage.name} step {index})")
             h.book.write(Step(h.stage.name, index, h.trainer.version, {}, notes=(f"stopped: {told}",)))
             raise InvariantError(told) from error
     seen = h.watch.take()
-    return await h.watch.after(Step(h.stage.name, index, h.trainer.version, merge(gauges, seen.gauges), h.clock.take(), seen.notes))
+    return await h.watch.after(
+        Step(h.stage.name, index, h.trainer.version, merge(gauges, seen.gauges), h.clock.take(), seen.notes)
+    )
 
 
-def _write(h: Roles, begun: Begun) -> None:
+def _write(h: ReinforceRoles, begun: PartialStep) -> None:
     """The step's episodes; those of a step that came to no credit without any."""
     if not h.run.record_episodes:
         return
@@ -143,7 +149,7 @@ def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
     return tuple(g for g in groups if not g.judged)
 
 
-def _line(h: Roles, begun: Begun, notes: tuple[str, ...]) -> Step:
+def _line(h: ReinforceRoles, begun: PartialStep, notes: tuple[str, ...]) -> Step:
     """The step as a line of the record; its episodes are in theirs."""
     with h.clock.of("book"):
         _write(h, begun)

@@ -4,9 +4,10 @@
     push = trust_region(logp, anchor, A, sequence)               how loudly a token may speak; never differentiated
     loss = sum_t weight_t * ( -sg[c_t * push_t] * A_t * logp_t + pull_t )
 
-Every field is one choice, and no choice is spread over two fields. A piece that has numbers is its own type, owns them and says what
-it reads, costs and refuses (`posttrain.core.pieces`); fields are declared by the base class of their choice, so a new piece changes
-nothing here. `Algorithm` refuses combinations that mean nothing; `patch` refuses a change that changes nothing.
+Every field is one choice, and no choice is spread over two fields. A piece that has numbers is its own type, owns them
+and says what it reads, costs and refuses (`posttrain.core.pieces`); fields are declared by the base class of their
+choice, so a new piece changes nothing here. `Algorithm` refuses combinations that mean nothing; `patch` refuses a
+change that changes nothing.
 """
 
 from __future__ import annotations
@@ -24,24 +25,26 @@ from posttrain.core.pieces.pull import KL, Pull
 from posttrain.core.pieces.shape import BestOf, Shaping
 from posttrain.core.pieces.token import Curriculum, Distill, EntropyBonus, Imitate, Shown, Tokens
 from posttrain.core.pieces.trust import TrustRegion
-from posttrain.core.request import Request
+from posttrain.core.request import RolloutRequest
 
 if TYPE_CHECKING:
     from posttrain.core.run import Reinforce
 
 Rewards = Literal["sum", "each", "none"]
-"""What is compared: the weighted sum of all sources; each source on its own, then summed (GDPO, A31); or nothing at all."""
+"""What is compared: the weighted sum of all sources; each source on its own, then summed (GDPO, A31); or nothing at
+all."""
 Scale = Literal["one", "group_std", "batch_std", "group_mean", "best_std", "mixed_share"]
-"""Divides the credit. Standard deviations are ddof 1 with no epsilon; `best_std` is that of the best of k over all k-subsets of
-siblings, `mixed_share` the share of the step's samples whose group has spread (GPG, A12)."""
+"""Divides the credit. Standard deviations are ddof 1 with no epsilon; `best_std` is that of the best of k over all
+k-subsets of siblings, `mixed_share` the share of the step's samples whose group has spread (GPG, A12)."""
 Whiten = Literal["token", "sample", "source"]
-"""Centre and scale the credit (ddof 1) over the step: every token, every sample, or every sample within its task's `source`."""
+"""Centre and scale the credit (ddof 1) over the step: every token, every sample, or every sample within its task's
+`source`."""
 Ratio = Literal["one", "token", "sequence_mean", "sequence_product", "sequence_token"]
-"""Importance ratio pi/anchor in the push: none, per token, exp(mean log-ratio) or exp(sum) of the episode; `sequence_token` is
-`sequence_mean` for credit that varies inside an episode (GSPO-token)."""
+"""Importance ratio pi/anchor in the push: none, per token, exp(mean log-ratio) or exp(sum) of the episode;
+`sequence_token` is `sequence_mean` for credit that varies inside an episode (GSPO-token)."""
 Anchor = Literal["behaviour", "start", "proximal"]
-"""What pi is compared with: the sampler's stored log-prob, the learner's at the start of the step, or an interpolation of
-sampler and policy by their versions that stands in for the latter without its forward pass (A-3PO, A26)."""
+"""What pi is compared with: the sampler's stored log-prob, the learner's at the start of the step, or an interpolation
+of sampler and policy by their versions that stands in for the latter without its forward pass (A-3PO, A26)."""
 Aggregate = Literal["token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
@@ -86,7 +89,7 @@ class Algorithm:
         flat = [x for c in chosen for x in (cast("tuple[Any, ...]", c) if isinstance(c, tuple) else (c,))]
         return tuple(x for x in flat if isinstance(x, Piece))
 
-    # --- what credit and loss ask ---------------------------------------------------------------------------------------
+    # --- what credit and loss ask -------------------------------------------------------------------------------------
 
     @property
     def group_relative(self) -> bool:
@@ -123,7 +126,7 @@ class Algorithm:
         """Whether credit can differ between the tokens of one episode."""
         return self.baseline.per_token or self.charges_tokens or (self.baseline.to_go and self.kl_in_credit is not None)
 
-    # --- what roles ask -------------------------------------------------------------------------------------------------
+    # --- what roles ask -----------------------------------------------------------------------------------------------
 
     @property
     def forms_ratio(self) -> bool:
@@ -132,7 +135,8 @@ class Algorithm:
 
     @property
     def start_before_loss(self) -> bool:
-        """Whether credit, or the choice of tokens, needs the log-probs at the start of the step before the loss has them."""
+        """Whether credit, or the choice of tokens, needs the log-probs at the start of the step before the loss has
+        them."""
         return any(p.reads_start_early(self) for p in self.pieces)
 
     @property
@@ -150,7 +154,8 @@ class Algorithm:
 
     @property
     def reads_silent_tokens(self) -> bool:
-        """Whether a token with zero credit still matters (pull, entropy, value, imitation), so it may not leave the batch."""
+        """Whether a token with zero credit still matters (pull, entropy, value, imitation), so it may not leave the
+        batch."""
         return any(p.reads_silent for p in self.pieces)
 
     @property
@@ -163,9 +168,9 @@ class Algorithm:
         """Every how many steps the reference becomes the policy as it is; 0: never."""
         return 0 if self.pull is None else self.pull.renews()
 
-    def request(self, stage: Reinforce) -> Request:
+    def request(self, stage: Reinforce) -> RolloutRequest:
         """What a step of `stage` asks of its rollout."""
-        return Request(
+        return RolloutRequest(
             groups=stage.prompts,
             siblings=stage.siblings,
             extra=stage.oversample,
@@ -187,29 +192,50 @@ def _meaningless(a: Algorithm) -> Iterator[str]:
         yield from piece.refuses(a)
     weighing = [c for c in a.correction if c.weighs]
     if weighing and a.anchor == "behaviour" and a.ratio != "one":
-        yield "a correction start/mu on top of anchor=behaviour corrects the same mismatch twice. Set anchor=start, or correction=none"
+        yield (
+            "a correction start/mu on top of anchor=behaviour corrects the same mismatch twice. Set anchor=start, or"
+            " correction=none"
+        )
     if len(weighing) > 1:
         names = " and ".join(named(c) for c in weighing)
-        yield f"correction={names} would multiply start/mu twice. Keep one of them; reject, veto and negativemask may stand beside it"
+        yield (
+            f"correction={names} would multiply start/mu twice. Keep one of them; reject, veto and negativemask may"
+            " stand beside it"
+        )
     if a.ratio in ("sequence_mean", "sequence_product") and a.varies:
-        yield "a sequence-level ratio with credit that varies inside the sequence means nothing. Set ratio=sequence_token (GSPO-token)"
+        yield (
+            "a sequence-level ratio with credit that varies inside the sequence means nothing. Set ratio=sequence_token"
+            " (GSPO-token)"
+        )
 
 
 def _meaningless_credit(a: Algorithm) -> Iterator[str]:
     scores_only = isinstance(a.baseline, Zero) and a.scale == "group_mean"
     if a.scale in ("group_std", "group_mean", "best_std") and not a.group_relative and not scores_only:
-        yield f"scale={a.scale} compares siblings, but the baseline does not. Use baseline=groupmean or others, or scale=one"
+        yield (
+            f"scale={a.scale} compares siblings, but the baseline does not. Use baseline=groupmean or others, or"
+            " scale=one"
+        )
     if a.scale == "best_std" and a.best_of is None:
         yield "scale=best_std divides by the spread of the best of k, and no k is named. Add shape=bestof"
     if a.scale == "best_std" and any(s.changes_reward and not isinstance(s, BestOf) for s in a.shape):
-        yield "scale=best_std is the spread of the best raw outcome, so nothing else may shape it. Set shape=bestof alone, or scale=one"
+        yield (
+            "scale=best_std is the spread of the best raw outcome, so nothing else may shape it. Set shape=bestof"
+            " alone, or scale=one"
+        )
     if a.whiten is not None and a.scale == "batch_std":
         yield "whiten already divides by a standard deviation of the step. Set scale=one, or whiten=none"
     several = a.scale not in ("one", "group_std") or a.shape or a.charges_answers
     if a.rewards == "each" and (several or not a.baseline.of_sources):
-        yield f"rewards=each compares every reward source with its own siblings. Use baseline=groupmean or others, {SEVERAL}"
+        yield (
+            "rewards=each compares every reward source with its own siblings. Use baseline=groupmean or others,"
+            f" {SEVERAL}"
+        )
     if a.rewards == "none" and a.kl_in_credit is None and a.distill is None:
-        yield "rewards=none learns from the teacher alone, and there is none. Set pull=kl(estimator=k1, placement=token), or distill"
+        yield (
+            "rewards=none learns from the teacher alone, and there is none. Set pull=kl(estimator=k1, placement=token),"
+            " or distill"
+        )
     if a.rewards == "none" and any(s.changes_reward for s in a.shape):
         yield "rewards=none leaves nothing to shape. Set shape=none"
 

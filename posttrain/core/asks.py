@@ -1,9 +1,10 @@
 """What the tree of a run can name beyond its own folder: code, addresses, secrets, files and models elsewhere.
 
-A run folder from somebody else only proposes these (`recipe.admit`). Every field of the tree is decided in this one place: `DECIDED`
-says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing, and pieces of an
-algorithm (`core.pieces`) hold nothing but numbers, words and switches that their formulas read. What a kind of stage adds it decides
-itself (`Stage.harmless`, `Stage.models`). A field that nobody decides fails `tests/rooms/test_foreign_folders.py`.
+A run folder from somebody else only proposes these (`api.admit`). Every field of the tree is decided in this one place:
+`DECIDED` says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing,
+and pieces of an algorithm (`core.pieces`) hold nothing but numbers, words and switches that their formulas read. What a
+kind of stage adds it decides itself (`Stage.harmless`, `Stage.models`). A field that nobody decides fails
+`tests/rooms/test_foreign_folders.py`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from posttrain.core import tree
-from posttrain.core.env import Where
+from posttrain.core.env import SandboxSettings
 from posttrain.core.pieces.piece import Piece
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
@@ -48,7 +49,9 @@ class Ask:
     @property
     def digest(self) -> str:
         """Equal where the same field asks for the same thing; files are told apart by their full paths."""
-        return hashlib.blake2b(f"{self.path}\0{self.kind}\0{self.what}".encode(errors="surrogatepass"), digest_size=16).hexdigest()
+        return hashlib.blake2b(
+            f"{self.path}\0{self.kind}\0{self.what}".encode(errors="surrogatepass"), digest_size=16
+        ).hexdigest()
 
 
 Found = tuple[Kind, str] | None
@@ -77,7 +80,11 @@ def _env(name: str) -> Found:
         return None
     if head != "verifiers":
         return _code(name)
-    return _code(f"{rest}:load_environment") if rest.endswith(".py") else (Kind.CODE, f"runs the installed Python package {rest}")
+    return (
+        _code(f"{rest}:load_environment")
+        if rest.endswith(".py")
+        else (Kind.CODE, f"runs the installed Python package {rest}")
+    )
 
 
 def _model(name: str) -> Found:
@@ -114,21 +121,23 @@ Decision = Callable[[Any, Any], Found]
 
 DECIDED: dict[str, Decision] = {
     "Model.path": lambda x, _: _model(x),
-    "Model.trust_remote_code": lambda x, _: (Kind.CODE, "runs the Python code that comes with the model") if x else None,
+    "Model.trust_remote_code": lambda x, _: (
+        (Kind.CODE, "runs the Python code that comes with the model") if x else None
+    ),
     "Env.name": lambda x, _: _env(x),
     "Env.args": lambda x, env: (Kind.CODE, f"is given to the environment's code as {x!r}") if _env(env.name) else None,
     "Env.prompts": lambda x, _: _data(x),
     "Reward.function": lambda x, _: _code(x),
     "Where.name": lambda x, _: _sandbox(x),
-    "Where.token": lambda x, _: _secret(x) if x != Where().token else None,
+    "Where.token": lambda x, _: _secret(x) if x != SandboxSettings().token else None,
     "Embedded.draft": lambda x, _: _model(x),
     "VLLM.url": lambda x, _: (Kind.ADDRESS, f"sends prompts and weights to {x}, and believes what it answers"),
     "VLLM.key_env": lambda x, _: _secret(x),
     "VLLM.share": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
     "Run.trackers": lambda x, _: _trackers(x),
 }
-"""What a field's value asks for, None where this value asks for nothing; the second argument is what the field is of. Of a mapping each
-entry is asked about."""
+"""What a field's value asks for, None where this value asks for nothing; the second argument is what the field is of.
+Of a mapping each entry is asked about."""
 
 HARMLESS = frozenset(
     {
@@ -136,14 +145,22 @@ HARMLESS = frozenset(
         "Run.fault",  # starts with --allow-fault only
         *("Model.arch", "Model.device", "Model.dtype", "Model.gradient_checkpointing", "Model.history"),
         *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
-        *("Algorithm.name", "Algorithm.paper", "Algorithm.note", "Algorithm.scale", "Algorithm.rewards", "Algorithm.whiten"),
+        *(
+            "Algorithm.name",
+            "Algorithm.paper",
+            "Algorithm.note",
+            "Algorithm.scale",
+            "Algorithm.rewards",
+            "Algorithm.whiten",
+        ),
         *("Algorithm.ratio", "Algorithm.anchor", "Algorithm.aggregate", "Algorithm.filter"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
         *("Embedded.compiled", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )
-"""Texts, choices and switches that reach nothing outside the run folder, beside those of pieces and of kinds of stage."""
+"""Texts, choices and switches that reach nothing outside the run folder, beside those of pieces and of kinds of
+stage."""
 
 
 def key(cls: type, name: str) -> str:
@@ -163,7 +180,8 @@ def decided(cls: type, name: str) -> Decision | None:
 
 
 def _asked(node: Any, name: str, value: Any) -> Found:
-    """What a value asks for. A kind of stage that is not posttrain's and says nothing of its field gives its code whatever stands there."""
+    """What a value asks for. A kind of stage that is not posttrain's and says nothing of its field gives its code
+    whatever stands there."""
     cls = cast("type[Any]", type(node))
     if value is None:
         return None

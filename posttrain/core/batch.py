@@ -44,8 +44,8 @@ class Packed:
     in_turn_M: np.ndarray | None = None
     """int32: position of each spoken token in its turn, exactly where the sampling reads it."""
     unit_E: np.ndarray | None = None
-    """int32: unit of each episode, 0..U-1, ascending: what a loss reads together (a pair, a list) and no split may part. None: each episode
-    is its own."""
+    """int32: unit of each episode, 0..U-1, ascending: what a loss reads together (a pair, a list) and no split may
+    part. None: each episode is its own."""
 
     def __post_init__(self) -> None:
         m = len(self.source_M)
@@ -57,7 +57,10 @@ class Packed:
         if m and not np.array_equal(self.ids_N[self.source_M + 1], self.target_M):
             raise InvariantError("batch: labels are not the tokens after their source positions")
         ends = np.cumsum(self.lengths_S)
-        if m and (np.any(self.source_M < (ends - self.lengths_S)[self.segment_M]) or np.any(self.source_M + 1 >= ends[self.segment_M])):
+        if m and (
+            np.any(self.source_M < (ends - self.lengths_S)[self.segment_M])
+            or np.any(self.source_M + 1 >= ends[self.segment_M])
+        ):
             raise InvariantError("batch: a label crosses a segment border")
         if self.kept is not None and len(self.kept) != m:
             raise InvariantError(f"batch: {len(self.kept)} kept sets for {m} spoken tokens")
@@ -66,7 +69,10 @@ class Packed:
         if np.any(np.diff(self.sequence_S) < 0):
             raise InvariantError("batch: segments of one episode must lie together, episodes ascending")
         if self.unit_E is not None and (len(self.unit_E) != self.episodes or not _counts_up(self.unit_E)):
-            raise InvariantError(f"batch: units number the {self.episodes} episodes 0, 1, ... in order, each unit's episodes side by side")
+            raise InvariantError(
+                f"batch: units number the {self.episodes} episodes 0, 1, ... in order, each unit's episodes side by"
+                " side"
+            )
 
     @property
     def spoken(self) -> int:
@@ -118,22 +124,33 @@ class Packed:
             sequence_S=np.arange(len(segments), dtype=np.int32) if sequence is None else np.asarray(sequence, np.int32),
             sampling=segments[0].sampling,
             kept=Kept.of(kept) if segments[0].sampling.truncated else None,
-            in_turn_M=np.concatenate([s.in_turn for s in segments if s.in_turn is not None]) if segments[0].sampling.in_turn else None,
+            in_turn_M=(
+                np.concatenate([s.in_turn for s in segments if s.in_turn is not None])
+                if segments[0].sampling.in_turn
+                else None
+            ),
             **further,
         )
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
-        """The same batch with only these episodes, whole units of them, renumbered 0..; every stream and weight is carried unchanged."""
+        """The same batch with only these episodes, whole units of them, renumbered 0..; every stream and weight is
+        carried unchanged."""
         chosen = np.unique(np.asarray(episodes))
-        unit_E = None if self.unit_E is None else np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)
+        unit_E = (
+            None if self.unit_E is None else np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)
+        )
         if self.unit_E is not None and int(np.isin(self.unit_E, self.unit_E[chosen]).sum()) != len(chosen):
-            raise InvariantError("a part of a unit was selected: its episodes are read together, so select all of them (`members`)")
+            raise InvariantError(
+                "a part of a unit was selected: its episodes are read together, so select all of them (`members`)"
+            )
         keep_S = np.isin(self.sequence_S, chosen)
         keep_N = np.repeat(keep_S, self.lengths_S)
         keep_M = keep_S[self.segment_M]
         new_position = np.cumsum(keep_N) - 1
         new_segment = np.cumsum(keep_S) - 1
-        kept = None if self.kept is None else Kept.of([k for k, yes in zip(self.kept.sets(), keep_M, strict=True) if yes])
+        kept = (
+            None if self.kept is None else Kept.of([k for k, yes in zip(self.kept.sets(), keep_M, strict=True) if yes])
+        )
         return replace(
             self,
             ids_N=self.ids_N[keep_N],
@@ -177,10 +194,11 @@ def _counts_up(unit_E: np.ndarray) -> bool:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch(Packed, Streamed[np.ndarray]):
-    """One minibatch: the tokens of one optimizer step with what its loss reads of each. Weights are normalised over it once; splits only select.
+    """One minibatch: the tokens of one optimizer step with what its loss reads of each. Weights are normalised over it
+    once; splits only select.
 
-    A stream is here exactly where somebody wanted it. `START` is absent also on the first optimizer step after a sync, where the policy at
-    the start of the step is the policy itself.
+    A stream is here exactly where somebody wanted it. `START` is absent also on the first optimizer step after a sync,
+    where the policy at the start of the step is the policy itself.
     """
 
     HOLDER: ClassVar[str] = "the minibatch"

@@ -39,7 +39,9 @@ def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:
 
 def _unwritable(folder: Path, error: OSError) -> str:
     """What the system says against writing in a run folder."""
-    return f"cannot write {error.filename or folder}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}"
+    return (
+        f"cannot write {error.filename or folder}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}"
+    )
 
 
 class Book:
@@ -72,12 +74,20 @@ class Book:
             raise RunFolderError(f"cannot create run folder {folder}: {error.strerror}") from error
         try:
             if (folder / "run.json").exists():
-                raise RunFolderError(f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out")
+                raise RunFolderError(
+                    f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out"
+                )
             files.sweep(folder)
             if foreign := sorted(p.name for p in folder.iterdir() if p.name != "lock"):
                 raise RunFolderError(f"{folder} is not empty ({', '.join(foreign[:3])}). Choose another --out")
             lineages = {s.name: lineage(s.algorithm) for s in run.stages if isinstance(s, Reinforce)}
-            data = {"schema": reader.SCHEMA, "identity": secrets.token_hex(16), "run": to_plain(run), "lineages": lineages, **facts}
+            data = {
+                "schema": reader.SCHEMA,
+                "identity": secrets.token_hex(16),
+                "run": to_plain(run),
+                "lineages": lineages,
+                **facts,
+            }
             with files.disk_full_is_reported(folder / "run.json", lambda: "Nothing was run"):
                 files.write_json(folder / "run.json", {**data, "digests": reader.digests(json.loads(json.dumps(data)))})
             return Book(folder, run, lock)
@@ -90,7 +100,8 @@ class Book:
 
     @staticmethod
     def open_for_resume(path: Path | str) -> tuple[Book, Checkpoint | None]:
-        """The book cut back to its last checkpoint, and that checkpoint (None: none was written; begin at the beginning).
+        """The book cut back to its last checkpoint, and that checkpoint (None: none was written; begin at the
+        beginning).
 
         `path` is a run folder, or one checkpoint inside it: then everything after that checkpoint is removed.
         A damaged checkpoint is an error that names the file and the one before it; nothing is skipped silently.
@@ -135,10 +146,13 @@ class Book:
     def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:
         """What is wrong with a checkpoint, and the command that goes on from the newest one before it that is whole."""
         if good := newest_good(older):
-            return f"checkpoint {name}: {wrong}. Go on from the newest one that is whole with: posttrain run --resume {good.folder}"
+            return (
+                f"checkpoint {name}: {wrong}. Go on from the newest one that is whole with: posttrain run --resume"
+                f" {good.folder}"
+            )
         return (
-            f"checkpoint {name}: {wrong}. No checkpoint before it is whole: remove {self.folder / 'checkpoints' / name} to begin this run again "
-            "from its start with --resume"
+            f"checkpoint {name}: {wrong}. No checkpoint before it is whole: remove {self.folder / 'checkpoints' / name}"
+            " to begin this run again from its start with --resume"
         )
 
     def _cut_back(self, checkpoint: Checkpoint | None) -> None:
@@ -184,7 +198,9 @@ class Book:
 
     # --- checkpoints -----------------------------------------------------------------------------------------------
 
-    def checkpoint(self, name: str, write: Callable[[Path], None], state: Mapping[str, Any], metric: float | None = None) -> Checkpoint:
+    def checkpoint(
+        self, name: str, write: Callable[[Path], None], state: Mapping[str, Any], metric: float | None = None
+    ) -> Checkpoint:
         """`write` puts its files into the folder it is given; `state` is plain data. Durable when this returns.
 
         Raises:

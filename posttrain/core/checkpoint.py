@@ -48,7 +48,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A checkpoint whose state cannot be read, and why. Its name tells its place: names begin with the version of the weights."""
+    """A checkpoint whose state cannot be read, and why. Its name tells its place: names begin with the version of the
+    weights."""
 
     name: str
     folder: Path
@@ -56,15 +57,20 @@ class Damaged:
 
 
 def survey(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
-    """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only; `verify` reads
-    the rest.
+    """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only;
+    `verify` reads the rest.
 
-    Links, files and folders that hold no part of a checkpoint are somebody else's. One that its writer removes meanwhile is not there.
+    Links, files and folders that hold no part of a checkpoint are somebody else's. One that its writer removes
+    meanwhile is not there.
     """
     found: list[Checkpoint] = []
     damaged: list[Damaged] = []
     for path in sorted((folder / "checkpoints").glob("[!.]*")):
-        if path.is_symlink() or not path.is_dir() or not any(os.path.lexists(path / n) for n in ("state.json", files.DIGESTS)):
+        if (
+            path.is_symlink()
+            or not path.is_dir()
+            or not any(os.path.lexists(path / n) for n in ("state.json", files.DIGESTS))
+        ):
             continue
         try:
             found.append(_read(path))
@@ -93,7 +99,9 @@ def _read(path: Path) -> Checkpoint:
         } if steps >= 0 and episodes >= 0 and not isinstance(metric, bool):
             return Checkpoint(path.name, path, order, metric, Position(steps, episodes), cast("dict[str, Any]", state))
         case _:
-            raise RunFolderError(f"{file} is damaged: it does not say position, order, metric and state as a checkpoint does")
+            raise RunFolderError(
+                f"{file} is damaged: it does not say position, order, metric and state as a checkpoint does"
+            )
 
 
 def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
@@ -130,7 +138,11 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
     if chosen is not None and not why:
         return chosen
     good = newest_good([c for c in found if c.name != name])
-    way = f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}" if good else "No other one is whole"
+    way = (
+        f"The newest one that is whole is {good.name}: take it with --checkpoint {good.name}"
+        if good
+        else "No other one is whole"
+    )
     raise RunFolderError(f"checkpoint {name}: {why}. {way}")
 
 
@@ -149,7 +161,12 @@ class Checkpoints:
         return f"The last good checkpoint is {self.all[-1].name}" if self.all else "There is no checkpoint yet"
 
     def write(
-        self, name: str, fill: Callable[[Path], None], state: Mapping[str, Any], metric: float | None, position: Position
+        self,
+        name: str,
+        fill: Callable[[Path], None],
+        state: Mapping[str, Any],
+        metric: float | None,
+        position: Position,
     ) -> Checkpoint:
         """Write one, durably, then drop the ones that are neither new nor best."""
         if any(c.name == name for c in self.all):

@@ -1,4 +1,5 @@
-"""What an algorithm reads and what a step pays for it beside rollout and learning. Torch-free data, read off the choices."""
+"""What an algorithm reads and what a step pays for it beside rollout and learning. Torch-free data, read off the
+choices."""
 
 from __future__ import annotations
 

@@ -11,26 +11,27 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class Embedded:
-    """The engine of this package, in the trainer's process. It needs nothing installed and runs every transformers decoder
-    whose past is keys and values."""
+    """The engine of this package, in the trainer's process. It needs nothing installed and runs every transformers
+    decoder whose past is keys and values."""
 
     cache_gib: float = 4.0
     """Most memory of the key-value cache; it grows as needed up to here."""
     budget: int = 2048
     """Positions of one forward pass: sequences that speak come first, pieces of prompts fill it up."""
     retain: int | None = None
-    """Tokens of ended sequences kept in the cache, where later turns find them. None: half of what all slots could hold, and at
-    most an eighth of the cache. 0: none."""
+    """Tokens of ended sequences kept in the cache, where later turns find them. None: half of what all slots could
+    hold, and at most an eighth of the cache. 0: none."""
     lookup: int = 0
-    """Draft so many tokens a pass by looking up what followed the same words before (prompt lookup). Says the very same tokens;
-    pays where text repeats itself or is sampled cold. 0: off."""
+    """Draft so many tokens a pass by looking up what followed the same words before (prompt lookup). Says the very same
+    tokens; pays where text repeats itself or is sampled cold. 0: off."""
     draft: str | None = None
-    """Draft with this smaller model: a directory or hub id with the policy's tokenizer. Exact in distribution; it seldom pays at
-    temperature 1 (docs/engine.md). None: off."""
+    """Draft with this smaller model: a directory or hub id with the policy's tokenizer. Exact in distribution; it
+    seldom pays at temperature 1 (docs/engine.md). None: off."""
     drafts: int = 4
     """Tokens the draft model drafts a pass."""
     compiled: bool | None = None
-    """Compute with kernels that this machine's C compiler builds once. None: wherever there is one and they serve (float32 on a CPU).
+    """Compute with kernels that this machine's C compiler builds once. None: wherever there is one and they serve
+    (float32 on a CPU).
     True: refuse to start without. False: torch's operations, slower and the same to the last digits."""
     timeline: bool = False
     """Write timeline.json into the run folder: when each request was queued, admitted and done, as a Chrome trace."""
@@ -42,7 +43,9 @@ class Embedded:
         if self.lookup < 0 or (self.retain or 0) < 0:
             raise ConfigError(f"engine.lookup={self.lookup} and engine.retain={self.retain}: must be >= 0")
         if self.lookup and self.draft is not None:
-            raise ConfigError(f"engine.lookup={self.lookup} and engine.draft={self.draft} both draft tokens: keep one of them")
+            raise ConfigError(
+                f"engine.lookup={self.lookup} and engine.draft={self.draft} both draft tokens: keep one of them"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +55,8 @@ class VLLM:
     server: bool = False
     """Start vLLM as a server of its own, on this machine, for the length of the run."""
     url: str | None = None
-    """Address of a vLLM server that runs already, such as http://10.0.0.7:8000; it must be started as docs/engines.md says."""
+    """Address of a vLLM server that runs already, such as http://10.0.0.7:8000; it must be started as docs/engines.md
+    says."""
     key_env: str | None = None
     """Environment variable that holds the server's API key."""
     share: str | None = None
@@ -69,12 +73,15 @@ class VLLM:
         _positive("timeout", self.timeout)
         if self.server and self.url is not None:
             raise ConfigError(
-                f"engine.server=true starts a server, and engine.url={self.url} names one that runs already: keep one of them"
+                f"engine.server=true starts a server, and engine.url={self.url} names one that runs already: keep one"
+                " of them"
             )
         if self.key_env is not None and self.url is None:
             raise ConfigError(f"engine.key_env={self.key_env}: only a server given by engine.url asks for a key")
         if self.share is not None and not (self.server or self.url):
-            raise ConfigError(f"engine.share={self.share}: vLLM in this process takes weights without a folder. Leave it out")
+            raise ConfigError(
+                f"engine.share={self.share}: vLLM in this process takes weights without a folder. Leave it out"
+            )
 
 
 Engine = Embedded | VLLM

@@ -29,7 +29,8 @@ class InvariantError(PosttrainError):
 
 
 class DataError(PosttrainError):
-    """The user's data or model cannot be read as what it should be; names file and line where there is one. Exit code 4."""
+    """The user's data or model cannot be read as what it should be; names file and line where there is one. Exit code
+    4."""
 
     exit_code = 4
 
@@ -47,7 +48,8 @@ class RunFolderError(PosttrainError):
 
 
 class UntrustedError(RunFolderError):
-    """A run folder that this user did not make here asks for code, addresses, secrets or files elsewhere. Exit code 5."""
+    """A run folder that this user did not make here asks for code, addresses, secrets or files elsewhere. Exit code
+    5."""
 
 
 class EngineError(PosttrainError):
@@ -57,7 +59,8 @@ class EngineError(PosttrainError):
 
 
 class EndpointError(EngineError):
-    """A server that stands for an engine or a judge refused, failed to the last retry, or answered what nobody can read.
+    """A server that stands for an engine or a judge refused, failed to the last retry, or answered what nobody can
+    read.
 
     `role` says who it is to the run; `status` is the HTTP status, None where nobody answered. Exit code 6.
     """

@@ -1,6 +1,7 @@
 """How a run folder touches the disk: atomic files, staged directories, appended lines, one owner at a time.
 
-A kill at any instant leaves the old or the new; what a kill leaves behind begins with a dot and is swept at the next open.
+A kill at any instant leaves the old or the new; what a kill leaves behind begins with a dot and is swept at the next
+open.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def full(error: BaseException) -> tuple[str, str] | None:
-    """Why the disk takes no more, and what helps; None for another error. Libraries in other languages say it only in their message."""
+    """Why the disk takes no more, and what helps; None for another error. Libraries in other languages say it only in
+    their message."""
     if isinstance(error, OSError) and error.errno in FULL:
         return FULL[error.errno]
     told = re.search(r"\bos error (\d+)\b", str(error))
@@ -92,10 +94,12 @@ def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generato
     except Exception as error:
         if (told := full(error)) is None:
             raise
-        raise RunFolderError(f"{told[0]}: {what} was not written. {still_good()}. {told[1]} and go on with --resume") from error
+        raise RunFolderError(
+            f"{told[0]}: {what} was not written. {still_good()}. {told[1]} and go on with --resume"
+        ) from error
 
 
-# --- directories written whole -----------------------------------------------------------------------------------------
+# --- directories written whole ----------------------------------------------------------------------------------------
 
 
 def digest(path: Path) -> str:
@@ -108,7 +112,8 @@ def digest(path: Path) -> str:
 
 
 def share(folder: Path) -> None:
-    """Give every file under a folder the mode that a new file gets there (the user's umask): libraries write theirs as 0600."""
+    """Give every file under a folder the mode that a new file gets there (the user's umask): libraries write theirs as
+    0600."""
     probe = folder / ".mode.part"
     probe.touch()
     mode = probe.stat().st_mode
@@ -130,7 +135,9 @@ def write_directory(target: Path, write: Callable[[Path], object]) -> None:
         write(staged)
         share(staged)
         files = sorted(p for p in staged.rglob("*") if p.is_file())
-        (staged / DIGESTS).write_text(json.dumps({p.relative_to(staged).as_posix(): digest(p) for p in files}, indent=1))
+        (staged / DIGESTS).write_text(
+            json.dumps({p.relative_to(staged).as_posix(): digest(p) for p in files}, indent=1)
+        )
         for path in (*files, staged / DIGESTS, *(p for p in staged.rglob("*") if p.is_dir()), staged):
             sync(path)
         if target.exists():
@@ -176,7 +183,7 @@ def damage(folder: Path) -> str:
     return ""
 
 
-# --- appended lines ----------------------------------------------------------------------------------------------------
+# --- appended lines ---------------------------------------------------------------------------------------------------
 
 
 class Lines:
@@ -201,7 +208,9 @@ class Lines:
 
     def truncate(self, position: int) -> None:
         if position > self.position:
-            raise RunFolderError(f"{self.path} has {self.position} bytes, but the checkpoint was made at {position}: lines are missing")
+            raise RunFolderError(
+                f"{self.path} has {self.position} bytes, but the checkpoint was made at {position}: lines are missing"
+            )
         os.ftruncate(self._fd, position)
         self.position = position
 
@@ -221,7 +230,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
             yield number, foreign.parse(line, f"{path}:{number}", RunFolderError)
 
 
-# --- one owner at a time -------------------------------------------------------------------------------------------------
+# --- one owner at a time ----------------------------------------------------------------------------------------------
 
 
 class Lock:
@@ -252,7 +261,8 @@ class Lock:
             self.forget()
 
     def forget(self) -> None:
-        """Close this process's handle; a forked child does so at birth, so that it cannot outlive the owner with the lock."""
+        """Close this process's handle; a forked child does so at birth, so that it cannot outlive the owner with the
+        lock."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

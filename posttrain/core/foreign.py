@@ -1,6 +1,7 @@
 """Files that somebody else may have made: read up to a bound, never waited for, and parsed without a traceback.
 
-A pipe or a device in place of a file would hang or never end, a huge or deeply nested one would exhaust memory or the stack.
+A pipe or a device in place of a file would hang or never end, a huge or deeply nested one would exhaust memory or the
+stack.
 """
 
 from __future__ import annotations
@@ -49,13 +50,17 @@ def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:
 
 
 def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line with its end) one at a time; `error` with file and line where one has more than `most` bytes."""
+    """(number from 1, line with its end) one at a time; `error` with file and line where one has more than `most`
+    bytes."""
     with opened(path, error) as file:
         number = 0
         while line := file.readline(most + 1):
             number += 1
             if len(line) > most:
-                raise error(f"{path}:{number}: the line has more than {most:,} bytes, and no more are read; shorten it or leave it out")
+                raise error(
+                    f"{path}:{number}: the line has more than {most:,} bytes, and no more are read; shorten it or leave"
+                    " it out"
+                )
             yield number, line
 
 

@@ -1,6 +1,7 @@
 """The ladder: every algorithm is a patch on its predecessor. Formulas, defaults and numeric cases: docs/algorithms.md.
 
-Adding one is a line here and, when it needs a new piece, one type in `core.pieces` and one function of the mathematics (`algorithm`).
+Adding one is a line here and, when it needs a new piece, one type in `core.pieces` and one function of the mathematics
+(`algorithm`).
 """
 
 from __future__ import annotations
@@ -25,7 +26,18 @@ from posttrain.core.pieces.baseline import (
 from posttrain.core.pieces.correction import NegativeMask, Truncate
 from posttrain.core.pieces.pull import KL, SequenceL2, TokenL2
 from posttrain.core.pieces.shape import BestOf, Overlong, Signed
-from posttrain.core.pieces.token import ClipCov, Distill, EntropyBonus, Imitate, KlCov, NoEasy, Priority, SecondMoment, Shown, TopEntropy
+from posttrain.core.pieces.token import (
+    ClipCov,
+    Distill,
+    EntropyBonus,
+    Imitate,
+    KlCov,
+    NoEasy,
+    Priority,
+    SecondMoment,
+    Shown,
+    TopEntropy,
+)
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper
 
 # fmt: off

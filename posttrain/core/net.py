@@ -1,4 +1,5 @@
-"""What every server here needs against callers that mean harm: a log they cannot fill, and files enough for its connections."""
+"""What every server here needs against callers that mean harm: a log they cannot fill, and files enough for its
+connections."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ LINES = 20
 SECONDS = 60.0
 
 
-class Rate(logging.Filter):
-    """Lets `lines` records of a logger through in each `seconds`; the first one after that says how many were left out."""
+class LogRateLimit(logging.Filter):
+    """Lets `lines` records of a logger through in each `seconds`; the first one after that says how many were left
+    out."""
 
     def __init__(self, lines: int = LINES, seconds: float = SECONDS) -> None:
         super().__init__()
@@ -24,7 +26,10 @@ class Rate(logging.Filter):
         now = time.monotonic()
         if now - self._since >= self.seconds:
             if self._left_out:
-                record.msg, record.args = f"{record.getMessage()} ({self._left_out} lines before this one were left out)", ()
+                record.msg, record.args = (
+                    f"{record.getMessage()} ({self._left_out} lines before this one were left out)",
+                    (),
+                )
             self._since, self._said, self._left_out = now, 0, 0
         self._said += 1
         self._left_out += self._said > self.lines

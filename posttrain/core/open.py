@@ -1,7 +1,7 @@
 """Open choices: a declared type that stands for the classes that derive from it, wherever they are defined.
 
-A union names its alternatives in one place, so that a new one changes that place. An open choice finds them: overrides, JSON and
-messages (`core.tree`) read this table.
+A union names its alternatives in one place, so that a new one changes that place. An open choice finds them: overrides,
+JSON and messages (`core.tree`) read this table.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from posttrain.core.errors import ConfigError
 
 
 class Open:
-    """Base of open choices. `class Region(Open, begin=True)` begins one; each class that derives from `Region` is an alternative.
+    """Base of open choices. `class Region(Open, begin=True)` begins one; each class that derives from `Region` is an
+    alternative.
 
-    Alternatives stand in the order of their definition. Overrides write them in lower case, so two whose names differ in nothing else
-    are refused; a class that is defined again in the same place takes the place of the first.
+    Alternatives stand in the order of their definition. Overrides write them in lower case, so two whose names differ
+    in nothing else are refused; a class that is defined again in the same place takes the place of the first.
     """
 
     _alternatives: ClassVar[dict[str, type[Any]]]
@@ -29,8 +30,8 @@ class Open:
             there = cls._alternatives.get(name)
             if there is not None and (there.__module__, there.__qualname__) != (cls.__module__, cls.__qualname__):
                 raise ConfigError(
-                    f"{cls.__module__}.{cls.__qualname__}: overrides would not tell it from {there.__module__}.{there.__qualname__}. "
-                    "Give the class another name"
+                    f"{cls.__module__}.{cls.__qualname__}: overrides would not tell it from"
+                    f" {there.__module__}.{there.__qualname__}. Give the class another name"
                 )
             cls._alternatives[name] = cls
 

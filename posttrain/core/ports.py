@@ -30,8 +30,8 @@ class Sampler(Protocol):
 
     @property
     def draws_by_place(self) -> bool:
-        """Whether the token at position t of a turn is the one that `seeds.uniforms(place, ...)[t]` picks through the inverse of the
-        cumulative distribution, ids ascending, so that anyone can draw it again."""
+        """Whether the token at position t of a turn is the one that `seeds.uniforms(place, ...)[t]` picks through the
+        inverse of the cumulative distribution, ids ascending, so that anyone can draw it again."""
         ...
 
     @property
@@ -40,13 +40,13 @@ class Sampler(Protocol):
         ...
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
-        """Continue int32 [T] `ids` by one turn, with random numbers that belong to `place`. Raises DataError for an empty or
-        over-long prompt."""
+        """Continue int32 [T] `ids` by one turn, with random numbers that belong to `place`. Raises DataError for an
+        empty or over-long prompt."""
         ...
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: log-probs of ids[1:], each given all before it, at temperature 1 and with nothing cut. It shows that the
-        weights being served are the ones that were sent; rollouts never need it."""
+        """float32 [T - 1]: log-probs of ids[1:], each given all before it, at temperature 1 and with nothing cut. It
+        shows that the weights being served are the ones that were sent; rollouts never need it."""
         ...
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
@@ -58,7 +58,8 @@ class Sampler(Protocol):
         ...
 
     def clock(self) -> Mapping[str, float]:
-        """Seconds since the last call by what they were spent on, such as `engine/step`; apart, because no digest covers them."""
+        """Seconds since the last call by what they were spent on, such as `engine/step`; apart, because no digest
+        covers them."""
         ...
 
 
@@ -76,7 +77,8 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What one differentiable forward pass says of the M spoken tokens. torch tensors, float32 [M] on the model's device.
+    """What one differentiable forward pass says of the M spoken tokens. torch tensors, float32 [M] on the model's
+    device.
 
     `entropy` is that of the distribution the token was drawn from; None where it was not asked for, like `value`.
     """
@@ -92,8 +94,8 @@ class TokenScores:
 class Odds:
     """Where each of M spoken tokens lies in the distribution p it was drawn from; float64.
 
-    Ids are summed in ascending order: the token is what a uniform in [below, upto) picks through the inverse of p's cumulative
-    distribution.
+    Ids are summed in ascending order: the token is what a uniform in [below, upto) picks through the inverse of p's
+    cumulative distribution.
     """
 
     below_M: np.ndarray
@@ -126,10 +128,16 @@ class Learner(Examiner, Protocol):
     """The model that trains, as the trainer sees it. It owns modules; the trainer owns the optimizer and backward()."""
 
     def forward(
-        self, packed: Packed, *, entropy: bool, value: bool, candidates_MK: np.ndarray | None = None, head_only: bool = False
+        self,
+        packed: Packed,
+        *,
+        entropy: bool,
+        value: bool,
+        candidates_MK: np.ndarray | None = None,
+        head_only: bool = False,
     ) -> TokenScores:
-        """Differentiable scores of one micro-batch; with `candidates_MK` also the log-probs of those tokens. `head_only`
-        lets no gradient of the value reach the policy."""
+        """Differentiable scores of one micro-batch; with `candidates_MK` also the log-probs of those tokens.
+        `head_only` lets no gradient of the value reach the policy."""
         ...
 
     def value(self, packed: Packed) -> np.ndarray:
@@ -141,7 +149,8 @@ class Learner(Examiner, Protocol):
         ...
 
     def exact(self, packed: Packed) -> np.ndarray | None:
-        """float64 [M]: log-probs by a float64 copy of the weights, made for this call; None where the model is too large for one."""
+        """float64 [M]: log-probs by a float64 copy of the weights, made for this call; None where the model is too
+        large for one."""
         ...
 
     def parameters(self) -> Mapping[str, Any]:
@@ -158,7 +167,7 @@ class Learner(Examiner, Protocol):
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedUpdate:
     """What the next step of an optimizer does to some numbers of one parameter, by its definition in float64."""
 
     move: Any
@@ -188,7 +197,10 @@ class Utterance:
 
 
 def _no_tokens(characters: int) -> int:
-    raise InvariantError("this attempt was written without tokens, so a verdict about a step has no end in it: give Attempt a spoken_upto")
+    raise InvariantError(
+        "this attempt was written without tokens, so a verdict about a step has no end in it: give Attempt a"
+        " spoken_upto"
+    )
 
 
 @dataclass(frozen=True)
@@ -213,17 +225,18 @@ class Talk(Protocol):
 
     @property
     def format(self) -> str | None:
-        """The format in which the policy's chat template writes tool calls; None where there is no template, or none we read."""
+        """The format in which the policy's chat template writes tool calls; None where there is no template, or none we
+        read."""
         ...
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """The world writes: the prompt first, observations later. Text is encoded once, on its own. `tools` are JSON schemas of
-        functions for the chat template, and belong to the prompt."""
+        """The world writes: the prompt first, observations later. Text is encoded once, on its own. `tools` are JSON
+        schemas of functions for the chat template, and belong to the prompt."""
         ...
 
     async def say(self, most: int | None = None) -> Utterance:
-        """The policy takes a turn, of at most `most` tokens where the contract allows more. Where a limit leaves it none, nothing is
-        said, and the utterance names the limit as its stop reason."""
+        """The policy takes a turn, of at most `most` tokens where the contract allows more. Where a limit leaves it
+        none, nothing is said, and the utterance names the limit as its stop reason."""
         ...
 
     def pay(self, source: str, score: float) -> None:
@@ -305,7 +318,7 @@ class Environment(Protocol):
         ...
 
 
-class Teacher(Environment, Protocol):
+class Demonstrator(Environment, Protocol):
     """An environment that can also write texts to imitate."""
 
     @property

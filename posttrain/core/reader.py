@@ -28,7 +28,7 @@ class RunFile:
     lineages: Mapping[str, list[dict[str, Any]]]
     facts: Mapping[str, Any]
     identity: str | None = None
-    """Random, made with the run: what `core.trust` knows it by."""
+    """Random, made with the run: what `core.provenance` knows it by."""
     edited: tuple[str, ...] = ()
     """Entries that are not as they were written (`run.seed`), by their digests."""
     digest: str = ""
@@ -67,17 +67,22 @@ def run_file(folder: Path | str) -> RunFile:
     _check_schema(path, data.get("schema"))
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     with damage_is_named(str(path)):
-        return RunFile(from_plain(Run, data["run"]), data["lineages"], facts, data.get("identity"), _edited(data), _digest(data))
+        return RunFile(
+            from_plain(Run, data["run"]), data["lineages"], facts, data.get("identity"), _edited(data), _digest(data)
+        )
 
 
 def _check_schema(path: Path, schema: object) -> None:
     if type(schema) is int and 0 < schema < SCHEMA:
         raise RunFolderError(
-            f"{path} was written by an older version of posttrain (schema {schema}; this one reads {SCHEMA}). Nothing is damaged: go on with it, "
-            "read it or export its model with the version that wrote it, or run its recipe again with this one"
+            f"{path} was written by an older version of posttrain (schema {schema}; this one reads {SCHEMA}). Nothing"
+            " is damaged: go on with it, read it or export its model with the version that wrote it, or run its recipe"
+            " again with this one"
         )
     if schema != SCHEMA:
-        raise RunFolderError(f"{path} has schema {schema}; this posttrain reads {SCHEMA}. Use the version that wrote it")
+        raise RunFolderError(
+            f"{path} has schema {schema}; this posttrain reads {SCHEMA}. Use the version that wrote it"
+        )
 
 
 def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
@@ -92,7 +97,9 @@ def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
 def digests(data: Mapping[str, Any]) -> dict[str, str]:
     """One digest an entry of run.json, and one a field of the tree, so that an edit can be told by name."""
     parts = {k: v for k, v in data.items() if k not in ("run", "digests")}
-    return {name: _digest(value) for name, value in {**{f"run.{k}": v for k, v in data["run"].items()}, **parts}.items()}
+    return {
+        name: _digest(value) for name, value in {**{f"run.{k}": v for k, v in data["run"].items()}, **parts}.items()
+    }
 
 
 def _digest(value: Any) -> str:
@@ -108,7 +115,16 @@ def damage_is_named(place: str) -> Generator[None]:
         raise
     except RecursionError:
         raise RunFolderError(f"{place} is damaged: its lists and objects are nested too deeply to be read") from None
-    except (PosttrainError, ArithmeticError, AssertionError, AttributeError, LookupError, StopIteration, TypeError, ValueError) as error:
+    except (
+        PosttrainError,
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        LookupError,
+        StopIteration,
+        TypeError,
+        ValueError,
+    ) as error:
         told = str(error) if isinstance(error, PosttrainError) else repr(error)
         raise RunFolderError(f"{place} is damaged: {told}") from error
 
@@ -128,8 +144,8 @@ def episode_name(stage: str, index: int, kind: str) -> str:
 
 
 def episode_files(folder: Path | str) -> list[EpisodeFile]:
-    """In the order they were written. A file that was written but not yet listed is left out, and one that is gone is not
-    (`missing_episodes`). A name that a run would not have given, such as a path out of the folder, is an error."""
+    """In the order they were written. A file that was written but not yet listed is left out, and one that is gone is
+    not (`missing_episodes`). A name that a run would not have given, such as a path out of the folder, is an error."""
     where = Path(folder) / "episodes"
     out: list[EpisodeFile] = []
     for number, d in files.read_lines(where / "index.jsonl"):
@@ -137,7 +153,9 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
             row = EpisodeFile(where / d["file"], str(d["stage"]), int(d["index"]), str(d["kind"]), int(d["episodes"]))
             named = d["file"] == episode_name(row.stage, row.index, row.kind) and Path(d["file"]).name == d["file"]
         if not named or row.kind not in ("train", "eval"):
-            raise RunFolderError(f"{where / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run")
+            raise RunFolderError(
+                f"{where / 'index.jsonl'}:{number} names {d['file']!r}, which is no episode file of this run"
+            )
         out.append(row)
     return out
 

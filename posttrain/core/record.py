@@ -48,8 +48,8 @@ class Recorded:
 
 
 def of_step(credit: Credit, unjudged: Iterable[Group]) -> list[Recorded]:
-    """All episodes of a training step: groups in order, siblings in order, those nobody could judge included; an argmax answer
-    stands after its group's siblings, and its sampling says so."""
+    """All episodes of a training step: groups in order, siblings in order, those nobody could judge included; an argmax
+    answer stands after its group's siblings, and its sampling says so."""
     out: list[Recorded] = []
     for group in credit.groups:
         credited = {c.episode.sibling: c for c in group.episodes}
@@ -224,7 +224,9 @@ class _Cut:
         """The next segment and the advantages of its spoken tokens."""
         here = slice(self.token, self.token + next(self.lengths))
         self.token = here.stop
-        ids, mask, logp, version, advantage = (self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage"))
+        ids, mask, logp, version, advantage = (
+            self.columns[n][here] for n in ("ids", "mask", "logp", "version", "advantage")
+        )
         kept = self._kept(int(mask.sum())) if sampling.truncated else None
         top = self._top(int(mask.sum()), sampling.top) if sampling.top else None
         in_turn = self._in_turn(int(mask.sum())) if sampling.in_turn else None
@@ -241,13 +243,15 @@ class _Cut:
         return Top(self.columns["top_ids"][here].reshape(draws, k), self.columns["top_logp"][here].reshape(draws, k))
 
     def _kept(self, draws: int) -> Kept:
-        offsets = np.concatenate([[0], np.cumsum(self.columns["kept_length"][self.draw : self.draw + draws])]).astype(np.int64)
+        offsets = np.concatenate([[0], np.cumsum(self.columns["kept_length"][self.draw : self.draw + draws])]).astype(
+            np.int64
+        )
         kept = Kept(offsets, self.columns["kept_ids"][self.kept : self.kept + int(offsets[-1])])
         self.draw, self.kept = self.draw + draws, self.kept + int(offsets[-1])
         return kept
 
 
-# --- columns in a file -------------------------------------------------------------------------------------------------
+# --- columns in a file ------------------------------------------------------------------------------------------------
 
 
 def pack_columns(columns: Columns) -> bytes:
@@ -279,8 +283,8 @@ MOST_INFLATED = 200
 
 
 def read_columns(path: Path) -> Columns:
-    """RunFolderError names a file that is missing or damaged, or would inflate to more than a step can hold. Sizes, types and shapes are
-    read and compared before anything is inflated."""
+    """RunFolderError names a file that is missing or damaged, or would inflate to more than a step can hold. Sizes,
+    types and shapes are read and compared before anything is inflated."""
     if not os.path.lexists(path):
         raise RunFolderError(f"{path} is missing")
     try:
@@ -291,19 +295,36 @@ def read_columns(path: Path) -> Columns:
                 raise RunFolderError(f"{path} is damaged: it holds other columns than an episode file does")
             total = sum(info.file_size for info in entries.values())
             if total > UNQUESTIONED and total > MOST_INFLATED * size:
-                raise RunFolderError(f"{path} is damaged: its {size:,} bytes claim to hold {total:,}, which no step does")
+                raise RunFolderError(
+                    f"{path} is damaged: its {size:,} bytes claim to hold {total:,}, which no step does"
+                )
             return {name: _column(archive, info, DTYPES[name]) for name, info in entries.items()}
-    except (OSError, ValueError, TypeError, EOFError, RuntimeError, MemoryError, zipfile.BadZipFile, zlib.error) as error:
+    except (
+        OSError,
+        ValueError,
+        TypeError,
+        EOFError,
+        RuntimeError,
+        MemoryError,
+        zipfile.BadZipFile,
+        zlib.error,
+    ) as error:
         raise RunFolderError(f"{path} is damaged: {error}") from error
 
 
 def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[Any]) -> np.ndarray:
-    """One column, one-dimensional and of its type; ValueError where its header says otherwise or does not fit its size."""
+    """One column, one-dimensional and of its type; ValueError where its header says otherwise or does not fit its
+    size."""
     with archive.open(info) as entry:
         if np.lib.format.read_magic(entry) != (1, 0):
             raise ValueError(f"{info.filename} has another version than 1.0")
         shape, _, dtype = np.lib.format.read_array_header_1_0(entry)
-        if dtype != wanted or len(shape) != 1 or shape[0] < 0 or entry.tell() + shape[0] * dtype.itemsize != info.file_size:
+        if (
+            dtype != wanted
+            or len(shape) != 1
+            or shape[0] < 0
+            or entry.tell() + shape[0] * dtype.itemsize != info.file_size
+        ):
             raise ValueError(f"{info.filename} of {info.file_size:,} bytes says it is {dtype} {shape}")
         data = entry.read()
     if len(data) != shape[0] * dtype.itemsize:

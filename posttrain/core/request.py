@@ -10,7 +10,7 @@ from posttrain.core.pieces.token import Shown
 
 
 @dataclass(frozen=True, kw_only=True)
-class Request:
+class RolloutRequest:
     """The groups of one step."""
 
     groups: int
@@ -31,23 +31,24 @@ class Request:
     def __post_init__(self) -> None:
         if self.groups < 1 or self.siblings < 1 or self.most < 1 or self.extra < 0:
             raise InvariantError(
-                f"a request of {self.groups} groups of {self.siblings} + {self.extra} samples, at most {self.most} times, asks for nothing: give at least one of each, and none less than 0 more"
+                f"a request of {self.groups} groups of {self.siblings} + {self.extra} samples, at most {self.most}"
+                " times, asks for nothing: give at least one of each, and none less than 0 more"
             )
 
 
 @dataclass(frozen=True)
-class Rate:
+class PassRate:
     """How many groups passed a filter, of how many; older ones may count for less."""
 
     played: float = 0.0
     passed: float = 0.0
 
-    def and_then(self, played: float, passed: float) -> Rate:
+    def and_then(self, played: float, passed: float) -> PassRate:
         """With what came after."""
-        return Rate(self.played + played, self.passed + passed)
+        return PassRate(self.played + played, self.passed + passed)
 
-    def halved(self) -> Rate:
-        return Rate(self.played / 2, self.passed / 2)
+    def halved(self) -> PassRate:
+        return PassRate(self.played / 2, self.passed / 2)
 
     def wave(self, missing: int) -> int:
         """Groups to ask so that on average `missing` of them pass: as many as are missing where nothing is known.

@@ -30,7 +30,8 @@ class Model:
     """The policy: any Hugging Face causal LM by `path`, or, without one, a small config built on the spot."""
 
     path: str | None = None
-    """Local directory or hub id. None: build `arch` at the sizes below, with random weights and a tokenizer of the environment's alphabet."""
+    """Local directory or hub id. None: build `arch` at the sizes below, with random weights and a tokenizer of the
+    environment's alphabet."""
     trust_remote_code: bool = False
     arch: Literal["qwen3", "llama", "gpt2", "gemma"] = "qwen3"
     hidden: int = 128
@@ -39,15 +40,16 @@ class Model:
     kv_heads: int = 4
     ffn: int = 384
     context: int | None = None
-    """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, 512 where one is built or names no bound.
-    A rope whose frequencies change with the length (dynamic, longrope) is served up to the length at which they begin to."""
+    """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, 512 where one is built or
+    names no bound. A rope whose frequencies change with the length (dynamic, longrope) is served up to the length at
+    which they begin to."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations; the head, its softmax and every loss are float32 regardless."""
     gradient_checkpointing: bool = False
     history: Literal["append", "rewrite"] = "append"
-    """Conversations of several turns whose earlier ones the chat template writes anew (drops their reasoning, say): refused, or each
-    turn becomes a sequence of its own behind the conversation as it was then written."""
+    """Conversations of several turns whose earlier ones the chat template writes anew (drops their reasoning, say):
+    refused, or each turn becomes a sequence of its own behind the conversation as it was then written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +59,8 @@ class Supervised(Stage):
     harmless = ("style",)
 
     style: str
-    """What to imitate: a style the environment can write (document, answer, cot), or `completion` from the user's data."""
+    """What to imitate: a style the environment can write (document, answer, cot), or `completion` from the user's
+    data."""
     wrong: float = 0.0
     """Share of demonstrations that are plausible and false."""
     batch: int = 64
@@ -78,8 +81,8 @@ class Supervised(Stage):
         if self.style in styles:
             return ""
         return (
-            f"{self.name}.style={self.style!r}: environment {env!r} writes {_offered(styles)}. Leave the stage out with {self.name}=none, "
-            "or give it another style"
+            f"{self.name}.style={self.style!r}: environment {env!r} writes {_offered(styles)}. Leave the stage out with"
+            f" {self.name}=none, or give it another style"
         )
 
 
@@ -101,8 +104,8 @@ class Reinforce(Stage):
     siblings: int = 8
     """Samples per prompt."""
     oversample: int = 0
-    """Start this many more samples per prompt and abort the rest once `siblings` have ended. It cuts the long tail off and
-    prefers short answers: see docs/engine.md for how much."""
+    """Start this many more samples per prompt and abort the rest once `siblings` have ended. It cuts the long tail off
+    and prefers short answers: see docs/engine.md for how much."""
     minibatches: int = 1
     """Optimizer steps one pass over the step's groups is cut into (whole groups)."""
     epochs: int = 1
@@ -114,8 +117,8 @@ class Reinforce(Stage):
     refill: int = 8
     """With a filter: ask for at most this many times `prompts` groups a step, then go on with what was kept."""
     reference: str | None = None
-    """Weights the algorithm's KL or distillation compares with: a model directory with the policy's tokenizer. None: the policy
-    as the stage began."""
+    """Weights the algorithm's KL or distillation compares with: a model directory with the policy's tokenizer. None:
+    the policy as the stage began."""
     max_failed: float = 0.5
     """Stop the run when more than this share of a step's samples could not be judged."""
 
@@ -126,10 +129,14 @@ class Reinforce(Stage):
                 raise ConfigError(f"{self.name}.{name}={getattr(self, name)}: must be >= 1")
         if self.prompts % self.minibatches:
             raise ConfigError(
-                f"{self.name}: prompts={self.prompts} cannot be cut into minibatches={self.minibatches} of whole groups; use a divisor of {self.prompts}"
+                f"{self.name}: prompts={self.prompts} cannot be cut into minibatches={self.minibatches} of whole"
+                f" groups; use a divisor of {self.prompts}"
             )
         if self.algorithm.group_relative and self.siblings < 2:
-            raise ConfigError(f"{self.name}.siblings={self.siblings}: {self.algorithm.name} compares siblings, so at least 2 are needed")
+            raise ConfigError(
+                f"{self.name}.siblings={self.siblings}: {self.algorithm.name} compares siblings, so at least 2 are"
+                " needed"
+            )
         if self.oversample < 0:
             raise ConfigError(f"{self.name}.oversample={self.oversample}: must be >= 0 (0 aborts nothing)")
         if self.target is not None and self.eval_every == 0:
@@ -142,30 +149,38 @@ class Reinforce(Stage):
         a = self.algorithm
         if a.shown is not None and a.shown.siblings >= self.siblings:
             raise ConfigError(
-                f"{self.name}: shown.siblings={a.shown.siblings} of siblings={self.siblings} leaves nothing for the policy to say; raise siblings"
+                f"{self.name}: shown.siblings={a.shown.siblings} of siblings={self.siblings} leaves nothing for the"
+                " policy to say; raise siblings"
             )
         if a.shown is not None and self.sampling.truncated:
             raise ConfigError(
-                f"{self.name}: {a.name} learns from demonstrations, which no truncated sampler drew. Set top_p=1 top_k=0 min_p=0"
+                f"{self.name}: {a.name} learns from demonstrations, which no truncated sampler drew. Set top_p=1"
+                " top_k=0 min_p=0"
             )
         if a.shown is not None and self.sampling.bans:
             raise ConfigError(
-                f"{self.name}: {a.name} learns from demonstrations, and this sampling may ban what they say. Set allowed_ids=none "
-                "allowed_words=none bad_ids=none bad_words=none min_tokens=0"
+                f"{self.name}: {a.name} learns from demonstrations, and this sampling may ban what they say. Set"
+                " allowed_ids=none allowed_words=none bad_ids=none bad_words=none min_tokens=0"
             )
         if (best := a.best_of) is not None and best.k >= self.siblings:
             raise ConfigError(
-                f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is learned. Lower shape.bestof.k, or raise siblings"
+                f"{self.name}: the best of k={best.k} is the same for all siblings={self.siblings}, so nothing is"
+                " learned. Lower shape.bestof.k, or raise siblings"
             )
         if self.reference is not None and not a.reads & {"reference", "teacher"}:
             raise ConfigError(
-                f"{self.name}.reference={self.reference}: {a.name} reads no reference. Set reference=none, or pull or distill"
+                f"{self.name}.reference={self.reference}: {a.name} reads no reference. Set reference=none, or pull or"
+                " distill"
             )
         if a.rewards == "none" and self.reference is None:
-            raise ConfigError(f"{self.name}: {a.name} learns from a teacher alone. Name its model directory: {self.name}.reference=PATH")
+            raise ConfigError(
+                f"{self.name}: {a.name} learns from a teacher alone. Name its model directory:"
+                f" {self.name}.reference=PATH"
+            )
         if self.sampling.top not in (0, a.stores_top):
             raise ConfigError(
-                f"{self.name}.sampling.top={self.sampling.top}: the algorithm decides it ({a.name}: {a.stores_top}). Leave it out"
+                f"{self.name}.sampling.top={self.sampling.top}: the algorithm decides it ({a.name}: {a.stores_top})."
+                " Leave it out"
             )
 
     @property
@@ -190,8 +205,8 @@ class Reinforce(Stage):
         if shown is None or (styles and shown.style in (None, *styles)):
             return ""
         return (
-            f"{self.name}: {self.algorithm.name} is shown demonstrations in style {shown.style!r}, and environment {env!r} writes "
-            f"{_offered(styles)}. Use another algorithm, or give your prompts a column 'completion'"
+            f"{self.name}: {self.algorithm.name} is shown demonstrations in style {shown.style!r}, and environment"
+            f" {env!r} writes {_offered(styles)}. Use another algorithm, or give your prompts a column 'completion'"
         )
 
 
@@ -233,8 +248,8 @@ class Run:
     """Newest checkpoints kept, beside the best one."""
     record_episodes: bool = True
     fault: str | None = None
-    """A bug to plant on purpose, by its name in `posttrain faults`, to see it caught. The run's numbers are then worthless, so it
-    only starts with --allow-fault. None: nothing is planted."""
+    """A bug to plant on purpose, by its name in `posttrain faults`, to see it caught. The run's numbers are then
+    worthless, so it only starts with --allow-fault. None: nothing is planted."""
 
     def __post_init__(self) -> None:
         for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
@@ -242,22 +257,31 @@ class Run:
                 raise ConfigError(f"{name}={getattr(self, name)}: must be >= {least}")
         if self.deterministic and not isinstance(self.engine, Embedded):
             raise ConfigError(
-                "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what runs beside them. Set engine=embedded, or deterministic=false"
+                "deterministic=true is what the embedded engine can do; vLLM's tokens depend in their last bits on what"
+                " runs beside them. Set engine=embedded, or deterministic=false"
             )
         if self.deterministic and isinstance(self.engine, Embedded) and (self.engine.lookup or self.engine.draft):
             raise ConfigError(
-                "deterministic=true computes fixed shapes, and drafts differ in number: set engine.lookup=0 engine.draft=none"
+                "deterministic=true computes fixed shapes, and drafts differ in number: set engine.lookup=0"
+                " engine.draft=none"
             )
         names = [s.name for s in self.stages]
         if not names:
             raise ConfigError("a run needs at least one stage")
         if strange := [n for n in names if not NAME.fullmatch(n)]:
-            raise ConfigError(f"stage name {strange[0]!r}: use at most 64 letters, digits, - and _, since files of the run are named by it")
+            raise ConfigError(
+                f"stage name {strange[0]!r}: use at most 64 letters, digits, - and _, since files of the run are named"
+                " by it"
+            )
         if len(set(names)) != len(names):
             raise ConfigError(f"stage names must differ: {names}")
-        if blind := [s for s in self.stages if isinstance(s, Reinforce) and s.target is not None and not self.env_of(s).heldout]:
+        if blind := [
+            s for s in self.stages if isinstance(s, Reinforce) and s.target is not None and not self.env_of(s).heldout
+        ]:
             name, env = blind[0].name, "env" if blind[0].env is None else f"{blind[0].name}.env"
-            raise ConfigError(f"{name}.target is never measured with {env}.heldout=0: set {env}.heldout, or {name}.target=none")
+            raise ConfigError(
+                f"{name}.target is never measured with {env}.heldout=0: set {env}.heldout, or {name}.target=none"
+            )
         for why in refusals(self.stages):
             raise ConfigError(why)
 

@@ -12,8 +12,8 @@ the model's logits z (its own scale and soft-cap included), in this order:
     5. top-k, then top-p, then min-p, each on the distribution the previous one left
     6. what is left is renormalised
 
-A stored log-prob is that of this final distribution. transformers and vLLM have steps 1-4 in the same order (bans commute
-with the rest). greedy takes the argmax after step 3.
+A stored log-prob is that of this final distribution. transformers and vLLM have steps 1-4 in the same order (bans
+commute with the rest). greedy takes the argmax after step 3.
 
 Steps 1-3 are functions of the contract and of token ids alone, so the learner computes them again; the sets that step 5
 keeps hang on comparisons of floats, so the sampler stores them (`truncated`). What ends a turn (stop strings,
@@ -28,7 +28,8 @@ from dataclasses import dataclass, fields, replace
 from posttrain.core.errors import ConfigError
 
 LEAST, MOST = 1e-6, 1e6
-"""Smallest and largest temperature and repetition penalty, and the largest bias: whatever is computed with them stays finite in float32."""
+"""Smallest and largest temperature and repetition penalty, and the largest bias: whatever is computed with them stays
+finite in float32."""
 LARGEST = 2**31 - 1
 """Most tokens, and the largest id and count, of a contract: what engines hold in 32 bits."""
 Spell = Callable[[str], Sequence[Sequence[int]]]
@@ -37,7 +38,8 @@ Spell = Callable[[str], Sequence[Sequence[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a turn is sampled. All fields are explicit; what depends on the tokenizer is resolved once, at load (`resolve`)."""
+    """How a turn is sampled. All fields are explicit; what depends on the tokenizer is resolved once, at load
+    (`resolve`)."""
 
     temperature: float = 1.0
     """Divides the logits. From 1e-6 to 1e6; use greedy=true for the argmax."""
@@ -50,7 +52,8 @@ class Sampling:
     repetition_penalty: float = 1.0
     """Makes tokens that already stand in the sequence less probable (> 1) or more (< 1). From 1e-6 to 1e6; 1: off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit, at most 1e6 up or down), each id once. On the command line `17:-2.5,3:1`."""
+    """(token id, what is added to its logit, at most 1e6 up or down), each id once. On the command line
+    `17:-2.5,3:1`."""
     allowed_ids: tuple[int, ...] | None = None
     """Only these token ids can be said. None: all. Without a stop id among them a turn ends by length alone."""
     allowed_words: tuple[str, ...] = ()
@@ -59,33 +62,38 @@ class Sampling:
     """Sequences of token ids that a turn cannot contain. A sequence matters within one turn: what the prompt ends with
     begins none. On the command line `[[5], [7, 8]]`; `5,6` are two sequences of one token."""
     bad_words: tuple[str, ...] = ()
-    """Words a turn cannot contain, as the tokenizer writes them alone and after a space. Added to bad_ids at load. The same
-    letters in other tokens are not caught."""
+    """Words a turn cannot contain, as the tokenizer writes them alone and after a space. Added to bad_ids at load. The
+    same letters in other tokens are not caught."""
     top: int = 0
-    """Also store the log-probs of this many most probable tokens with every token said. An algorithm that reads them asks for them."""
+    """Also store the log-probs of this many most probable tokens with every token said. An algorithm that reads them
+    asks for them."""
     greedy: bool = False
     """Take the most probable token. For evaluation only: it has no log-prob to learn from."""
     max_tokens: int = 64
     """Most tokens said in one turn; reaching it is stop reason `length`."""
     min_tokens: int = 0
-    """Tokens of a turn before the one that may end it: stop ids cannot be said earlier, and stop strings end nothing."""
+    """Tokens of a turn before the one that may end it: stop ids cannot be said earlier, and stop strings end
+    nothing."""
     stop_ids: tuple[int, ...] | None = None
     """Token ids that end a turn (they are said, and count). None: not resolved yet. (): never stop early."""
     stop: tuple[str, ...] = ()
-    """Texts that end a turn, stop reason `string`, with the token that completes one; that token is said, and counts. On the
-    command line `stop=;` or, with spaces, commas or escapes, `stop=["\\n\\n"]`."""
+    """Texts that end a turn, stop reason `string`, with the token that completes one; that token is said, and counts.
+    On the command line `stop=;` or, with spaces, commas or escapes, `stop=["\\n\\n"]`."""
 
     def __post_init__(self) -> None:
         if not LEAST <= self.temperature <= MOST:
             raise ConfigError(
-                f"sampling.temperature={self.temperature}: must lie in [{LEAST:g}, {MOST:g}] (for the argmax set greedy=true)"
+                f"sampling.temperature={self.temperature}: must lie in [{LEAST:g}, {MOST:g}] (for the argmax set"
+                " greedy=true)"
             )
         if not 0 < self.top_p <= 1:
             raise ConfigError(f"sampling.top_p={self.top_p}: must lie in (0, 1]")
         if not 0 <= self.min_p < 1:
             raise ConfigError(f"sampling.min_p={self.min_p}: must lie in [0, 1)")
         if not LEAST <= self.repetition_penalty <= MOST:
-            raise ConfigError(f"sampling.repetition_penalty={self.repetition_penalty}: must lie in [{LEAST:g}, {MOST:g}] (1: off)")
+            raise ConfigError(
+                f"sampling.repetition_penalty={self.repetition_penalty}: must lie in [{LEAST:g}, {MOST:g}] (1: off)"
+            )
         for name, least, what in (
             ("top_k", 0, "0 keeps all tokens"),
             ("top", 0, "0 stores the said token alone"),
@@ -93,9 +101,14 @@ class Sampling:
             ("min_tokens", 0, "0: a turn may end at once"),
         ):
             if not least <= getattr(self, name) <= LARGEST:
-                raise ConfigError(f"sampling.{name}={getattr(self, name)}: must be >= {least} and at most {LARGEST} ({what})")
+                raise ConfigError(
+                    f"sampling.{name}={getattr(self, name)}: must be >= {least} and at most {LARGEST} ({what})"
+                )
         if self.min_tokens > self.max_tokens:
-            raise ConfigError(f"sampling.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower it, or raise that")
+            raise ConfigError(
+                f"sampling.min_tokens={self.min_tokens} is more than max_tokens={self.max_tokens}: lower it, or raise"
+                " that"
+            )
         self._check_ids()
         self._check_texts()
         self._check_support()
@@ -115,12 +128,13 @@ class Sampling:
             raise ConfigError("sampling.bad_ids: a sequence has no tokens; leave it out")
         if len(set(biased)) != len(biased):
             raise ConfigError(
-                f"sampling.logit_bias: token {next(i for i in biased if biased.count(i) > 1)} is listed twice; add the numbers up"
+                f"sampling.logit_bias: token {next(i for i in biased if biased.count(i) > 1)} is listed twice; add the"
+                " numbers up"
             )
         if far := [(i, x) for i, x in self.logit_bias if not -MOST <= x <= MOST]:
             raise ConfigError(
-                f"sampling.logit_bias: {far[0][1]} for token {far[0][0]} must be finite, at most {MOST:g} up or down; to ban a token put it "
-                "into bad_ids"
+                f"sampling.logit_bias: {far[0][1]} for token {far[0][0]} must be finite, at most {MOST:g} up or down;"
+                " to ban a token put it into bad_ids"
             )
 
     def _check_texts(self) -> None:
@@ -128,7 +142,9 @@ class Sampling:
             if not all(getattr(self, name)):
                 raise ConfigError(f"sampling.{name}: an empty text is in every text; leave it out")
         if any("\ufffd" in text for text in self.stop):
-            raise ConfigError("sampling.stop: U+FFFD stands for bytes that are no character yet, so it cannot be waited for")
+            raise ConfigError(
+                "sampling.stop: U+FFFD stands for bytes that are no character yet, so it cannot be waited for"
+            )
 
     def _check_support(self) -> None:
         """Some token can be said at every position, whatever was said before."""
@@ -138,9 +154,14 @@ class Sampling:
             raise ConfigError("sampling.allowed_ids is empty, so nothing could be said: list some ids, or none for all")
         left = set(self.allowed_ids) - {s[0] for s in self.bad_ids if len(s) == 1}
         if not left:
-            raise ConfigError(f"sampling: bad_ids ban all {len(set(self.allowed_ids))} of allowed_ids, so nothing could be said")
+            raise ConfigError(
+                f"sampling: bad_ids ban all {len(set(self.allowed_ids))} of allowed_ids, so nothing could be said"
+            )
         if self.min_tokens and not left - set(self.stop_ids or ()):
-            raise ConfigError(f"sampling: only stop ids are allowed, and min_tokens={self.min_tokens} bans them at the start of a turn")
+            raise ConfigError(
+                f"sampling: only stop ids are allowed, and min_tokens={self.min_tokens} bans them at the start of a"
+                " turn"
+            )
 
     def __str__(self) -> str:
         """What differs from the defaults, for messages; long lists are cut."""
@@ -156,7 +177,9 @@ class Sampling:
     @property
     def bans(self) -> bool:
         """Whether a rule gives some tokens probability zero."""
-        return self.allowed_ids is not None or bool(self.allowed_words or self.bad_ids or self.bad_words or self.min_tokens)
+        return self.allowed_ids is not None or bool(
+            self.allowed_words or self.bad_ids or self.bad_words or self.min_tokens
+        )
 
     @property
     def rules(self) -> bool:
@@ -185,7 +208,10 @@ class Sampling:
         if not self.bad_words and not self.allowed_words:
             return replace(self, stop_ids=stops)
         if spell is None:
-            raise ConfigError("sampling.bad_words and allowed_words need a tokenizer, and there is none here: give bad_ids and allowed_ids")
+            raise ConfigError(
+                "sampling.bad_words and allowed_words need a tokenizer, and there is none here: give bad_ids and"
+                " allowed_ids"
+            )
         bad = _minimal([*self.bad_ids, *(tuple(ids) for word in self.bad_words for ids in spell(word))])
         allowed = self.allowed_ids
         if self.allowed_words:
@@ -195,10 +221,16 @@ class Sampling:
 
     def check_vocabulary(self, size: int) -> None:
         """ConfigError where a token id lies outside a vocabulary of `size` tokens."""
-        ids = [*(self.stop_ids or ()), *(self.allowed_ids or ()), *(i for i, _ in self.logit_bias), *(i for s in self.bad_ids for i in s)]
+        ids = [
+            *(self.stop_ids or ()),
+            *(self.allowed_ids or ()),
+            *(i for i, _ in self.logit_bias),
+            *(i for s in self.bad_ids for i in s),
+        ]
         if ids and max(ids) >= size:
             raise ConfigError(
-                f"sampling names token id {max(ids)}, and the model has 0..{size - 1}: correct stop_ids, allowed_ids, logit_bias or bad_ids"
+                f"sampling names token id {max(ids)}, and the model has 0..{size - 1}: correct stop_ids, allowed_ids,"
+                " logit_bias or bad_ids"
             )
 
     def for_training(self, keeps_sets: bool = True) -> Sampling:

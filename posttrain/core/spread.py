@@ -1,7 +1,8 @@
 """Whether numbers differ, or are equal up to rounding: one rule for credit, filters, whitening and scales.
 
-Rounding is relative to the terms a number was summed from, not to the number itself: .1 + .2 - .3 is 5.6e-17 where 0 is meant,
-and its terms are of size .6. So rewards carry the sum of their absolute terms (`size`) and the resolution of who gave them.
+Rounding is relative to the terms a number was summed from, not to the number itself: .1 + .2 - .3 is 5.6e-17 where 0 is
+meant, and its terms are of size .6. So rewards carry the sum of their absolute terms (`size`) and the resolution of who
+gave them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 
 RESOLUTION = 2.0**-40
-"""Relative difference that says nothing in a verifier's scores: float64 rounds at 2^-53, and a sum of a few thousand terms stays below
-this. A model that rewards is coarser, and says so where it is declared (`Reward.resolution`)."""
+"""Relative difference that says nothing in a verifier's scores: float64 rounds at 2^-53, and a sum of a few thousand
+terms stays below this. A model that rewards is coarser, and says so where it is declared (`Reward.resolution`)."""
 
 
 def rounding(sizes: Sequence[float] | np.ndarray, resolution: float = RESOLUTION) -> float:

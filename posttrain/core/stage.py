@@ -1,6 +1,7 @@
 """What every kind of stage shares: where it starts, on what, for how long, what is measured and kept of it.
 
-A kind of stage is a subclass with its further settings, and a driver (`posttrain.controller.stages`) that takes its steps.
+A kind of stage is a subclass with its further settings, and a driver (`posttrain.controller.stages`) that takes its
+steps.
 """
 
 from __future__ import annotations
@@ -48,7 +49,8 @@ class Stage(Open, begin=True):
 
     name: str
     start: str | None = None
-    """The earlier stage whose weights it starts from, or `start` for the model as loaded. None: what the run has come to."""
+    """The earlier stage whose weights it starts from, or `start` for the model as loaded. None: what the run has come
+    to."""
     env: Env | None = None
     """Its own environment or data. None: the run's."""
     optimizer: Optimizer = Optimizer()
@@ -67,8 +69,9 @@ class Stage(Open, begin=True):
     checkpoint_every: int = 100
     """Steps between checkpoints (0: only at the end of the stage)."""
     hands_on: bool = True
-    """Whether the run goes on with its weights. False: they are compared, and kept under its name for another stage's `start`; the
-    run goes on, ends and is exported with those from before. It has no checkpoints in its middle: after a kill it is begun anew."""
+    """Whether the run goes on with its weights. False: they are compared, and kept under its name for another stage's
+    `start`; the run goes on, ends and is exported with those from before. It has no checkpoints in its middle: after a
+    kill it is begun anew."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("micro_tokens", 1), ("eval_every", 0), ("checkpoint_every", 0)):
@@ -77,9 +80,15 @@ class Stage(Open, begin=True):
         if self.wall_time is not None and not self.wall_time > 0:
             raise ConfigError(f"{self.name}.wall_time={self.wall_time:g}: must be > 0 seconds, or none")
         if self.wall_time is not None and self.time_of is not None:
-            raise ConfigError(f"{self.name}: wall_time={self.wall_time:g} and time_of={self.time_of} are two times to stop after; keep one")
+            raise ConfigError(
+                f"{self.name}: wall_time={self.wall_time:g} and time_of={self.time_of} are two times to stop after;"
+                " keep one"
+            )
         if self.eval_every and not self.eval:
-            raise ConfigError(f"{self.name}: eval=false measures nothing, and eval_every={self.eval_every} asks for it; set eval_every=0")
+            raise ConfigError(
+                f"{self.name}: eval=false measures nothing, and eval_every={self.eval_every} asks for it; set"
+                " eval_every=0"
+            )
 
     @property
     def contract(self) -> Sampling | None:
@@ -97,7 +106,8 @@ class Stage(Open, begin=True):
         return False
 
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
-        """Why an environment of this name that writes demonstrations in these styles cannot serve it; '' where it can."""
+        """Why an environment of this name that writes demonstrations in these styles cannot serve it; '' where it
+        can."""
         return ""
 
 
@@ -110,22 +120,25 @@ def refusals(stages: tuple[Stage, ...]) -> Iterator[str]:
             yield f"a stage cannot be called {START!r}, which stands for the model as loaded; give it another name"
         if s.start is not None and s.start not in before:
             yield (
-                f"stage {s.name!r}: start={s.start!r} must name an earlier stage, one of {before}; set {s.name}.start, or leave the stage "
-                f"out with {s.name}=none"
+                f"stage {s.name!r}: start={s.start!r} must name an earlier stage, one of {before}; set {s.name}.start,"
+                f" or leave the stage out with {s.name}=none"
             )
         if s.time_of is not None and s.time_of not in before[1:]:
             earlier = f", one of {before[1:]}" if before[1:] else ", and there is none"
             yield (
-                f"stage {s.name!r}: time_of={s.time_of!r} must name an earlier stage{earlier}; set {s.name}.time_of=none, or leave "
-                f"the stage out with {s.name}=none"
+                f"stage {s.name!r}: time_of={s.time_of!r} must name an earlier stage{earlier}; set"
+                f" {s.name}.time_of=none, or leave the stage out with {s.name}=none"
             )
         if not s.hands_on and not s.eval and s.name not in (t.start for t in stages[i + 1 :]):
             yield (
-                f"stage {s.name!r}: with hands_on=false and eval=false nothing is measured of it and no later stage starts from it; set "
-                f"{s.name}.eval=true or {s.name}.hands_on=true"
+                f"stage {s.name!r}: with hands_on=false and eval=false nothing is measured of it and no later stage"
+                f" starts from it; set {s.name}.eval=true or {s.name}.hands_on=true"
             )
     if not any(s.hands_on for s in stages):
-        yield f"no stage hands its weights on, so the run would end with the model it began with; set {names[-1]}.hands_on=true"
+        yield (
+            "no stage hands its weights on, so the run would end with the model it began with; set"
+            f" {names[-1]}.hands_on=true"
+        )
 
 
 def starts(stages: tuple[Stage, ...], stage: Stage) -> str:

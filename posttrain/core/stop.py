@@ -22,7 +22,7 @@ class Stop(StrEnum):
     CONTEXT = "context"
     """The model's context is full."""
     TURNS = "turns"
-    """The policy used up its turns: those of the task, or of `Limits.turns`."""
+    """The policy used up its turns: those of the task, or of `EpisodeLimits.turns`."""
     TOOLS = "tools"
     """Too many tool calls ran out of time."""
     TIME = "time"
@@ -42,15 +42,17 @@ class Stop(StrEnum):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What an episode may take at most, beside `sampling.max_tokens` of a turn. None: no limit but the task's own and the context."""
+class EpisodeLimits:
+    """What an episode may take at most, beside `sampling.max_tokens` of a turn. None: no limit but the task's own and
+    the context."""
 
     turns: int | None = None
     """Turns of the policy (stop reason `turns`)."""
     tokens: int | None = None
     """Tokens that the policy says, over all turns (`tokens`)."""
     seconds: float | None = None
-    """Wall time from the prompt to the end, tools and waiting for the engine included (`time`). What a turn had said by then is lost."""
+    """Wall time from the prompt to the end, tools and waiting for the engine included (`time`). What a turn had said by
+    then is lost."""
     tool_seconds: float = 10.0
     """Of one call. A call that takes longer is stopped, and the policy is told so."""
     tool_timeouts: int = 3

@@ -1,8 +1,8 @@
 """Per-token streams: one number for each spoken token, declared once, with who makes it and who reads it.
 
-`Scored`, `Batch` and the loss's own `Streams` hold streams by their declaration: `batch[START]` is the array or an error
-that names what is missing, `START in batch` and `batch.find(START)` ask first. To add one that a model says of each
-token, write its `Stream` and its `Maker` here, the latter in `SCORED`; one that is made over a whole minibatch is
+`Scored`, `Batch` and the loss's own `Streams` hold streams by their declaration: `batch[START]` is the array or an
+error that names what is missing, `START in batch` and `batch.find(START)` ask first. To add one that a model says of
+each token, write its `Stream` and its `Maker` here, the latter in `SCORED`; one that is made over a whole minibatch is
 written the same way in `algorithm/minibatch.py`. It is then scored or made, packed, selected, split and in the loss.
 """
 
@@ -41,13 +41,19 @@ class Stream:
         """InvariantError where `x` is not this stream of so many tokens."""
         if len(x) != tokens:
             raise InvariantError(
-                f"stream {self.name!r} has {len(x)} entries for {tokens} spoken tokens: it holds one for each, in their order"
+                f"stream {self.name!r} has {len(x)} entries for {tokens} spoken tokens: it holds one for each, in their"
+                " order"
             )
         if x.ndim != 1 + self.wide:
-            raise InvariantError(f"stream {self.name!r} has {x.ndim} axes, and {'[M, K]' if self.wide else '[M]'} is declared")
+            raise InvariantError(
+                f"stream {self.name!r} has {x.ndim} axes, and {'[M, K]' if self.wide else '[M]'} is declared"
+            )
         declared = np.dtype(self.dtype)
         if x.dtype.kind != declared.kind or not np.can_cast(declared, x.dtype, "safe"):
-            raise InvariantError(f"stream {self.name!r} is {x.dtype}, and {declared} is declared: make it with astype(np.{declared.name})")
+            raise InvariantError(
+                f"stream {self.name!r} is {x.dtype}, and {declared} is declared: make it with"
+                f" astype(np.{declared.name})"
+            )
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -61,8 +67,9 @@ class Streamed(Generic[X]):
         if stream not in self.streams:
             held = ", ".join(repr(s.name) for s in self.streams) or "none"
             raise InvariantError(
-                f"stream {stream.name!r} is missing from {self.HOLDER} (it holds {held}). It is {stream.what}, and is read by {stream.readers}. "
-                "Whoever makes it was not asked to (`wanted`), or it was taken out on the way"
+                f"stream {stream.name!r} is missing from {self.HOLDER} (it holds {held}). It is {stream.what}, and is"
+                f" read by {stream.readers}. Whoever makes it was not asked to (`wanted`), or it was taken out on"
+                " the way"
             )
         return self.streams[stream]
 
@@ -92,20 +99,27 @@ class Maker(Generic[C]):
         return dict(zip(self.makes, self.made(look), strict=True)) if self.wanted(look) else {}
 
 
-# --- what the sampler said -----------------------------------------------------------------------------------------------
+# --- what the sampler said --------------------------------------------------------------------------------------------
 
 MU = Stream(
-    "mu", "float32", "the log-prob of each token in the distribution it was really drawn from", "the ratio, corrections and the noise band"
+    "mu",
+    "float32",
+    "the log-prob of each token in the distribution it was really drawn from",
+    "the ratio, corrections and the noise band",
 )
-VERSION = Stream("version", "int32", "the weights that said each token", "the proximal anchor and the checks of the sampler")
+VERSION = Stream(
+    "version", "int32", "the weights that said each token", "the proximal anchor and the checks of the sampler"
+)
 
-# --- what credit and aggregation made ------------------------------------------------------------------------------------
+# --- what credit and aggregation made ---------------------------------------------------------------------------------
 
 ADVANTAGE = Stream("advantage", "float64", "credit", "the policy's term of every loss with credit")
 RETURN = Stream("returns", "float64", "the targets of values", "the value loss")
-WEIGHT = Stream("weight", "float64", "the aggregation, written out per token and normalised over the minibatch", "every loss")
+WEIGHT = Stream(
+    "weight", "float64", "the aggregation, written out per token and normalised over the minibatch", "every loss"
+)
 
-# --- what models said: forward passes without gradient, in the order of SCORED -------------------------------------------
+# --- what models said: forward passes without gradient, in the order of SCORED ----------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +137,8 @@ class Scoring:
     def reference(self) -> Examiner:
         if self.frozen is None:
             raise InvariantError(
-                f"algorithm {self.algorithm.name!r} reads a reference, and the stage has none: build its roles with one, or take the pieces away that read it"
+                f"algorithm {self.algorithm.name!r} reads a reference, and the stage has none: build its roles with"
+                " one, or take the pieces away that read it"
             )
         return self.frozen
 
@@ -132,8 +147,8 @@ START = Stream(
     "start",
     "float32",
     "the learner's log-probs at the start of the step",
-    "ratios with anchor=start, corrections, V-trace and a KL in the credit. It is left out where the first optimizer step is the only one: "
-    "there the policy is its own start",
+    "ratios with anchor=start, corrections, V-trace and a KL in the credit. It is left out where the first optimizer"
+    " step is the only one: there the policy is its own start",
 )
 REFERENCE = Stream("reference", "float32", "the frozen reference's log-probs", "a KL to the reference")
 VALUE = Stream(
@@ -143,9 +158,14 @@ VALUE = Stream(
     "credit with values and the clipped value loss",
 )
 ENTROPY = Stream(
-    "entropy", "float32", "the entropy of the distribution each token was drawn from, at the start of the step", "tokens=topentropy"
+    "entropy",
+    "float32",
+    "the entropy of the distribution each token was drawn from, at the start of the step",
+    "tokens=topentropy",
 )
-ENERGY = Stream("energy", "float32", "|d log pi / d logits|^2 of each token, at the start of the step", "baseline=energymean")
+ENERGY = Stream(
+    "energy", "float32", "|d log pi / d logits|^2 of each token, at the start of the step", "baseline=energymean"
+)
 TOP_IDS = Stream(
     "top_ids",
     "int32",
@@ -181,4 +201,5 @@ SCORED: list[Maker[Scoring]] = [
     Maker((ENERGY,), lambda s: "energy" in s.algorithm.reads, lambda s: (s.learner.energy(s.packed),)),
     Maker((TOP_IDS, TOP_LOGP), lambda s: s.algorithm.distill is not None, _teacher),
 ]
-"""Who scores what, in this order. Every stream made here is cut to episodes for credit, and packed into the minibatches."""
+"""Who scores what, in this order. Every stream made here is cut to episodes for credit, and packed into the
+minibatches."""

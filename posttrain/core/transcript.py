@@ -48,11 +48,15 @@ class Transcript:
         """The policy said these tokens, under this transcript's sampling."""
         n = len(said.ids)
         if self.sampling.truncated != (said.kept is not None):
-            raise InvariantError("a truncated sampler must hand over the kept set of every token it said, and no other may")
+            raise InvariantError(
+                "a truncated sampler must hand over the kept set of every token it said, and no other may"
+            )
         self._append(said.ids, np.ones(n, bool), said.logp, said.version)
         self._in_turn.append(np.arange(n, dtype=np.int32))
         if bool(self.sampling.top) != (said.top is not None):
-            raise InvariantError(f"sampling.top={self.sampling.top}: the sampler must hand over so many most probable tokens a draw")
+            raise InvariantError(
+                f"sampling.top={self.sampling.top}: the sampler must hand over so many most probable tokens a draw"
+            )
         if said.kept is not None:
             self._kept += said.kept.sets()
         if said.top is not None:

@@ -1,8 +1,8 @@
 """Trees of frozen dataclasses to plain JSON data and back, losslessly and strictly.
 
 A dataclass becomes an object with one key per field. Where the declared type is a union, the object also carries
-`"type": "ClassName"`, so that `Clip | None` can grow into `Clip | Cap | None` without changing what is on disk. An open choice
-(`core.open`) is a union of the classes that derive from it.
+`"type": "ClassName"`, so that `Clip | None` can grow into `Clip | Cap | None` without changing what is on disk. An open
+choice (`core.open`) is a union of the classes that derive from it.
 Non-finite floats become `{"float": "inf"}`, because JSON has no word for them. Reading refuses what it does not know:
 the message names the dotted path and the nearest valid key.
 
@@ -95,7 +95,13 @@ def choices(declared: Any) -> tuple[Any, ...]:
     return tuple(out)
 
 
-_SCALARS: dict[Any, str] = {bool: "true or false", int: "a whole number", float: "a number", str: "text", NoneType: "none"}
+_SCALARS: dict[Any, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "none",
+}
 
 
 def describe(declared: Any) -> str:
@@ -126,9 +132,13 @@ def _plain(value: Any, declared: Any, path: str) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         cls = type(value)
         if declared is Any:
-            raise ConfigError(f"{path}: a {cls.__name__} cannot be stored where any type is declared, since it could not be read back")
+            raise ConfigError(
+                f"{path}: a {cls.__name__} cannot be stored where any type is declared, since it could not be read back"
+            )
         if TAG in hints(cls):
-            raise ConfigError(f"{path}: {cls.__name__} has a field called {TAG!r}, which is the tag of unions. Rename the field")
+            raise ConfigError(
+                f"{path}: {cls.__name__} has a field called {TAG!r}, which is the tag of unions. Rename the field"
+            )
         body = {name: _plain(getattr(value, name), hint, f"{path}.{name}") for name, hint in hints(cls).items()}
         return {TAG: cls.__name__, **body} if is_union(declared) else body
     if isinstance(value, Enum):
@@ -161,7 +171,9 @@ def from_plain(cls: type[T], data: Any) -> T:
 
 def _wrong(declared: Any, data: Any, path: str) -> ConfigError:
     shown = repr(data)
-    return ConfigError(f"{path}: {shown if len(shown) < 80 else shown[:77] + '...'} is not valid here; expected {describe(declared)}")
+    return ConfigError(
+        f"{path}: {shown if len(shown) < 80 else shown[:77] + '...'} is not valid here; expected {describe(declared)}"
+    )
 
 
 def build(declared: Any, data: Any, path: str) -> Any:

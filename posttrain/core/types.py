@@ -1,7 +1,7 @@
 """What the rooms hold in their hands. Each type refuses to be born wrong.
 
-Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment, S segments in a batch, N packed
-positions, M spoken positions.
+Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment, S segments in a
+batch, N packed positions, M spoken positions.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from posttrain.core.verdict import Judged, outcome, resolution, size
 
 
 class Message(TypedDict):
-    """One entry of a chat prompt, as chat templates take it. The optional fields belong to turns that call tools and their answers."""
+    """One entry of a chat prompt, as chat templates take it. The optional fields belong to turns that call tools and
+    their answers."""
 
     role: str
     content: str
@@ -49,7 +50,8 @@ SHOWN = -2
 
 
 OUTSIDE = -3
-"""Version of a token that a server's weights said, under a contract that is only believed: never learned from. Its log-prob may be unknown, then 0."""
+"""Version of a token that a server's weights said, under a contract that is only believed: never learned from. Its
+log-prob may be unknown, then 0."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,15 @@ class Kept:
     ids: np.ndarray
 
     def __post_init__(self) -> None:
-        if self.offsets.ndim != 1 or self.offsets[0] != 0 or self.offsets[-1] != len(self.ids) or np.any(np.diff(self.offsets) < 1):
-            raise InvariantError("kept sets: offsets must start at 0, end at len(ids), and every set holds at least the token said")
+        if (
+            self.offsets.ndim != 1
+            or self.offsets[0] != 0
+            or self.offsets[-1] != len(self.ids)
+            or np.any(np.diff(self.offsets) < 1)
+        ):
+            raise InvariantError(
+                "kept sets: offsets must start at 0, end at len(ids), and every set holds at least the token said"
+            )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -77,14 +86,17 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Top:
-    """The sampler's `K` most probable tokens at each of n draws, most probable first: ids int32 [n, K], logp float32 [n, K]."""
+    """The sampler's `K` most probable tokens at each of n draws, most probable first: ids int32 [n, K], logp float32
+    [n, K]."""
 
     ids: np.ndarray
     logp: np.ndarray
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 2 or self.ids.shape != self.logp.shape:
-            raise InvariantError(f"top tokens: ids {self.ids.shape} and log-probs {self.logp.shape} must be one [n, K] each")
+            raise InvariantError(
+                f"top tokens: ids {self.ids.shape} and log-probs {self.logp.shape} must be one [n, K] each"
+            )
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -100,8 +112,8 @@ class Said:
     """One turn as an engine returns it: tokens, the log-prob of each under the resolved `Sampling`, and who said it.
 
     ids int32 [n], logp float32 [n], version int32 [n] (weights that said each token); `kept` exactly where the
-    sampling truncates; `stop` is SAID (the last token is a stop id), STRING (the last token completes a stop string and is no
-    stop id), LENGTH or CONTEXT.
+    sampling truncates; `stop` is SAID (the last token is a stop id), STRING (the last token completes a stop string and
+    is no stop id), LENGTH or CONTEXT.
     """
 
     ids: np.ndarray
@@ -113,7 +125,9 @@ class Said:
 
     def __post_init__(self) -> None:
         if not len(self.ids) == len(self.logp) == len(self.version):
-            raise InvariantError(f"said {len(self.ids)} tokens with {len(self.logp)} log-probs and {len(self.version)} versions")
+            raise InvariantError(
+                f"said {len(self.ids)} tokens with {len(self.logp)} log-probs and {len(self.version)} versions"
+            )
         if self.kept is not None and len(self.kept) != len(self.ids):
             raise InvariantError(f"said {len(self.ids)} tokens with {len(self.kept)} kept sets")
         if self.top is not None and len(self.top) != len(self.ids):
@@ -126,11 +140,11 @@ class Segment:
 
     mask is True where the policy spoke; there logp is finite and version >= 0. Elsewhere logp is NaN and version -1,
     so that reading an unspoken log-prob poisons whatever read it instead of passing for a number.
-    Tokens of a demonstration count as spoken, with version SHOWN and logp 0: their sampler is not known. Those of a foreign
-    server have version OUTSIDE.
-    `kept` holds one set per spoken token, in order, exactly where `sampling.truncated`; `top` exactly where `sampling.top`;
-    `in_turn` (int32, the position of each spoken token in its turn) exactly where `sampling.in_turn`: two turns may follow
-    each other with nothing seen between them, so the mask does not tell where one begins.
+    Tokens of a demonstration count as spoken, with version SHOWN and logp 0: their sampler is not known. Those of a
+    foreign server have version OUTSIDE.
+    `kept` holds one set per spoken token, in order, exactly where `sampling.truncated`; `top` exactly where
+    `sampling.top`; `in_turn` (int32, the position of each spoken token in its turn) exactly where `sampling.in_turn`:
+    two turns may follow each other with nothing seen between them, so the mask does not tell where one begins.
     """
 
     ids: np.ndarray
@@ -145,12 +159,21 @@ class Segment:
     def __post_init__(self) -> None:
         n = len(self.ids)
         if not len(self.mask) == len(self.logp) == len(self.version) == n:
-            raise InvariantError(f"misaligned segment: {n} ids, {len(self.mask)} mask, {len(self.logp)} logp, {len(self.version)} version")
-        if self.ids.dtype != np.int32 or self.mask.dtype != np.bool_ or self.logp.dtype != np.float32 or self.version.dtype != np.int32:
+            raise InvariantError(
+                f"misaligned segment: {n} ids, {len(self.mask)} mask, {len(self.logp)} logp, {len(self.version)}"
+                " version"
+            )
+        if (
+            self.ids.dtype != np.int32
+            or self.mask.dtype != np.bool_
+            or self.logp.dtype != np.float32
+            or self.version.dtype != np.int32
+        ):
             raise InvariantError("segment dtypes are ids int32, mask bool, logp float32, version int32")
         if n and self.mask[0]:
             raise InvariantError(
-                "the first token of a segment has nothing before it, so the policy cannot have said it: see() a prompt first"
+                "the first token of a segment has nothing before it, so the policy cannot have said it: see() a prompt"
+                " first"
             )
         spoken = self.logp[self.mask]
         if not np.all(np.isfinite(spoken)) or np.any(spoken > 1e-5):
@@ -163,10 +186,16 @@ class Segment:
             raise InvariantError("kept sets are stored exactly where the sampling truncates the support")
         if self.kept is not None and len(self.kept) != int(self.mask.sum()):
             raise InvariantError(f"{int(self.mask.sum())} spoken tokens but {len(self.kept)} kept sets")
-        if bool(self.sampling.top) != (self.top is not None) or (self.top is not None and len(self.top) != int(self.mask.sum())):
-            raise InvariantError("top tokens are stored for every spoken token exactly where sampling.top asks for them")
+        if bool(self.sampling.top) != (self.top is not None) or (
+            self.top is not None and len(self.top) != int(self.mask.sum())
+        ):
+            raise InvariantError(
+                "top tokens are stored for every spoken token exactly where sampling.top asks for them"
+            )
         if self.sampling.in_turn != (self.in_turn is not None):
-            raise InvariantError("positions in the turn are stored exactly where the sampling reads them (min_tokens, bad sequences)")
+            raise InvariantError(
+                "positions in the turn are stored exactly where the sampling reads them (min_tokens, bad sequences)"
+            )
         if self.in_turn is not None:
             _check_in_turn(self.in_turn, self.mask)
 
@@ -210,15 +239,16 @@ class Episode:
     state: Any = None
     """The world as the episode left it (`Talk.leave`), as verifiers saw it."""
     turns: tuple[int, ...] = ()
-    """Tokens of each turn the policy said, in order; over all segments they are its spoken tokens. Empty for a demonstration."""
+    """Tokens of each turn the policy said, in order; over all segments they are its spoken tokens. Empty for a
+    demonstration."""
     cut: bool = False
     """Whether a turn was given up while it was being said: its tokens are in no segment."""
 
     def __post_init__(self) -> None:
         if self.turns and sum(self.turns) != self.spoken:
             raise InvariantError(
-                f"task {self.task.id!r}: turns of {sum(self.turns)} tokens in an episode of {self.spoken} spoken ones. Every token of a turn enters "
-                "the transcript, and no other is spoken"
+                f"task {self.task.id!r}: turns of {sum(self.turns)} tokens in an episode of {self.spoken} spoken ones."
+                " Every token of a turn enters the transcript, and no other is spoken"
             )
 
     @property
@@ -269,7 +299,8 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether the judged siblings that the policy said differ in raw outcome, by more than rounding (`core.spread`)."""
+        """Whether the judged siblings that the policy said differ in raw outcome, by more than rounding
+        (`core.spread`)."""
         own = [e for e in self.judged if not e.shown]
         noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)
@@ -277,8 +308,8 @@ class Group:
 
 @dataclass(frozen=True, eq=False)
 class Scored(Streamed[tuple[np.ndarray, ...]]):
-    """A judged episode with what forward-only models said of it: of each stream that the algorithm reads (`core.streams.SCORED`), per segment
-    an array over its spoken tokens."""
+    """A judged episode with what forward-only models said of it: of each stream that the algorithm reads
+    (`core.streams.SCORED`), per segment an array over its spoken tokens."""
 
     HOLDER: ClassVar[str] = "what was scored of an episode"
     episode: Episode
@@ -289,7 +320,8 @@ class Scored(Streamed[tuple[np.ndarray, ...]]):
         for stream, parts in self.streams.items():
             if len(parts) != len(self.episode.segments):
                 raise InvariantError(
-                    f"stream {stream.name!r} has {len(parts)} parts for {len(self.episode.segments)} segments: give one to each"
+                    f"stream {stream.name!r} has {len(parts)} parts for {len(self.episode.segments)} segments: give one"
+                    " to each"
                 )
             for segment, x in zip(self.episode.segments, parts, strict=True):
                 stream.check(x, segment.spoken)

@@ -37,7 +37,9 @@ class Verdict:
 
     def __post_init__(self) -> None:
         if (self.state is State.VALUE) != (self.score is not None and math.isfinite(self.score)):
-            raise InvariantError(f"a verdict is a finite score exactly when its state is value: got {self.state}, {self.score}")
+            raise InvariantError(
+                f"a verdict is a finite score exactly when its state is value: got {self.state}, {self.score}"
+            )
 
     @staticmethod
     def value(score: float, kind: str = "", why: str = "") -> Verdict:
@@ -56,8 +58,9 @@ class Verdict:
 class Judged:
     """One source's verdict with its weight in the outcome.
 
-    With `end` it is about a part: the episode up to its spoken token number `end`. A judge's opinion of a step never enters the
-    outcome; only a baseline that compares steps reads it. With `paid` it is a reward that the world gave for the turn that ends
+    With `end` it is about a part: the episode up to its spoken token number `end`. A judge's opinion of a step never
+    enters the outcome; only a baseline that compares steps reads it. With `paid` it is a reward that the world gave for
+    the turn that ends
     there: a part of the outcome, and credit that knows turns gives it to what was said up to there.
     `resolution` is the relative difference up to which two scores of this source say the same (`core.spread`).
     """

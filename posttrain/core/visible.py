@@ -1,7 +1,8 @@
 """The one door to a terminal: text that somebody else wrote is shown as text, and nothing in it steers the screen.
 
-Names of tasks and stages, answers, reasons, exceptions and templates may hold escape sequences, line breaks or marks that turn
-the direction of writing. `visible` writes them out; `tell` prints, and is the only function of the package that may.
+Names of tasks and stages, answers, reasons, exceptions and templates may hold escape sequences, line breaks or marks
+that turn the direction of writing. `visible` writes them out; `tell` prints, and is the only function of the package
+that may.
 """
 
 from __future__ import annotations
@@ -55,11 +56,12 @@ def overwrite(line: str, file: TextIO) -> None:
     print(f"\r\x1b[K{visible(line)}", end="", file=file, flush=True)
 
 
-# --- what others print -------------------------------------------------------------------------------------------------
+# --- what others print ------------------------------------------------------------------------------------------------
 
 
 def guard_logs() -> None:
-    """From here on, messages and tracebacks of every logger of this process are visible text, whatever handler writes them."""
+    """From here on, messages and tracebacks of every logger of this process are visible text, whatever handler writes
+    them."""
     before = logging.getLogRecordFactory()
     if getattr(before, "visible", False):
         return

@@ -24,37 +24,60 @@ class Definition:
 
 
 REGISTRY: dict[str, Definition] = {
-    "rollout/reward": Definition("mean raw outcome of all judged episodes the policy played, filtered ones included", "reward", "rises"),
-    "rollout/solved": Definition("share of judged episodes with raw outcome >= 1", "share", "0.1 to 0.9: else there is little to learn"),
+    "rollout/reward": Definition(
+        "mean raw outcome of all judged episodes the policy played, filtered ones included", "reward", "rises"
+    ),
+    "rollout/solved": Definition(
+        "share of judged episodes with raw outcome >= 1", "share", "0.1 to 0.9: else there is little to learn"
+    ),
     "rollout/mixed": Definition("share of played groups whose raw outcomes differ", "share", "> 0.3"),
     "rollout/unjudged": Definition("share of episodes without a reward: failed and abstained", "share", "0"),
     "rollout/failed": Definition(
         "share of episodes without a reward because a source failed on our side (raised, timeout, ...)", "share", "0"
     ),
-    "rollout/abstained": Definition("share of episodes about which every source abstained (a reward returned None)", "share", "as meant"),
+    "rollout/abstained": Definition(
+        "share of episodes about which every source abstained (a reward returned None)", "share", "as meant"
+    ),
     "rollout/tokens": Definition("spoken tokens an episode", "tokens", "steady"),
-    "rollout/truncated": Definition("share of episodes cut off by a limit on tokens or time, or by the context", "share", "< 0.1"),
+    "rollout/truncated": Definition(
+        "share of episodes cut off by a limit on tokens or time, or by the context", "share", "< 0.1"
+    ),
     "rollout/aborted": Definition(
-        "siblings given up because enough others had ended, per sibling started", "share", "oversample / (siblings + oversample)"
+        "siblings given up because enough others had ended, per sibling started",
+        "share",
+        "oversample / (siblings + oversample)",
     ),
     "rollout/groups": Definition("groups that entered the step", "groups", "= prompts"),
     "rollout/refused": Definition("share of played groups a filter turned away", "share", "< 0.8"),
     "rollout/spare": Definition(
-        "share of played groups that passed the filter when the step had enough: the price of asking for many at once", "share", "< 0.1"
+        "share of played groups that passed the filter when the step had enough: the price of asking for many at once",
+        "share",
+        "< 0.1",
     ),
-    "rollout/walked": Definition("prompts asked since the stage began (read the sum)", "prompts", "goes on after a resume"),
+    "rollout/walked": Definition(
+        "prompts asked since the stage began (read the sum)", "prompts", "goes on after a resume"
+    ),
     "rollout/versions_behind": Definition(
         "weights pushed minus weights that said the token, mean over tokens", "optimizer steps", "0 when synchronous"
     ),
     "reward/SOURCE": Definition(
-        "mean raw score a source gave, before its weight and any shaping; what it paid for turns summed", "score", "its own"
+        "mean raw score a source gave, before its weight and any shaping; what it paid for turns summed",
+        "score",
+        "its own",
     ),
-    "verdict/KIND": Definition("share of verdicts that are scores with that kind of finding, such as wrong or timeout", "share", "its own"),
+    "verdict/KIND": Definition(
+        "share of verdicts that are scores with that kind of finding, such as wrong or timeout", "share", "its own"
+    ),
     "failed/KIND": Definition(
-        "share of verdicts that failed on our side, by kind, such as raised, timeout or worker: outages, no wrong answers", "share", "0"
+        "share of verdicts that failed on our side, by kind, such as raised, timeout or worker: outages, no wrong"
+        " answers",
+        "share",
+        "0",
     ),
     "abstained/SOURCE": Definition("share of episodes about which that source said nothing", "share", "as meant"),
-    "credit/silent": Definition("share of groups in the step without spread, so with credit exactly 0", "share", "< 0.5"),
+    "credit/silent": Definition(
+        "share of groups in the step without spread, so with credit exactly 0", "share", "< 0.5"
+    ),
     "credit/shaped": Definition("mean reward after shaping", "reward", "follows rollout/reward"),
     "credit/dropped": Definition("share of judged episodes that may carry no gradient", "share", "< 0.1"),
     "credit/advantage_abs": Definition("mean |credit| a token", "credit", "> 0"),
@@ -65,23 +88,34 @@ REGISTRY: dict[str, Definition] = {
     "optim/steps": Definition("optimizer steps that moved weights", "steps", "= minibatches x epochs"),
     "sft/loss": Definition("mean negative log-prob of a demonstrated token", "nats", "falls"),
     "sft/tokens": Definition("demonstrated tokens an optimizer step", "tokens", "steady"),
-    "canary/logp_gap": Definition("|log-prob of learner - of sampler| with equal weights, mean over tokens", "nats", "the dtype's noise"),
-    "canary/logp_gap_worst": Definition("the same, worst token of an optimizer step", "nats", "under the bound of the dtype"),
+    "canary/logp_gap": Definition(
+        "|log-prob of learner - of sampler| with equal weights, mean over tokens", "nats", "the dtype's noise"
+    ),
+    "canary/logp_gap_worst": Definition(
+        "the same, worst token of an optimizer step", "nats", "under the bound of the dtype"
+    ),
     "canary/moved": Definition(
         "share of the tensors with a gradient that had to move, and did, in the first step with credit",
         "share",
         "1; less where the learning rate is below rounding",
     ),
     "canary/loss_gap": Definition(
-        "largest difference between what the loss asked of a log-prob and what its definition asks, of the size of its terms",
+        "largest difference between what the loss asked of a log-prob and what its definition asks, of the size of its"
+        " terms",
         "1",
         "rounding",
     ),
     "canary/update_gap": Definition(
-        "largest departure of the first optimizer step from the configured one", "full steps (AdamW: learning rates)", "rounding"
+        "largest departure of the first optimizer step from the configured one",
+        "full steps (AdamW: learning rates)",
+        "rounding",
     ),
-    "canary/mute_sources": Definition("share of reward sources that gave 0 to every answer, right ones included", "share", "0"),
-    "canary/drawn_again": Definition("tokens of a step that were drawn again and came out the same", "tokens", "no band"),
+    "canary/mute_sources": Definition(
+        "share of reward sources that gave 0 to every answer, right ones included", "share", "0"
+    ),
+    "canary/drawn_again": Definition(
+        "tokens of a step that were drawn again and came out the same", "tokens", "no band"
+    ),
     "canary/bet_on_draws": Definition(
         "logarithm of how much likelier the tokens so far are under another temperature than the reported one",
         "nats",
@@ -92,8 +126,12 @@ REGISTRY: dict[str, Definition] = {
         "nats",
         "< 17; there it stops",
     ),
-    "eval/accuracy": Definition("share of answers to held-out tasks whose raw outcome is >= 1, sampled: pass@1", "share", "rises"),
-    "eval/reward": Definition("mean raw outcome on held-out tasks, sampled: accuracy where outcomes are 0 or 1", "reward", "rises"),
+    "eval/accuracy": Definition(
+        "share of answers to held-out tasks whose raw outcome is >= 1, sampled: pass@1", "share", "rises"
+    ),
+    "eval/reward": Definition(
+        "mean raw outcome on held-out tasks, sampled: accuracy where outcomes are 0 or 1", "reward", "rises"
+    ),
     "eval/greedy": Definition("share of held-out tasks whose argmax answer has a raw outcome >= 1", "share", "rises"),
     "eval/greedy_reward": Definition("mean raw outcome on held-out tasks, argmax", "reward", "rises"),
     "eval/unjudged": Definition("held-out episodes without a reward: failed and abstained", "episodes", "0"),
@@ -102,42 +140,70 @@ REGISTRY: dict[str, Definition] = {
     "eval/tokens": Definition("spoken tokens a held-out episode", "tokens", "steady"),
     "eval/truncated": Definition("share of held-out episodes cut off at max_tokens", "share", "< 0.1"),
     "eval/pass_at_K": Definition(
-        "unbiased estimate of P(at least one of K samples of a held-out task solves it)", "share", "rises; far above accuracy: RL has room"
+        "unbiased estimate of P(at least one of K samples of a held-out task solves it)",
+        "share",
+        "rises; far above accuracy: RL has room",
     ),
     "policy/ratio": Definition("pi / anchor, mean over tokens (of the episode, for sequence ratios)", "1", "near 1"),
-    "policy/ratio_square": Definition("(pi / anchor)^2, mean over tokens", "1", "near 1; a few huge ratios show up here first"),
-    "policy/clip_low": Definition("share of tokens silenced below the trust region", "share", "< 0.2; 0 with one optimizer step a step"),
-    "policy/clip_high": Definition("share of tokens silenced above the trust region", "share", "< 0.2; 0 with one optimizer step a step"),
-    "policy/surrogate": Definition("push x correction x credit, mean over tokens; only its gradient means something", "reward", "no band"),
-    "policy/kl_start": Definition(
-        "k3 distance of the policy from the start of the step, mean over tokens", "nats", "< 0.02; 0 in the first optimizer step"
+    "policy/ratio_square": Definition(
+        "(pi / anchor)^2, mean over tokens", "1", "near 1; a few huge ratios show up here first"
     ),
-    "policy/kl_anchor": Definition("k3 distance of the policy from the anchor of the ratio, mean over tokens", "nats", "< 0.02"),
-    "policy/kl_reference": Definition("k3 distance of the policy from the reference, mean over tokens", "nats", "0 at first, rises slowly"),
+    "policy/clip_low": Definition(
+        "share of tokens silenced below the trust region", "share", "< 0.2; 0 with one optimizer step a step"
+    ),
+    "policy/clip_high": Definition(
+        "share of tokens silenced above the trust region", "share", "< 0.2; 0 with one optimizer step a step"
+    ),
+    "policy/surrogate": Definition(
+        "push x correction x credit, mean over tokens; only its gradient means something", "reward", "no band"
+    ),
+    "policy/kl_start": Definition(
+        "k3 distance of the policy from the start of the step, mean over tokens",
+        "nats",
+        "< 0.02; 0 in the first optimizer step",
+    ),
+    "policy/kl_anchor": Definition(
+        "k3 distance of the policy from the anchor of the ratio, mean over tokens", "nats", "< 0.02"
+    ),
+    "policy/kl_reference": Definition(
+        "k3 distance of the policy from the reference, mean over tokens", "nats", "0 at first, rises slowly"
+    ),
     "policy/entropy": Definition(
-        "entropy of the next-token distribution, mean over spoken tokens", "nats", "falls slowly; near 0: nothing left to explore"
+        "entropy of the next-token distribution, mean over spoken tokens",
+        "nats",
+        "falls slowly; near 0: nothing left to explore",
     ),
     "mismatch/band": Definition(
         "99 % of tokens: |log-prob of learner - of sampler| with equal weights, at the first step",
         "nats",
         "far below every clip against the sampler",
     ),
-    "mismatch/logp_gap": Definition("|log-prob at the start of the step - of the sampler|, mean over tokens", "nats", "the dtype's noise"),
+    "mismatch/logp_gap": Definition(
+        "|log-prob at the start of the step - of the sampler|, mean over tokens", "nats", "the dtype's noise"
+    ),
     "mismatch/kl": Definition(
         "k3 distance of the sampler from the start of the step, mean over tokens", "nats", "the dtype's noise squared"
     ),
     "value/loss": Definition("clipped squared error of the value, mean over tokens", "reward^2", "falls"),
-    "value/return": Definition("target of the value (GAE credit + old value), mean over tokens", "reward", "follows credit/shaped"),
+    "value/return": Definition(
+        "target of the value (GAE credit + old value), mean over tokens", "reward", "follows credit/shaped"
+    ),
     "value/return_square": Definition("its square; with value/return gives Var(return)", "reward^2", "no band"),
     "value/residual": Definition("return - value, mean over tokens", "reward", "near 0"),
     "value/residual_square": Definition(
-        "its square; explained variance = 1 - Var(residual) / Var(return)", "reward^2", "below Var(return): the value explains something"
+        "its square; explained variance = 1 - Var(residual) / Var(return)",
+        "reward^2",
+        "below Var(return): the value explains something",
     ),
     "correction/raw": Definition("start / mu before truncation, mean over tokens", "1", "near 1"),
     "correction/used": Definition("what multiplies the push, mean over tokens", "1", "near 1"),
-    "correction/used_square": Definition("its square; effective share of tokens = used^2 / used_square", "1", "near used^2"),
+    "correction/used_square": Definition(
+        "its square; effective share of tokens = used^2 / used_square", "1", "near used^2"
+    ),
     "correction/silenced": Definition("share of tokens whose correction is 0", "share", "< 0.05"),
-    "engine/tokens": Definition("tokens of delivered turns, per turn (the sum is all that was said)", "tokens", "steady"),
+    "engine/tokens": Definition(
+        "tokens of delivered turns, per turn (the sum is all that was said)", "tokens", "steady"
+    ),
     "engine/steps": Definition("decoding steps of the engine (read the sum)", "steps", "no band"),
     "engine/occupancy": Definition(
         "share of slots that said a token, mean over steps", "share", "high; low at the end of a wave: long tails"
@@ -145,16 +211,22 @@ REGISTRY: dict[str, Definition] = {
     "engine/positions_linear": Definition("positions the layers computed, per position needed", "1", "near 1"),
     "engine/positions_attention": Definition("query-key pairs attended, per pair needed", "1", "near 1"),
     "engine/prefix_hits": Definition(
-        "prompt tokens found in the prefix tree, per prompt token looked for there", "share", "high in episodes of several turns"
+        "prompt tokens found in the prefix tree, per prompt token looked for there",
+        "share",
+        "high in episodes of several turns",
     ),
     "engine/kv": Definition("cache blocks that sequences hold, per block their tokens fill", "1", "near 1"),
     "engine/preempted": Definition(
         "sequences that gave their cache up for older ones, per delivered turn", "share", "0; above: raise cache_bytes"
     ),
     "engine/straggler": Definition("longest turn, per mean turn: how long slots idle at the end of a wave", "1", "low"),
-    "engine/accepted": Definition("drafted tokens that were said, per drafted token", "share", "high, or speculation does not pay"),
+    "engine/accepted": Definition(
+        "drafted tokens that were said, per drafted token", "share", "high, or speculation does not pay"
+    ),
     "engine/stale_gap": Definition(
-        "expected |log-prob| difference of the next token over keys and values of the old weights, per sequence", "nats", "near 0"
+        "expected |log-prob| difference of the next token over keys and values of the old weights, per sequence",
+        "nats",
+        "near 0",
     ),
     "engine/shared": Definition(
         "prompt tokens taken from a sibling's prefill, per prompt token asked for", "share", "towards 1 - 1 / siblings"
@@ -163,7 +235,8 @@ REGISTRY: dict[str, Definition] = {
 
 
 def definition(name: str) -> Definition | None:
-    """What a gauge of the record says; `eval/pass_at_8` is one of `eval/pass_at_K`, `reward/math` of `reward/SOURCE`."""
+    """What a gauge of the record says; `eval/pass_at_8` is one of `eval/pass_at_K`, `reward/math` of
+    `reward/SOURCE`."""
     families = {"reward": "SOURCE", "verdict": "KIND", "failed": "KIND", "abstained": "SOURCE"}
     name = re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", name)
     family = name.partition("/")[0]
@@ -225,11 +298,14 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
 
 
 def unjudged_words(played: Sequence[Group]) -> str:
-    """Who could not be judged and why, in words: "2 failed (mine: raised x 2, line 3: ...), 1 abstained from by every source"; '' for nobody."""
+    """Who could not be judged and why, in words: "2 failed (mine: raised x 2, line 3: ...), 1 abstained from by every
+    source"; '' for nobody."""
     episodes = [e for g in played for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
     silent = sum(e.reward is None for e in episodes) - broken
-    kinds = "; ".join(f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items())
+    kinds = "; ".join(
+        f"{name} x {n} ({why})" if why else f"{name} x {n}" for name, (n, why) in failures(played).items()
+    )
     out = [f"{broken} failed: {kinds}"] if broken else []
     return ". ".join([*out, f"{silent} abstained: no source gave a score"] if silent else out)
 

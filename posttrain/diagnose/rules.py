@@ -1,4 +1,5 @@
-"""Live rules over the record: a condition on the last steps' gauges, what it means, what to do. Findings become notes of a step.
+"""Live rules over the record: a condition on the last steps' gauges, what it means, what to do. Findings become notes
+of a step.
 
 A rule warns; it never stops a run, because it reads symptoms. What must not be at all is a canary (`posttrain.checks`).
 """
@@ -33,7 +34,11 @@ def rule(condition: Condition) -> Condition:
 
 def findings(history: Sequence[Step], stage: Reinforce) -> list[Finding]:
     """What the rules see at the end of a stage's record so far."""
-    return [Finding(name, message) for name, condition in RULES.items() if history and (message := condition(history, stage))]
+    return [
+        Finding(name, message)
+        for name, condition in RULES.items()
+        if history and (message := condition(history, stage))
+    ]
 
 
 def mean(step: Step, name: str) -> float | None:
@@ -50,19 +55,23 @@ def last(history: Sequence[Step], name: str, count: int) -> list[float]:
 
 @rule
 def old_policy_is_the_new_one(history: Sequence[Step], stage: Reinforce) -> str:
-    """Several optimizer steps on the same samples, and no token's log-prob is further from the start of the step than rounding."""
+    """Several optimizer steps on the same samples, and no token's log-prob is further from the start of the step than
+    rounding."""
     if stage.optimizer_steps < 2:
         return ""
     recent = [
         s
         for s in history[-3:]
-        if s.gauges["optim/steps"].sum >= 2 and mean(s, "policy/kl_start") is not None and mean(s, "credit/advantage_abs")
+        if s.gauges["optim/steps"].sum >= 2
+        and mean(s, "policy/kl_start") is not None
+        and mean(s, "credit/advantage_abs")
     ]
     if len(recent) < 3 or any(s.gauges["policy/kl_start"].sum != 0 for s in recent):
         return ""
     return (
-        "later optimizer steps of a step find the policy exactly where it started, for three steps: the old log-probs are recomputed with the weights of now, so ratios "
-        "are always 1 and no trust region acts. Score them once, before the first optimizer step"
+        "later optimizer steps of a step find the policy exactly where it started, for three steps: the old log-probs"
+        " are recomputed with the weights of now, so ratios are always 1 and no trust region acts. Score them once,"
+        " before the first optimizer step"
     )
 
 
@@ -73,7 +82,10 @@ def reference_follows(history: Sequence[Step], stage: Reinforce) -> str:
     moved = [s for s in history[-4:] if s.gauges["optim/steps"].sum >= 1 and s.gauges["optim/grad_norm"].mean > 1e-6]
     if len(distances) < 4 or len(moved) < 4 or any(distances):
         return ""
-    return "the policy has moved for four steps and its KL to the reference is still exactly 0: the reference is the policy itself. Freeze a copy"
+    return (
+        "the policy has moved for four steps and its KL to the reference is still exactly 0: the reference is the"
+        " policy itself. Freeze a copy"
+    )
 
 
 @rule
@@ -84,8 +96,9 @@ def nothing_to_learn(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     rewards = last(history, "rollout/reward", 8)
     return (
-        f"for eight steps no group had spread (mean reward {rewards[-1]:.3g}), so nothing was learned. If rewards are at their floor teach the task first or use easier ones; "
-        "at their ceiling use harder ones; if the verifier is new, judge a right answer by hand"
+        f"for eight steps no group had spread (mean reward {rewards[-1]:.3g}), so nothing was learned. If rewards are"
+        " at their floor teach the task first or use easier ones; at their ceiling use harder ones; if the verifier is"
+        " new, judge a right answer by hand"
     )
 
 
@@ -96,8 +109,8 @@ def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
     if len(cut) < 4 or min(cut) < 0.8 or max(solved) > 0.05:
         return ""
     return (
-        f"{cut[-1]:.0%} of the answers are cut off at max_tokens={stage.sampling.max_tokens} and {solved[-1]:.0%} are right: the limit is graded, not the answer. "
-        "Raise sampling.max_tokens, or teach the policy to stop"
+        f"{cut[-1]:.0%} of the answers are cut off at max_tokens={stage.sampling.max_tokens} and {solved[-1]:.0%} are"
+        " right: the limit is graded, not the answer. Raise sampling.max_tokens, or teach the policy to stop"
     )
 
 
@@ -107,7 +120,10 @@ def judges_fail(history: Sequence[Step], stage: Reinforce) -> str:
     failed = last(history, "rollout/failed", 3)
     if len(failed) < 3 or min(failed) < 0.05:
         return ""
-    return f"{failed[-1]:.0%} of the samples could not be judged, for three steps. They are left out, so the policy learns from what is easy to judge: mend the verifier"
+    return (
+        f"{failed[-1]:.0%} of the samples could not be judged, for three steps. They are left out, so the policy learns"
+        " from what is easy to judge: mend the verifier"
+    )
 
 
 @rule
@@ -116,7 +132,10 @@ def source_is_mute(history: Sequence[Step], stage: Reinforce) -> str:
     mute = last(history, "canary/mute_sources", 5)
     if len(mute) < 5 or min(mute) <= 0:
         return ""
-    return "a reward source has given 0 to every answer of five steps, and to the right answers too: is what it asks for reachable, and does it raise when it is down?"
+    return (
+        "a reward source has given 0 to every answer of five steps, and to the right answers too: is what it asks for"
+        " reachable, and does it raise when it is down?"
+    )
 
 
 @rule
@@ -126,5 +145,6 @@ def policy_runs_away(history: Sequence[Step], stage: Reinforce) -> str:
     if len(distance) < 2 or min(distance) < 1.0:
         return ""
     return (
-        f"the policy moves {distance[-1]:.2g} nats a token within one step: lower the learning rate, the number of minibatches or the clip"
+        f"the policy moves {distance[-1]:.2g} nats a token within one step: lower the learning rate, the number of"
+        " minibatches or the clip"
     )

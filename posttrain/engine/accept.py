@@ -1,8 +1,9 @@
 """Which models run: decoder-only, every layer's past in the keys and values of one causal attention.
 
-Whatever else a model remembers (recurrent state, a rope that depends on the longest neighbour, masks of its own) would make a token
-depend on its neighbours, or on how it was cached, in silence. So a model is tried at load: packed beside another sequence, and word by
-word over cached keys and values, it must compute what transformers computes for each sequence alone.
+Whatever else a model remembers (recurrent state, a rope that depends on the longest neighbour, masks of its own) would
+make a token depend on its neighbours, or on how it was cached, in silence. So a model is tried at load: packed beside
+another sequence, and word by word over cached keys and values, it must compute what transformers computes for each
+sequence alone.
 
 Axis letters: N packed positions, H query heads, K key-value heads, D head width.
 """
@@ -21,7 +22,8 @@ from posttrain.engine.attention import PackedLayout, dense_attention
 from posttrain.engine.readout import CANARY, ReadOut, check_read_out, positions, read_out
 
 TRIES = 3
-"""Sequences tried before a model is refused: in a mixture of experts rounding alone may send a token to another expert, once."""
+"""Sequences tried before a model is refused: in a mixture of experts rounding alone may send a token to another expert,
+once."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
 """Largest |difference| / |hidden state| of the median position that is rounding; 0.1 in narrower types."""
 
@@ -48,7 +50,9 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
         raise EngineError(f"{name} is an encoder-decoder. {WANTED}")
     bound = positions(module)
     if bound is not None and context > bound:
-        raise EngineError(f"context={context} exceeds the {bound} positions of {name}. Set model.context to at most {bound}")
+        raise EngineError(
+            f"context={context} exceeds the {bound} positions of {name}. Set model.context to at most {bound}"
+        )
     _check_rope(config, name, context)
     lead(module)
     out = read_out(module)
@@ -58,7 +62,7 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
     return out, shapes
 
 
-class _Probe(PackedLayout):
+class _ProbeLayout(PackedLayout):
     """A packed layout that writes down which layers attend, and what they would cache."""
 
     def __init__(self, length: int) -> None:
@@ -79,37 +83,44 @@ class _Probe(PackedLayout):
         layer = getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or layer in self.seen:
             raise EngineError(
-                f"{type(module).__name__} has layer index {layer!r}, missing or used twice, so its cache has no place. {WANTED}"
+                f"{type(module).__name__} has layer index {layer!r}, missing or used twice, so its cache has no place."
+                f" {WANTED}"
             )
         self.seen[layer] = LayerShape(key.shape[1], key.shape[-1], value.shape[-1])
-        return super().attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        return super().attend(
+            module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        )
 
 
 def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerShape]:
     """What each layer caches; EngineError where one does not attend through our attention, or more than once."""
     name, config = type(module).__name__, module.config.get_text_config(decoder=True)
-    probe = _Probe(length)
+    probe = _ProbeLayout(length)
     with torch.no_grad():
         try:
             out.hidden(*_canary(out, length, 0), probe)
         except EngineError:
             raise
         except Exception as error:  # somebody's code, which raises whatever it likes
-            raise EngineError(f"{name} cannot run with packed segments ({type(error).__name__}: {error}). {WANTED}") from error
+            raise EngineError(
+                f"{name} cannot run with packed segments ({type(error).__name__}: {error}). {WANTED}"
+            ) from error
     layers = int(config.num_hidden_layers)
     if sorted(probe.seen) != list(range(layers)):
         missing = sorted(set(range(layers)) - set(probe.seen))
         where = f"layers {missing}" if missing else f"{len(probe.seen)} attentions in {layers} layers"
         raise EngineError(
-            f"{where} of {name} do not attend once through transformers' attention interface{_made_of(out, missing)}: they keep a recurrent "
-            f"state, add biases, or compute attention in code of their own. {WANTED}"
+            f"{where} of {name} do not attend once through transformers' attention interface{_made_of(out, missing)}:"
+            f" they keep a recurrent state, add biases, or compute attention in code of their own. {WANTED}"
         )
     return [probe.seen[i] for i in range(layers)]
 
 
 def _made_of(out: ReadOut, layers: list[int]) -> str:
     """` (their parts: ...)`: the classes of the first such layer's own parts, which say what it is."""
-    lists = [part for part in out.decoder.modules() if isinstance(part, nn.ModuleList) and layers and len(part) > layers[0]]
+    lists = [
+        part for part in out.decoder.modules() if isinstance(part, nn.ModuleList) and layers and len(part) > layers[0]
+    ]
     if not lists:
         return ""
     parts = dict.fromkeys(type(p).__name__ for p in lists[0][layers[0]].children() if "Norm" not in type(p).__name__)
@@ -122,12 +133,14 @@ def _check_rope(config: object, name: str, context: int) -> None:
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     for kind in kinds:
         if kind.get("rope_type") in ("dynamic", "longrope"):
-            original = kind.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
+            original = kind.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", None
+            )
             original = original or getattr(config, "max_position_embeddings")  # noqa: B009
             if context > original:
                 raise EngineError(
-                    f"{name} has {kind['rope_type']} rope: its frequencies change for all once one sequence passes {original} tokens. "
-                    f"Set model.context to at most {original}, up to which they are plain ones"
+                    f"{name} has {kind['rope_type']} rope: its frequencies change for all once one sequence passes"
+                    f" {original} tokens. Set model.context to at most {original}, up to which they are plain ones"
                 )
 
 
@@ -151,7 +164,9 @@ class _Remembering:
         """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         if layer in self._past:
-            key, value = (torch.cat([old, new], dim=2) for old, new in zip(self._past[layer], (key, value), strict=True))
+            key, value = (
+                torch.cat([old, new], dim=2) for old, new in zip(self._past[layer], (key, value), strict=True)
+            )
         self._past[layer] = key, value
         at = torch.arange(key.shape[2], device=key.device)
         distance = at[-query.shape[2] :, None] - at
@@ -160,7 +175,8 @@ class _Remembering:
 
 
 def _check_alone(module: PreTrainedModel, out: ReadOut, length: int) -> None:
-    """EngineError where a sequence is computed otherwise beside another one, or word by word, than by transformers alone."""
+    """EngineError where a sequence is computed otherwise beside another one, or word by word, than by transformers
+    alone."""
     why = ""
     for seed in range(TRIES):
         with torch.no_grad():
@@ -184,12 +200,18 @@ def _unlike(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> st
         wanted = [out.hidden(*alone, PackedLayout([len(alone[0])])) for alone in ((ids, at), (other, there))]
     for name, ours, theirs in (("", together, wanted[0]), (" behind another one", beside, wanted[1])):
         if (gap := _gap(ours, theirs)) > _bound(ours):
-            return f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative gap {gap:.2g})"
+            return (
+                f"a packed sequence{name} has other hidden states than alone with transformers' own attention (relative"
+                f" gap {gap:.2g})"
+            )
     if length < 2:
         return ""
     memory = _Remembering()
     first, last = (out.hidden(ids[part], at[part], memory) for part in (slice(None, -1), slice(-1, None)))
-    for name, ours, wanted in (("before its end", first, together[:-1]), ("over cached keys and values", last, together[-1:])):
+    for name, ours, wanted in (
+        ("before its end", first, together[:-1]),
+        ("over cached keys and values", last, together[-1:]),
+    ):
         if (gap := _gap(ours, wanted)) > _bound(ours):
             return f"hidden states {name} differ from those of the whole sequence (relative gap {gap:.2g})"
     return ""

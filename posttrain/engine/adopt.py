@@ -1,8 +1,9 @@
 """Architectures whose attention is code of their own, led through ours (`attention.attend`).
 
-Most architectures of transformers look their attention function up by its name. These compute it in place, from the same queries, keys
-and values, so one method of each attention module is replaced, on the module itself: its class, its weights and what is saved stay.
-Attention that needs more than keys and values (ALiBi's biases, recurrent state) cannot be led so and is refused.
+Most architectures of transformers look their attention function up by its name. These compute it in place, from the
+same queries, keys and values, so one method of each attention module is replaced, on the module itself: its class, its
+weights and what is saved stay. Attention that needs more than keys and values (ALiBi's biases, recurrent state) cannot
+be led so and is refused.
 
 Shapes: N packed positions, H query heads, K key-value heads, D head width.
 """
@@ -23,7 +24,8 @@ from posttrain.core.errors import EngineError
 from posttrain.engine import attention
 
 OWN = ("gptj", "codegen", "gpt_neo", "gpt_neox_japanese", "falcon", "xglm")
-"""Model types that are led: transformers builds them with its plain attention (`implementation`), and `lead` does the rest."""
+"""Model types that are led: transformers builds them with its plain attention (`implementation`), and `lead` does the
+rest."""
 
 
 def implementation(config: PreTrainedConfig) -> str:
@@ -49,14 +51,21 @@ def lead(module: PreTrainedModel) -> None:
             module.set_attn_implementation(attention.NAME)
         except (ValueError, KeyError, ImportError, AttributeError) as error:
             raise EngineError(
-                f"{type(module).__name__} computes attention in code of its own and takes no other ({type(error).__name__}: {error}). {WANTED}"
+                f"{type(module).__name__} computes attention in code of its own and takes no other"
+                f" ({type(error).__name__}: {error}). {WANTED}"
             ) from error
 
 
 @contextmanager
 def as_built(module: PreTrainedModel) -> Iterator[None]:
     """Inside, `module` attends by transformers' own plain code; no layout is read."""
-    replaced = [(p, n, p.__dict__.pop(n)) for p in module.modules() if type(p).__name__ in _WAYS for n in METHODS if n in p.__dict__]
+    replaced = [
+        (p, n, p.__dict__.pop(n))
+        for p in module.modules()
+        if type(p).__name__ in _WAYS
+        for n in METHODS
+        if n in p.__dict__
+    ]
     configs = {id(c): c for p in module.modules() if (c := getattr(p, "config", None)) is not None}
     ours = [c for c in configs.values() if getattr(c, "_attn_implementation", None) == attention.NAME]
     for config in ours:
@@ -72,10 +81,15 @@ def as_built(module: PreTrainedModel) -> Iterator[None]:
 
 METHODS = ("_attn", "forward")
 """What `lead` replaces on an attention module."""
-WANTED = "Use a decoder-only causal LM with full or sliding-window attention in every layer (Llama, Qwen3, Mistral, Gemma, GPT-2, ...)"
+WANTED = (
+    "Use a decoder-only causal LM with full or sliding-window attention in every layer (Llama, Qwen3, Mistral, Gemma,"
+    " GPT-2, ...)"
+)
 
 
-def _seen(part: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None = None) -> Tensor:
+def _seen(
+    part: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None = None
+) -> Tensor:
     """query [1, H, N, D], key and value [1, K, N, D] -> [1, H, N, D], computed as wide as the widest of them."""
     wide = query.dtype if query.dtype == torch.float64 else torch.float32
     out, _ = attention.attend(part, query.to(wide), key.to(wide), value.to(wide), None, scaling, sliding_window=window)
@@ -85,7 +99,9 @@ def _seen(part: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: f
 def _gptj(part: Any) -> None:
     """GPT-J and CodeGen: scores are divided by the root of the head width."""
 
-    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def attend(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         return _seen(self, query, key, value, 1 / float(self.scale_attn)), None
 
     part._attn = MethodType(attend, part)
@@ -94,7 +110,9 @@ def _gptj(part: Any) -> None:
 def _gpt_neo(part: Any) -> None:
     """GPT-Neo: scores are not scaled, and every other layer sees a window."""
 
-    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def attend(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         window = self.config.window_size if self.attention_type == "local" else None
         return _seen(self, query, key, value, 1.0, window), None
 
@@ -103,7 +121,9 @@ def _gpt_neo(part: Any) -> None:
 
 
 def _gpt_neox_japanese(part: Any) -> None:
-    def attend(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, None]:
+    def attend(
+        self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, None]:
         return _seen(self, query, key, value, 1 / float(self.norm_factor)), None
 
     part._attn = MethodType(attend, part)
@@ -113,10 +133,13 @@ def _falcon(part: Any) -> None:
     """Falcon, with rotary positions; what it does with ALiBi's biases is not done here."""
     rotate: Callable[..., tuple[Tensor, Tensor]] = importlib.import_module(type(part).__module__).apply_rotary_pos_emb
 
-    def forward(self: Any, hidden_states: Tensor, alibi: Tensor | None, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    def forward(
+        self: Any, hidden_states: Tensor, alibi: Tensor | None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, None]:
         if alibi is not None:
             raise EngineError(
-                f"{type(self).__name__} adds ALiBi's position biases to its attention scores, which are not applied here. {WANTED}"
+                f"{type(self).__name__} adds ALiBi's position biases to its attention scores, which are not applied"
+                f" here. {WANTED}"
             )
         query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
         query, key = rotate(query, key, *kwargs["position_embeddings"])
@@ -128,7 +151,9 @@ def _falcon(part: Any) -> None:
 def _xglm(part: Any) -> None:
     def forward(self: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
         split = hidden_states.shape[-1] // self.head_dim, self.head_dim
-        query, key, value = (p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        query, key, value = (
+            p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         return self.out_proj(_seen(self, query, key, value, self.scaling).transpose(1, 2).flatten(2)), None
 
     part.forward = MethodType(forward, part)

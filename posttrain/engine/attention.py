@@ -1,9 +1,9 @@
 """One attention function for learner, reference and embedded engine, registered with transformers.
 
 A Hugging Face model built with `attn_implementation=attention.NAME` hands every layer's queries, keys and values to
-`attend` below. The layout in use (`using`) decides who sees whom; it does not travel through the model's own arguments, which some
-architectures do not pass on. `PackedLayout` is the learner's (segments back to back); the embedded engine brings its own, with a
-key-value cache.
+`attend` below. The layout in use (`using`) decides who sees whom; it does not travel through the model's own arguments,
+which some architectures do not pass on. `PackedLayout` is the learner's (segments back to back); the embedded engine
+brings its own, with a key-value cache.
 
 Shapes: N packed positions, H query heads, K key-value heads (H = K * groups), D head width, S segments;
 a bucket is B segments padded to L positions.
@@ -29,8 +29,8 @@ NAME = "posttrain"
 WASTE = 0.12
 """Most padding a bucket may hold, as a share of the positions it computes."""
 HARMLESS = ("position_ids", "cache_position")
-"""Tensors among an attention's keyword arguments that change no score. Any other (sinks, biases, chosen blocks) would, and no layout
-applies them."""
+"""Tensors among an attention's keyword arguments that change no score. Any other (sinks, biases, chosen blocks) would,
+and no layout applies them."""
 
 
 class Layout(Protocol):
@@ -65,7 +65,8 @@ def using(layout: Layout) -> Iterator[None]:
 
 
 def carry_into_recomputation(module: nn.Module) -> None:
-    """Layers that are computed again in the backward pass (activation checkpointing) then attend by the layout of their forward."""
+    """Layers that are computed again in the backward pass (activation checkpointing) then attend by the layout of their
+    forward."""
     for part in module.modules():
         checkpoint = part.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is not None:
@@ -114,17 +115,23 @@ def attend(
     """
     layout = _IN_USE.get()
     if layout is None:
-        raise EngineError(f"attention {NAME!r} needs a layout: call the model inside attention.using(PackedLayout(lengths))")
+        raise EngineError(
+            f"attention {NAME!r} needs a layout: call the model inside attention.using(PackedLayout(lengths))"
+        )
     if attention_mask is not None:
         raise EngineError(
-            f"attention {NAME!r} takes no attention_mask: the layout says who attends to whom. Pass attention_mask=None; a "
-            f"{type(module).__name__} that makes a mask of its own cannot be served. Use another architecture then"
+            f"attention {NAME!r} takes no attention_mask: the layout says who attends to whom. Pass"
+            f" attention_mask=None; a {type(module).__name__} that makes a mask of its own cannot be served. Use"
+            " another architecture then"
         )
     if dropout:
-        raise EngineError(f"attention dropout {dropout}: sampler and learner would differ. Set the config's attention dropout to 0")
+        raise EngineError(
+            f"attention dropout {dropout}: sampler and learner would differ. Set the config's attention dropout to 0"
+        )
     if more := [n for n, x in kwargs.items() if isinstance(x, Tensor | tuple | list) and n not in HARMLESS]:
         raise EngineError(
-            f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply. Use another architecture"
+            f"{type(module).__name__} changes its attention scores by {', '.join(more)}, which {NAME!r} does not apply."
+            " Use another architecture"
         )
     if not getattr(module, "is_causal", True) or kwargs.get("is_causal") is False:
         raise EngineError(f"{type(module).__name__} is not causal: {NAME!r} serves decoder-only language models")
@@ -198,7 +205,9 @@ class PackedLayout:
     def __init__(self, lengths: Sequence[int] | np.ndarray, *, waste: float = WASTE) -> None:
         lengths_S = np.asarray(lengths, np.int64)
         if lengths_S.ndim != 1 or len(lengths_S) == 0 or lengths_S.min() < 1:
-            raise EngineError(f"a packed layout needs at least one segment and positive lengths, got {lengths_S.tolist()}")
+            raise EngineError(
+                f"a packed layout needs at least one segment and positive lengths, got {lengths_S.tolist()}"
+            )
         self.tokens = int(lengths_S.sum())
         starts_S = np.cumsum(lengths_S) - lengths_S
         to: list[np.ndarray] = []
@@ -235,14 +244,19 @@ class PackedLayout:
     ) -> Tensor:
         """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
         if query.shape[0] != 1 or query.shape[2] != self.tokens:
-            raise EngineError(f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}, not [1, H, N, D]")
+            raise EngineError(
+                f"a layout of {self.tokens} packed positions met queries of shape {tuple(query.shape)}, not [1, H,"
+                " N, D]"
+            )
         if self._to.device != query.device:
             self._to, self._back, self._masks = self._to.to(query.device), self._back.to(query.device), {}
         q, k, v = (self._spread(x[0].transpose(0, 1)) for x in (query, key, value))
         out: list[Tensor] = []
         row = 0
         for count, longest in self.shapes:
-            q_BHLD, k_BKLD, v_BKLD = (x[row : row + count * longest].unflatten(0, (count, longest)).transpose(1, 2) for x in (q, k, v))
+            q_BHLD, k_BKLD, v_BKLD = (
+                x[row : row + count * longest].unflatten(0, (count, longest)).transpose(1, 2) for x in (q, k, v)
+            )
             mask = None
             if sliding_window is not None and sliding_window < longest:
                 mask = self._mask(longest, sliding_window)
@@ -264,8 +278,11 @@ class PackedLayout:
         return self._masks[longest, window]
 
 
-def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
-    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T."""
+def dense_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor:
+    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L ==
+    T."""
     if softcap is not None:
         return _scores(q, k, v, mask, scaling, softcap)
     return F.scaled_dot_product_attention(
@@ -274,7 +291,8 @@ def dense_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scalin
 
 
 def _scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
-    """The same with soft-capped scores softcap * tanh(s / softcap), which fused kernels do not offer; softmax in float32."""
+    """The same with soft-capped scores softcap * tanh(s / softcap), which fused kernels do not offer; softmax in
+    float32."""
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
         k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)

@@ -24,11 +24,21 @@ from posttrain.engine.adopt import WANTED, implementation
 from posttrain.engine.folder import check_layers, examine
 from posttrain.engine.vocabulary import quiet
 
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tekken.json")
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+    "sentencepiece.bpe.model",
+    "tekken.json",
+)
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
-def read_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
+def read_pretrained(
+    path: str, dtype: torch.dtype, trust_remote_code: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
     """(module on CPU with attention "posttrain", tokenizer, notes for people) of a local directory or hub id.
 
     Nothing is downloaded where `path` is a directory. Weights that are missing are refused, where transformers would
@@ -44,8 +54,11 @@ def read_pretrained(path: str, dtype: torch.dtype, trust_remote_code: bool) -> t
     return module, tokenizer, notes
 
 
-def read_tokenizer(path: str, trust_remote_code: bool = False) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
-    """The tokenizer of a local directory or hub id, and the generation config beside it where there is one; no weights."""
+def read_tokenizer(
+    path: str, trust_remote_code: bool = False
+) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
+    """The tokenizer of a local directory or hub id, and the generation config beside it where there is one; no
+    weights."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         examine(folder)
@@ -64,30 +77,36 @@ def _locate(path: str) -> str:
         has = {f.name for f in folder.iterdir()}
         if {"config.json", "adapter_config.json"} <= has:
             raise DataError(
-                f"model.path={path}: a PEFT adapter lies beside the model. Where peft is installed, another model would be loaded: the one that "
-                "adapter_config.json names. Merge the adapter (merge_and_unload, save_pretrained), or take adapter_config.json away"
+                f"model.path={path}: a PEFT adapter lies beside the model. Where peft is installed, another model would"
+                " be loaded: the one that adapter_config.json names. Merge the adapter (merge_and_unload,"
+                " save_pretrained), or take adapter_config.json away"
             )
         if "config.json" not in has:
             adapter = ""
             if "adapter_config.json" in has:
-                adapter = " It holds a PEFT adapter: merge it into its base model first (merge_and_unload, save_pretrained)."
+                adapter = (
+                    " It holds a PEFT adapter: merge it into its base model first (merge_and_unload, save_pretrained)."
+                )
             raise DataError(
-                f"model.path={path}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the folder "
-                "save_pretrained wrote"
+                f"model.path={path}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
+                " folder save_pretrained wrote"
             )
         if not has.intersection(TOKENIZER_FILES):
             raise DataError(
-                f"model.path={path}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the tokenizer there too: "
-                "tokenizer.save_pretrained"
+                f"model.path={path}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the"
+                " tokenizer there too: tokenizer.save_pretrained"
             )
         examine(folder)
         check_layers(folder)
         return str(folder.resolve())
     if folder.is_file():
-        raise ConfigError(f"model.path={path} is a file: give the directory that holds config.json, the weights and the tokenizer")
+        raise ConfigError(
+            f"model.path={path} is a file: give the directory that holds config.json, the weights and the tokenizer"
+        )
     if not HUB_ID.fullmatch(path) or ("/" in path and folder.parent.is_dir()):
         raise ConfigError(
-            f"model.path={path}: no such directory. Give a directory written by save_pretrained, or a hub id such as Qwen/Qwen3-0.6B"
+            f"model.path={path}: no such directory. Give a directory written by save_pretrained, or a hub id such as"
+            " Qwen/Qwen3-0.6B"
         )
     return path
 
@@ -99,20 +118,21 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
         if Path(where).is_dir():
             raise DataError(f"{where}/config.json cannot be read: {_first(error)}") from error
         raise ConfigError(
-            f"model.path={where} is neither a directory here nor a model that could be fetched from the hub ({_first(error)}). "
-            f"Check the spelling; offline, download it first (hf download {where}) and give its directory"
+            f"model.path={where} is neither a directory here nor a model that could be fetched from the hub"
+            f" ({_first(error)}). Check the spelling; offline, download it first (hf download {where}) and give its"
+            " directory"
         ) from error
     except (ValueError, KeyError, TypeError) as error:
         raise DataError(
-            f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own code, set "
-            "model.trust_remote_code=true"
+            f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own"
+            " code, set model.trust_remote_code=true"
         ) from error
     except Exception as error:  # a config's own checks raise classes of their own
         raise DataError(f"{where}/config.json describes no model ({type(error).__name__}: {_first(error)})") from error
     if getattr(config, "is_encoder_decoder", False):
         raise DataError(
-            f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one (Qwen, Llama, "
-            "Gemma, GPT-2, ...)"
+            f"{where} is an encoder-decoder ({config.model_type}): posttrain trains decoder-only causal LMs. Use one"
+            " (Qwen, Llama, Gemma, GPT-2, ...)"
         )
     return config
 
@@ -134,25 +154,36 @@ def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
     except Exception as error:  # broken files raise whatever their parser raises
         raise DataError(
-            f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with tokenizer.save_pretrained"
+            f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with"
+            " tokenizer.save_pretrained"
         ) from error
     if not isinstance(tokenizer, PreTrainedTokenizerFast):
         raise DataError(
-            f"{where}: {type(tokenizer).__name__} has no tokenizer.json form. Convert it to a PreTrainedTokenizerFast and save it there"
+            f"{where}: {type(tokenizer).__name__} has no tokenizer.json form. Convert it to a PreTrainedTokenizerFast"
+            " and save it there"
         )
     return tokenizer
 
 
-def _weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str]) -> PreTrainedModel:
+def _weights(
+    where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bool, notes: list[str]
+) -> PreTrainedModel:
     try:
         loaded: Any = AutoModelForCausalLM.from_pretrained(
-            where, config=config, dtype=dtype, attn_implementation=implementation(config), trust_remote_code=trust, output_loading_info=True
+            where,
+            config=config,
+            dtype=dtype,
+            attn_implementation=implementation(config),
+            trust_remote_code=trust,
+            output_loading_info=True,
         )
         module, info = loaded
     except KeyError as error:
         if error.args != (attention.NAME,):
             raise DataError(f"{where}: no causal LM could be loaded (KeyError: {_first(error)})") from error
-        raise EngineError(f"{where}: {config.model_type} computes attention in code of its own and takes no other. {WANTED}") from error
+        raise EngineError(
+            f"{where}: {config.model_type} computes attention in code of its own and takes no other. {WANTED}"
+        ) from error
     except (OSError, ValueError, RuntimeError, AssertionError, IndexError) as error:
         raise DataError(f"{where}: no causal LM could be loaded ({type(error).__name__}: {_first(error)})") from error
     except Exception as error:
@@ -164,18 +195,21 @@ def _weights(where: str, config: PreTrainedConfig, dtype: torch.dtype, trust: bo
             "The checkpoint is incomplete, or belongs to another architecture than its config.json says"
         )
     if extra := sorted(info["unexpected_keys"]):
-        notes.append(f"{len(extra)} tensors of the checkpoint are not used by {type(module).__name__}: {', '.join(extra[:3])}")
+        notes.append(
+            f"{len(extra)} tensors of the checkpoint are not used by {type(module).__name__}: {', '.join(extra[:3])}"
+        )
     return module
 
 
 def _unreadable(where: str, error: Exception) -> PosttrainError:
-    """What to say of weights that raised something while they were read: broken files raise whatever their parser raises."""
+    """What to say of weights that raised something while they were read: broken files raise whatever their parser
+    raises."""
     if isinstance(error, PosttrainError):
         return error
     if isinstance(error, pickle.UnpicklingError):
         return DataError(
-            f"{where}: its weights are a pickle of more than tensors (or a broken one), which could run programs, so it is not read. Ask for "
-            "safetensors, or save it again with save_pretrained on a machine that trusts it"
+            f"{where}: its weights are a pickle of more than tensors (or a broken one), which could run programs, so it"
+            " is not read. Ask for safetensors, or save it again with save_pretrained on a machine that trusts it"
         )
     if isinstance(error, EOFError) or type(error).__name__ == "SafetensorError":
         return DataError(f"{where}: its weights are damaged ({_first(error)}). Copy or download them again")

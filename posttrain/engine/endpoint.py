@@ -19,7 +19,7 @@ from urllib.parse import urlsplit
 import httpx2
 
 from posttrain.core.errors import ConfigError, EndpointError
-from posttrain.environment.redact import scrubbed
+from posttrain.core.redact import scrubbed
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 """Statuses that may pass: overload, a restart, a proxy that lost its server."""
@@ -31,8 +31,8 @@ QUOTED = 400
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a call may take and how often it is made. Between tries it waits `first` seconds, doubling up to `longest`,
-    each time times a random number in [0.5, 1]; a `Retry-After` header is obeyed up to `longest`."""
+    """How long a call may take and how often it is made. Between tries it waits `first` seconds, doubling up to
+    `longest`, each time times a random number in [0.5, 1]; a `Retry-After` header is obeyed up to `longest`."""
 
     connect: float = 10.0
     """Seconds to get a connection."""
@@ -53,7 +53,8 @@ class Patience:
 
 
 class Endpoint:
-    """JSON calls below one base address, in the event loop that makes the first one. Use as `async with`, or call `close`.
+    """JSON calls below one base address, in the event loop that makes the first one. Use as `async with`, or call
+    `close`.
 
     Args:
         url: base address, such as http://127.0.0.1:8000/v1; paths are put behind it.
@@ -66,14 +67,21 @@ class Endpoint:
     """
 
     def __init__(
-        self, url: str, role: str, *, key_env: str | None = None, patience: Patience | None = None, connections: int = 1024
+        self,
+        url: str,
+        role: str,
+        *,
+        key_env: str | None = None,
+        patience: Patience | None = None,
+        connections: int = 1024,
     ) -> None:
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"{role}: {url!r} is no address of a server; write it like http://127.0.0.1:8000/v1")
         if parts.username is not None or parts.password is not None or parts.query:
             raise ConfigError(
-                f"{role}: the address holds a password or query, which would be recorded; put keys into environment variables"
+                f"{role}: the address holds a password or query, which would be recorded; put keys into environment"
+                " variables"
             )
         self.url, self.role, self.patience = url.rstrip("/"), role, patience or Patience()
         self.key_env = key_env
@@ -107,17 +115,27 @@ class Endpoint:
         """The JSON at `path`."""
         return await self.call("GET", path, None, patience=patience)
 
-    async def post(self, path: str, body: Mapping[str, Any] | None = None, *, again: bool = True, patience: Patience | None = None) -> Any:
-        """The JSON that answers `body`. `again=False` for a call that must not be made twice (it changes the server)."""
+    async def post(
+        self, path: str, body: Mapping[str, Any] | None = None, *, again: bool = True, patience: Patience | None = None
+    ) -> Any:
+        """The JSON that answers `body`. `again=False` for a call that must not be made twice (it changes the
+        server)."""
         return await self.call("POST", path, body, again=again, patience=patience)
 
     async def call(
-        self, method: str, path: str, body: Mapping[str, Any] | None, *, again: bool = True, patience: Patience | None = None
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        *,
+        again: bool = True,
+        patience: Patience | None = None,
     ) -> Any:
         """One answered request; what may pass is tried again.
 
         Raises:
-            EndpointError: refused, unreadable, or still failing after the last try. Its `status` is None where nobody answered.
+            EndpointError: refused, unreadable, or still failing after the last try. Its `status` is None where nobody
+                answered.
         """
         patience = patience or self.patience
         client = self._open()
@@ -130,12 +148,16 @@ class Endpoint:
                     failed += 1
                     if not again or failed >= patience.tries:
                         times = f" (tried {failed} times)" if failed > 1 else ""
-                        raise EndpointError(self._say(f"{method} {path}: {error}{times}. {_ADVICE}"), self.role, error.status) from error
+                        raise EndpointError(
+                            self._say(f"{method} {path}: {error}{times}. {_ADVICE}"), self.role, error.status
+                        ) from error
                     self.retried += 1
                     pause = patience.pause(failed, error.after)
                 await asyncio.sleep(pause)
 
-    async def _once(self, client: httpx2.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None, patience: Patience) -> Any:
+    async def _once(
+        self, client: httpx2.AsyncClient, method: str, path: str, body: Mapping[str, Any] | None, patience: Patience
+    ) -> Any:
         limits = httpx2.Timeout(None, connect=patience.connect)
         try:
             async with asyncio.timeout(patience.answer):
@@ -149,23 +171,33 @@ class Endpoint:
             raise _Passing(f"the connection failed ({type(error).__name__}: {error})") from error
         status = said.status
         if said.body is None:
-            raise EndpointError(self._say(f"{method} {path}: the answer is longer than {LONGEST >> 20} MiB"), self.role, status)
+            raise EndpointError(
+                self._say(f"{method} {path}: the answer is longer than {LONGEST >> 20} MiB"), self.role, status
+            )
         if status in RETRIED:
             raise _Passing(f"status {status}: {_words(said)}", status, _seconds(said.headers.get("retry-after")))
         if not 200 <= status < 300:
-            raise EndpointError(self._say(f"{method} {path}: status {status}: {self._refusal(said)}"), self.role, status)
+            raise EndpointError(
+                self._say(f"{method} {path}: status {status}: {self._refusal(said)}"), self.role, status
+            )
         if not said.body:
             return None
         try:
             return said.json()
         except ValueError as error:
-            raise EndpointError(self._say(f"{method} {path}: the answer is no JSON: {_words(said)}"), self.role, status) from error
+            raise EndpointError(
+                self._say(f"{method} {path}: the answer is no JSON: {_words(said)}"), self.role, status
+            ) from error
 
     def _refusal(self, said: _Answer) -> str:
         if 300 <= said.status < 400:
             return f"it redirects to {said.headers.get('location', '?')[:QUOTED]}; give that address"
         if said.status in (401, 403):
-            name = f"the key in {self.key_env}" if self.key_env else "no key was sent; name an environment variable that holds one"
+            name = (
+                f"the key in {self.key_env}"
+                if self.key_env
+                else "no key was sent; name an environment variable that holds one"
+            )
             return f"{_words(said)} ({name})"
         return _words(said)
 
@@ -173,8 +205,15 @@ class Endpoint:
         """The client of the running loop; one that a closed loop left behind is let go."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            if self._loop is not None and self._loop is not loop and not self._loop.is_closed() and self._client is not None:
-                raise EndpointError(f"{self.role} ({self.url}): in use in another event loop; close it there first", self.role)
+            if (
+                self._loop is not None
+                and self._loop is not loop
+                and not self._loop.is_closed()
+                and self._client is not None
+            ):
+                raise EndpointError(
+                    f"{self.role} ({self.url}): in use in another event loop; close it there first", self.role
+                )
             self._loop, self._places = loop, asyncio.Semaphore(self._connections)
             self._client = httpx2.AsyncClient(
                 headers={"Authorization": f"Bearer {self._key}"} if self._key else {},

@@ -44,7 +44,10 @@ def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
         sums[name] = _row_sums(tensor)
     if not sums:
         return {}
-    by_device = {device: torch.cat([s for s in sums.values() if s.device == device]).cpu() for device in {s.device for s in sums.values()}}
+    by_device = {
+        device: torch.cat([s for s in sums.values() if s.device == device]).cpu()
+        for device in {s.device for s in sums.values()}
+    }
     at = dict.fromkeys(by_device, 0)
     out: dict[str, str] = {}
     for name, s in sums.items():
@@ -65,7 +68,11 @@ def _row_sums(tensor: Tensor) -> Tensor:
     weights = _weights(str(raw.device))
     sums = [_sums(padded.view(torch.int64)[None], weights)]
     if whole:
-        words = (body if body.storage_offset() * body.element_size() % 8 == 0 else body.clone()).view(torch.int64).view(-1, ROW)
+        words = (
+            (body if body.storage_offset() * body.element_size() % 8 == 0 else body.clone())
+            .view(torch.int64)
+            .view(-1, ROW)
+        )
         sums += [_sums(block, weights) for block in words.split(BLOCK)]
     return torch.cat(sums)
 
@@ -78,7 +85,8 @@ def _sums(words: Tensor, weights: Tensor) -> Tensor:
 
 
 def _weighted(words: Tensor, weights: Tensor) -> Tensor:
-    """words @ weights, wrapping around. Integer matrix products exist, and are fast, only on CPU; the bits are the same."""
+    """words @ weights, wrapping around. Integer matrix products exist, and are fast, only on CPU; the bits are the
+    same."""
     return words.mv(weights) if words.device.type == "cpu" else (words * weights).sum(1)
 
 

@@ -1,4 +1,5 @@
-"""A model directory before anything in it is parsed: files that are none, files and models of sizes that no model has."""
+"""A model directory before anything in it is parsed: files that are none, files and models of sizes that no model
+has."""
 
 from __future__ import annotations
 
@@ -18,14 +19,16 @@ LARGEST = {".json": 512 * foreign.MiB, ".jinja": foreign.MiB, ".txt": 512 * fore
 """Bytes, by ending; weights may be of any size."""
 LARGEST_CONFIG = 16 * foreign.MiB
 """Bytes of config.json and of the other files of settings."""
-LAYERS = re.compile(r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)|(num_|n_)(hidden_|decoder_|encoder_)?layers?")
+LAYERS = re.compile(
+    r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)|(num_|n_)(hidden_|decoder_|encoder_)?layers?"
+)
 MOST_LAYERS = 4096
 """Where the weights do not say how many tensors there are."""
 
 
 def examine(folder: Path) -> None:
-    """DataError names the file that is a pipe, a device or a directory, that is too big to be what it should be, or that holds no settings
-    (transformers would go on without them)."""
+    """DataError names the file that is a pipe, a device or a directory, that is too big to be what it should be, or
+    that holds no settings (transformers would go on without them)."""
     for path in sorted(folder.iterdir()):
         if path.suffix not in READ:
             continue
@@ -42,22 +45,31 @@ def examine(folder: Path) -> None:
 
 
 def check_layers(folder: Path) -> None:
-    """DataError where config.json promises more layers than the weights have tensors: building those would take hours and all memory."""
+    """DataError where config.json promises more layers than the weights have tensors: building those would take hours
+    and all memory."""
     file = folder / "config.json"
     config = foreign.parse_object(foreign.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError)
     most = _tensors(folder)
     for part in (config, *(v for v in config.values() if isinstance(v, dict))):
         for name, value in part.items():
             if LAYERS.fullmatch(str(name)) and isinstance(value, int) and value > min(most, MOST_LAYERS):
-                have = f"its weights hold {most} tensors" if most < MOST_LAYERS else f"no model has more than {MOST_LAYERS}"
-                raise DataError(f"{file}: {name}={value:,}, and {have}. The config belongs to another model, or is damaged")
+                have = (
+                    f"its weights hold {most} tensors"
+                    if most < MOST_LAYERS
+                    else f"no model has more than {MOST_LAYERS}"
+                )
+                raise DataError(
+                    f"{file}: {name}={value:,}, and {have}. The config belongs to another model, or is damaged"
+                )
 
 
 def _tensors(folder: Path) -> float:
     """How many tensors the safetensors of a folder hold; infinite where that cannot be told without reading more."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        listed: Any = foreign.parse_object(foreign.read_bytes(index, LARGEST[".json"], DataError), str(index), DataError).get("weight_map")
+        listed: Any = foreign.parse_object(
+            foreign.read_bytes(index, LARGEST[".json"], DataError), str(index), DataError
+        ).get("weight_map")
         if not isinstance(listed, dict):
             raise DataError(f"{index} is damaged: it has no object weight_map")
         return len(listed)

@@ -1,4 +1,5 @@
-"""What a run folder keeps of its policy beside the weights: configuration, generation config and tokenizer, read without any code."""
+"""What a run folder keeps of its policy beside the weights: configuration, generation config and tokenizer, read
+without any code."""
 
 from __future__ import annotations
 
@@ -29,14 +30,15 @@ def write_config(policy: Policy, folder: Path) -> None:
 
 
 def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | None) -> Policy:
-    """The policy that was kept, its parameters not loaded yet. No code of the model's own is run, whatever its files say.
+    """The policy that was kept, its parameters not loaded yet. No code of the model's own is run, whatever its files
+    say.
 
     Args:
         stop_ids: those the run recorded; None: resolved again.
 
     Raises:
-        DataError: the files are missing or damaged, name an architecture that needs its own code, or one with tensors that no
-            checkpoint of a run holds.
+        DataError: the files are missing or damaged, name an architecture that needs its own code, or one with tensors
+            that no checkpoint of a run holds.
     """
     words, _ = read_tokenizer(str(tokenizer))
     attention.register()
@@ -46,15 +48,22 @@ def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | 
             if getattr(found, "quantization_config", None) is not None:
                 raise ValueError("it is quantized, and what a run learned never is")
             built: Any = AutoModelForCausalLM.from_config(
-                found, attn_implementation=implementation(found), dtype=getattr(torch, model.dtype), trust_remote_code=False
+                found,
+                attn_implementation=implementation(found),
+                dtype=getattr(torch, model.dtype),
+                trust_remote_code=False,
             )
             if (config / GENERATION).exists():
                 built.generation_config = GenerationConfig.from_pretrained(config)
     except Exception as error:  # broken files raise whatever their parser raises
         first = (str(error).strip().splitlines() or ["no reason given"])[0]
-        raise DataError(f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first})") from error
+        raise DataError(
+            f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first})"
+        ) from error
     module: PreTrainedModel = built
     if buffers := [n for n, t in named_tensors(module) if not isinstance(t, nn.Parameter)]:
-        raise DataError(f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}")
+        raise DataError(
+            f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}"
+        )
     stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
     return prepared(model, module, words, stops, f"kept in {config.parent}", [])

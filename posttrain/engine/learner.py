@@ -21,10 +21,10 @@ from posttrain.core.types import Top
 from posttrain.engine import attention
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, exact, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
-from posttrain.engine.rules import Rules
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
@@ -42,30 +42,43 @@ class HFLearner:
     def __init__(self, policy: Policy, *, gradient_checkpointing: bool = False) -> None:
         self.policy = policy
         self.value_head = _zero_head(policy)
-        self._reader = _Reader(policy)
+        self._reader = _PackedReader(policy)
         if gradient_checkpointing:
             if not hasattr(policy.module, "activation_checkpointing_enable"):
                 raise ConfigError(
-                    f"model.gradient_checkpointing=true needs transformers >= 5.23, and {transformers.__version__} is installed. Set it to "
-                    "false, or install a newer one (vLLM 0.32 asks for an older one: sample with another engine, or with a vLLM server)"
+                    f"model.gradient_checkpointing=true needs transformers >= 5.23, and {transformers.__version__} is"
+                    " installed. Set it to false, or install a newer one (vLLM 0.32 asks for an older one: sample with"
+                    " another engine, or with a vLLM server)"
                 )
             try:
                 policy.module.activation_checkpointing_enable()
                 attention.carry_into_recomputation(policy.module)
             except ValueError as error:
                 raise ConfigError(
-                    f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to false and lower "
-                    "micro_tokens"
+                    f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to"
+                    " false and lower micro_tokens"
                 ) from error
 
     def forward(
-        self, packed: Packed, *, entropy: bool, value: bool, candidates_MK: np.ndarray | None = None, head_only: bool = False
+        self,
+        packed: Packed,
+        *,
+        entropy: bool,
+        value: bool,
+        candidates_MK: np.ndarray | None = None,
+        head_only: bool = False,
     ) -> TokenScores:
         """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32."""
         hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
-        candidates = None if candidates_MK is None else self._reader.candidates(packed, hidden, _to(candidates_MK, hidden.device))
-        return TokenScores(logp, spread, self._values(hidden.detach() if head_only else hidden) if value else None, candidates)
+        candidates = (
+            None
+            if candidates_MK is None
+            else self._reader.candidates(packed, hidden, _to(candidates_MK, hidden.device))
+        )
+        return TokenScores(
+            logp, spread, self._values(hidden.detach() if head_only else hidden) if value else None, candidates
+        )
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M] entropies, without gradient."""
@@ -98,7 +111,7 @@ class HFLearner:
             return None
         copy = self.policy.clone()
         copy.module.double().eval()
-        return _Reader(copy).score(packed, torch.float64)
+        return _PackedReader(copy).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
         """Trainable parameters in the module's order, ties once, then `value_head.`."""
@@ -131,7 +144,7 @@ class FrozenScorer:
     def __init__(self, policy: Policy) -> None:
         self.policy = policy.clone()
         self.policy.module.requires_grad_(False).eval()
-        self._reader = _Reader(self.policy)
+        self._reader = _PackedReader(self.policy)
         self.digest = self.fingerprint()
 
     def score(self, packed: Packed) -> np.ndarray:
@@ -154,7 +167,7 @@ class FrozenScorer:
         return fingerprint(named_tensors(self.policy.module))
 
 
-class _Reader:
+class _PackedReader:
     """Packed segments through decoder and head."""
 
     def __init__(self, policy: Policy) -> None:
@@ -171,8 +184,8 @@ class _Reader:
         longest = int(packed.lengths_S.max())
         if longest > self.context:
             raise DataError(
-                f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts and "
-                "sampling.max_tokens"
+                f"a segment of {longest} tokens in a context of {self.context}: raise model.context, or shorten prompts"
+                " and sampling.max_tokens"
             )
         device = self.out.weight.device
         ids, positions, source = (_to(x, device) for x in (packed.ids_N, packed.positions_N, packed.source_M))
@@ -218,7 +231,9 @@ class _Reader:
         with _forward_only(self.module):
             for part in packed.split(SCORE_TOKENS):
                 hidden = self.hidden(part)
-                parts.append(energies(hidden, out.weight, out.bias, _to(part.target_M, hidden.device), **self._contract(part)))
+                parts.append(
+                    energies(hidden, out.weight, out.bias, _to(part.target_M, hidden.device), **self._contract(part))
+                )
             return _joined(parts)
 
     def candidates(self, packed: Packed, hidden: Tensor, ids_MK: Tensor) -> Tensor:
@@ -237,12 +252,19 @@ class _Reader:
     def _contract(self, packed: Packed) -> dict[str, Any]:
         """What shapes the distribution of each spoken token, as the head's functions take it."""
         out = self.out
-        rules = Rules.of(packed, out.weight.shape[0], out.weight.device)
-        return {"sampling": packed.sampling, "kept": packed.kept, "rules": rules, "softcap": out.softcap, "scale": out.scale}
+        rules = LogitRules.of(packed, out.weight.shape[0], out.weight.device)
+        return {
+            "sampling": packed.sampling,
+            "kept": packed.kept,
+            "rules": rules,
+            "softcap": out.softcap,
+            "scale": out.scale,
+        }
 
 
 class _Pick(torch.autograd.Function):
-    """Rows [N, H] at distinct positions [M]. Every row is read at most once, so the backward writes instead of adding."""
+    """Rows [N, H] at distinct positions [M]. Every row is read at most once, so the backward writes instead of
+    adding."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, at: Tensor) -> Tensor:

@@ -1,8 +1,8 @@
 """The one head: hidden states to (log-prob, entropy), with one chunked backward and never [tokens, vocabulary] at once.
 
 Everything that learns from a policy differentiates it here. The log-prob is that of the distribution really sampled:
-the architecture's scale and soft-cap, then the contract (`core.sampling`): its rules, the temperature, and the kept token
-set, renormalised.
+the architecture's scale and soft-cap, then the contract (`core.sampling`): its rules, the temperature, and the kept
+token set, renormalised.
 
 Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens of one chunk.
 """
@@ -22,12 +22,14 @@ from torch.utils.checkpoint import checkpoint
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
-from posttrain.engine.rules import Rules
+from posttrain.engine.logit_rules import LogitRules
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
-"""Logits (C * V) worked on at once, on each kind of device: 8 MiB of float32 stay near a CPU's caches, 512 MiB fill a GPU."""
+"""Logits (C * V) worked on at once, on each kind of device: 8 MiB of float32 stay near a CPU's caches, 512 MiB fill a
+GPU."""
 CHUNK_ROWS = 128
-"""Tokens a chunk has at least, whatever the vocabulary: fewer would read the whole head's weight for too little work."""
+"""Tokens a chunk has at least, whatever the vocabulary: fewer would read the whole head's weight for too little
+work."""
 
 
 def exact(dtype: torch.dtype) -> torch.dtype:
@@ -35,7 +37,9 @@ def exact(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, softcap: float | None = None) -> Tensor:
+def logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, softcap: float | None = None
+) -> Tensor:
     """[..., H] -> [..., V] logits in `exact` dtype; sampler and learner both come through here."""
     dtype = exact(weight.dtype)
     out = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -52,7 +56,7 @@ def logprobs(
     *,
     sampling: Sampling,
     kept: Kept | None = None,
-    rules: Rules | None = None,
+    rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
     want_entropy: bool = False,
@@ -66,19 +70,26 @@ def logprobs(
         kept: one set per token, exactly where `sampling.truncated`. rules: exactly where `sampling.rules`.
         chunk: tokens worked on at once; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`.
 
-    With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H), times the
-    slope of what made z: of the temperature, of a repetition penalty (its factor, by the sign of the logit), of a soft-cap.
+    With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H), times
+    the slope of what made z: of the temperature, of a repetition penalty (its factor, by the sign of the logit), of a
+    soft-cap.
     """
     sampling.for_training()
     if (kept is not None) != sampling.truncated or (kept is not None and len(kept) != len(targets)):
         sets_given = 0 if kept is None else len(kept)
-        raise InvariantError(f"{len(targets)} tokens with {sets_given} kept sets under {sampling}: one each exactly where it truncates")
+        raise InvariantError(
+            f"{len(targets)} tokens with {sets_given} kept sets under {sampling}: one each exactly where it truncates"
+        )
     if (rules is not None) != sampling.rules:
         raise InvariantError(f"rules must be given exactly where the contract has some: {sampling}")
     if hidden.shape[0] != targets.shape[0]:
         raise InvariantError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} tokens")
-    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Sets(kept, targets))
-    logp, entropy = _Head.apply(hidden, weight, bias, targets.long(), transform, want_entropy, chunk or _rows(hidden, weight))
+    transform = _Transform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Sets(kept, targets)
+    )
+    logp, entropy = _Head.apply(
+        hidden, weight, bias, targets.long(), transform, want_entropy, chunk or _rows(hidden, weight)
+    )
     return logp, entropy if want_entropy else None
 
 
@@ -90,14 +101,16 @@ def candidates(
     *,
     sampling: Sampling,
     kept: Kept | None = None,
-    rules: Rules | None = None,
+    rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable; each chunk's logits are computed again in
-    the backward. A token that cannot be said has the log-prob of probability 0, as low as its dtype goes."""
+    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable; each chunk's logits are computed
+    again in the backward. A token that cannot be said has the log-prob of probability 0, as low as its dtype goes."""
     dtype = exact(weight.dtype)
-    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device))
+    transform = _Transform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device)
+    )
     low = torch.finfo(dtype).min
 
     def some(h: Tensor, ids: Tensor, at: int) -> Tensor:
@@ -105,7 +118,10 @@ def candidates(
         return (z.gather(1, ids) - torch.logsumexp(z, 1, keepdim=True)).clamp_min(low)
 
     rows = _rows(hidden, weight)
-    parts = [checkpoint(some, hidden[a : a + rows], ids_MK[a : a + rows], a, use_reentrant=False) for a in range(0, len(hidden), rows)]
+    parts = [
+        checkpoint(some, hidden[a : a + rows], ids_MK[a : a + rows], a, use_reentrant=False)
+        for a in range(0, len(hidden), rows)
+    ]
     return torch.cat([hidden.new_zeros((0, ids_MK.shape[1]), dtype=dtype), *parts])
 
 
@@ -118,13 +134,15 @@ def most_probable(
     *,
     sampling: Sampling,
     kept: Kept | None = None,
-    rules: Rules | None = None,
+    rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Any:
     """(values, indices) [M, K] of the most probable tokens, in descending order; k = 0 takes the whole vocabulary."""
     dtype = exact(weight.dtype)
-    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device))
+    transform = _Transform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device)
+    )
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     k, rows = k or weight.shape[0], _rows(hidden, weight)
     values: list[Tensor] = []
@@ -146,13 +164,16 @@ def energies(
     *,
     sampling: Sampling,
     kept: Kept | None = None,
-    rules: Rules | None = None,
+    rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract, z being what the softmax is taken of."""
+    """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract, z being what the softmax is taken
+    of."""
     dtype = exact(weight.dtype)
-    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device))
+    transform = _Transform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device)
+    )
     w, b, rows = weight.to(dtype), None if bias is None else bias.to(dtype), _rows(hidden, weight)
     out = [hidden.new_zeros(0, dtype=dtype)]
     for at in range(0, len(hidden), rows):
@@ -172,14 +193,17 @@ def odds(
     *,
     sampling: Sampling,
     kept: Kept | None = None,
-    rules: Rules | None = None,
+    rules: LogitRules | None = None,
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where each target lies in the distribution p it was drawn from, float64: the mass of the ids below it [M], and of those up to
-    it [M]; for each q proportional to p^(1 / temperature), log q - log p of it [M, K], and the total variation between q and p [M, K]."""
+    """Where each target lies in the distribution p it was drawn from, float64: the mass of the ids below it [M], and of
+    those up to it [M]; for each q proportional to p^(1 / temperature), log q - log p of it [M, K], and the total
+    variation between q and p [M, K]."""
     dtype = exact(weight.dtype)
-    transform = _Transform(1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device))
+    transform = _Transform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device)
+    )
     w, b, rows = weight.to(dtype), None if bias is None else bias.to(dtype), _rows(hidden, weight)
     ids = torch.arange(weight.shape[0], device=weight.device)
     none = hidden.new_zeros((0, len(temperatures)), dtype=torch.float64)
@@ -228,7 +252,9 @@ class _Sets(_Kept):
         inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
         if not inside.all():
             first = int(np.flatnonzero(~inside)[0])
-            raise InvariantError(f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution")
+            raise InvariantError(
+                f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution"
+            )
         super().__init__(kept, targets.device)
 
 
@@ -240,11 +266,12 @@ class _Transform:
     """1 / temperature"""
     softcap: float | None
     scale: float
-    rules: Rules | None
+    rules: LogitRules | None
     sets: _Kept | None
 
     def scores(self, h: Tensor, w: Tensor, b: Tensor | None, at: int, slopes: list[_Slope] | None = None) -> Tensor:
-        """z [C, V] of tokens at..at + C, -inf where nothing can be said. `slopes` takes what the backward multiplies by."""
+        """z [C, V] of tokens at..at + C, -inf where nothing can be said. `slopes` takes what the backward multiplies
+        by."""
         z = logits(h, w, b, self.scale, self.softcap)
         if slopes is not None and self.softcap is not None:
             slopes.append(_Slope(None, 1 - (z / self.softcap).square_()))
@@ -349,7 +376,9 @@ class _Head(torch.autograd.Function):
         )
 
 
-def _cotangent(q: Tensor, outside: Tensor | None, targets: Tensor, by_logp: Tensor, by_entropy: Tensor | None, entropy: Tensor) -> Tensor:
+def _cotangent(
+    q: Tensor, outside: Tensor | None, targets: Tensor, by_logp: Tensor, by_entropy: Tensor | None, entropy: Tensor
+) -> Tensor:
     """Gradient [C, V] by z from those by log-prob and entropy [C], given log-probabilities q [C, V] (consumed)."""
     p = q.exp()
     if by_entropy is None:

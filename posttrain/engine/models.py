@@ -1,4 +1,5 @@
-"""A policy: a causal LM with its tokenizer, loaded or built, with everything that is silent elsewhere resolved and said."""
+"""A policy: a causal LM with its tokenizer, loaded or built, with everything that is silent elsewhere resolved and
+said."""
 
 from __future__ import annotations
 
@@ -17,11 +18,11 @@ from posttrain.core.files import share
 from posttrain.core.run import BUILT_CONTEXT, Model
 from posttrain.engine.accept import accept
 from posttrain.engine.attention import PackedLayout
-from posttrain.engine.build import build_module
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprints
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.silence import silence
+from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters, digest, quiet, raw_bytes
 from posttrain.environment import templates
 
@@ -84,7 +85,8 @@ class Policy:
 
     @torch.no_grad()
     def greedy(self, ids: Tensor, count: int) -> Tensor:
-        """`ids` [T] and its `count` most probable next tokens, each computed from scratch: slow, and right by construction."""
+        """`ids` [T] and its `count` most probable next tokens, each computed from scratch: slow, and right by
+        construction."""
         out = read_out(self.module)
         for _ in range(count):
             at = torch.arange(len(ids), device=ids.device)
@@ -93,7 +95,8 @@ class Policy:
         return ids
 
     def save(self, folder: Path | str) -> None:
-        """`save_pretrained` of model and tokenizer, readable anywhere by AutoModelForCausalLM and AutoTokenizer, and read back.
+        """`save_pretrained` of model and tokenizer, readable anywhere by AutoModelForCausalLM and AutoTokenizer, and
+        read back.
 
         Raises:
             InvariantError: what was read back has other weights, another tokenizer, or says other words.
@@ -102,7 +105,9 @@ class Policy:
             self.module.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
             share(Path(folder))
-            again: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=self.dtype, trust_remote_code=self.remote_code).eval()
+            again: Any = AutoModelForCausalLM.from_pretrained(
+                folder, dtype=self.dtype, trust_remote_code=self.remote_code
+            ).eval()
             words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
         _same_weights(self.module, again, Path(folder))
         _same_tokenizer(self.tokenizer, words, Path(folder))
@@ -110,7 +115,8 @@ class Policy:
 
     @torch.no_grad()
     def _says_the_same(self, again: PreTrainedModel, folder: Path) -> None:
-        """The model read back, with transformers' own attention, finds our greedy words most probable, up to rounding."""
+        """The model read back, with transformers' own attention, finds our greedy words most probable, up to
+        rounding."""
         start = torch.arange(min(4, self.context - 1), device=self.device)
         said = self.greedy(start, min(SAID, self.context - len(start)))
         logits = again(input_ids=said[None], use_cache=False).logits[0, len(start) - 1 : -1].float()
@@ -118,8 +124,9 @@ class Policy:
         bound = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(logits.abs().max()))
         if not float(gap.max()) <= bound:
             raise InvariantError(
-                f"{folder}: the model read back says other words than the one saved (logit gap {float(gap.max()):.3g}, bound {bound:.3g}). "
-                f"Its config does not describe what was trained; compare {folder}/config.json with the model the run started from"
+                f"{folder}: the model read back says other words than the one saved (logit gap {float(gap.max()):.3g},"
+                f" bound {bound:.3g}). Its config does not describe what was trained; compare {folder}/config.json with"
+                " the model the run started from"
             )
 
 
@@ -132,14 +139,17 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
-def load_policy(model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None) -> Policy:
+def load_policy(
+    model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None
+) -> Policy:
     """The policy a run starts from: `model.path` read from disk or hub, or a small `model.arch` built on the spot.
 
     Args:
         alphabet: characters of the built tokenizer; None: bytes. Not read where `model.path` is given.
         tokenizer_files: a folder with the tokenizer of the built model, instead of an alphabet.
         seed: of the built weights.
-        most: tokens of the longest sequence it will ever see, where `model.context` says nothing; None: as many as it has positions.
+        most: tokens of the longest sequence it will ever see, where `model.context` says nothing; None: as many as it
+            has positions.
 
     Raises:
         ConfigError: the path leads nowhere, the sizes do not fit together, or the device does not exist.
@@ -175,8 +185,10 @@ def prepared(
     notes: list[str],
     most: int | None = None,
 ) -> Policy:
-    """A module and its tokenizer as a policy, checked: on its device, without dropout and padding, with its stops and context."""
-    tokenizer.backend_tokenizer.no_truncation()  # a tokenizer.json may hold either, and what is saved later must be what was read
+    """A module and its tokenizer as a policy, checked: on its device, without dropout and padding, with its stops and
+    context."""
+    # a tokenizer.json may hold either, and what is saved later must be what was read
+    tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     torch.nn.Module.to(module, device=_device(model.device), dtype=getattr(torch, model.dtype)).eval()
     for part in module.modules():
@@ -203,13 +215,21 @@ def prepared(
 
 
 def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
-    """`model.context`, else all positions the config has, but no more than `most`; BUILT_CONTEXT where none says anything."""
+    """`model.context`, else all positions the config has, but no more than `most`; BUILT_CONTEXT where none says
+    anything."""
     bound = positions(module)
-    wanted = model.context if model.context is not None else min(bound or most or BUILT_CONTEXT, most or bound or BUILT_CONTEXT)
+    wanted = (
+        model.context
+        if model.context is not None
+        else min(bound or most or BUILT_CONTEXT, most or bound or BUILT_CONTEXT)
+    )
     if wanted < 2:
         raise ConfigError(f"model.context={wanted}: a prompt and a token need at least 2")
     if bound is not None and wanted > bound:
-        raise ConfigError(f"model.context={wanted} exceeds the {bound} positions of {type(module).__name__}. Set it to at most {bound}")
+        raise ConfigError(
+            f"model.context={wanted} exceeds the {bound} positions of {type(module).__name__}. Set it to at most"
+            f" {bound}"
+        )
     return wanted
 
 
@@ -228,21 +248,22 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
     model_ids: list[Any] = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
     if any(isinstance(i, bool) or not isinstance(i, int) for i in model_ids):
         raise DataError(
-            f"eos_token_id={str(listed)[:80]} of generation_config.json (or config.json) is no token id and no list of them: correct it there"
+            f"eos_token_id={str(listed)[:80]} of generation_config.json (or config.json) is no token id and no list of"
+            " them: correct it there"
         )
     special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
     own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     stops = dict.fromkeys([*(int(i) for i in own), *(int(i) for i in model_ids if not derived or i in special)])
     if not stops:
         raise DataError(
-            "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn. "
-            'Set "eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json'
+            "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn."
+            ' Set "eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json'
         )
     unknown = [i for i in stops if not 0 <= i < len(tokenizer)]
     if unknown:
         raise DataError(
-            f"stop ids {unknown} of generation_config.json are no tokens of this tokenizer ({len(tokenizer)} tokens): correct "
-            "eos_token_id there"
+            f"stop ids {unknown} of generation_config.json are no tokens of this tokenizer ({len(tokenizer)} tokens):"
+            " correct eos_token_id there"
         )
     return tuple(stops)
 
@@ -256,12 +277,14 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedMode
     top_token, top = max(tokenizer.get_vocab().items(), key=lambda item: item[1])
     if top >= rows:
         raise DataError(
-            f"the tokenizer's token {top_token!r} has id {top}, but the model has {rows} embedding rows: tokenizer and model do not "
-            "belong together. "
-            "Use the tokenizer the model was trained with, or resize the embeddings (model.resize_token_embeddings) and save both"
+            f"the tokenizer's token {top_token!r} has id {top}, but the model has {rows} embedding rows: tokenizer and"
+            " model do not belong together. Use the tokenizer the model was trained with, or resize the embeddings"
+            " (model.resize_token_embeddings) and save both"
         )
     missing = rows - len(tokenizer)
-    return [f"{missing} embedding rows have no token; a policy that says one says nothing readable"] if missing > 0 else []
+    return (
+        [f"{missing} embedding rows have no token; a policy that says one says nothing readable"] if missing > 0 else []
+    )
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
@@ -282,8 +305,8 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> 
     if after and after[0] in special and special[after[0]].special and after[0] not in stop_ids:
         token = tokenizer.convert_ids_to_tokens(after[0])
         return [
-            f"the chat template ends a turn with {token!r} ({after[0]}), which is not a stop token: add it to eos_token_id in "
-            "generation_config.json"
+            f"the chat template ends a turn with {token!r} ({after[0]}), which is not a stop token: add it to"
+            " eos_token_id in generation_config.json"
         ]
     return []
 
@@ -302,8 +325,8 @@ def _same_weights(ours: PreTrainedModel, again: PreTrainedModel, folder: Path) -
     saved, read = fingerprints(named_tensors(ours)), fingerprints(named_tensors(again))
     if wrong := sorted(n for n in saved.keys() | read.keys() if saved.get(n) != read.get(n)):
         raise InvariantError(
-            f"{folder}: {len(wrong)} tensors were read back differently from what was saved: {', '.join(wrong[:4])}. The disk or the "
-            "format failed; do not use this folder"
+            f"{folder}: {len(wrong)} tensors were read back differently from what was saved: {', '.join(wrong[:4])}."
+            " The disk or the format failed; do not use this folder"
         )
 
 
@@ -311,7 +334,11 @@ def _same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFas
     vocabulary = ours.get_vocab()
     tokens = sorted(vocabulary, key=vocabulary.__getitem__)[:200]
     texts = [ours.convert_tokens_to_string(tokens), "".join(tokens), ours.decode(list(range(min(200, len(ours)))))]
-    same = again.get_vocab() == vocabulary and again.eos_token_id == ours.eos_token_id and again.chat_template == ours.chat_template
+    same = (
+        again.get_vocab() == vocabulary
+        and again.eos_token_id == ours.eos_token_id
+        and again.chat_template == ours.chat_template
+    )
     if not same or any(_ids(ours, text) != _ids(again, text) for text in texts):
         raise InvariantError(
             f"{folder}: the tokenizer read back ({type(again).__name__}) encodes differently from the one saved "

@@ -12,14 +12,15 @@ import torch
 from torch import Tensor
 
 from posttrain.core.errors import RunFolderError
-from posttrain.core.ports import Expected
+from posttrain.core.ports import ExpectedUpdate
 from posttrain.core.run import Optimizer
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """One optimizer step on the gradients the parameters hold. Weight decay, where set, is decoupled and on every parameter.
+    """One optimizer step on the gradients the parameters hold. Weight decay, where set, is decoupled and on every
+    parameter.
 
     Args:
         parameters: by name, in a fixed order; float32, float64, or bfloat16 with a master. Those without a gradient
@@ -34,14 +35,21 @@ class AdamW:
         self._masters = {n: p.detach().float().clone() for n, p in self._parameters.items() if p.dtype.itemsize < 4}
         moved = [self._masters.get(n, p) for n, p in self._parameters.items()]
         self._adam = torch.optim.AdamW(
-            moved, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay, fused=True
+            moved,
+            lr=config.lr,
+            betas=(config.beta1, config.beta2),
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+            fused=True,
         )
         self._moved = dict(zip(self._parameters, moved, strict=True))
 
     @property
     def lr(self) -> float:
         """Learning rate the next step will use: step k (from 1) of the warm-up uses lr * k / warmup."""
-        return self.config.lr * min(1.0, (self.steps + 1) / self.config.warmup) if self.config.warmup else self.config.lr
+        return (
+            self.config.lr * min(1.0, (self.steps + 1) / self.config.warmup) if self.config.warmup else self.config.lr
+        )
 
     def trained(self) -> dict[str, Tensor]:
         """What a step moves, by parameter: the float32 master where there is one, else the parameter itself."""
@@ -69,8 +77,11 @@ class AdamW:
             t.grad = None
         return size
 
-    def expected_update(self, config: Optimizer, name: str, gradient: Tensor, norm: float, at: int | None = None) -> Expected:
-        """AdamW (1711.05101, algorithm 2) with a global clip and a linear warm-up, in float64: see `role.trainer.Optimizer`."""
+    def expected_update(
+        self, config: Optimizer, name: str, gradient: Tensor, norm: float, at: int | None = None
+    ) -> ExpectedUpdate:
+        """AdamW (1711.05101, algorithm 2) with a global clip and a linear warm-up, in float64: see
+        `role.trainer.WeightOptimizer`."""
         weight = _exact(self._moved[name], at)
         state = self._adam.state.get(self._moved[name], {})
         g = _exact(gradient, at) * (min(1.0, config.clip / norm) if norm > 0 else 1.0)
@@ -80,7 +91,7 @@ class AdamW:
         first, mean = _moment(config.beta1, taken, first, g)
         second, square = _moment(config.beta2, taken, second, g * g)
         move = -lr * mean / (square.sqrt() + config.eps) - lr * config.weight_decay * weight
-        return Expected(move, dict(zip(MOMENTS, (first, second), strict=True)), lr)
+        return ExpectedUpdate(move, dict(zip(MOMENTS, (first, second), strict=True)), lr)
 
     def state_tensors(self) -> dict[str, Tensor]:
         """Everything a resumed run needs, ready for safetensors: step counts, moments, masters."""
@@ -150,10 +161,14 @@ def _exact(x: Tensor, at: int | None) -> Tensor:
 
 
 def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-    """A moment after its `taken`-th number, and the same without its bias toward 0: the first such mean is `now` itself."""
+    """A moment after its `taken`-th number, and the same without its bias toward 0: the first such mean is `now`
+    itself."""
     whole = 1 - decay**taken
     return decay * before + (1 - decay) * now, decay / whole * before + (1 - decay) / whole * now
 
 
 def _foreign(name: str) -> str:
-    return f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage the run was started with"
+    return (
+        f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage the run"
+        " was started with"
+    )

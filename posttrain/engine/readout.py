@@ -25,7 +25,8 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_seque
 
 @dataclass(frozen=True, eq=False)
 class ReadOut:
-    """Decoder and language-model head of a Hugging Face causal LM, apart: hidden states first, logits only where needed.
+    """Decoder and language-model head of a Hugging Face causal LM, apart: hidden states first, logits only where
+    needed.
 
     logits = cap(scale * (hidden @ weight.T + bias)), cap(x) = softcap * tanh(x / softcap) where there is a softcap.
     """
@@ -48,7 +49,8 @@ class ReadOut:
         return getattr(self.head, "bias", None)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`; no cache, no mask, no logits."""
+        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`; no cache, no mask, no
+        logits."""
         with using(layout):
             out = self.decoder(input_ids=input_ids.view(1, -1), position_ids=position_ids.view(1, -1), use_cache=False)
         return out.last_hidden_state[0]
@@ -70,8 +72,8 @@ def read_out(module: PreTrainedModel) -> ReadOut:
     decoder = module.get_decoder()
     if head is None or not hasattr(head, "weight") or decoder is module or decoder is head:
         raise EngineError(
-            f"{type(module).__name__} has no separate decoder and language-model head, so its log-probs cannot be read out. "
-            "Use a decoder-only causal LM with an lm_head (the *ForCausalLM architectures)"
+            f"{type(module).__name__} has no separate decoder and language-model head, so its log-probs cannot be read"
+            " out. Use a decoder-only causal LM with an lm_head (the *ForCausalLM architectures)"
         )
     config = module.config.get_text_config(decoder=True)
     scale = 1.0
@@ -100,14 +102,17 @@ class _Windows(PackedLayout):
         softcap: float | None,
     ) -> Tensor:
         self.seen |= sliding_window is not None
-        return super().attend(module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+        return super().attend(
+            module, query, key, value, scaling=scaling, sliding_window=sliding_window, softcap=softcap
+        )
 
 
 def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> None:
-    """EngineError where the config limits what a position sees and no layer says so, which our attention would then not know.
+    """EngineError where the config limits what a position sees and no layer says so, which our attention would then not
+    know.
 
-    Some architectures (Phi-3.5-MoE) put their window into transformers' mask alone, and chunked attention is nowhere else; the masks
-    are ours. A config may also name a window that none of its `layer_types` has.
+    Some architectures (Phi-3.5-MoE) put their window into transformers' mask alone, and chunked attention is nowhere
+    else; the masks are ours. A config may also name a window that none of its `layer_types` has.
     """
     config = module.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
@@ -117,16 +122,17 @@ def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> 
         told = seen and kind == "sliding"
         if isinstance(size, int) and size > 0 and used and not told and (context is None or size < context):
             raise EngineError(
-                f"{type(module).__name__} has {field}={size} and keeps it by its attention mask alone, which is not used here: sequences beyond "
-                f"{size} tokens would be computed with full attention. Use an architecture whose layers are given their window (Mistral, Qwen, "
-                f"Gemma, ...); or, if no sequence is longer, set max_position_embeddings={size} in its config.json"
+                f"{type(module).__name__} has {field}={size} and keeps it by its attention mask alone, which is not"
+                f" used here: sequences beyond {size} tokens would be computed with full attention. Use an architecture"
+                " whose layers are given their window (Mistral, Qwen, Gemma, ...); or, if no sequence is longer, set"
+                f" max_position_embeddings={size} in its config.json"
             )
 
 
 @torch.no_grad()
 def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = None) -> float:
-    """Largest difference between our logits and the module's own on a canary; EngineError where they are not the same, or where
-    positions would see more than the config lets them.
+    """Largest difference between our logits and the module's own on a canary; EngineError where they are not the same,
+    or where positions would see more than the config lets them.
 
     Args:
         context: most tokens of a sequence; None: as many as the config has positions.
@@ -143,16 +149,17 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
             theirs = module(input_ids=ids[None], position_ids=at[None], use_cache=False).logits[0].to(ours.dtype)
     except (TypeError, AttributeError, KeyError, IndexError, ValueError, RuntimeError) as error:
         raise EngineError(
-            f"{type(module).__name__} cannot run with packed segments ({type(error).__name__}: {error}). "
-            "Use a decoder-only causal LM whose attention goes through transformers' attention interface (Llama, Qwen, Gemma, GPT-2, ...)"
+            f"{type(module).__name__} cannot run with packed segments ({type(error).__name__}: {error}). Use a"
+            " decoder-only causal LM whose attention goes through transformers' attention interface (Llama, Qwen,"
+            " Gemma, GPT-2, ...)"
         ) from error
     _check_windows(module, context or positions(module), layout.seen)
     gap = float((ours - theirs).abs().max())
     bound = (1e-4 if out.weight.dtype in (torch.float32, torch.float64) else 0.05) * max(1.0, float(theirs.abs().max()))
     if not gap <= bound:
         raise EngineError(
-            f"{type(module).__name__}: its logits differ from head(decoder(ids)) by {gap:.3g} (bound {bound:.3g}), so it does something "
-            "between "
-            f"decoder and logits that posttrain does not know. Use another architecture, or add its scale or cap to `SCALES` in {__name__}"
+            f"{type(module).__name__}: its logits differ from head(decoder(ids)) by {gap:.3g} (bound {bound:.3g}), so"
+            " it does something between decoder and logits that posttrain does not know. Use another architecture, or"
+            f" add its scale or cap to `SCALES` in {__name__}"
         )
     return gap

@@ -1,8 +1,9 @@
-"""Noise that a model adds while it trains is silenced at load: learner, reference and sampler must be the same function.
+"""Noise that a model adds while it trains is silenced at load: learner, reference and sampler must be the same
+function.
 
-Dropout is set to 0 by its config. What else draws random numbers in training mode (a router's jitter, whole layers dropped) is found by
-what a module does, not by its name: it moves a random generator. It is kept in evaluation mode from then on, and its children are
-not, so that `.train()` still means what else it means (activation checkpointing).
+Dropout is set to 0 by its config. What else draws random numbers in training mode (a router's jitter, whole layers
+dropped) is found by what a module does, not by its name: it moves a random generator. It is kept in evaluation mode
+from then on, and its children are not, so that `.train()` still means what else it means (activation checkpointing).
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
     First the modules that draw themselves; where one asks a child whether it trains, all of it.
 
     Raises:
-        EngineError: by name, where something stays random, or computes something else in training mode than in evaluation.
+        EngineError: by name, where something stays random, or computes something else in training mode than in
+            evaluation.
     """
     found: dict[str, nn.Module] = {}
     with _generators_kept(module), torch.enable_grad():
@@ -45,13 +47,14 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
                 break
         if still := _drawing(module, out):
             raise EngineError(
-                f"{_named(still)} draws random numbers in training mode, and in evaluation mode too: sampler and learner would differ. "
-                "Switch this noise off in the model's config.json, or use another architecture"
+                f"{_named(still)} draws random numbers in training mode, and in evaluation mode too: sampler and"
+                " learner would differ. Switch this noise off in the model's config.json, or use another architecture"
             )
         _check_same(module, out)
     module.eval()
     return [
-        f"{_named(found)} adds noise while training and is kept in evaluation mode: sampler and learner must be the same function"
+        f"{_named(found)} adds noise while training and is kept in evaluation mode: sampler and learner must be the"
+        " same function"
     ] * bool(found)
 
 
@@ -95,7 +98,11 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
         blame()
         running.pop()
 
-    hooks = [hook for part in module.modules() for hook in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))]
+    hooks = [
+        hook
+        for part in module.modules()
+        for hook in (part.register_forward_pre_hook(enter), part.register_forward_hook(leave))
+    ]
     module.train()
     try:
         _run(module, out)
@@ -116,13 +123,19 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
         with _trail(module) as trail:
             passes.append(_run(module, out))
         trails.append(trail)
-    bound = (1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05) * max(1.0, float(passes[-1].abs().max()))
+    bound = (1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05) * max(
+        1.0, float(passes[-1].abs().max())
+    )
     for which, hidden in enumerate(passes[:-1]):
         if not float((hidden - passes[-1]).abs().max()) <= bound:
-            first = next((a for a, b in zip(trails[which], trails[-1], strict=False) if not torch.equal(a[1], b[1])), ("the model", hidden))
+            first = next(
+                (a for a, b in zip(trails[which], trails[-1], strict=False) if not torch.equal(a[1], b[1])),
+                ("the model", hidden),
+            )
             raise EngineError(
-                f"{first[0]} of {type(module).__name__} computes something else in training mode than in evaluation: sampler and learner would "
-                "differ. Switch this off in the model's config.json, or use another architecture"
+                f"{first[0]} of {type(module).__name__} computes something else in training mode than in evaluation:"
+                " sampler and learner would differ. Switch this off in the model's config.json, or use another"
+                " architecture"
             )
 
 
@@ -171,5 +184,8 @@ def _named(parts: dict[str, nn.Module]) -> str:
     kinds: dict[str, list[str]] = {}
     for name, part in parts.items():
         kinds.setdefault(type(part).__name__, []).append(name or "the whole model")
-    told = (f"{kind} ({f'{len(names)} modules, first ' if len(names) > 1 else ''}{names[0]})" for kind, names in kinds.items())
+    told = (
+        f"{kind} ({f'{len(names)} modules, first ' if len(names) > 1 else ''}{names[0]})"
+        for kind, names in kinds.items()
+    )
     return " and ".join(told)

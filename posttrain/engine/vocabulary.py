@@ -1,6 +1,7 @@
 """Tokenizers made on the spot: one token a character for the tiny models, and trained ones of every common family.
 
-All are `PreTrainedTokenizerFast` with `<eos>` and a `<pad>` that is never the same token, and save and load like any other.
+All are `PreTrainedTokenizerFast` with `<eos>` and a `<pad>` that is never the same token, and save and load like any
+other.
 """
 
 from __future__ import annotations
@@ -26,7 +27,10 @@ def characters(alphabet: str) -> PreTrainedTokenizerFast:
     """
     if not alphabet or len(set(alphabet)) != len(alphabet):
         twice = sorted({c for c in alphabet if alphabet.count(c) > 1})
-        raise ConfigError(f"an alphabet lists every character once, and at least one: got {len(alphabet)} characters, repeated {twice}")
+        raise ConfigError(
+            f"an alphabet lists every character once, and at least one: got {len(alphabet)} characters, repeated"
+            f" {twice}"
+        )
     core = Tokenizer(models.WordLevel({token: i for i, token in enumerate([*alphabet, EOS, PAD])}))
     core.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     core.decoder = decoders.Fuse()
@@ -49,7 +53,8 @@ def train_byte_level(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast
     core.decoder = decoders.ByteLevel()
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=[EOS, PAD], initial_alphabet=letters, show_progress=False)
+        texts,
+        trainers.BpeTrainer(vocab_size=size, special_tokens=[EOS, PAD], initial_alphabet=letters, show_progress=False),
     )
     return wrap(core)
 
@@ -58,7 +63,9 @@ def train_bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
     """BPE over characters with `▁` for spaces and bytes for the unseen (Llama 2, Gemma) with at most `size` tokens."""
     core = Tokenizer(models.BPE(byte_fallback=True))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
-    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never"), decoders.Fuse()])
+    core.decoder = decoders.Sequence(
+        [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="never"), decoders.Fuse()]
+    )
     special = [EOS, PAD, *(f"<0x{b:02X}>" for b in range(256))]
     core.train_from_iterator(texts, trainers.BpeTrainer(vocab_size=size, special_tokens=special, show_progress=False))
     return wrap(_plain_bytes(core))
@@ -70,13 +77,18 @@ def train_unigram(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     core.decoder = decoders.Metaspace(prepend_scheme="never")
     core.train_from_iterator(
-        texts, trainers.UnigramTrainer(vocab_size=size, special_tokens=["<unk>", EOS, PAD], unk_token="<unk>", show_progress=False)
+        texts,
+        trainers.UnigramTrainer(
+            vocab_size=size, special_tokens=["<unk>", EOS, PAD], unk_token="<unk>", show_progress=False
+        ),
     )
     return wrap(core)
 
 
 def wrap(core: Tokenizer) -> PreTrainedTokenizerFast:
-    return PreTrainedTokenizerFast(tokenizer_object=core, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, eos_token=EOS, pad_token=PAD, clean_up_tokenization_spaces=False
+    )
 
 
 def _plain_bytes(core: Tokenizer) -> Tokenizer:

@@ -1,9 +1,10 @@
-"""A chat template, rendered turn by turn: what it writes between two turns of the policy, and whether it lets that be appended.
+"""A chat template, rendered turn by turn: what it writes between two turns of the policy, and whether it lets that be
+appended.
 
 What the policy said stays as its own tokens, so only the text *after* its turn is asked of the template: the end of the
 turn, the new messages, the next generation prompt. That can be appended where the template writes everything before
-as it did before. `Chat.proof` finds out by trying, for the turns that matter: plain ones, reasoning, tool calls. Where it
-holds, the words of the policy never pass through the template at all (`Chat.between`), so no word can upset it.
+as it did before. `Chat.proof` finds out by trying, for the turns that matter: plain ones, reasoning, tool calls. Where
+it holds, the words of the policy never pass through the template at all (`Chat.between`), so no word can upset it.
 """
 
 from __future__ import annotations
@@ -15,11 +16,14 @@ from typing import Any, Protocol
 from posttrain.core.errors import DataError, PosttrainError
 from posttrain.core.types import Message
 from posttrain.environment import templates
-from posttrain.environment.calling.parse import FORMATS, THOUGHTS, Parsed, ToolCall, parse
+from posttrain.verifier.calling.parse import FORMATS, THOUGHTS, Parsed, ToolCall, parse
 
 PROBE = "ok"
 """Stands for the assistant's turn when asking a template what it writes after one."""
-MARKS = "ok # one\n\n* two | three <x>four</x> {5} [6] https://a.b/c \\d \"e\" 'f' $g$ `h` --- i: j; (k) ~ @l 100% & m+n=o ^ p_q ?"
+MARKS = (
+    "ok # one\n\n* two | three <x>four</x> {5} [6] https://a.b/c \\d \"e\" 'f' $g$ `h` --- i: j; (k) ~ @l 100% & m+n=o"
+    " ^ p_q ?"
+)
 """A turn with all that a template might cut at."""
 THOUGHT, THOUGHT_ON = "<think>\nwhy\n</think>\n\nok", "why\n</think>\n\nok"
 """A turn with reasoning, as most families write it; and where the prompt has opened the thought."""
@@ -35,7 +39,11 @@ WEATHER: dict[str, Any] = {
     "function": {
         "name": "probe_tool",
         "description": "Looks something up.",
-        "parameters": {"type": "object", "properties": {"city": {"type": "string", "description": "where"}}, "required": ["city"]},
+        "parameters": {
+            "type": "object",
+            "properties": {"city": {"type": "string", "description": "where"}},
+            "required": ["city"],
+        },
     },
 }
 """A tool for probing templates."""
@@ -48,7 +56,9 @@ class Templated(Protocol):
 
     chat_template: Any
 
-    def apply_chat_template(self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool, **more: Any) -> str: ...
+    def apply_chat_template(
+        self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool, **more: Any
+    ) -> str: ...
 
 
 @dataclass(frozen=True)
@@ -60,14 +70,15 @@ class After:
 
 
 SHIELD = "\ufdd0"
-"""Cuts a special token's name, where somebody wrote it as text, so that it is not read as that token. Unicode has no such character."""
+"""Cuts a special token's name, where somebody wrote it as text, so that it is not read as that token. Unicode has no
+such character."""
 
 
 class Chat:
     """One template.
 
-    What users, tools and systems wrote is text, whatever it looks like: the names of special tokens in it are cut by `SHIELD`,
-    at which `Renderer.encode` cuts as well.
+    What users, tools and systems wrote is text, whatever it looks like: the names of special tokens in it are cut by
+    `SHIELD`, at which `Renderer.encode` cuts as well.
 
     Args:
         tokenizer: with a chat template.
@@ -77,7 +88,9 @@ class Chat:
     def __init__(self, tokenizer: Templated, stops: Sequence[str]) -> None:
         self._tokenizer = tokenizer
         self._stops = tuple(stops)
-        self._specials = sorted((t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1), key=len, reverse=True)
+        self._specials = sorted(
+            (t for t in getattr(tokenizer, "all_special_tokens", ()) if len(t) > 1), key=len, reverse=True
+        )
         self._format: str | bool | None = False
         self._arguments: Any = {"city": "a b"}
         """Of a probing call, as an object or, for templates that want it so, as JSON."""
@@ -86,18 +99,24 @@ class Chat:
         """Turns with reasoning as this template knows it; others write it like any text."""
 
     def render(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
-        """Messages through the template; DataError where there is none or it refuses, LimitError where it does not end."""
+        """Messages through the template; DataError where there is none or it refuses, LimitError where it does not
+        end."""
         if not self._tokenizer.chat_template:
             raise DataError(
-                "the prompt is a list of messages, but this tokenizer has no chat template: give text prompts, or a model whose tokenizer has one"
+                "the prompt is a list of messages, but this tokenizer has no chat template: give text prompts, or a"
+                " model whose tokenizer has one"
             )
         try:
-            return templates.apply(self._tokenizer, [self._shielded(m) for m in messages], generate=generate, tools=tools)
+            return templates.apply(
+                self._tokenizer, [self._shielded(m) for m in messages], generate=generate, tools=tools
+            )
         except PosttrainError:
             raise
         except Exception as error:
             told = str(error) if isinstance(error, templates.RefusedError) else f"{type(error).__name__}: {error}"
-            raise DataError(f"the chat template refused messages with roles {[m['role'] for m in messages]}: {told}") from error
+            raise DataError(
+                f"the chat template refused messages with roles {[m['role'] for m in messages]}: {told}"
+            ) from error
 
     def _shielded(self, message: Message) -> Message:
         text = message.get("content")
@@ -108,7 +127,8 @@ class Chat:
         return Message(**{**message, "content": text})
 
     def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> After:
-        """What the template writes after any assistant's turn when `new` messages follow, and a turn that stands for it.
+        """What the template writes after any assistant's turn when `new` messages follow, and a turn that stands for
+        it.
 
         Raises:
             DataError: the template refuses the messages.
@@ -117,7 +137,9 @@ class Chat:
         problems: list[DataError] = []
         for calls in _call_counts(new):
             try:
-                return After(self._suffix(history, before, new, calls, tools), self._turn("" if calls else PROBE, calls, new))
+                return After(
+                    self._suffix(history, before, new, calls, tools), self._turn("" if calls else PROBE, calls, new)
+                )
             except DataError as error:
                 problems.append(error)
         raise problems[0]
@@ -131,7 +153,11 @@ class Chat:
         before = self.render(history, generate=True, tools=tools)
         problems: list[DataError] = []
         for calls in _call_counts(new):
-            for turn in [self._turn(said, calls, new)] if calls else [Message(role="assistant", content=said), self._structured(said)]:
+            for turn in (
+                [self._turn(said, calls, new)]
+                if calls
+                else [Message(role="assistant", content=said), self._structured(said)]
+            ):
                 try:
                     text = self._suffix(history, before, new, calls, tools)
                     whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
@@ -165,16 +191,23 @@ class Chat:
     def _suffix(self, history: Sequence[Message], before: str, new: Sequence[Message], calls: int, tools: Tools) -> str:
         """The text behind a turn, from a turn whose words are known: a probe, or as many calls as `new` answers."""
         if calls:
-            return self._behind(history, before, [self._turn(said, calls, new) for said in ("", *self._reasoned)], new, tools)
+            return self._behind(
+                history, before, [self._turn(said, calls, new) for said in ("", *self._reasoned)], new, tools
+            )
         for content in (PROBE, THOUGHT, THOUGHT_ON):
-            whole = self.render([*history, Message(role="assistant", content=content), *new], generate=bool(new), tools=tools)
+            whole = self.render(
+                [*history, Message(role="assistant", content=content), *new], generate=bool(new), tools=tools
+            )
             if whole.startswith(before) and (rest := whole[len(before) :].lstrip()).startswith(content):
                 return rest[len(content) :]
         return self._behind(history, before, [Message(role="assistant", content=PROBE)], new, tools)
 
-    def _behind(self, history: Sequence[Message], before: str, turns: Sequence[Message], new: Sequence[Message], tools: Tools) -> str:
-        """The text from the end of a turn on whose words the template chooses: it ends with the last stop token. The first of `turns`
-        that is written alike with and without `new` serves; some templates give a last turn without reasoning an empty thought."""
+    def _behind(
+        self, history: Sequence[Message], before: str, turns: Sequence[Message], new: Sequence[Message], tools: Tools
+    ) -> str:
+        """The text from the end of a turn on whose words the template chooses: it ends with the last stop token. The
+        first of `turns` that is written alike with and without `new` serves; some templates give a last turn without
+        reasoning an empty thought."""
         problem = ""
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
@@ -183,31 +216,45 @@ class Chat:
             if at >= 0 and whole.startswith(before) and whole.startswith(alone[:at]):
                 return whole[at:]
             if at < 0:
-                problem = problem or f"the chat template ends an assistant's turn with none of the stop tokens {', '.join(self._stops)}"
+                problem = (
+                    problem
+                    or f"the chat template ends an assistant's turn with none of the stop tokens {', '.join(self._stops)}"
+                )
             else:
-                problem = problem or (_differs(alone[:at], whole) if whole.startswith(before) else _differs(before, whole))
+                problem = problem or (
+                    _differs(alone[:at], whole) if whole.startswith(before) else _differs(before, whole)
+                )
         raise DataError(problem)
 
     def _keeps(self, before: str, whole: str, said: str, calls: int, new: Sequence[Message]) -> None:
-        """Everything the policy saw, and what it said, is still there. White space around and inside its turn may differ; of a turn
-        of calls only the reasoning is looked for, because the calls stand there in the template's own words."""
+        """Everything the policy saw, and what it said, is still there. White space around and inside its turn may
+        differ; of a turn of calls only the reasoning is looked for, because the calls stand there in the template's own
+        words."""
         if not whole.startswith(before):
             raise DataError(_differs(before, whole))
         rest = _squeezed(whole[len(before) :])
-        kept = rest.startswith(_squeezed(said)) if not calls else not self._reasoned or _squeezed(self._parsed(said).reasoning) in rest
+        kept = (
+            rest.startswith(_squeezed(said))
+            if not calls
+            else not self._reasoned or _squeezed(self._parsed(said).reasoning) in rest
+        )
         if not kept:
             follow = new[0]["role"] if new else "nothing"
             raise DataError(
-                f"{REWRITES} (a turn that said {said[:60]!r} is written as {whole[len(before) :][:60]!r} once a {follow} message follows)"
+                f"{REWRITES} (a turn that said {said[:60]!r} is written as {whole[len(before) :][:60]!r} once a"
+                f" {follow} message follows)"
             )
 
     def _turn(self, said: str, calls: int, new: Sequence[Message]) -> Message:
-        """An assistant's turn as a template takes it: its own words, or, where calls are answered, its parts. The calls only stand for
-        those that the policy wrote."""
+        """An assistant's turn as a template takes it: its own words, or, where calls are answered, its parts. The calls
+        only stand for those that the policy wrote."""
         if not calls:
             return Message(role="assistant", content=said)
         ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
-        listed = [{"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}} for i in ids[:calls]]
+        listed = [
+            {"id": i, "type": "function", "function": {"name": "probe_tool", "arguments": self._arguments}}
+            for i in ids[:calls]
+        ]
         turn = self._structured(said)
         turn["tool_calls"] = listed
         return turn
@@ -223,24 +270,30 @@ class Chat:
             turn["reasoning_content"] = turn["thinking"] = parts.reasoning
         return turn
 
-    # --- what a template does, found by trying ---------------------------------------------------------------------------
+    # --- what a template does, found by trying ------------------------------------------------------------------------
 
     def proof(self, follow: str, *, turns: int = 3, tools: Tools = ()) -> str:
-        """Why conversations in which `follow` messages (user or tool) answer the policy cannot be one growing sequence; '' where
-        they can: after plain turns and after reasoning, several times over."""
+        """Why conversations in which `follow` messages (user or tool) answer the policy cannot be one growing sequence;
+        '' where they can: after plain turns and after reasoning, several times over."""
         tools = tools or ([WEATHER] if follow == "tool" else [])
         start = [Message(role="user", content="hi")]
         try:
-            opened = self.render(start, generate=True, tools=tools).rstrip().endswith(tuple(begin for begin, _ in THOUGHTS))
+            opened = (
+                self.render(start, generate=True, tools=tools).rstrip().endswith(tuple(begin for begin, _ in THOUGHTS))
+            )
             plain = self._canonical(start, tools)
             for said in [THOUGHT_ON] if opened else [plain, plain.replace(PROBE, MARKS), *self._reasoned]:
                 history = start
                 for number in range(turns):
                     new = [_answer(follow, number)]
                     found = self.after(history, said, new, tools)
-                    if found != self.after(history, said, new, tools) or found.text != self.between(history, new, tools).text:
+                    if (
+                        found != self.after(history, said, new, tools)
+                        or found.text != self.between(history, new, tools).text
+                    ):
                         return (
-                            "the chat template writes the same messages in two ways (the time of day?), so nothing can be proved about it"
+                            "the chat template writes the same messages in two ways (the time of day?), so nothing can"
+                            " be proved about it"
                         )
                     history = [*history, found.turn, *new]
         except DataError as error:
@@ -252,11 +305,16 @@ class Chat:
         before = self.render(history, generate=True, tools=tools)
         alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
         at = max((alone.rfind(s, len(_common(before, alone))) for s in self._stops), default=-1)
-        return alone[len(before) : at].strip() if alone.startswith(before) and PROBE in alone[len(before) : max(at, 0)] else PROBE
+        return (
+            alone[len(before) : at].strip()
+            if alone.startswith(before) and PROBE in alone[len(before) : max(at, 0)]
+            else PROBE
+        )
 
     @property
     def format(self) -> str | None:
-        """The format of `calling.FORMATS` in which this template writes tool calls; None where it writes none we read."""
+        """The format of `calling.FORMATS` in which this template writes tool calls; None where it writes none we
+        read."""
         if self._format is False:
             self._format = self._find_format()
         return self._format or None  # type: ignore[return-value]
@@ -290,15 +348,19 @@ class Chat:
 
 
 REWRITES = (
-    "this chat template rewrites history: with a further message it no longer writes the earlier turns as the policy saw them, so several turns "
-    "cannot be one token sequence. Set model.history=rewrite (each turn is then a sequence of its own), or use a template that only appends"
+    "this chat template rewrites history: with a further message it no longer writes the earlier turns as the policy"
+    " saw them, so several turns cannot be one token sequence. Set model.history=rewrite (each turn is then a sequence"
+    " of its own), or use a template that only appends"
 )
 
 
 def _differs(before: str, whole: str) -> str:
     """REWRITES with the place where two renderings part."""
     at = len(_common(before, whole))
-    return f"{REWRITES} (it wrote ...{before[max(0, at - 20) : at + 40]!r}, and then ...{whole[max(0, at - 20) : at + 40]!r})"
+    return (
+        f"{REWRITES} (it wrote ...{before[max(0, at - 20) : at + 40]!r}, and then"
+        f" ...{whole[max(0, at - 20) : at + 40]!r})"
+    )
 
 
 def _common(a: str, b: str) -> str:

@@ -1,4 +1,5 @@
-"""Arithmetic a policy writes, evaluated exactly by a parser of our own: never `eval`, and bounded in every direction."""
+"""Arithmetic a policy writes, evaluated exactly by a parser of our own: never `eval`, and bounded in every
+direction."""
 
 from __future__ import annotations
 
@@ -37,7 +38,7 @@ def evaluate(text: str) -> Expression:
     """
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"more than {MAX_CHARACTERS} characters")
-    parser = _Parser(_tokens(text.translate(_SPELLINGS)))
+    parser = _ExpressionParser(_tokens(text.translate(_SPELLINGS)))
     value = parser.sum(0)
     if parser.next is not None:
         raise ExpressionError(f"unexpected {parser.next!r}")
@@ -58,7 +59,7 @@ def _tokens(text: str) -> list[str]:
     return tokens
 
 
-class _Parser:
+class _ExpressionParser:
     """Recursive descent: sum -> product -> factor."""
 
     def __init__(self, tokens: list[str]) -> None:

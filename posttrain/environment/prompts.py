@@ -19,10 +19,10 @@ from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
 from posttrain.core.types import Gauges, Message, Stop, Task, merge
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.reward import Checked, sources
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.loop import Loop
-from posttrain.environment.tools.offered import Offered
+from posttrain.environment.tools.offered import OfferedTools
+from posttrain.verifier.functions import Checked, sources
 
 HELDOUT_SHARE = 5
 """At most one in this many distinct prompts is held out, however many were asked for."""
@@ -34,7 +34,7 @@ Place = str
 
 
 @dataclass(frozen=True)
-class Row:
+class PromptRow:
     """One checked row of the user's data. `key` is the digest of its prompt."""
 
     task: Task
@@ -62,11 +62,11 @@ class PromptsEnv(SingleTurn):
     split: str = "train"
     """Which split of a data set with several."""
     tools: str = ""
-    """Tools of every episode, with commas between: calculator, python, files, database, store. Rewards see the world they leave as
-    `state`."""
+    """Tools of every episode, with commas between: calculator, python, files, database, store. Rewards see the world
+    they leave as `state`."""
     turns: int = 8
     """With tools: most turns of the policy, the answer included."""
-    rows: tuple[Row, ...] = field(default=(), repr=False)
+    rows: tuple[PromptRow, ...] = field(default=(), repr=False)
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -81,7 +81,10 @@ class PromptsEnv(SingleTurn):
         """The prompts with the smallest digests."""
         distinct = sorted({r.key for r in self.rows})
         if self.heldout_count and len(distinct) == 1:
-            raise ConfigError("there is one distinct prompt, so none can be held out: set env.heldout=0 to train on it without evaluation")
+            raise ConfigError(
+                "there is one distinct prompt, so none can be held out: set env.heldout=0 to train on it without"
+                " evaluation"
+            )
         return frozenset(distinct[: min(self.heldout_count, max(1, len(distinct) // HELDOUT_SHARE))])
 
     @cached_property
@@ -107,8 +110,8 @@ class PromptsEnv(SingleTurn):
                 self._offered.check(row.task)
 
     @cached_property
-    def _offered(self) -> Offered | None:
-        return Offered.of(self.tools, self.sandbox, self.limits.tool_seconds) if self.tools else None
+    def _offered(self) -> OfferedTools | None:
+        return OfferedTools.of(self.tools, self.sandbox, self.limits.tool_seconds) if self.tools else None
 
     @property
     def contained(self) -> tuple[str, ...]:
@@ -174,7 +177,9 @@ class PromptsEnv(SingleTurn):
         """`completion` where the data has any."""
         return ("completion",) if self._completions else ()
 
-    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str | tuple[Message, ...], str]:
+    def demonstrate(
+        self, task: Task, style: str, rng: np.random.Generator, wrong: float
+    ) -> tuple[str | tuple[Message, ...], str]:
         """The row's own completion. There are no false ones, so `wrong` must be 0."""
         if style not in self.styles:
             absent = f"the data has no column {self.completion_column!r} (env.args.completion_column)"
@@ -183,7 +188,10 @@ class PromptsEnv(SingleTurn):
         if wrong:
             raise ConfigError(f"wrong={wrong}: your data has only its own completions; set wrong=0")
         if task.id not in self._completions:
-            raise DataError(f"task {task.id!r} has no completion to imitate; give every row one, or train on a file of those that have it")
+            raise DataError(
+                f"task {task.id!r} has no completion to imitate; give every row one, or train on a file of those that"
+                " have it"
+            )
         return task.prompt, self._completions[task.id]
 
 
@@ -192,7 +200,10 @@ def read_tasks(config: Env, args: Mapping[str, Any], seed: int) -> PromptsEnv:
     if not config.prompts:
         raise ConfigError("env.name='prompts' needs env.prompts: a JSONL file, or a data set (local folder or hub id)")
     if not config.rewards:
-        raise ConfigError("env.name='prompts' needs env.rewards: path.py:function, or a built-in (exact, last_integer, contains, math)")
+        raise ConfigError(
+            "env.name='prompts' needs env.rewards: path.py:function, or a built-in (exact, last_integer, contains,"
+            " math)"
+        )
     shape = PromptsEnv(**args)
     rows = read(config.prompts, shape)
     rewards = sources(config.rewards, where=config.sandbox)
@@ -202,18 +213,18 @@ def read_tasks(config: Env, args: Mapping[str, Any], seed: int) -> PromptsEnv:
     return PromptsEnv(**args, **own, rewards=rewards, rows=rows)
 
 
-def read(path: str, columns: PromptsEnv | None = None) -> tuple[Row, ...]:
+def read(path: str, columns: PromptsEnv | None = None) -> tuple[PromptRow, ...]:
     """All rows of a JSONL or JSON file, a parquet file, a saved data set, or one on the hub.
 
     Raises:
-        DataError: with the place: not JSON, not text, a missing or empty prompt, a wrong type, a key or an id given twice, one prompt
-            with two answers, no rows.
+        DataError: with the place: not JSON, not text, a missing or empty prompt, a wrong type, a key or an id given
+            twice, one prompt with two answers, no rows.
     """
     columns = columns or PromptsEnv()
-    rows: list[Row] = []
+    rows: list[PromptRow] = []
     given: dict[str, Place] = {}
     repeats: dict[str, int] = {}
-    answered: dict[str, Row] = {}
+    answered: dict[str, PromptRow] = {}
     for place, data in _source(path, columns.split):
         row = _row(place, data, columns)
         if row.task.answer is not None:
@@ -225,7 +236,8 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[Row, ...]:
             row = replace(row, task=replace(row.task, id=name))
         if name in given:
             raise DataError(
-                f"{place}: id {name!r} was already given at {given[name]}; ids must differ (or leave the column out, and ids are made)"
+                f"{place}: id {name!r} was already given at {given[name]}; ids must differ (or leave the column out,"
+                " and ids are made)"
             )
         given[name] = place
         rows.append(row)
@@ -234,7 +246,7 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[Row, ...]:
     return tuple(rows)
 
 
-def _check(source: Checked, rows: Sequence[Row]) -> None:
+def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
     """What a reward says against the tasks, with the place of the first it says it of."""
     try:
         source.check([r.task for r in rows])
@@ -256,23 +268,29 @@ def placed(place: Place) -> Iterator[None]:
         raise type(error)(f"{place}: {error}") from error
 
 
-def _same_answer(first: Row, row: Row, column: str) -> None:
-    """DataError where a prompt was answered otherwise before: whatever the policy says, one of the two would call it wrong."""
+def _same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
+    """DataError where a prompt was answered otherwise before: whatever the policy says, one of the two would call it
+    wrong."""
     one, other = first.task.answer, row.task.answer
     if one != other and str(one) != str(other):
         raise DataError(
-            f"{row.place}: {column!r} is {other!r:.80}, and the same prompt has {one!r:.80} at {first.place}: one of the two would score "
-            "every policy wrong. Keep one row, or give a list of answers and a reward that takes any of them"
+            f"{row.place}: {column!r} is {other!r:.80}, and the same prompt has {one!r:.80} at {first.place}: one of"
+            " the two would score every policy wrong. Keep one row, or give a list of answers and a reward that takes"
+            " any of them"
         )
 
 
 def digest(prompt: str | Sequence[Message]) -> str:
     """16 hex digits of a prompt: equal prompts have equal ones, and nothing else enters."""
-    text = prompt if isinstance(prompt, str) else json.dumps([[m["role"], m["content"]] for m in prompt], ensure_ascii=True)
+    text = (
+        prompt
+        if isinstance(prompt, str)
+        else json.dumps([[m["role"], m["content"]] for m in prompt], ensure_ascii=True)
+    )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
 
-def _row(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> Row:
+def _row(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> PromptRow:
     """One row, checked."""
     prompt, completion = _prompt(place, data, c)
     if (written := data.get(c.completion_column)) is not None:
@@ -284,9 +302,16 @@ def _row(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> Row:
     answer = data.get(c.answer_column)
     if answer is not None and not isinstance(answer, str | int | float | bool | list):
         raise DataError(f"{place}: {c.answer_column!r} is {_kind(answer)}, wanted text, a number or a list")
-    if strange := [a for a in (answer if isinstance(answer, list) else [answer]) if isinstance(a, float) and not math.isfinite(a)]:
-        raise DataError(f"{place}: {c.answer_column!r} is {strange[0]}, which nothing equals; leave the row out, or give it its answer")
-    return Row(Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info), completion, digest(prompt), place)
+    if strange := [
+        a for a in (answer if isinstance(answer, list) else [answer]) if isinstance(a, float) and not math.isfinite(a)
+    ]:
+        raise DataError(
+            f"{place}: {c.answer_column!r} is {strange[0]}, which nothing equals; leave the row out, or give it its"
+            " answer"
+        )
+    return PromptRow(
+        Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info), completion, digest(prompt), place
+    )
 
 
 def _id(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> str:
@@ -304,7 +329,9 @@ def _prompt(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> tuple[str |
     if value is None:
         have = sorted(k for k, v in data.items() if v is not None)
         hint = nearest(c.prompt_column, have) if have else "the row is empty"
-        raise DataError(f"{place}: no column {c.prompt_column!r} (env.args.prompt_column) nor {c.messages_column!r}: {hint}")
+        raise DataError(
+            f"{place}: no column {c.prompt_column!r} (env.args.prompt_column) nor {c.messages_column!r}: {hint}"
+        )
     if isinstance(value, str):
         if not value.strip():
             raise DataError(f"{place}: {column!r} is empty")
@@ -328,7 +355,9 @@ def _message(place: Place, column: str, index: int, value: Any) -> Message:
         if not isinstance(value.get(part), str):
             raise DataError(f"{where}: {part!r} is {_kind(value.get(part))}, wanted text")
     if value["role"] not in ROLES:
-        raise DataError(f"{where} has role {value['role']!r}, which chat templates do not know: {nearest(value['role'], ROLES)}")
+        raise DataError(
+            f"{where} has role {value['role']!r}, which chat templates do not know: {nearest(value['role'], ROLES)}"
+        )
     extra = sorted(k for k, v in value.items() if v is not None and k not in ("role", "content"))
     if extra:
         raise DataError(f"{where} has {extra[0]!r}; messages are role and content only")
@@ -348,7 +377,9 @@ def _text(place: Place, column: str, value: str) -> str:
     try:
         value.encode()
     except UnicodeEncodeError as error:
-        raise DataError(f"{place}: {column!r} has half of a surrogate pair at character {error.start}, which is no text") from None
+        raise DataError(
+            f"{place}: {column!r} has half of a surrogate pair at character {error.start}, which is no text"
+        ) from None
     return value
 
 
@@ -363,7 +394,9 @@ def _kind(value: Any) -> str:
         dict: "an object",
     }
     return (
-        f"empty {names[type(value)]}" if value in ("", []) and not isinstance(value, bool) else names.get(type(value), type(value).__name__)
+        f"empty {names[type(value)]}"
+        if value in ("", []) and not isinstance(value, bool)
+        else names.get(type(value), type(value).__name__)
     )
 
 
@@ -384,6 +417,10 @@ def _source(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
         return tables.saved(path, split)
     if there:
         return tables.parquet(file) if file.suffix == ".parquet" else tables.json_rows(file)
-    if file.suffix in (".jsonl", ".json", ".parquet", ".ndjson") or path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if (
+        file.suffix in (".jsonl", ".json", ".parquet", ".ndjson")
+        or path.startswith((".", "/", "~"))
+        or path.count("/") > 1
+    ):
         raise DataError(f"no such file or folder: {path}")
     return tables.hub(path, split)

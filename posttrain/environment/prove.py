@@ -1,4 +1,5 @@
-"""Does an environment mean what it says? One function, run by the tests of every gallery task and by the command line."""
+"""Does an environment mean what it says? One function, run by the tests of every gallery task and by the command
+line."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from posttrain.core.seeds import generator
 from posttrain.core.types import Task
 from posttrain.core.verdict import outcome
 from posttrain.environment.prompts import PromptsEnv
-from posttrain.environment.script import judged
+from posttrain.environment.scripted import judged
 from posttrain.environment.single import SingleTurn
 
 
@@ -29,8 +30,8 @@ class Check:
 async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     """Check a task's own verifier and split, on all held-out tasks and `samples` training tasks.
 
-    Gold answers earn 1; distractors and silence earn 0 (less than 1 where the verifier pays parts); no constant answer earns
-    more than the most common answer's share plus 0.02; and all `claims`. Rewards added by the user are left out.
+    Gold answers earn 1; distractors and silence earn 0 (less than 1 where the verifier pays parts); no constant answer
+    earns more than the most common answer's share plus 0.02; and all `claims`. Rewards added by the user are left out.
     """
     env = replace(env, rewards=())
     held, train = [t for t in env.heldout if env.knows_gold(t)], [t for t in _train(env, 200) if env.knows_gold(t)]
@@ -38,16 +39,21 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     return (
         await _scores("gold scores 1", env, held, [env.gold(t) for t in held], lambda r: r == 1.0),
         await _scores("gold scores 1 in training", env, train, [env.gold(t) for t in train], lambda r: r == 1.0),
-        await _scores("distractor scores 0", env, held, [env.distractor(t) for t in held], lambda r: r == 0.0 or r < most),
-        await _scores("silence scores 0", env, held, [("",) * len(env.gold(t)) for t in held], lambda r: r == 0.0 or r < most),
+        await _scores(
+            "distractor scores 0", env, held, [env.distractor(t) for t in held], lambda r: r == 0.0 or r < most
+        ),
+        await _scores(
+            "silence scores 0", env, held, [("",) * len(env.gold(t)) for t in held], lambda r: r == 0.0 or r < most
+        ),
         await _constant(env, held),
         *await claims(env, samples),
     )
 
 
 async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
-    """What an environment says of its tasks, whatever its verifier: held-out tasks are distinct and no training task equals one;
-    tasks are a function of the seed; the alphabet covers what is written; demonstrations are right, or wrong, as asked."""
+    """What an environment says of its tasks, whatever its verifier: held-out tasks are distinct and no training task
+    equals one; tasks are a function of the seed; the alphabet covers what is written; demonstrations are right, or
+    wrong, as asked."""
     held, train = list(env.heldout), _train(env, samples)
     styles = [] if isinstance(env, PromptsEnv) else getattr(env, "styles", ())
     bare = replace(env, rewards=())
@@ -112,29 +118,43 @@ def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> C
     return Check(
         "held-out is disjoint from train",
         not both,
-        f"{len(train)} training tasks, {len(both)} of them held out" + (f", such as {both[0].prompt!r}" if both else ""),
+        f"{len(train)} training tasks, {len(both)} of them held out"
+        + (f", such as {both[0].prompt!r}" if both else ""),
         "held-out accuracy would measure memory: draw training tasks again where key() is that of a held-out one",
     )
 
 
 def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> Check:
     again, other = replace(env), replace(env, seed=env.seed + 1)
-    same = list(again.heldout) == list(held) == list(other.heldout) and [again.train.task(i) for i in range(len(train))] == list(train)
+    same = list(again.heldout) == list(held) == list(other.heldout) and [
+        again.train.task(i) for i in range(len(train))
+    ] == list(train)
     moved = env.train.count is not None or [other.train.task(i) for i in range(len(train))] != list(train)
     return Check(
         "tasks are a function of the seed",
         same and moved,
         f"repeated: {same}; training differs under another seed: {moved}",
-        "make task i from posttrain.core.seeds.generator(self.seed, name, i) alone, and held-out tasks from HELDOUT_SEED",
+        "make task i from posttrain.core.seeds.generator(self.seed, name, i) alone, and held-out tasks from"
+        " HELDOUT_SEED",
     )
 
 
 def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
     written = {
-        c for t in tasks if env.knows_gold(t) for text in (t.prompt, *env.gold(t), *_false(env, t)) if isinstance(text, str) for c in text
+        c
+        for t in tasks
+        if env.knows_gold(t)
+        for text in (t.prompt, *env.gold(t), *_false(env, t))
+        if isinstance(text, str)
+        for c in text
     }
     outside = "".join(sorted(written - set(env.alphabet)))
-    return Check("the alphabet covers prompts and answers", not outside, f"outside: {outside!r}", "add these characters to alphabet()")
+    return Check(
+        "the alphabet covers prompts and answers",
+        not outside,
+        f"outside: {outside!r}",
+        "add these characters to alphabet()",
+    )
 
 
 def _false(env: SingleTurn, task: Task) -> tuple[str, ...]:

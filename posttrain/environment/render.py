@@ -34,9 +34,13 @@ class Tokenizer(Protocol):
 
     def encode(self, text: str, *, add_special_tokens: bool) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool) -> str: ...
+    def decode(
+        self, token_ids: Sequence[int], *, skip_special_tokens: bool, clean_up_tokenization_spaces: bool
+    ) -> str: ...
 
-    def apply_chat_template(self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool, **more: Any) -> str: ...
+    def apply_chat_template(
+        self, conversation: list[Message], *, tokenize: bool, add_generation_prompt: bool, **more: Any
+    ) -> str: ...
 
 
 class Renderer:
@@ -47,10 +51,12 @@ class Renderer:
         stop_ids: the resolved ids that end a turn; the first one ends imitated completions unless the chat template
             itself writes another of them. Empty: nothing ends a turn.
         context: most tokens a sequence may have; a prompt must leave room for at least one. None: not checked.
-        history: what becomes of conversations whose earlier turns the chat template writes anew (`Dialogue`).
+        history: what becomes of conversations whose earlier turns the chat template writes anew (`RenderedDialogue`).
     """
 
-    def __init__(self, tokenizer: Tokenizer, stop_ids: Sequence[int], context: int | None = None, history: History = "append") -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, stop_ids: Sequence[int], context: int | None = None, history: History = "append"
+    ) -> None:
         self.tokenizer = tokenizer
         self.stop_ids = tuple(int(i) for i in stop_ids)
         self.context, self.history = context, history
@@ -68,7 +74,8 @@ class Renderer:
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Special ids the tokenizer puts before plain text (BOS, mostly); what it puts behind is left out of prompts."""
+        """Special ids the tokenizer puts before plain text (BOS, mostly); what it puts behind is left out of
+        prompts."""
         return self._leading
 
     def prompt(self, prompt: Content, task: str = "", tools: Tools = ()) -> np.ndarray:
@@ -79,7 +86,11 @@ class Renderer:
             DataError: naming the task: empty, longer than the context, not writable, or messages without a template.
         """
         try:
-            ids = self._text(prompt) if isinstance(prompt, str) else self.encode(self.chat(prompt, generate=True, tools=tools))
+            ids = (
+                self._text(prompt)
+                if isinstance(prompt, str)
+                else self.encode(self.chat(prompt, generate=True, tools=tools))
+            )
         except DataError as error:
             raise DataError(f"{_named(task)}: {error}") from error
         return self.fits(ids, task)
@@ -91,17 +102,21 @@ class Renderer:
         if self.context is not None and len(ids) >= self.context:
             many = f"{len(ids)}" if len(ids) <= 2 * self.context else f"more than {2 * self.context}"
             raise DataError(
-                f"{_named(task)}: the prompt has {many} tokens, and a context of {self.context} leaves no room to answer; shorten it or raise model.context"
+                f"{_named(task)}: the prompt has {many} tokens, and a context of {self.context} leaves no room to"
+                " answer; shorten it or raise model.context"
             )
         return ids
 
     def start(self) -> np.ndarray:
-        """int32 [n >= 1]: what a document without a prompt begins with: leading special tokens, else BOS, else the stop."""
+        """int32 [n >= 1]: what a document without a prompt begins with: leading special tokens, else BOS, else the
+        stop."""
         if self._leading:
             return np.array(self._leading, np.int32)
         bos = self.tokenizer.bos_token_id
         if bos is None and not self.stop_ids:
-            raise ConfigError("documents need a token to begin with, and this tokenizer has neither a BOS nor a stop token")
+            raise ConfigError(
+                "documents need a token to begin with, and this tokenizer has neither a BOS nor a stop token"
+            )
         return np.array([self.stop_ids[0] if bos is None else bos], np.int32)
 
     def pair(self, prompt: Content, completion: str, task: str = "") -> tuple[np.ndarray, np.ndarray]:
@@ -122,7 +137,8 @@ class Renderer:
         inside = [i for i in ids if i in self.stop_ids]
         if inside:
             raise DataError(
-                f"{_named(task)}: the completion has stop token {inside[0]} ({self.tokenizer.decode(inside[:1], **_EXACT)!r}) before its end"
+                f"{_named(task)}: the completion has stop token {inside[0]}"
+                f" ({self.tokenizer.decode(inside[:1], **_EXACT)!r}) before its end"
             )
         end = self.stop_ids[:1] if not chat else (self.chat_stop,) if self.stop_ids else ()
         return np.array([*ids, *end], np.int32)
@@ -149,7 +165,9 @@ class Renderer:
         """
         alone = self._written(word)
         if alone is None:
-            raise ConfigError(f"this tokenizer cannot write {word!r}: correct sampling.bad_words or allowed_words, or name token ids")
+            raise ConfigError(
+                f"this tokenizer cannot write {word!r}: correct sampling.bad_words or allowed_words, or name token ids"
+            )
         spaced = self._written(f" {word}")
         inside = spaced is None or spaced[len(spaced) - len(alone) :] == alone
         return (alone,) if inside else (alone, cast("tuple[int, ...]", spaced))
@@ -163,8 +181,8 @@ class Renderer:
         return ids if ids and self.decode(ids).strip() == text.strip() else None
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 of a text on its own, nothing added. No token reaches over a `SHIELD`, which itself has none. Of a text that cannot fit
-        the context only the beginning is encoded: more than twice as many tokens as fit.
+        """int32 of a text on its own, nothing added. No token reaches over a `SHIELD`, which itself has none. Of a text
+        that cannot fit the context only the beginning is encoded: more than twice as many tokens as fit.
 
         Raises:
             DataError: some of it has no token.
@@ -182,8 +200,8 @@ class Renderer:
             return np.array(self._ids(text), np.int32)
         except Exception as error:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
             raise DataError(
-                f"this tokenizer has no token for some of {text!r:.80} ({error}). Keep to what it can write, or use one that writes every text "
-                "(bytes, byte fallback, or an <unk> token)"
+                f"this tokenizer has no token for some of {text!r:.80} ({error}). Keep to what it can write, or use one"
+                " that writes every text (bytes, byte fallback, or an <unk> token)"
             ) from error
 
     def _ids(self, text: str) -> list[int]:
@@ -195,14 +213,18 @@ class Renderer:
 
     def written(self, message: Message) -> Message:
         """A message of the world with its words as this tokenizer can write them."""
-        words = {k: self.writable.text(v) if isinstance(v, str) and k in ("content", "name") else v for k, v in message.items()}
+        words = {
+            k: self.writable.text(v) if isinstance(v, str) and k in ("content", "name") else v
+            for k, v in message.items()
+        }
         return cast("Message", words)
 
     def _until_too_long(self, pieces: Iterable[str], most: int) -> np.ndarray | None:
         """The ids of the first pieces of a text that have more than `most`; None where all of them have fewer.
 
-        A tokenizer takes up to 500 bytes of memory for a character, so a text is not given to it whole before it is known that its
-        tokens may fit. Where a piece ends a word may be cut, which adds a few tokens: hence `most` is twice the context.
+        A tokenizer takes up to 500 bytes of memory for a character, so a text is not given to it whole before it is
+        known that its tokens may fit. Where a piece ends a word may be cut, which adds a few tokens: hence `most` is
+        twice the context.
         """
         found: list[np.ndarray] = []
         count = 0
@@ -218,8 +240,8 @@ class Renderer:
         return self.template.render(messages, generate=generate, tools=tools)
 
     def rewrites(self, new: Sequence[Message], tools: Tools) -> str:
-        """Why conversations in which such messages answer the policy are not one growing sequence; '' where they are. Asked of
-        the template once for each kind."""
+        """Why conversations in which such messages answer the policy are not one growing sequence; '' where they are.
+        Asked of the template once for each kind."""
         key = ("tool" if any(m["role"] == "tool" for m in new) else "user", bool(tools))
         if key not in self._proofs:
             self._proofs[key] = self.template.proof(key[0], tools=tools)
@@ -241,13 +263,13 @@ class Renderer:
         return ids if written or not n else np.concatenate([np.array(self._leading, np.int32), ids])
 
 
-class Dialogue:
+class RenderedDialogue:
     """One conversation's encoder: each `see` returns the ids to append, given what was said in between.
 
     The policy's own tokens stay as they were said. For messages, an observation is whatever the chat template adds
     after the assistant's turn, which needs a template that only ever appends. One that drops or changes earlier turns
-    (such as their reasoning) is refused, because the policy would be trained on a history it never saw; unless the renderer's
-    history is `rewrite`: then the conversation as it is written now begins a new sequence (`restarted`).
+    (such as their reasoning) is refused, because the policy would be trained on a history it never saw; unless the
+    renderer's history is `rewrite`: then the conversation as it is written now begins a new sequence (`restarted`).
     """
 
     def __init__(self, renderer: Renderer, task: str = "") -> None:
@@ -274,11 +296,15 @@ class Dialogue:
             self._history = messages or []
             return self._renderer.prompt(content, self._task, tools)
         if (messages is not None) != self._chat:
-            raise InvariantError(f"{_named(self._task)}: a dialogue shows messages throughout or text throughout, not both")
+            raise InvariantError(
+                f"{_named(self._task)}: a dialogue shows messages throughout or text throughout, not both"
+            )
         if messages is None:
             return self._renderer.encode(self._renderer.writable.text(str(content)))
         if self._said is None:
-            raise InvariantError(f"{_named(self._task)}: messages were shown twice without a turn of the policy between them")
+            raise InvariantError(
+                f"{_named(self._task)}: messages were shown twice without a turn of the policy between them"
+            )
         return self._observe([self._renderer.written(m) for m in messages], self._said)
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
@@ -300,7 +326,12 @@ class Dialogue:
         else:
             found = self._rewritten(history, render.text(said), new)
         self._history, self._said = [*history, found.turn, *new], None
-        if not self.restarted and said and said[-1] in render.stop_ids and found.text.lstrip().startswith(render.decode(said[-1:])):
+        if (
+            not self.restarted
+            and said
+            and said[-1] in render.stop_ids
+            and found.text.lstrip().startswith(render.decode(said[-1:]))
+        ):
             return render.encode(found.text.lstrip())[1:]
         return render.encode(found.text)
 
@@ -330,7 +361,8 @@ def _leading(tokenizer: Tokenizer) -> tuple[int, ...]:
         if full[start : start + len(bare)] == bare:
             return tuple(full[:start])
     raise DataError(
-        f"this tokenizer encodes {probe!r} as {bare} alone but as {full} with special tokens; its special tokens cannot be told apart"
+        f"this tokenizer encodes {probe!r} as {bare} alone but as {full} with special tokens; its special tokens cannot"
+        " be told apart"
     )
 
 
@@ -342,7 +374,9 @@ def _probe(tokenizer: Tokenizer) -> str:
                 return text
         except Exception:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
             continue
-    raise DataError("this tokenizer can write neither 0, nor a, nor any of its first 64 tokens; it is no tokenizer of text")
+    raise DataError(
+        "this tokenizer can write neither 0, nor a, nor any of its first 64 tokens; it is no tokenizer of text"
+    )
 
 
 def _named(task: str) -> str:

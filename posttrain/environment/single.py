@@ -8,11 +8,11 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
 from typing import Protocol, runtime_checkable
 
-from posttrain.core.env import Where
+from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.spread import RESOLUTION
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Gauges, Stop, Task, merge
 from posttrain.core.verdict import Judged, Verdict
 
@@ -27,7 +27,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Served(Protocol):
+class PooledSource_(Protocol):
     """A source with processes of its own."""
 
     def gauges(self) -> Gauges: ...
@@ -36,7 +36,7 @@ class Served(Protocol):
 
 
 @runtime_checkable
-class Contained(Protocol):
+class ContainedSource(Protocol):
     """A source that runs programs of the policy."""
 
     @property
@@ -82,8 +82,8 @@ class SingleTurn(ABC):
     """One question, one answer, one verifier: the base of every environment here.
 
     A subclass is a frozen dataclass. Fields it adds are its settings (`Env.args`); the fields below are set by
-    whoever builds it. It gives `name`, `train`, `heldout`, `verify` (or `verdict`), and for its proof `key`, `gold` and `distractor`.
-    A task of several turns overrides `play`.
+    whoever builds it. It gives `name`, `train`, `heldout`, `verify` (or `verdict`), and for its proof `key`, `gold` and
+    `distractor`. A task of several turns overrides `play`.
     """
 
     seed: int = 0
@@ -91,9 +91,9 @@ class SingleTurn(ABC):
     heldout_count: int = 200
     rewards: tuple[Source, ...] = ()
     """Sources judged beside the environment's own verifier."""
-    limits: Limits = Limits()
+    limits: EpisodeLimits = EpisodeLimits()
     """Of its episodes; those on turns, tokens and time hold whatever the environment does."""
-    sandbox: Where = Where()
+    sandbox: SandboxSettings = SandboxSettings()
     """Where programs run that the policy wrote."""
     resolution: float = RESOLUTION
     """Of its own verdicts (`core.spread`); larger where a model gives them."""
@@ -123,7 +123,9 @@ class SingleTurn(ABC):
 
     def verify(self, attempt: Attempt) -> Verdict:
         """The environment's own verdict, at once; what the policy says may make it 0 but never makes it raise."""
-        raise NotImplementedError(f"environment {self.name!r} has neither verify() nor, where judging has to wait, verdict()")
+        raise NotImplementedError(
+            f"environment {self.name!r} has neither verify() nor, where judging has to wait, verdict()"
+        )
 
     async def verdict(self, attempt: Attempt) -> Verdict:
         """`verify`; given instead of it where judging waits for a sandbox or a server."""
@@ -147,13 +149,14 @@ class SingleTurn(ABC):
 
     @property
     def vouches_for_gold(self) -> bool:
-        """Whether `gold` earns full reward by the environment's own word. Not where it is only the data's answer, in no known form."""
+        """Whether `gold` earns full reward by the environment's own word. Not where it is only the data's answer, in no
+        known form."""
         return True
 
     @property
     def contained(self) -> tuple[str, ...]:
         """Names of the sandboxes that programs of the policy run in here."""
-        return tuple(sorted({s.contained for s in self.rewards if isinstance(s, Contained)}))
+        return tuple(sorted({s.contained for s in self.rewards if isinstance(s, ContainedSource)}))
 
     @property
     def pays_parts(self) -> bool:
@@ -182,12 +185,12 @@ class SingleTurn(ABC):
 
     def gauges(self) -> Gauges:
         """Queue and latency of the verifiers that run in workers, since the last call."""
-        return merge(*(s.gauges() for s in self.rewards if isinstance(s, Served)))
+        return merge(*(s.gauges() for s in self.rewards if isinstance(s, PooledSource_)))
 
     def close(self) -> None:
         """End what the verifiers keep running; it also ends by itself with the program."""
         for s in self.rewards:
-            if isinstance(s, Served):
+            if isinstance(s, PooledSource_):
                 s.close()
 
 

@@ -1,4 +1,5 @@
-"""Rows of the user's files, each with its place; formats that need a package import it here and say so where it is missing."""
+"""Rows of the user's files, each with its place; formats that need a package import it here and say so where it is
+missing."""
 
 from __future__ import annotations
 
@@ -26,8 +27,8 @@ ROWS_AT_ONCE = 16
 
 
 def json_rows(path: Path) -> Rows:
-    """JSON lines (or one JSON array), UTF-8 with or without a byte-order mark, any line ends; blank lines are skipped. Lines are read
-    one at a time; one over `LONGEST_ROW` is refused before it is read."""
+    """JSON lines (or one JSON array), UTF-8 with or without a byte-order mark, any line ends; blank lines are skipped.
+    Lines are read one at a time; one over `LONGEST_ROW` is refused before it is read."""
     with foreign.opened(path, DataError) as file:
         start = file.read(1 << 16)
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -53,10 +54,14 @@ def _parse(place: str, raw: bytes) -> Any:
     try:
         return json.loads(raw.decode("utf-8"), object_pairs_hook=lambda pairs: _once(place, pairs))
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8") from None
+        raise DataError(
+            f"{place}: byte {error.start + 1} (0x{raw[error.start]:02x}) is not UTF-8; save the file as UTF-8"
+        ) from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno} " if error.lineno > 1 else ""
-        raise DataError(f"{place}: not JSON: {error.msg} at {line}column {error.colno}; each line must be one complete object") from None
+        raise DataError(
+            f"{place}: not JSON: {error.msg} at {line}column {error.colno}; each line must be one complete object"
+        ) from None
     except (RecursionError, ValueError) as error:
         raise DataError(f"{place}: cannot be read as JSON: {error}") from None
 
@@ -66,7 +71,9 @@ def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [k for k, _ in pairs]
-        raise DataError(f"{place}: key {next(k for k in keys if keys.count(k) > 1)!r} is given twice; keep one of the two")
+        raise DataError(
+            f"{place}: key {next(k for k in keys if keys.count(k) > 1)!r} is given twice; keep one of the two"
+        )
     return made
 
 
@@ -83,7 +90,9 @@ def _bounded(place: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
     while rest:
         value, depth = rest.pop()
         if depth > DEEPEST:
-            raise DataError(f"{place}: lists and objects in lists and objects, more than {DEEPEST} deep; make the row flatter")
+            raise DataError(
+                f"{place}: lists and objects in lists and objects, more than {DEEPEST} deep; make the row flatter"
+            )
         size += len(value) if isinstance(value, str | bytes) else 8
         if isinstance(value, Mapping):
             size += sum(len(str(name)) for name in value)
@@ -132,7 +141,9 @@ def hub(name: str, split: str) -> Rows:
     try:
         data = datasets.load_dataset(name, split=split)
     except Exception as error:
-        raise DataError(f"{name!r} is no file here, and the hub gave no data set for it: {type(error).__name__}: {error}") from error
+        raise DataError(
+            f"{name!r} is no file here, and the hub gave no data set for it: {type(error).__name__}: {error}"
+        ) from error
     yield from _numbered(name, data)
 
 
@@ -145,4 +156,6 @@ def _package(module: str, package: str, purpose: str) -> ModuleType:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise ConfigError(f"{purpose} needs the package {package}: pip install {package} (or give the prompts as JSONL)") from error
+        raise ConfigError(
+            f"{purpose} needs the package {package}: pip install {package} (or give the prompts as JSONL)"
+        ) from error

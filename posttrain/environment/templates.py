@@ -1,8 +1,9 @@
 """Chat templates are programs that somebody else wrote: they are rendered in a process of their own, within limits.
 
-jinja2's sandbox keeps a template from files and from Python, but not from looping or from filling the memory. One process serves all
-templates of a program: asking it takes less than a millisecond more than rendering here, it may use `SPEC.cpu` seconds for a rendering, and a new one
-takes its place in milliseconds where it had to be ended. It starts when the first template is rendered.
+jinja2's sandbox keeps a template from files and from Python, but not from looping or from filling the memory. One
+process serves all templates of a program: asking it takes less than a millisecond more than rendering here, it may use
+`SPEC.cpu` seconds for a rendering, and a new one takes its place in milliseconds where it had to be ended. It starts
+when the first template is rendered.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from posttrain.core.errors import DataError, LimitError
-from posttrain.environment.workers.process import EndedError, Spec, Worker, WorkerError
+from posttrain.verifier.workers.process import EndedError, Spec, WorkerError, WorkerProcess
 
 LARGEST = 16 << 20
 """Characters that a template may write."""
@@ -30,9 +31,11 @@ class RefusedError(Exception):
     """The template raised; the message says what."""
 
 
-def apply(tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
-    """What `tokenizer.apply_chat_template` writes, in the process apart. A tokenizer with a method of its own is asked itself: that
-    method is code its user trusted.
+def apply(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
+    """What `tokenizer.apply_chat_template` writes, in the process apart. A tokenizer with a method of its own is asked
+    itself: that method is code its user trusted.
 
     Raises:
         RefusedError: the template raised.
@@ -62,9 +65,9 @@ def _ask(request: bytes, messages: int) -> dict[str, Any]:
                 if error.kind == "crash" and not isinstance(error, EndedError) and not last:
                     continue
                 raise LimitError(
-                    f"the chat template was stopped while it wrote {messages} messages: its process {error.why.removeprefix('the worker ')}. "
-                    "Templates take milliseconds; correct this one (chat_template.jinja, or chat_template in tokenizer_config.json), or "
-                    "use another model"
+                    f"the chat template was stopped while it wrote {messages} messages: its process"
+                    f" {error.why.removeprefix('the worker ')}. Templates take milliseconds; correct this one"
+                    " (chat_template.jinja, or chat_template in tokenizer_config.json), or use another model"
                 ) from None
     raise AssertionError("unreachable")
 
@@ -74,11 +77,11 @@ class _Server:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
 
-    def worker(self) -> Worker:
+    def worker(self) -> WorkerProcess:
         if self._worker is None or not self._worker.usable:
-            self._worker = Worker(SPEC)
+            self._worker = WorkerProcess(SPEC)
         return self._worker
 
     def end(self) -> None:
@@ -96,7 +99,7 @@ atexit.register(_SERVER.end)
 os.register_at_fork(after_in_child=_SERVER.forget)
 
 
-# --- in the process -----------------------------------------------------------------------------------------------------
+# --- in the process ---------------------------------------------------------------------------------------------------
 
 
 def handler(_: str) -> Callable[[Any], dict[str, Any]]:
@@ -107,7 +110,9 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
         source, named, messages, tools, generate = request
         conversation = [{name: value for name, value in m.items() if value is not None} for m in messages]
         try:
-            written, _ = render(conversations=[conversation], tools=tools, chat_template=source, add_generation_prompt=generate, **named)
+            written, _ = render(
+                conversations=[conversation], tools=tools, chat_template=source, add_generation_prompt=generate, **named
+            )
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything it likes

@@ -1,7 +1,8 @@
 """What the world answers can always be written: a character that a tokenizer has no token for is shown as another one.
 
-A tokenizer of characters or words has no token for what it was not made with, and what a tool says (an error that quotes the policy) is
-known to nobody beforehand. Were it refused in the middle of an episode, that episode would leave the batch as if we had failed.
+A tokenizer of characters or words has no token for what it was not made with, and what a tool says (an error that
+quotes the policy) is known to nobody beforehand. Were it refused in the middle of an episode, that episode would leave
+the batch as if we had failed.
 """
 
 from __future__ import annotations
@@ -42,8 +43,9 @@ class Writable:
         shown = "".join(c if self._writes(c) else self.stand_in for c in text)
         if self._ids(shown) is None or (shown != text and not self.stand_in):
             raise DataError(
-                f"this tokenizer has no tokens for {text!r:.80}, and none that could stand in for them. What tools and other worlds answer can "
-                "be any text: use a tokenizer that writes all of it (bytes, byte fallback, or an <unk> token)"
+                f"this tokenizer has no tokens for {text!r:.80}, and none that could stand in for them. What tools and"
+                " other worlds answer can be any text: use a tokenizer that writes all of it (bytes, byte fallback, or"
+                " an <unk> token)"
             )
         return shown
 
@@ -52,12 +54,15 @@ class Writable:
         self.text(f"{WILD} ok")
 
     def _writes(self, character: str) -> bool:
-        """Whether it has a token. Where unknown ones are dropped, space and control characters may be: tokenizers do so on purpose."""
+        """Whether it has a token. Where unknown ones are dropped, space and control characters may be: tokenizers do so
+        on purpose."""
         if self.everything:
             return not "\ud800" <= character <= "\udfff"
         if character not in self._has:
             ids = self._ids(character)
-            self._has[character] = bool(ids) or (ids == [] and not (character.isprintable() and not character.isspace()))
+            self._has[character] = bool(ids) or (
+                ids == [] and not (character.isprintable() and not character.isspace())
+            )
         return self._has[character]
 
     def _ids(self, text: str) -> list[int] | None:

@@ -2,8 +2,8 @@
 
     R(C) = start + (asymptote - start) / (1 + (middle / C)^exponent)
 
-The asymptote says what a recipe can reach, exponent and middle how soon. A fit over the first part of a run says little about
-the asymptote before the curve has bent: look at `Fit.bent`.
+The asymptote says what a recipe can reach, exponent and middle how soon. A fit over the first part of a run says little
+about the asymptote before the curve has bent: look at `Fit.bent`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from posttrain.core.errors import DataError
 
 Array = NDArray[np.float64]
 ROUNDS, SIDE = 40, 15
-"""The search grid is laid this often, with this many places on a side; each time 0.7 times as wide, around the best place."""
+"""The search grid is laid this often, with this many places on a side; each time 0.7 times as wide, around the best
+place."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,8 +64,8 @@ def reward_at(compute: float, curve: Curve) -> float:
 def fit(compute: Sequence[float] | Array, reward: Sequence[float] | Array, *, start: float | None = None) -> Fit:
     """The curve closest to measured points, in least squares.
 
-    For each middle and exponent the other two numbers are a linear regression, so only two are searched: on a grid over the
-    logarithms of both, laid again and again around its best place.
+    For each middle and exponent the other two numbers are a linear regression, so only two are searched: on a grid over
+    the logarithms of both, laid again and again around its best place.
 
     Args:
         compute: positive, at least 4 points (3 with `start`); leave the first unsteady part of a run out.
@@ -76,7 +77,9 @@ def fit(compute: Sequence[float] | Array, reward: Sequence[float] | Array, *, st
     c, r = np.asarray(compute, np.float64), np.asarray(reward, np.float64)
     need = 4 if start is None else 3
     if c.shape != r.shape or c.ndim != 1 or len(c) < need or np.any(c <= 0) or not np.all(np.isfinite(r)):
-        raise DataError(f"fit: {len(c)} points of compute for {len(r)} rewards; at least {need} with compute > 0 are needed")
+        raise DataError(
+            f"fit: {len(c)} points of compute for {len(r)} rewards; at least {need} with compute > 0 are needed"
+        )
     center = np.array([np.log(c).mean(), 0.0])
     width = np.array([max(np.ptp(np.log(c)), 1.0) * 1.5, 2.5])
     best: tuple[float, float, float] = (np.inf, 0.0, 0.0)
@@ -90,7 +93,9 @@ def fit(compute: Sequence[float] | Array, reward: Sequence[float] | Array, *, st
             best = (float(error[at]), float(low[at]), float(rise[at]))
             center = np.array([m[at], e[at]])
         width *= 0.7
-    curve = Curve(start=best[1], asymptote=best[1] + best[2], middle=float(np.exp(center[0])), exponent=float(np.exp(center[1])))
+    curve = Curve(
+        start=best[1], asymptote=best[1] + best[2], middle=float(np.exp(center[0])), exponent=float(np.exp(center[1]))
+    )
     return Fit(curve=curve, residual=float(np.sqrt(best[0] / len(c))), bent=bool(c.max() > curve.middle))
 
 

@@ -6,12 +6,13 @@ from posttrain.core.errors import ConfigError
 
 
 def capacity(*, behind: int, version: int, batch: int, accepted: int, running: int) -> int:
-    """Samples the rollout may still start, so that none is learned from more than `behind` versions after it was begun (A26, AReaL).
+    """Samples the rollout may still start, so that none is learned from more than `behind` versions after it was begun
+    (A26, AReaL).
 
         (behind + version + 1) * batch - (accepted + running), not below 0
 
-    Version v learns from samples v * batch ... (v + 1) * batch - 1 of the stream, so a sample begun now, at place accepted + running,
-    is learned from at version place // batch.
+    Version v learns from samples v * batch ... (v + 1) * batch - 1 of the stream, so a sample begun now, at place
+    accepted + running, is learned from at version place // batch.
 
     Args:
         behind: versions a sample may be behind; 0 is the synchronous loop.
@@ -28,7 +29,8 @@ def capacity(*, behind: int, version: int, batch: int, accepted: int, running: i
     """
     if batch < 1 or min(behind, version, accepted, running) < 0:
         raise ConfigError(
-            f"capacity: batch={batch} must be >= 1, and behind={behind}, version={version}, accepted={accepted}, running={running} >= 0"
+            f"capacity: batch={batch} must be >= 1, and behind={behind}, version={version}, accepted={accepted},"
+            f" running={running} >= 0"
         )
     return max(0, (behind + version + 1) * batch - (accepted + running))
 

@@ -20,7 +20,8 @@ _ARITHMETIC = Env(name="arithmetic", heldout=200)
 
 
 def ladder() -> Run:
-    """Pretrain, SFT on demonstrations of which 40 % are wrong, chain of thought, RLVR: each does what the one before cannot."""
+    """Pretrain, SFT on demonstrations of which 40 % are wrong, chain of thought, RLVR: each does what the one before
+    cannot."""
     return Run(
         recipe="ladder",
         threads=1,
@@ -28,8 +29,12 @@ def ladder() -> Run:
         env=_ARITHMETIC,
         stages=(
             Supervised(name="pretrain", style="document", steps=80, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)),
-            Supervised(name="sft", style="answer", wrong=0.4, steps=60, batch=128, optimizer=Optimizer(lr=1e-3, warmup=10)),
-            Supervised(name="cot", style="cot", wrong=0.4, steps=240, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)),
+            Supervised(
+                name="sft", style="answer", wrong=0.4, steps=60, batch=128, optimizer=Optimizer(lr=1e-3, warmup=10)
+            ),
+            Supervised(
+                name="cot", style="cot", wrong=0.4, steps=240, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)
+            ),
             Reinforce(
                 name="rl",
                 algorithm=DR_GRPO,
@@ -60,11 +65,14 @@ def arithmetic() -> Run:
     full = ladder()
     cot, rl = full.stage("cot"), full.stage("rl")
     assert isinstance(rl, Reinforce)
-    return replace(full, recipe="arithmetic", stages=(replace(cot, name="sft"), replace(rl, algorithm=GRPO, prompts=32)))
+    return replace(
+        full, recipe="arithmetic", stages=(replace(cot, name="sft"), replace(rl, algorithm=GRPO, prompts=32))
+    )
 
 
 def verifiable() -> Run:
-    """Your own prompts, your own reward, your own checkpoint: a small JSONL of the repository and `path.py:function`."""
+    """Your own prompts, your own reward, your own checkpoint: a small JSONL of the repository and
+    `path.py:function`."""
     here = Path(__file__).parent / "data"
     return Run(
         recipe="verifiable",
@@ -73,7 +81,10 @@ def verifiable() -> Run:
         env=Env(
             name="prompts",
             prompts=str(here / "verifiable.jsonl"),
-            rewards=(Reward(function=f"{here / 'rewards.py'}:correct"), Reward(function=f"{here / 'rewards.py'}:brief", weight=0.1)),
+            rewards=(
+                Reward(function=f"{here / 'rewards.py'}:correct"),
+                Reward(function=f"{here / 'rewards.py'}:brief", weight=0.1),
+            ),
             heldout=40,
         ),
         stages=(
@@ -101,14 +112,19 @@ def calculator() -> Run:
 
 
 def shop() -> Run:
-    """Four tools, three turns, several calls in each: the reward is what the cart and the calendar are like in the end."""
-    sft = Supervised(name="sft", style="tools", wrong=0.85, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
+    """Four tools, three turns, several calls in each: the reward is what the cart and the calendar are like in the
+    end."""
+    sft = Supervised(
+        name="sft", style="tools", wrong=0.85, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)
+    )
     return _mostly_wrong("shop", sft, max_tokens=64, steps=40, context=256)
 
 
 def programs() -> Run:
     """A short program for each task, judged by a hidden test in the sandbox."""
-    sft = Supervised(name="sft", style="answer", wrong=0.85, steps=160, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20))
+    sft = Supervised(
+        name="sft", style="answer", wrong=0.85, steps=160, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)
+    )
     return _mostly_wrong("programs", sft, max_tokens=16, steps=40)
 
 

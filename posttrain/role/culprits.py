@@ -9,7 +9,7 @@ from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.streams import MU
 from posttrain.core.types import Credit, Episode
-from posttrain.role.trainer import NotFinite
+from posttrain.role.trainer import NonFiniteGradient
 
 
 def key(episode: Episode) -> bytes:
@@ -20,12 +20,17 @@ def key(episode: Episode) -> bytes:
 
 @contextmanager
 def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
-    """Around an optimizer step: its `NotFinite` becomes an InvariantError that names the episodes of the step."""
+    """Around an optimizer step: its `NonFiniteGradient` becomes an InvariantError that names the episodes of the
+    step."""
     try:
         yield
-    except NotFinite as error:
+    except NonFiniteGradient as error:
         of = {key(e.episode): e.episode for g in credit.groups for e in g.episodes}
         said = [batch.sequence_M == e for e in error.culprits]
         found = [of.get(batch.target_M[at_M].tobytes() + batch[MU][at_M].tobytes()) for at_M in said]
-        names = [f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})" for e in found if e is not None]
+        names = [
+            f"task {e.task.id!r} visit {e.visit} sibling {e.sibling} (reward {e.reward:g})"
+            for e in found
+            if e is not None
+        ]
         raise InvariantError(error.told(names, f" ({where})")) from error

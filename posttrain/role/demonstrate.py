@@ -9,21 +9,21 @@ import numpy as np
 from posttrain.core import seeds
 from posttrain.core.batch import Batch
 from posttrain.core.errors import DataError
-from posttrain.core.ports import Dialogue, Environment, PairRenderer, Teacher
+from posttrain.core.ports import Demonstrator, Dialogue, Environment, PairRenderer
 from posttrain.core.run import Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import WEIGHT
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Message, Segment, Task
 from posttrain.role.prompts import Prompts
-from posttrain.role.talk import Recital
+from posttrain.role.talk import DemonstrationTalk
 
 _LIKELIHOOD = Sampling(stop_ids=())
 """Demonstrations are scored in the plain distribution."""
 
 
 async def demonstrations(
-    teacher: Teacher,
+    teacher: Demonstrator,
     renderer: PairRenderer,
     dialogue: Callable[[str], Dialogue],
     stage: Supervised,
@@ -51,7 +51,9 @@ async def demonstrations(
     return Batch.of(segments, streams={WEIGHT: np.full(spoken, 1.0 / spoken)})
 
 
-def demonstration(renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int) -> Segment:
+def demonstration(
+    renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int
+) -> Segment:
     """One demonstrated text as a segment, its prompt masked.
 
     Raises DataError where nothing is left to imitate or the text is longer than the model's context.
@@ -69,7 +71,8 @@ def _fits(segment: Segment, task: Task, context: int) -> Segment:
     if len(segment.ids) > context:
         many = f"{len(segment.ids)}" if len(segment.ids) <= 2 * context else f"more than {2 * context}"
         raise DataError(
-            f"the demonstration of task {task.id!r} has {many} tokens and the model's context is {context}: shorten it, or use a longer context"
+            f"the demonstration of task {task.id!r} has {many} tokens and the model's context is {context}: shorten it,"
+            " or use a longer context"
         )
     return segment
 
@@ -82,15 +85,16 @@ async def recited(
     prompt: str | Sequence[Message],
     turns: Sequence[str],
     sampling: Sampling,
-) -> Recital:
+) -> DemonstrationTalk:
     """A demonstration of several turns, played: what stands between them is what the world answered.
 
     Raises DataError where the episode ends before the last turn, or wants more of them.
     """
-    talk = Recital(renderer, dialogue, turns, sampling, chat=not isinstance(prompt, str), task=task.id)
+    talk = DemonstrationTalk(renderer, dialogue, turns, sampling, chat=not isinstance(prompt, str), task=task.id)
     await world.play(task, talk)
     if len(talk.turns) != len(turns):
         raise DataError(
-            f"the demonstration of task {task.id!r} has {len(turns)} turns and its episode ended after {len(talk.turns)}: correct the environment's demonstrate()"
+            f"the demonstration of task {task.id!r} has {len(turns)} turns and its episode ended after"
+            f" {len(talk.turns)}: correct the environment's demonstrate()"
         )
     return talk

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from posttrain.core.request import Request
+from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauge, Gauges, Group, Task
@@ -38,7 +38,11 @@ def interval(mean: float, low: float, high: float) -> str:
     """
     if math.isnan(mean):
         return "-"
-    return f"{mean:.3f} [{low:.3f}, {high:.3f}]" if math.isfinite(low) and math.isfinite(high) else f"{mean:.3f} [one prompt]"
+    return (
+        f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+        if math.isfinite(low) and math.isfinite(high)
+        else f"{mean:.3f} [one prompt]"
+    )
 
 
 @dataclass(frozen=True)
@@ -57,9 +61,10 @@ class Score:
     def of(per_prompt: Sequence[float] | np.ndarray, low: float = 0.0, high: float = 1.0) -> Score:
         """Of values on a scale from `low` to `high`.
 
-        Where every prompt's value is an end of the scale it is a proportion, and the interval is Wilson's. Else it is the same idea with
-        the spread that was seen: z^2/2 imagined prompts at each end of the scale, then the normal interval (of proportions: Agresti and
-        Coull's), cut to the scale. The imagined ones keep it from being a point where all prompts agree, and inside where they do not.
+        Where every prompt's value is an end of the scale it is a proportion, and the interval is Wilson's. Else it is
+        the same idea with the spread that was seen: z^2/2 imagined prompts at each end of the scale, then the normal
+        interval (of proportions: Agresti and Coull's), cut to the scale. The imagined ones keep it from being a point
+        where all prompts agree, and inside where they do not.
 
         >>> str(Score.of([1.0] * 20)), str(Score.of([0.5] * 20)), str(Score.of([0.0, 0.25] * 10))
         ('1.000 [0.839, 1.000]', '0.500 [0.419, 0.581]', '0.125 [0.077, 0.293]')
@@ -95,10 +100,11 @@ class Score:
 
 
 @dataclass(frozen=True)
-class Report:
-    """One evaluation. `accuracy` is the share of answers that are right (raw outcome >= 1), which is pass@1; `reward` the mean raw
-    outcome: the same number where outcomes are 0 or 1, another where a reward grades. `greedy` and `greedy_reward` are those of one
-    argmax answer a prompt."""
+class EvaluationReport:
+    """One evaluation. `accuracy` is the share of answers that are right (raw outcome >= 1), which is pass@1; `reward`
+    the mean raw
+    outcome: the same number where outcomes are 0 or 1, another where a reward grades. `greedy` and `greedy_reward` are
+    those of one argmax answer a prompt."""
 
     accuracy: Score
     reward: Score
@@ -142,18 +148,23 @@ class Report:
         }
 
 
-async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> Report:
-    """Sample every task `how.samples` times (and once greedily). The same seeds every time, so runs compare prompt by prompt."""
+async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> EvaluationReport:
+    """Sample every task `how.samples` times (and once greedily). The same seeds every time, so runs compare prompt by
+    prompt."""
     fixed, sampling = replace(rollout, seed=how.seed), replace(sampling, top=0)
-    groups = await together([fixed.group(t, 0, Request(groups=1, siblings=how.samples), sampling, "evaluation") for t in tasks])
+    groups = await together(
+        [fixed.group(t, 0, RolloutRequest(groups=1, siblings=how.samples), sampling, "evaluation") for t in tasks]
+    )
     greedy = None
     if how.greedy:
         argmax = replace(sampling, greedy=True, temperature=1.0, top_p=1.0, top_k=0, min_p=0.0)
-        greedy = await together([fixed.group(t, 0, Request(groups=1, siblings=1), argmax, "greedy") for t in tasks])
+        greedy = await together(
+            [fixed.group(t, 0, RolloutRequest(groups=1, siblings=1), argmax, "greedy") for t in tasks]
+        )
     return report(groups, greedy)
 
 
-def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Report:
+def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> EvaluationReport:
     """Numbers from played groups; unjudged episodes are counted, and never read as wrong."""
     judged = [g for g in groups if g.judged]
     solved = [(len(g.judged), int(np.sum(g.rewards >= SOLVED))) for g in judged]
@@ -162,7 +173,7 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Report:
     episodes = [e for g in groups for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
     argmax = None if greedy is None else [g for g in greedy if g.judged]
-    return Report(
+    return EvaluationReport(
         accuracy=Score.of([pass_at_k(n, c, 1) for n, c in solved]),
         reward=_rewards(judged),
         greedy=None if argmax is None else Score.of([float(np.mean(g.rewards >= SOLVED)) for g in argmax]),

@@ -1,7 +1,7 @@
 """What happens in a step, as typed events, and those who observe it.
 
-The step emits one event a phase; every observer hears it before the step goes on, in order. An observer may raise, which
-stops the run. Nothing is computed differently because somebody observes.
+The step emits one event a phase; every observer hears it before the step goes on, in order. An observer may raise,
+which stops the run. Nothing is computed differently because somebody observes.
 
     AskedEvent            answers were played and judged
     ScoredEvent           models scored them; there is no credit yet
@@ -10,8 +10,8 @@ stops the run. Nothing is computed differently because somebody observes.
     LearnedEvent          the optimizer has moved; nothing was pushed
     PushedEvent           the sampler serves the weights that came of it
 
-Between steps there are two more: EvaluatedEvent, held-out tasks were answered, and RestoredEvent, something came back from
-a checkpoint.
+Between steps there are two more: EvaluatedEvent, held-out tasks were answered, and RestoredEvent, something came back
+from a checkpoint.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any
 from posttrain.core.batch import Batch
 from posttrain.core.experience import Experience
 from posttrain.core.types import Credit, Gauges, ScoredGroup, Step, merge
-from posttrain.role.evaluate import Report
+from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.passes import Needs, Passes
 
 
@@ -71,7 +71,7 @@ class PushedEvent:
 
 @dataclass(frozen=True, eq=False)
 class EvaluatedEvent:
-    report: Report
+    report: EvaluationReport
     version: int
     """Of the weights that were evaluated."""
 
@@ -85,7 +85,16 @@ class RestoredEvent:
     """The same of what is there now."""
 
 
-Event = AskedEvent | ScoredEvent | PackedEvent | DifferentiatedEvent | LearnedEvent | PushedEvent | EvaluatedEvent | RestoredEvent
+Event = (
+    AskedEvent
+    | ScoredEvent
+    | PackedEvent
+    | DifferentiatedEvent
+    | LearnedEvent
+    | PushedEvent
+    | EvaluatedEvent
+    | RestoredEvent
+)
 
 
 @dataclass(frozen=True)
@@ -172,7 +181,9 @@ class Observers:
 
 
 def _with(step: Step, remark: Remark) -> Step:
-    return Step(step.stage, step.index, step.version, {**step.gauges, **remark.gauges}, step.clock, (*step.notes, *remark.notes))
+    return Step(
+        step.stage, step.index, step.version, {**step.gauges, **remark.gauges}, step.clock, (*step.notes, *remark.notes)
+    )
 
 
 UNOBSERVED = Observers()

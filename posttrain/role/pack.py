@@ -33,7 +33,9 @@ class Minibatch:
     """Episodes in the denominators."""
 
 
-def pack(credit: Credit, a: Algorithm, stage: Reinforce, *, seed: int, step: int, version: int = 0) -> Iterator[Minibatch]:
+def pack(
+    credit: Credit, a: Algorithm, stage: Reinforce, *, seed: int, step: int, version: int = 0
+) -> Iterator[Minibatch]:
     """The step's groups cut into `minibatches` of whole groups, `epochs` times; later epochs in a new order.
 
     `a` is the stage's algorithm as it is steered now; `version` that of the weights at the start of the step.
@@ -42,31 +44,50 @@ def pack(credit: Credit, a: Algorithm, stage: Reinforce, *, seed: int, step: int
     if not groups:
         return
     for epoch in range(stage.epochs):
-        order = np.arange(len(groups)) if epoch == 0 else seeds.generator(seed, "minibatch-order", step, epoch).permutation(len(groups))
+        order = (
+            np.arange(len(groups))
+            if epoch == 0
+            else seeds.generator(seed, "minibatch-order", step, epoch).permutation(len(groups))
+        )
         parts = [p for p in np.array_split(order, min(stage.minibatches, len(groups))) if len(p)]
         for i, part in enumerate(parts):
             chosen = [groups[j] for j in sorted(part)]
             rng = seeds.generator(seed, "tokens", step, epoch, i)
             step_of = epoch * len(parts) + i
             yield _minibatch(
-                a, chosen, max_tokens=stage.sampling.max_tokens, first=step_of == 0, versions=(version, version + step_of + 1), rng=rng
+                a,
+                chosen,
+                max_tokens=stage.sampling.max_tokens,
+                first=step_of == 0,
+                versions=(version, version + step_of + 1),
+                rng=rng,
             )
 
 
 def _minibatch(
-    a: Algorithm, groups: Sequence[GroupCredit], *, max_tokens: int, first: bool, versions: tuple[int, int], rng: np.random.Generator
+    a: Algorithm,
+    groups: Sequence[GroupCredit],
+    *,
+    max_tokens: int,
+    first: bool,
+    versions: tuple[int, int],
+    rng: np.random.Generator,
 ) -> Minibatch:
     members = [(i, e) for i, g in enumerate(groups) for e in g.episodes if not e.dropped]
     per_token = weigh(a.aggregate, [e.episode.spoken for _, e in members], [i for i, _ in members], max_tokens)
     loud = [
-        (e, w) for (_, e), w in zip(members, per_token, strict=True) if a.reads_silent_tokens or any(np.any(x != 0) for x in e.advantage)
+        (e, w)
+        for (_, e), w in zip(members, per_token, strict=True)
+        if a.reads_silent_tokens or any(np.any(x != 0) for x in e.advantage)
     ]
     if not loud:
         return Minibatch(None, first, len(members))
     credits = [e for e, _ in loud]
     batch = _batch(credits, np.array([w for _, w in loud]))
     look = Whole(a, batch, credits, versions, rng)
-    return Minibatch(batch.having({stream: x_M for maker in WHOLE for stream, x_M in maker.make(look).items()}), first, len(members))
+    return Minibatch(
+        batch.having({stream: x_M for maker in WHOLE for stream, x_M in maker.make(look).items()}), first, len(members)
+    )
 
 
 def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
@@ -74,7 +95,8 @@ def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
     sequence = [i for i, e in enumerate(credits) for _ in e.episode.segments]
     if any(np.any(s.version == OUTSIDE) for s in segments):
         raise InvariantError(
-            "a batch holds tokens of a server whose weights and log-probs are not ours (version OUTSIDE): nothing can be learned from them"
+            "a batch holds tokens of a server whose weights and log-probs are not ours (version OUTSIDE): nothing can"
+            " be learned from them"
         )
     held = [e.streams for e in credits]
     streams = {
@@ -82,7 +104,10 @@ def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
         VERSION: np.concatenate([s.version[s.mask] for s in segments]),
         WEIGHT: np.repeat(weights, [e.episode.spoken for e in credits]),
     }
-    streams |= {stream: _stream([h.get(stream) for h in held], stream.name) for stream in dict.fromkeys(s for h in held for s in h)}
+    streams |= {
+        stream: _stream([h.get(stream) for h in held], stream.name)
+        for stream in dict.fromkeys(s for h in held for s in h)
+    }
     batch = Batch.of(segments, sequence, streams=streams)
     if batch.spoken != sum(e.episode.spoken for e in credits):
         raise InvariantError("packing lost or invented spoken tokens")
@@ -94,7 +119,8 @@ def _stream(parts: Sequence[tuple[np.ndarray, ...] | None], name: str) -> np.nda
     present = [p for p in parts if p is not None]
     if len(present) != len(parts):
         raise InvariantError(
-            f"stream {name!r} is missing for {len(parts) - len(present)} of {len(parts)} episodes: whoever makes it makes it for all of a step"
+            f"stream {name!r} is missing for {len(parts) - len(present)} of {len(parts)} episodes: whoever makes it"
+            " makes it for all of a step"
         )
     return np.concatenate([x for p in present for x in p])
 
@@ -103,13 +129,16 @@ def batch_algebra(stage: Reinforce) -> str:
     """The derived batch quantities in words, printed at the start of a stage.
 
     >>> batch_algebra(Reinforce(name="rl", prompts=32, siblings=8, minibatches=4))
-    '32 prompts x 8 siblings = 256 episodes -> 4 minibatches of 8 groups x 1 epoch = 4 optimizer steps a step, the first on-policy'
+    '32 prompts x 8 siblings = 256 episodes -> 4 minibatches of 8 groups x 1 epoch = 4 optimizer steps a step, the first
+    on-policy'
     """
     episodes = stage.prompts * stage.siblings
     epochs = f"{stage.epochs} epoch" + ("s" if stage.epochs > 1 else "")
     cut = f"{stage.minibatches} minibatch" + ("es" if stage.minibatches > 1 else "")
     total = stage.optimizer_steps
-    steps = "1 optimizer step a step, on-policy" if total == 1 else f"{total} optimizer steps a step, the first on-policy"
+    steps = (
+        "1 optimizer step a step, on-policy" if total == 1 else f"{total} optimizer steps a step, the first on-policy"
+    )
     return (
         f"{stage.prompts} prompts x {stage.siblings} siblings = {episodes} episodes -> "
         f"{cut} of {stage.prompts // stage.minibatches} groups x {epochs} = {steps}"

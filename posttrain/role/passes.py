@@ -47,7 +47,8 @@ class Passes:
         return cls(needs, left=sum(g is not None and bool(g.any()) for g in held))
 
     def listen(self, micro: Batch, scores: TokenScores) -> None:
-        """Take note of differentiable scores, and of their derivatives once these are there. Hooks read, they never write."""
+        """Take note of differentiable scores, and of their derivatives once these are there. Hooks read, they never
+        write."""
         if not (self.needs.logp or self.needs.asked):
             return
         self.micros.append(micro)

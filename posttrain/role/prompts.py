@@ -34,7 +34,9 @@ class Prompts:
 
     def __post_init__(self) -> None:
         if self.source.count == 0:
-            raise DataError("there are no training tasks: every prompt went to the held-out split, or the source is empty")
+            raise DataError(
+                "there are no training tasks: every prompt went to the held-out split, or the source is empty"
+            )
         if self.curriculum is not None and self.source.count is None:
             self.curriculum = None
         self._epoch = -1
@@ -55,7 +57,10 @@ class Prompts:
             task, visit = self._walk()
             if chosen.weight(self.rates.get(task.id, 0.0)) > 0:
                 return task, visit
-        raise ConfigError(f"curriculum: every one of the {self.source.count} tasks {chosen.left_out()}. Stop here, or add harder tasks")
+        raise ConfigError(
+            f"curriculum: every one of the {self.source.count} tasks {chosen.left_out()}. Stop here, or add harder"
+            " tasks"
+        )
 
     def _walk(self) -> tuple[Task, int]:
         count = self.source.count
@@ -75,7 +80,9 @@ class Prompts:
         if self._tasks is None:
             self._tasks = [self.source.task(i) for i in range(self.source.count or 0)]
         weight = np.array([chosen.weight(self.rates.get(t.id, 0.0)) for t in self._tasks])
-        task = self._tasks[int(seeds.generator(self.seed, "prompt-draw", self.cursor).choice(len(weight), p=weight / weight.sum()))]
+        task = self._tasks[
+            int(seeds.generator(self.seed, "prompt-draw", self.cursor).choice(len(weight), p=weight / weight.sum()))
+        ]
         self.cursor += 1
         visit = self.visits.get(task.id, 0)
         self.visits[task.id] = visit + 1

@@ -10,9 +10,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from posttrain.algorithm.steer import Memory
+from posttrain.algorithm.steer import AdaptiveState
 from posttrain.core.book import Book
-from posttrain.core.ports import Dialogue, Examiner, Learner, PairRenderer, Teacher
+from posttrain.core.ports import Demonstrator, Dialogue, Examiner, Learner, PairRenderer
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
@@ -24,7 +24,7 @@ from posttrain.role.trainer import Trainer
 
 
 @dataclass
-class Clock:
+class RoleSeconds:
     """Wall seconds per role. Facts for people: no digest covers them."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
@@ -50,7 +50,7 @@ S = TypeVar("S", bound=Stage)
 
 
 @dataclass(kw_only=True)
-class Learning(Generic[S]):
+class StageRoles(Generic[S]):
     """What every stage that learns works with."""
 
     run: Run
@@ -62,14 +62,14 @@ class Learning(Generic[S]):
     text: Callable[[np.ndarray], str]
     """Decodes token ids, for messages."""
     watch: Observers = field(default_factory=Observers)
-    clock: Clock = field(default_factory=Clock)
+    clock: RoleSeconds = field(default_factory=RoleSeconds)
 
 
 @dataclass(kw_only=True)
-class Teaching(Learning[Supervised]):
+class SupervisedRoles(StageRoles[Supervised]):
     """What a supervised stage works with."""
 
-    environment: Teacher
+    environment: Demonstrator
     renderer: PairRenderer
     dialogue: Callable[[str], Dialogue]
     """A new encoder for one episode of the named task."""
@@ -79,7 +79,7 @@ class Teaching(Learning[Supervised]):
 
 
 @dataclass(kw_only=True)
-class Roles(Learning[Reinforce]):
+class ReinforceRoles(StageRoles[Reinforce]):
     """The six roles of one reinforcement stage, and the little state that a checkpoint must carry."""
 
     sampling: Sampling
@@ -88,9 +88,10 @@ class Roles(Learning[Reinforce]):
     prompts: Prompts
     reference: Examiner | None
     reference_digest: str
-    memory: Memory = Memory()
-    beside: tuple[Teacher, ...] = ()
-    """Other environments on which the run, this stage or a later one is measured: what they hold out must not be trained on either."""
+    memory: AdaptiveState = AdaptiveState()
+    beside: tuple[Demonstrator, ...] = ()
+    """Other environments on which the run, this stage or a later one is measured: what they hold out must not be
+    trained on either."""
     own_reference: bool = True
     """Whether the reference began as the policy itself, so that nothing lies between them before the first step."""
 

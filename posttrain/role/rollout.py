@@ -14,16 +14,16 @@ from typing import Any, TypeVar, cast
 
 from posttrain.core import seeds
 from posttrain.core.errors import InvariantError, PosttrainError
-from posttrain.core.ports import Attempt, Dialogue, Environment, PairRenderer, Sampler, Teacher
-from posttrain.core.request import Rate, Request
+from posttrain.core.ports import Attempt, Demonstrator, Dialogue, Environment, PairRenderer, Sampler
+from posttrain.core.redact import scrubbed, scrubbed_data
+from posttrain.core.request import PassRate, RolloutRequest
 from posttrain.core.sampling import Sampling
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.redact import scrubbed, scrubbed_data
 from posttrain.role.demonstrate import recited
-from posttrain.role.judging import Bench, judged
+from posttrain.role.judging import SiblingVerdicts, judged
 from posttrain.role.talk import Conversation, tokens_upto
 
 T = TypeVar("T")
@@ -40,7 +40,7 @@ class Rollout:
     seed: int
     renderer: PairRenderer | None = None
     """Writes demonstrations as tokens, where groups are shown some."""
-    limits: Limits = Limits()
+    limits: EpisodeLimits = EpisodeLimits()
     """Of every episode."""
 
     async def episode(
@@ -51,7 +51,7 @@ class Rollout:
         sampling: Sampling,
         stream: str,
         talks: dict[int, Conversation] | None = None,
-        bench: Bench | None = None,
+        bench: SiblingVerdicts | None = None,
     ) -> Episode:
         """Play and judge one episode. Broken invariants and config errors propagate; other failures become data.
 
@@ -87,18 +87,30 @@ class Rollout:
             return Stop.TIME
 
     def _episode(
-        self, task: Task, visit: int, sibling: int, talk: Conversation, stop: Stop, verdicts: tuple[Judged, ...], error: str
+        self,
+        task: Task,
+        visit: int,
+        sibling: int,
+        talk: Conversation,
+        stop: Stop,
+        verdicts: tuple[Judged, ...],
+        error: str,
     ) -> Episode:
         text = "\n".join(talk.turns)
         segments, state = talk.segments(), scrubbed_data(talk.state)
-        return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, tuple(talk.lengths), talk.cut)
+        return Episode(
+            task, visit, sibling, segments, stop, verdicts, text, error, state, tuple(talk.lengths), talk.cut
+        )
 
-    async def show(self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, bench: Bench) -> Episode:
+    async def show(
+        self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, bench: SiblingVerdicts
+    ) -> Episode:
         """An episode that a demonstration says instead of the policy, judged like any other."""
         if self.renderer is None:
             raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
-        teacher = cast("Teacher", self.environment)  # a run that shows demonstrations starts only where there are some
+        # a run that shows demonstrations starts only where there are some
+        teacher = cast("Demonstrator", self.environment)
         prompt, completion = teacher.demonstrate(task, style or teacher.styles[-1], rng, 0.0)
         if not isinstance(completion, str):
             said = await recited(teacher, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling)
@@ -115,21 +127,27 @@ class Rollout:
         verdicts = await bench.judge(attempt, (segment,))
         return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, completion)
 
-    async def group(self, task: Task, visit: int, request: Request, sampling: Sampling, stream: str) -> Group:
-        """All siblings of one prompt, concurrently; the last ones demonstrations where those are shown, beside them the argmax answer.
+    async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
+        """All siblings of one prompt, concurrently; the last ones demonstrations where those are shown, beside them the
+        argmax answer.
 
-        Those that say the same share their verdicts (`Bench`). With `request.extra`, so many more are started, and what has not ended once
-        the wanted number has is aborted: short answers are preferred, which `Group.aborted` lets anyone measure.
+        Those that say the same share their verdicts (`SiblingVerdicts`). With `request.extra`, so many more are
+        started, and what has not ended once the wanted number has is aborted: short answers are preferred, which
+        `Group.aborted` lets anyone measure.
         """
         shown, greedy = request.shown, request.greedy
         own = request.siblings - (shown.siblings if shown else 0)
-        started, talks, bench = own + request.extra, dict[int, Conversation](), Bench(self.environment)
+        started, talks, bench = own + request.extra, dict[int, Conversation](), SiblingVerdicts(self.environment)
         said = settled([self.episode(task, visit, i, sampling, stream, talks, bench) for i in range(started)], own)
         beside = (
-            [self.show(task, visit, i, sampling, shown.style, bench) for i in range(started, started + shown.siblings)] if shown else []
+            [self.show(task, visit, i, sampling, shown.style, bench) for i in range(started, started + shown.siblings)]
+            if shown
+            else []
         )
         if greedy:
-            beside.append(self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy", None, bench))
+            beside.append(
+                self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy", None, bench)
+            )
         try:
             ended, others = await together([said, together(beside)])
         finally:
@@ -139,13 +157,18 @@ class Rollout:
         return Group(task, visit, episodes, others[-1] if greedy else None, started - len(ended), spoken)
 
     async def until(
-        self, prompts: Iterator[tuple[Task, int]], request: Request, sampling: Sampling, stream: str, seen: Rate = Rate()
+        self,
+        prompts: Iterator[tuple[Task, int]],
+        request: RolloutRequest,
+        sampling: Sampling,
+        stream: str,
+        seen: PassRate = PassRate(),
     ) -> tuple[tuple[Group, ...], tuple[bool, ...]]:
         """Groups, in the order they were asked, until enough of them pass; and which of them do.
 
-        They are asked in waves, each as large as the rate at which groups passed so far lets it have to be. A wave waits for its last
-        answer, so the fewer there are the less the engine idles. Sizes are functions of what was said, never of time; where more
-        pass than are wanted, the first ones asked are taken (`Experience.groups`).
+        They are asked in waves, each as large as the rate at which groups passed so far lets it have to be. A wave
+        waits for its last answer, so the fewer there are the less the engine idles. Sizes are functions of what was
+        said, never of time; where more pass than are wanted, the first ones asked are taken (`Experience.groups`).
 
         Args:
             seen: groups of earlier steps, and how many of them passed.
@@ -172,7 +195,8 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]:
-    """Run all until `count` have ended, cancel the rest, and return those in the order of `work`; a failure is raised as itself."""
+    """Run all until `count` have ended, cancel the rest, and return those in the order of `work`; a failure is raised
+    as itself."""
     if count >= len(work):
         return await together(work)
     tasks = [asyncio.ensure_future(w) for w in work]

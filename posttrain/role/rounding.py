@@ -1,10 +1,10 @@
 """How far two right computations of one log-prob may lie apart, and when that is too far.
 
-Sampler and learner compute the same numbers with other shapes and orders, so they differ by rounding. How much depends on
-dtype, width, depth, how sharp the policy has become, and the temperature, which divides logits and so multiplies their
-errors. No constant fits all of that. A gap below `LEAST` is fine everywhere; beyond it the weights are computed with once
-more in float64, which shows how much of what the learner says is rounding. A gap may be `MARGIN` times that, and never more
-than `CEILING`: a learner that is wrong by as much as that is wrong, however it came about.
+Sampler and learner compute the same numbers with other shapes and orders, so they differ by rounding. How much depends
+on dtype, width, depth, how sharp the policy has become, and the temperature, which divides logits and so multiplies
+their errors. No constant fits all of that. A gap below `LEAST` is fine everywhere; beyond it the weights are computed
+with once more in float64, which shows how much of what the learner says is rounding. A gap may be `MARGIN` times that,
+and never more than `CEILING`: a learner that is wrong by as much as that is wrong, however it came about.
 """
 
 from __future__ import annotations
@@ -47,20 +47,24 @@ Exact = Callable[[], np.ndarray | None]
 
 
 def unmeasured(dtype: str, temperature: float) -> Gap:
-    """The bound where nothing is measured: `LEAST` at temperature 1 and above. Below, errors of logits are divided by it."""
+    """The bound where nothing is measured: `LEAST` at temperature 1 and above. Below, errors of logits are divided by
+    it."""
     by, least, most = 1 / min(1.0, temperature), LEAST[dtype], CEILING[dtype]
     return Gap(min(by * least.worst, most.worst), min(by * least.mean, most.mean))
 
 
 def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperature: float) -> Gap:
-    """The bound that holds for `gap`: `LEAST`, or what the learner's own rounding lets it be; `unmeasured` where the model is too large."""
+    """The bound that holds for `gap`: `LEAST`, or what the learner's own rounding lets it be; `unmeasured` where the
+    model is too large."""
     least, most = LEAST[dtype], CEILING[dtype]
     if gap.within(least):
         return least
     if (exact_M := exact()) is None:
         return unmeasured(dtype, temperature)
     own = Gap.of(learner_M, exact_M)
-    return Gap(min(max(least.worst, MARGIN * own.worst), most.worst), min(max(least.mean, MARGIN * own.mean), most.mean))
+    return Gap(
+        min(max(least.worst, MARGIN * own.worst), most.worst), min(max(least.mean, MARGIN * own.mean), most.mean)
+    )
 
 
 FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.03}
@@ -68,7 +72,8 @@ FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.0
 
 
 def noise(dtype: str, learner: Learner, packed: Packed) -> float:
-    """Nats by which an honest engine's log-prob of any of these tokens may differ from the learner's, measured where that can be."""
+    """Nats by which an honest engine's log-prob of any of these tokens may differ from the learner's, measured where
+    that can be."""
     if (exact_M := learner.exact(packed)) is None:
         return unmeasured(dtype, packed.sampling.temperature).worst
     return min(max(FLOOR[dtype], MARGIN * Gap.of(learner.score(packed), exact_M).worst), CEILING[dtype].worst)

@@ -1,4 +1,5 @@
-"""REFERENCE and the other forward-only scorers: what the algorithm reads beside the sampler's own log-probs, no more."""
+"""REFERENCE and the other forward-only scorers: what the algorithm reads beside the sampler's own log-probs, no
+more."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ def score(
         return ()
     look = Scoring(Packed.of([s for e in episodes for s in e.segments]), a, learner, reference, optimizer_steps)
     made = {stream: _cut(stream, x_M, episodes) for maker in SCORED for stream, x_M in maker.make(look).items()}
-    scored = iter(Scored(e, streams={stream: parts[i] for stream, parts in made.items()}) for i, e in enumerate(episodes))
+    scored = iter(
+        Scored(e, streams={stream: parts[i] for stream, parts in made.items()}) for i, e in enumerate(episodes)
+    )
     return tuple(ScoredGroup(g, tuple(next(scored) for _ in g.judged)) for g in groups if g.judged)
 
 
@@ -32,7 +35,8 @@ def _cut(stream: Stream, x_M: np.ndarray, episodes: Sequence[Episode]) -> list[t
     sizes = [s.spoken for e in episodes for s in e.segments]
     if sum(sizes) != len(x_M):
         raise InvariantError(
-            f"the scorer of {stream.name!r} returned {len(x_M)} numbers for {sum(sizes)} spoken tokens: it must give one for each of `packed.source_M`"
+            f"the scorer of {stream.name!r} returned {len(x_M)} numbers for {sum(sizes)} spoken tokens: it must give"
+            " one for each of `packed.source_M`"
         )
     parts = iter(np.split(x_M, np.cumsum(sizes)[:-1]))
     return [tuple(next(parts) for _ in e.segments) for e in episodes]

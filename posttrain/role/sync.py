@@ -1,4 +1,5 @@
-"""WEIGHT SYNC: trainer -> rollout, versioned, with a fingerprint and a canary's log-probs on both sides at every push."""
+"""WEIGHT SYNC: trainer -> rollout, versioned, with a fingerprint and a canary's log-probs on both sides at every
+push."""
 
 from __future__ import annotations
 
@@ -29,12 +30,15 @@ class Sync:
         ours = self.learner.fingerprint()
         if served != ours:
             raise InvariantError(
-                f"weight sync of version {version} failed: the learner's weights have fingerprint {ours}, the sampler serves {served}. "
-                "A tensor was skipped, stale or changed on the way; nothing sampled after this could be trusted. "
-                "Restart from the last checkpoint, and check that learner and sampler hold the same architecture and dtype"
+                f"weight sync of version {version} failed: the learner's weights have fingerprint {ours}, the sampler"
+                f" serves {served}. A tensor was skipped, stale or changed on the way; nothing sampled after this could"
+                " be trusted. Restart from the last checkpoint, and check that learner and sampler hold the same"
+                " architecture and dtype"
             )
         if self.sampler.version != version:
-            raise InvariantError(f"the sampler says it serves version {self.sampler.version} after a push of version {version}")
+            raise InvariantError(
+                f"the sampler says it serves version {self.sampler.version} after a push of version {version}"
+            )
         await self._scores_alike(version)
         return served
 
@@ -48,7 +52,8 @@ class Sync:
             gap = np.abs(theirs.astype(np.float64) - ours)
             at = int(np.argmax(np.where(np.isfinite(gap), gap, np.inf)))
             raise InvariantError(
-                f"after the push of version {version} the sampler scores a canary otherwise than the learner: token {at + 2} of {n} differs by "
-                f"{gap[at]:.3g} nats (bound {bound.worst:.2g} in {self.dtype}). It holds the learner's weights and computes something else: "
-                "look for a stale prefix cache, an adapter that was not applied, another dtype or rope setting"
+                f"after the push of version {version} the sampler scores a canary otherwise than the learner: token"
+                f" {at + 2} of {n} differs by {gap[at]:.3g} nats (bound {bound.worst:.2g} in {self.dtype}). It holds"
+                " the learner's weights and computes something else: look for a stale prefix cache, an adapter that"
+                " was not applied, another dtype or rope setting"
             )

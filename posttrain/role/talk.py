@@ -11,12 +11,12 @@ import numpy as np
 
 from posttrain.core.errors import DataError, InvariantError
 from posttrain.core.ports import Dialogue, PairRenderer, Sampler, Utterance
+from posttrain.core.redact import scrubbed
 from posttrain.core.sampling import Sampling
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Message, Segment, Stop
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.redact import scrubbed
 
 
 class Conversation:
@@ -26,8 +26,21 @@ class Conversation:
         place: from a turn's number to the place its random numbers come from.
     """
 
-    def __init__(self, sampler: Sampler, dialogue: Dialogue, sampling: Sampling, limits: Limits, place: Callable[[int], int]) -> None:
-        self._sampler, self._dialogue, self._sampling, self._limits, self._place = sampler, dialogue, sampling, limits, place
+    def __init__(
+        self,
+        sampler: Sampler,
+        dialogue: Dialogue,
+        sampling: Sampling,
+        limits: EpisodeLimits,
+        place: Callable[[int], int],
+    ) -> None:
+        self._sampler, self._dialogue, self._sampling, self._limits, self._place = (
+            sampler,
+            dialogue,
+            sampling,
+            limits,
+            place,
+        )
         self._transcript = Transcript(sampling)
         self._closed: list[Transcript] = []
         self._before, self._last = 0, np.zeros(0, np.int32)
@@ -35,7 +48,8 @@ class Conversation:
         self.lengths: list[int] = []
         """Tokens of each turn."""
         self.cut = False
-        """Whether a turn was given up while it was being said (the clock, or the environment's own patience): nobody knows its tokens."""
+        """Whether a turn was given up while it was being said (the clock, or the environment's own patience): nobody
+        knows its tokens."""
         self.paid: list[Judged] = []
         self.state: Any = None
 
@@ -55,7 +69,9 @@ class Conversation:
         if allowed < 1:
             return Utterance("", limit, 0)
         try:
-            said = await self._sampler.generate(self._transcript.ids, _shorter(self._sampling, allowed), self._place(len(self.turns)))
+            said = await self._sampler.generate(
+                self._transcript.ids, _shorter(self._sampling, allowed), self._place(len(self.turns))
+            )
         except BaseException:
             self.cut = True
             raise
@@ -65,7 +81,9 @@ class Conversation:
         self._before += len(self._last)
         self._last = said.ids
         self.turns.append(text)
-        return Utterance(text, limit if said.stop is Stop.LENGTH and len(said.ids) == allowed else said.stop, len(said.ids))
+        return Utterance(
+            text, limit if said.stop is Stop.LENGTH and len(said.ids) == allowed else said.stop, len(said.ids)
+        )
 
     def _room(self, most: int | None) -> tuple[int, Stop]:
         """(tokens the next turn may have, the reason it ends with where it needs more): the narrowest limit's."""
@@ -105,16 +123,29 @@ class Conversation:
         return tuple(t.segment() for t in (*self._closed, *open_))
 
 
-class Recital:
+class DemonstrationTalk:
     """A `Talk` in which a demonstration says the turns; the world answers as it answers the policy.
 
     Asking for a turn beyond the demonstration is an error of the demonstration (DataError).
     """
 
     def __init__(
-        self, renderer: PairRenderer, dialogue: Dialogue, turns: Sequence[str], sampling: Sampling, *, chat: bool, task: str
+        self,
+        renderer: PairRenderer,
+        dialogue: Dialogue,
+        turns: Sequence[str],
+        sampling: Sampling,
+        *,
+        chat: bool,
+        task: str,
     ) -> None:
-        self._renderer, self._dialogue, self._turns, self._chat, self._task = renderer, dialogue, tuple(turns), chat, task
+        self._renderer, self._dialogue, self._turns, self._chat, self._task = (
+            renderer,
+            dialogue,
+            tuple(turns),
+            chat,
+            task,
+        )
         self.transcript = Transcript(sampling)
         self.turns: list[str] = []
         self.paid: list[Judged] = []
@@ -129,15 +160,16 @@ class Recital:
         ids = self._dialogue.see(content if not self.turns else without_secrets(content), tools)
         if self._dialogue.restarted:
             raise DataError(
-                f"task {self._task!r}: a demonstration of several turns is one sequence, and this chat template writes earlier turns anew. "
-                "Use a template that only appends, or demonstrate answers of one turn"
+                f"task {self._task!r}: a demonstration of several turns is one sequence, and this chat template writes"
+                " earlier turns anew. Use a template that only appends, or demonstrate answers of one turn"
             )
         self.transcript.see(ids)
 
     async def say(self, most: int | None = None) -> Utterance:
         if len(self.turns) == len(self._turns):
             raise DataError(
-                f"task {self._task!r}: the demonstration has {len(self._turns)} turns, and the episode goes on: correct the environment's demonstrate()"
+                f"task {self._task!r}: the demonstration has {len(self._turns)} turns, and the episode goes on: correct"
+                " the environment's demonstrate()"
             )
         ids = self._renderer.completion_ids(self._turns[len(self.turns)], chat=self._chat, task=self._task)
         self.transcript.show(ids)
@@ -172,5 +204,6 @@ def _shorter(sampling: Sampling, most: int) -> Sampling:
 
 
 def tokens_upto(dialogue: Dialogue, ids: np.ndarray, characters: int) -> int:
-    """How many of `ids` it takes to say this many characters: text grows with every token, so the border is bisected."""
+    """How many of `ids` it takes to say this many characters: text grows with every token, so the border is
+    bisected."""
     return bisect_left(range(len(ids)), characters, key=lambda n: len(dialogue.text(ids[:n])))

@@ -14,15 +14,16 @@ from posttrain.algorithm.losses import Loss
 from posttrain.algorithm.objective import Terms
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Expected, Learner, TokenScores
+from posttrain.core.ports import ExpectedUpdate, Learner, TokenScores
 from posttrain.core.run import Optimizer as OptimizerConfig
 from posttrain.core.types import Gauge, Gauges, merge
 from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
 from posttrain.role.passes import Passes
 
 
-class NotFinite(InvariantError):
-    """A gradient that is infinite or no number: nothing was updated. `culprits` are the batch's episodes whose own loss or gradient is."""
+class NonFiniteGradient(InvariantError):
+    """A gradient that is infinite or no number: nothing was updated. `culprits` are the batch's episodes whose own loss
+    or gradient is."""
 
     def __init__(self, norm: float, step: int, culprits: Sequence[int], episodes: int) -> None:
         self.norm, self.step, self.culprits, self.episodes = norm, step, tuple(culprits), episodes
@@ -31,23 +32,38 @@ class NotFinite(InvariantError):
     def told(self, names: Sequence[str], where: str = "") -> str:
         """The message, with the culprits by these names."""
         if not self.culprits:
-            who = f"The loss and the gradient of each of its {self.episodes} episodes alone are finite: their sum overflows"
+            who = (
+                f"The loss and the gradient of each of its {self.episodes} episodes alone are finite: their sum"
+                " overflows"
+            )
             advice = "Lower the learning rate, the weights of the loss's terms, or the size of the rewards"
         elif len(self.culprits) == self.episodes:
-            who = f"Every one of the batch's {self.episodes} episodes makes it, such as {'; '.join(names[:2])}, so it lies in the weights or the loss"
-            advice = "Lower the learning rate and go on from an earlier checkpoint; look for coefficients of the loss that are too large"
+            who = (
+                f"Every one of the batch's {self.episodes} episodes makes it, such as {'; '.join(names[:2])}, so it"
+                " lies in the weights or the loss"
+            )
+            advice = (
+                "Lower the learning rate and go on from an earlier checkpoint; look for coefficients of the loss that"
+                " are too large"
+            )
         else:
             more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
-            who = f"{len(self.culprits)} of the {self.episodes} episodes of the batch make it: {'; '.join(names[:NAMED])}{more}"
+            who = (
+                f"{len(self.culprits)} of the {self.episodes} episodes of the batch make it:"
+                f" {'; '.join(names[:NAMED])}{more}"
+            )
             advice = "Look at their rewards, and for log-probs that are infinite"
-        return f"the gradient norm is {self.norm} at optimizer step {self.step}{where}: the weights were left as they were. {who}. {advice}"
+        return (
+            f"the gradient norm is {self.norm} at optimizer step {self.step}{where}: the weights were left as they"
+            f" were. {who}. {advice}"
+        )
 
 
 NAMED = 4
 """Episodes that a message names."""
 
 
-class Optimizer(Protocol):
+class WeightOptimizer(Protocol):
     """What the trainer needs of an optimizer: one step on the gradients the parameters hold."""
 
     def gather(self) -> None:
@@ -67,11 +83,13 @@ class Optimizer(Protocol):
         """What a step moves, by parameter: its master where it has one."""
         ...
 
-    def expected_update(self, config: OptimizerConfig, name: str, gradient: Tensor, norm: float, at: int | None = None) -> Expected:
+    def expected_update(
+        self, config: OptimizerConfig, name: str, gradient: Tensor, norm: float, at: int | None = None
+    ) -> ExpectedUpdate:
         """What the next step must do to parameter `name`; asked before it, and changes nothing.
 
-        It is the definition, from what the stage configured, the steps taken and the state so far: nothing that the step itself
-        computes, and nothing the optimizer was built with, since these are what is checked.
+        It is the definition, from what the stage configured, the steps taken and the state so far: nothing that the
+        step itself computes, and nothing the optimizer was built with, since these are what is checked.
 
         Args:
             gradient: of the parameter, before any clip. norm: of all gradients together.
@@ -80,7 +98,8 @@ class Optimizer(Protocol):
         ...
 
     def state_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Everything a resumed run needs, by name; `steps` counts the steps taken, `WORD.PARAMETER` is state of a parameter."""
+        """Everything a resumed run needs, by name; `steps` counts the steps taken, `WORD.PARAMETER` is state of a
+        parameter."""
         ...
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
@@ -91,15 +110,18 @@ class Trainer:
     """Turns minibatches into new weights. `version` counts optimizer steps that moved them."""
 
     learner: Learner
-    optimizer: Optimizer
+    optimizer: WeightOptimizer
     micro_tokens: int
     version: int = 0
 
-    def step(self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False) -> Gauges:
+    def step(
+        self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False
+    ) -> Gauges:
         """One optimizer step on one minibatch; micro-batches only split it.
 
         Args:
-            watch: who observes it: PackedEvent before the first pass, DifferentiatedEvent before the optimizer moves, LearnedEvent after.
+            watch: who observes it: PackedEvent before the first pass, DifferentiatedEvent before the optimizer moves,
+                LearnedEvent after.
             index: the stage's step it belongs to. first: whether it is the first minibatch of a step (`PackedEvent`).
 
         Raises:
@@ -125,7 +147,11 @@ class Trainer:
     def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
         reads = loss.reads(micro)
         return self.learner.forward(
-            micro, entropy=reads.entropy, value=reads.value, candidates_MK=reads.candidates_MK, head_only=reads.head_only
+            micro,
+            entropy=reads.entropy,
+            value=reads.value,
+            candidates_MK=reads.candidates_MK,
+            head_only=reads.head_only,
         )
 
     def _update(self, batch: Batch, loss: Loss) -> Gauges:
@@ -134,12 +160,13 @@ class Trainer:
         norm = self.optimizer.step()
         self.learner.train_mode(False)
         if not math.isfinite(norm):
-            raise NotFinite(norm, self.version + 1, self._culprits(batch, loss), batch.episodes)
+            raise NonFiniteGradient(norm, self.version + 1, self._culprits(batch, loss), batch.episodes)
         self.version += 1
         return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
     def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
-        """Episodes of units whose own loss or gradient is not finite, with the weights of the step, which stood still."""
+        """Episodes of units whose own loss or gradient is not finite, with the weights of the step, which stood
+        still."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
         for unit in range(batch.units):

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from posttrain.core import foreign
 from posttrain.core.errors import RunFolderError
 from posttrain.core.ports import Learner
-from posttrain.role.trainer import Optimizer
+from posttrain.role.trainer import WeightOptimizer
 
 WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
@@ -28,11 +28,11 @@ def load_weights(folder: Path, learner: Learner) -> None:
     _copy(_load(folder / WEIGHTS), learner.parameters(), folder / WEIGHTS)
 
 
-def save_optimizer(folder: Path, optimizer: Optimizer) -> None:
+def save_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
     save_file({n: t.contiguous() for n, t in optimizer.state_tensors().items()}, folder / OPTIMIZER)
 
 
-def load_optimizer(folder: Path, optimizer: Optimizer) -> None:
+def load_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
     optimizer.load_state_tensors(_load(folder / OPTIMIZER))
 
 
@@ -59,7 +59,8 @@ def _copy(source: Mapping[str, torch.Tensor], target: Mapping[str, torch.Tensor]
     if set(source) != set(target) or any(source[n].shape != target[n].shape for n in target):
         wrong = sorted(set(source) ^ set(target)) or [n for n in target if source[n].shape != target[n].shape]
         raise RunFolderError(
-            f"{path or 'these weights'} belong to another model: {', '.join(wrong[:4])} differ. Resume with the model the run was started with"
+            f"{path or 'these weights'} belong to another model: {', '.join(wrong[:4])} differ. Resume with the model"
+            " the run was started with"
         )
     with torch.no_grad():
         for name, tensor in target.items():

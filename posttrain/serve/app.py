@@ -21,17 +21,17 @@ from aiohttp import web
 from posttrain.core import seeds
 from posttrain.core.errors import PosttrainError
 from posttrain.core.sampling import Sampling
-from posttrain.serve.choice import Choice, Piece
+from posttrain.serve.choice import Choice, TextChunk
 from posttrain.serve.connections import Connection, Phase
 from posttrain.serve.intake import Intake, Understood
-from posttrain.serve.limits import Limits
-from posttrain.serve.protocol import Asked, ChatRequest, CompletionRequest
+from posttrain.serve.limits import CallerLimits
+from posttrain.serve.protocol import ChatRequest, CompletionRequest, GenerationRequest
 from posttrain.serve.quiet import LOG
 from posttrain.serve.refusal import Refusal, answer, refusal_of
-from posttrain.serve.served import Served
+from posttrain.serve.served import ServedModel
 from posttrain.serve.shape import Shape
 
-Told = tuple[Choice, Piece | None]
+Told = tuple[Choice, TextChunk | None]
 """What a choice said; None: it has ended."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -40,8 +40,8 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 class Server:
     """The web application over one engine."""
 
-    served: Served
-    limits: Limits = Limits()
+    served: ServedModel
+    limits: CallerLimits = CallerLimits()
     running: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
     """Requests being answered."""
     answers: int = 0
@@ -78,14 +78,22 @@ class Server:
             return await handler(request)
         token = self.served.token
         if token is None:
-            hosts = request.headers.getall("Host", [])  # `request.host` asks the network for a name where there is no header
+            # `request.host` asks the network for a name where there is no header
+            hosts = request.headers.getall("Host", [])
             if len(hosts) != 1 or not _local(hosts[0]):
-                raise Refusal(f"no token is asked for here, so only this machine is served, not {', '.join(hosts)!r}", status=403)
+                raise Refusal(
+                    f"no token is asked for here, so only this machine is served, not {', '.join(hosts)!r}", status=403
+                )
             return await handler(request)
         scheme, _, given = request.headers.get("Authorization", "").partition(" ")
-        if scheme.lower() != "bearer" or not hmac.compare_digest(given.strip().encode(errors="surrogateescape"), token.encode()):
+        if scheme.lower() != "bearer" or not hmac.compare_digest(
+            given.strip().encode(errors="surrogateescape"), token.encode()
+        ):
             said = "no" if not given else "a wrong"
-            raise Refusal(f"{said} token: send the header 'Authorization: Bearer TOKEN' (api_key=TOKEN in OpenAI's clients)", status=401)
+            raise Refusal(
+                f"{said} token: send the header 'Authorization: Bearer TOKEN' (api_key=TOKEN in OpenAI's clients)",
+                status=401,
+            )
         return await handler(request)
 
     async def _health(self, request: web.Request) -> web.Response:
@@ -109,23 +117,28 @@ class Server:
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._answer(request, *await self._read(request, ChatRequest), "chatcmpl")
 
-    async def _read(self, request: web.Request, kind: type[Asked]) -> Understood:
+    async def _read(self, request: web.Request, kind: type[GenerationRequest]) -> Understood:
         self._intake.check(request)
         asked, prompts = await self._intake.read(request, kind)
         waits_for(request, "answer")
         return asked, prompts
 
-    def _contract(self, asked: Asked, length: int) -> Sampling:
+    def _contract(self, asked: GenerationRequest, length: int) -> Sampling:
         """The contract of one answer to a prompt of `length` tokens."""
         try:
             return asked.sampling(self.served.renderer.stop_ids, self.served.sampler.context - length)
         except PosttrainError as error:
             raise refusal_of(error) from None
 
-    async def _answer(self, request: web.Request, asked: Asked, prompts: Sequence[np.ndarray], kind: str) -> web.StreamResponse:
+    async def _answer(
+        self, request: web.Request, asked: GenerationRequest, prompts: Sequence[np.ndarray], kind: str
+    ) -> web.StreamResponse:
         s, count = self.served, asked.n * len(prompts)
         if self.answers + count > self.limits.answers:
-            raise Refusal(f"{self.answers} answers wait or are being written, and {count} more are too many; try again later", status=429)
+            raise Refusal(
+                f"{self.answers} answers wait or are being written, and {count} more are too many; try again later",
+                status=429,
+            )
         queue: asyncio.Queue[Told | None] = asyncio.Queue()
         seed = secrets.randbits(63) if asked.seed is None else asked.seed
         choices: list[Choice] = []
@@ -175,7 +188,9 @@ class Server:
         queue: asyncio.Queue[Told | None],
         work: asyncio.Task[None],
     ) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"})
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
+        )
         await response.prepare(request)
 
         async def send(event: str) -> None:
@@ -186,7 +201,7 @@ class Server:
         work.add_done_callback(lambda _: queue.put_nowait(None))
         while (told := await queue.get()) is not None:
             choice, piece = told
-            await send(json.dumps(shape.next(choice, piece or Piece(), choice.finish if piece is None else None)))
+            await send(json.dumps(shape.next(choice, piece or TextChunk(), choice.finish if piece is None else None)))
         try:
             await work
         except Refusal as refusal:
@@ -215,7 +230,9 @@ async def _spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
         text = f"{request.method} {request.path}: {error.reason}"
         if error.status == 404:
             text += "; served are GET /health, /v1/models, POST /v1/completions, /v1/chat/completions"
-        return answer(Refusal(text, status=error.status), {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None)
+        return answer(
+            Refusal(text, status=error.status), {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
+        )
     except ConnectionError:  # the caller went away
         raise
     except Exception:

@@ -1,7 +1,7 @@
 """One answer in the making: tokens from the engine become text, log-probs and, at the end, a finish reason.
 
-Text is released as it becomes certain, and every token with the text it belongs to. A stop string that ended the answer is
-left out of the text; its tokens are told.
+Text is released as it becomes certain, and every token with the text it belongs to. A stop string that ended the answer
+is left out of the text; its tokens are told.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import numpy as np
 
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said, Stop, Top
-from posttrain.serve.words import Decoder, Stops, Words
+from posttrain.serve.detokenize import Decoder, Stops, TokenText
 
 
 @dataclass
-class Piece:
+class TextChunk:
     """What became certain together: text, the tokens it came from, their log-probs and alternatives."""
 
     text: str = ""
@@ -33,7 +33,7 @@ class Piece:
     def __bool__(self) -> bool:
         return bool(self.text or self.ids)
 
-    def extend(self, other: Piece) -> None:
+    def extend(self, other: TextChunk) -> None:
         self.text += other.text
         self.ids += other.ids
         self.logp += other.logp
@@ -44,15 +44,15 @@ class Piece:
 class Choice:
     """Answer `index` to one prompt."""
 
-    def __init__(self, index: int, ids: np.ndarray, sampling: Sampling, place: int, words: Words) -> None:
+    def __init__(self, index: int, ids: np.ndarray, sampling: Sampling, place: int, words: TokenText) -> None:
         self.index, self.prompt, self.sampling, self.place = index, ids, sampling, place
-        self.whole = Piece()
+        self.whole = TextChunk()
         """Everything released so far."""
         self.finish = ""
-        self.told: Callable[[Piece], None] | None = None
+        self.told: Callable[[TextChunk], None] | None = None
         """Called with each piece as it comes, where somebody listens before the end."""
         self._decoder, self._stops = Decoder(words), Stops(sampling.stop)
-        self._waiting = Piece()
+        self._waiting = TextChunk()
         self._decoded = 0
         """Characters that are complete, those held back for a stop string included."""
         self._heard = 0
@@ -112,7 +112,7 @@ class Choice:
         self._release()
 
     def _release(self) -> None:
-        piece, self._waiting = self._waiting, Piece()
+        piece, self._waiting = self._waiting, TextChunk()
         if piece:
             self.whole.extend(piece)
             if self.told is not None:

@@ -1,7 +1,8 @@
-"""Connections within limits: who is let in, who is cut off, and when. aiohttp parses and writes; what it leaves open is done here.
+"""Connections within limits: who is let in, who is cut off, and when. aiohttp parses and writes; what it leaves open is
+done here.
 
-aiohttp alone has no time-out for headers that never end or for a caller that does not read, no limit on connections, and accepts
-through asyncio, which writes a line for every connection in the backlog each time that no file is left.
+aiohttp alone has no time-out for headers that never end or for a caller that does not read, no limit on connections,
+and accepts through asyncio, which writes a line for every connection in the backlog each time that no file is left.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal
 from aiohttp import web
 
 from posttrain.core.net import network
-from posttrain.serve.limits import Limits, most_connections
+from posttrain.serve.limits import CallerLimits, most_connections
 from posttrain.serve.quiet import LOG
 from posttrain.serve.refusal import Refusal, answer
 
@@ -29,13 +30,14 @@ AT_ONCE = 64
 SWEEP = 0.5
 """Seconds between two looks at what has taken too long."""
 YOUNG = 3.0
-"""A connection is not closed for a new one before it has been silent for so many seconds: an honest caller on a busy machine is."""
+"""A connection is not closed for a new one before it has been silent for so many seconds: an honest caller on a busy
+machine is."""
 LOOKED_AT = 16
 """Silent connections that are looked at, the longest silent first, for one to close."""
 LINGER = 2.0
 """Seconds that the rest of a refused body is read and thrown away, so that the caller hears the refusal."""
 WRITTEN = 64 << 10
-"""Bytes that a caller must take in `Limits.write_seconds`."""
+"""Bytes that a caller must take in `CallerLimits.write_seconds`."""
 
 Phase = Literal["idle", "headers", "body", "answer"]
 """What is awaited on a connection: a next request, the rest of its headers, its body, our answer."""
@@ -73,7 +75,8 @@ class Connection(web.RequestHandler):
         self._listener.changed(self)
 
     def overdue(self) -> bool:
-        """Whether what it waits for has taken too long, or it sent so much ahead of our answer that it is not read any more."""
+        """Whether what it waits for has taken too long, or it sent so much ahead of our answer that it is not read any
+        more."""
         now, limits, wire = self._clock(), self._listener.limits, self._wire
         if self._stuck is not None and wire is not None:
             when, size = self._stuck
@@ -125,7 +128,9 @@ class Connection(web.RequestHandler):
         finally:
             self.now("idle")
 
-    def handle_error(self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None) -> Any:
+    def handle_error(
+        self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
+    ) -> Any:
         """What is no HTTP is answered like every other refusal, and is no news for the log."""
         if status >= 500:
             LOG.error("%s %r", request.method, request.path, exc_info=exc)
@@ -145,7 +150,7 @@ class Listener:
         limits: on callers.
     """
 
-    def __init__(self, server: web.Server, limits: Limits) -> None:
+    def __init__(self, server: web.Server, limits: CallerLimits) -> None:
         self.server, self.limits = server, limits
         self.most = most_connections(limits)
         self._loop = asyncio.get_running_loop()
@@ -231,7 +236,9 @@ class Listener:
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as error:
-                LOG.warning("connections wait: %s. Lower --limit connections=%d, or raise the limit on files", error, self.most)
+                LOG.warning(
+                    "connections wait: %s. Lower --limit connections=%d, or raise the limit on files", error, self.most
+                )
                 self._make_room()
                 self._pause(SWEEP)
                 return
@@ -240,13 +247,20 @@ class Listener:
                 self._admit(wire, address)
             else:
                 LOG.warning(
-                    "%s has %d connections, all being answered or just begun: a further one was refused", address, self._count[address]
+                    "%s has %d connections, all being answered or just begun: a further one was refused",
+                    address,
+                    self._count[address],
                 )
                 refuse(wire)
 
     def _admit(self, wire: socket.socket, address: str) -> None:
         wire.setblocking(False)
-        how = {"access_log": None, "keepalive_timeout": self.limits.idle_seconds, "lingering_time": LINGER, "auto_decompress": False}
+        how = {
+            "access_log": None,
+            "keepalive_timeout": self.limits.idle_seconds,
+            "lingering_time": LINGER,
+            "auto_decompress": False,
+        }
         connection = Connection(self, address, wire, loop=self._loop, **how)
         self._held[connection] = None
         self._count[address] += 1
@@ -268,7 +282,9 @@ class Listener:
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
         before = self._loop.time() - YOUNG
-        oldest = (c for c in islice(self._silent.get(address or "", ()), LOOKED_AT) if c.since <= before and not c.unread())
+        oldest = (
+            c for c in islice(self._silent.get(address or "", ()), LOOKED_AT) if c.since <= before and not c.unread()
+        )
         if (connection := next(oldest, None)) is None:
             return False
         connection.cut()
@@ -296,12 +312,17 @@ async def bind(host: str, port: int) -> list[socket.socket]:
     failed: OSError | None = None
     for family, kind, proto, _, address in dict.fromkeys(found):
         try:
-            made.append(_listening(family, kind, proto, (address[0], port or (made[0].getsockname()[1] if made else 0), *address[2:])))
+            made.append(
+                _listening(
+                    family, kind, proto, (address[0], port or (made[0].getsockname()[1] if made else 0), *address[2:])
+                )
+            )
         except OSError as error:
             failed = error
             if error.errno == errno.EADDRINUSE:
                 break
-    if failed is not None and (not made or failed.errno == errno.EADDRINUSE):  # of a name's addresses, some need not be this machine's
+    # of a name's addresses, some need not be this machine's
+    if failed is not None and (not made or failed.errno == errno.EADDRINUSE):
         for sock in made:
             sock.close()
         raise failed

@@ -1,6 +1,8 @@
-"""From a request on the wire to its fields and prompt ids. Each step is bounded, and what computes is done beside the event loop.
+"""From a request on the wire to its fields and prompt ids. Each step is bounded, and what computes is done beside the
+event loop.
 
-Texts are tokenized in threads: one for small requests, one for large ones, so that nobody waits for somebody else's megabytes.
+Texts are tokenized in threads: one for small requests, one for large ones, so that nobody waits for somebody else's
+megabytes.
 """
 
 from __future__ import annotations
@@ -17,24 +19,26 @@ from aiohttp import web
 
 from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Message
-from posttrain.serve.limits import Limits
-from posttrain.serve.protocol import Asked, ChatRequest, read
+from posttrain.serve.limits import CallerLimits
+from posttrain.serve.protocol import ChatRequest, GenerationRequest, read
 from posttrain.serve.refusal import Refusal
-from posttrain.serve.served import Served
+from posttrain.serve.served import ServedModel
 
 SMALL = 64 << 10
 """Bytes of a request that is understood at once; larger ones wait for each other."""
 REST = 3.0
-"""Between two large requests their thread rests so many times as long as the first took: reading JSON keeps all other threads from running."""
+"""Between two large requests their thread rests so many times as long as the first took: reading JSON keeps all other
+threads from running."""
 SHORTEST = 16
-"""Bytes that a token is taken to have at least, when a text is refused by its bytes: many vocabularies have one for unknown words."""
-Understood = tuple[Asked, list[np.ndarray]]
+"""Bytes that a token is taken to have at least, when a text is refused by its bytes: many vocabularies have one for
+unknown words."""
+Understood = tuple[GenerationRequest, list[np.ndarray]]
 
 
 class Intake:
     """Reads the requests of one server."""
 
-    def __init__(self, served: Served, limits: Limits) -> None:
+    def __init__(self, served: ServedModel, limits: CallerLimits) -> None:
         self.served, self.limits = served, limits
         self._held = 0
         """Bytes of bodies that are being read or wait to be understood."""
@@ -47,7 +51,8 @@ class Intake:
             lane.shutdown(wait=False, cancel_futures=True)
 
     def check(self, request: web.Request) -> None:
-        """Refuse by its headers what is no JSON in UTF-8, or too long. A page in a browser cannot send this content type unasked.
+        """Refuse by its headers what is no JSON in UTF-8, or too long. A page in a browser cannot send this content
+        type unasked.
 
         Raises:
             Refusal: 413 or 415.
@@ -66,7 +71,7 @@ class Intake:
         if (request.content_length or 0) > self.limits.body:
             self._too_long()
 
-    async def read(self, request: web.Request, kind: type[Asked]) -> Understood:
+    async def read(self, request: web.Request, kind: type[GenerationRequest]) -> Understood:
         """The request's fields, checked, and the ids of its prompts."""
         body = await self._body(request)
         lane, work = (self._small, self.understood) if len(body) <= SMALL else (self._large, self._rested)
@@ -74,7 +79,7 @@ class Intake:
         job.add_done_callback(lambda _: self._release(len(body)))
         return await job
 
-    def _rested(self, body: bytes, kind: type[Asked]) -> Understood:
+    def _rested(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
         """`understood` of a large request; its thread alone calls this."""
         time.sleep(max(0.0, self._rests - time.monotonic()))
         start = time.monotonic()
@@ -84,7 +89,7 @@ class Intake:
             now = time.monotonic()
             self._rests = now + REST * (now - start)
 
-    def understood(self, body: bytes, kind: type[Asked]) -> Understood:
+    def understood(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
         """What a body asks for; runs in a thread."""
         asked: Any = read(kind, parse(body))
         self.known(asked.model)
@@ -96,7 +101,12 @@ class Intake:
     def known(self, name: str) -> None:
         """Refusal of a model that is not served here."""
         if name != self.served.name:
-            raise Refusal(f"there is no model {name!r} here, only {self.served.name!r}", status=404, param="model", code="model_not_found")
+            raise Refusal(
+                f"there is no model {name!r} here, only {self.served.name!r}",
+                status=404,
+                param="model",
+                code="model_not_found",
+            )
 
     async def _body(self, request: web.Request) -> bytes:
         """All of the body, within its time; its bytes are held until `_release`."""
@@ -123,9 +133,11 @@ class Intake:
         self._held -= size
 
     def _too_long(self) -> NoReturn:
-        raise Refusal(f"the body is longer than {self.limits.body_mib:g} MiB, the limit body_mib of this server", status=413)
+        raise Refusal(
+            f"the body is longer than {self.limits.body_mib:g} MiB, the limit body_mib of this server", status=413
+        )
 
-    def _in_vocabulary(self, asked: Asked) -> None:
+    def _in_vocabulary(self, asked: GenerationRequest) -> None:
         top, most = asked.alternatives or 0, self.served.vocabulary
         if top > most:
             param = "top_logprobs" if isinstance(asked, ChatRequest) else "logprobs"
@@ -141,14 +153,16 @@ class Intake:
         self._room(len(prompt), "prompt")
         most = self.served.vocabulary - 1
         if max(prompt) > most:
-            raise Refusal(f"prompt: token id {max(prompt)}, and the model has 0..{most}: use its own tokenizer", param="prompt")
+            raise Refusal(
+                f"prompt: token id {max(prompt)}, and the model has 0..{most}: use its own tokenizer", param="prompt"
+            )
         return np.array(prompt, np.int32)
 
     def _chat(self, messages: Sequence[Message]) -> np.ndarray:
         if not self.served.renderer.tokenizer.chat_template:
             raise Refusal(
-                f"{self.served.name} has no chat template, so messages cannot be written for it: use /v1/completions, or serve a model whose "
-                "tokenizer has a template",
+                f"{self.served.name} has no chat template, so messages cannot be written for it: use /v1/completions,"
+                " or serve a model whose tokenizer has a template",
                 param="messages",
                 code="no_chat_template",
             )
@@ -172,7 +186,8 @@ class Intake:
         if size > self._most:
             most, context = self._most, self.served.sampler.context
             raise Refusal(
-                f"{param}: {size:,} bytes leave no room to answer in a context of {context} tokens, which {most:,} bytes fill at the least; shorten it",
+                f"{param}: {size:,} bytes leave no room to answer in a context of {context} tokens, which {most:,}"
+                " bytes fill at the least; shorten it",
                 param=param,
                 code="context_length_exceeded",
             )

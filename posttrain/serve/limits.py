@@ -16,26 +16,29 @@ FEWEST = 16
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
+class CallerLimits:
     """Limits on callers. Each is a setting of `posttrain serve`: `--limit NAME=NUMBER`.
 
-    Behind a proxy all callers come from its address: `per_address` is then a limit on all of them, so its default is high.
+    Behind a proxy all callers come from its address: `per_address` is then a limit on all of them, so its default is
+    high.
     """
 
     connections: int = 8192
-    """Connections held at once, fewer where the process may not open so many files. At the limit, one that asks for nothing is
-    closed for a new one; where all are being answered, new ones wait to be accepted."""
+    """Connections held at once, fewer where the process may not open so many files. At the limit, one that asks for
+    nothing is closed for a new one; where all are being answered, new ones wait to be accepted."""
     per_address: int = 4096
-    """Of them from one address (IPv6: from one network of 64 bits). At the limit, one from there that asks for nothing is
-    closed for a new one; where all are being answered, the new one is refused with status 429."""
+    """Of them from one address (IPv6: from one network of 64 bits). At the limit, one from there that asks for nothing
+    is closed for a new one; where all are being answered, the new one is refused with status 429."""
     answers: int = 16384
     """Answers waiting or being written at once; a request that would make more is refused with status 429."""
     body_mib: float = 8.0
     """Largest body of a request, in MiB."""
     bodies_mib: float = 256.0
-    """Bodies being read or waiting to be understood at once, all together, in MiB; what would be more is refused with status 503."""
+    """Bodies being read or waiting to be understood at once, all together, in MiB; what would be more is refused with
+    status 503."""
     header_seconds: float = 10.0
-    """The headers of a request are complete so long after its connection, or after their first byte on one that was kept."""
+    """The headers of a request are complete so long after its connection, or after their first byte on one that was
+    kept."""
     body_seconds: float = 30.0
     """The body is complete so long after the headers."""
     idle_seconds: float = 75.0
@@ -60,9 +63,9 @@ class Limits:
         return int(self.bodies_mib * MIB)
 
 
-def read_limits(words: Iterable[str]) -> Limits:
+def read_limits(words: Iterable[str]) -> CallerLimits:
     """Limits from `name=number` words; ConfigError naming one that is none."""
-    kinds = {f.name: f.type for f in fields(Limits)}
+    kinds = {f.name: f.type for f in fields(CallerLimits)}
     given: dict[str, float] = {}
     for word in words:
         name, _, text = word.partition("=")
@@ -72,11 +75,13 @@ def read_limits(words: Iterable[str]) -> Limits:
             given[name] = int(text) if kinds[name] == "int" else float(text)
         except ValueError:
             kind = "a whole number" if kinds[name] == "int" else "a number"
-            raise ConfigError(f"--limit {word}: {name} is {kind}, such as {name}={getattr(Limits, name):g}") from None
-    return Limits(**given)  # type: ignore[arg-type]
+            raise ConfigError(
+                f"--limit {word}: {name} is {kind}, such as {name}={getattr(CallerLimits, name):g}"
+            ) from None
+    return CallerLimits(**given)  # type: ignore[arg-type]
 
 
-def most_connections(limits: Limits) -> int:
+def most_connections(limits: CallerLimits) -> int:
     """How many connections can be held: the limit, or what the limit on files leaves."""
     import resource  # not on every system that has a command line
 

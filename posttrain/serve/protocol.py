@@ -67,7 +67,7 @@ Ids = Annotated[list[int], Field(fail_fast=True)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
-class Asked(_Strict):
+class GenerationRequest(_Strict):
     """What both kinds of request share."""
 
     model: str
@@ -135,16 +135,22 @@ def _prompt(prompt: Any) -> Any:
     """A string, token ids, or a list of either; as a list of prompts."""
     if isinstance(prompt, str) or _ids(prompt):
         return [prompt]
-    if isinstance(prompt, list) and prompt and (all(isinstance(p, str) for p in prompt) or all(_ids(p) for p in prompt)):
+    if (
+        isinstance(prompt, list)
+        and prompt
+        and (all(isinstance(p, str) for p in prompt) or all(_ids(p) for p in prompt))
+    ):
         return prompt
-    raise ValueError("prompt must be a string, a list of token ids, or a non-empty list of strings or of lists of token ids")
+    raise ValueError(
+        "prompt must be a string, a list of token ids, or a non-empty list of strings or of lists of token ids"
+    )
 
 
 def _ids(x: Any) -> bool:
     return isinstance(x, list) and len(x) > 0 and all(type(i) is int and 0 <= i < 2**31 for i in x)
 
 
-class CompletionRequest(Asked):
+class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[list[str | Tokens], BeforeValidator(_prompt)]
@@ -158,7 +164,9 @@ class CompletionRequest(Asked):
         if self.stream and self.prompt_logprobs is not None:
             raise ValueError("prompt_logprobs come with a whole answer only: leave stream out")
         if self.n * len(self.prompt) > MOST_CHOICES:
-            raise ValueError(f"n={self.n} answers to {len(self.prompt)} prompts are more than {MOST_CHOICES}; send several requests")
+            raise ValueError(
+                f"n={self.n} answers to {len(self.prompt)} prompts are more than {MOST_CHOICES}; send several requests"
+            )
         return self
 
     @property
@@ -190,7 +198,7 @@ class ChatMessage(_Strict):
         return Message(role=self.role, content=self.content)
 
 
-class ChatRequest(Asked):
+class ChatRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
@@ -221,7 +229,13 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "frequency_penalty": ((0,), "the log-prob contract has none"),
     "best_of": ((1,), "ask for n answers and choose among them"),
     "echo": ((False,), "completions ask for the prompt's log-probs with prompt_logprobs=0"),
-    "bad_words": (([],), "a word has many spellings in tokens. Ban tokens with logit_bias={id: -100}, or name others in allowed_token_ids"),
+    "bad_words": (
+        ([],),
+        (
+            "a word has many spellings in tokens. Ban tokens with logit_bias={id: -100}, or name others in"
+            " allowed_token_ids"
+        ),
+    ),
     "suffix": (("",), "text is only written at the end"),
     "response_format": (({"type": "text"},), "answers are not constrained to a format"),
     "tools": (([],), _MESSAGES),
@@ -231,7 +245,8 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "this server writes text"),
     "store": ((False,), "nothing is stored"),
 }
-"""Parameters of OpenAI's API that are not served: values that ask for nothing and so are accepted, and why others are not."""
+"""Parameters of OpenAI's API that are not served: values that ask for nothing and so are accepted, and why others are
+not."""
 
 
 def read(kind: type[Any], body: Any) -> Any:

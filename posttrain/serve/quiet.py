@@ -6,7 +6,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from posttrain.core.net import Rate
+from posttrain.core.net import LogRateLimit
 
 LOG = logging.getLogger("posttrain.serve")
 """The server's own lines."""
@@ -17,7 +17,7 @@ LOGGERS = (LOG, logging.getLogger("asyncio"), logging.getLogger("aiohttp.server"
 @contextmanager
 def quiet() -> Iterator[None]:
     """Hold the rate of each of `LOGGERS` for as long as a server listens."""
-    kept = [(log, Rate()) for log in LOGGERS]
+    kept = [(log, LogRateLimit()) for log in LOGGERS]
     for log, rate in kept:
         log.addFilter(rate)
     try:

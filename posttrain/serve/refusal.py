@@ -27,20 +27,37 @@ class Refusal(Exception):
     def body(self) -> dict[str, Any]:
         """`{"error": {...}}`."""
         return {
-            "error": {"message": str(self), "type": _TYPES.get(self.status, _rest(self.status)), "param": self.param, "code": self.code}
+            "error": {
+                "message": str(self),
+                "type": _TYPES.get(self.status, _rest(self.status)),
+                "param": self.param,
+                "code": self.code,
+            }
         }
 
     def bytes(self) -> bytes:
         """The whole answer as it goes over the wire, after which the connection is closed."""
         body = json.dumps(self.body()).encode()
-        headers = {**_HEADERS.get(self.status, {}), "Content-Type": "application/json", "Content-Length": len(body), "Connection": "close"}
-        lines = (f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}", *(f"{k}: {v}" for k, v in headers.items()), "", "")
+        headers = {
+            **_HEADERS.get(self.status, {}),
+            "Content-Type": "application/json",
+            "Content-Length": len(body),
+            "Connection": "close",
+        }
+        lines = (
+            f"HTTP/1.1 {self.status} {HTTPStatus(self.status).phrase}",
+            *(f"{k}: {v}" for k, v in headers.items()),
+            "",
+            "",
+        )
         return "\r\n".join(lines).encode() + body
 
 
 def answer(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
     """A refusal as a response, with the headers that belong to its status, and these."""
-    return web.json_response(refusal.body(), status=refusal.status, headers={**_HEADERS.get(refusal.status, {}), **(headers or {})})
+    return web.json_response(
+        refusal.body(), status=refusal.status, headers={**_HEADERS.get(refusal.status, {}), **(headers or {})}
+    )
 
 
 _TYPES = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}

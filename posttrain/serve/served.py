@@ -6,16 +6,16 @@ from dataclasses import dataclass
 
 from posttrain.core.ports import Sampler
 from posttrain.environment.render import Renderer
-from posttrain.serve.words import Words
+from posttrain.serve.detokenize import TokenText
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """What is served, and to whom."""
 
     sampler: Sampler
     renderer: Renderer
-    words: Words
+    words: TokenText
     vocabulary: int
     """Ids the model has embeddings for."""
     name: str

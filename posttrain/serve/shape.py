@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from posttrain.serve.choice import Choice, Piece
-from posttrain.serve.protocol import Asked, ChatRequest
-from posttrain.serve.words import HALF, Words
+from posttrain.serve.choice import Choice, TextChunk
+from posttrain.serve.detokenize import HALF, TokenText
+from posttrain.serve.protocol import ChatRequest, GenerationRequest
 
 Json = dict[str, Any]
 
@@ -18,8 +18,8 @@ Json = dict[str, Any]
 class Shape:
     """Writes the answers to one request."""
 
-    request: Asked
-    words: Words
+    request: GenerationRequest
+    words: TokenText
     id: str
     model: str
     fingerprint: str
@@ -35,7 +35,9 @@ class Shape:
         Args:
             scores: log-probs [T - 1] of each prompt, by `id` of its ids, where they were asked for.
         """
-        out = self._frame("chat.completion" if self.chat else "text_completion", [self._choice(c, c.whole, c.finish) for c in choices])
+        out = self._frame(
+            "chat.completion" if self.chat else "text_completion", [self._choice(c, c.whole, c.finish) for c in choices]
+        )
         out["usage"] = usage(choices)
         if scores is not None:
             for c, choice in zip(choices, out["choices"], strict=True):
@@ -46,12 +48,12 @@ class Shape:
 
     def first(self, choice: Choice) -> Json:
         """The chunk that begins one choice's stream."""
-        out = self._chunk([self._choice(choice, Piece(), None, role=True)])
+        out = self._chunk([self._choice(choice, TextChunk(), None, role=True)])
         if self.chat and self.request.return_token_ids:
             out["prompt_token_ids"] = choice.prompt.tolist()
         return out
 
-    def next(self, choice: Choice, piece: Piece, finish: str | None) -> Json:
+    def next(self, choice: Choice, piece: TextChunk, finish: str | None) -> Json:
         return self._chunk([self._choice(choice, piece, finish)])
 
     def last(self, choices: Sequence[Choice]) -> Json:
@@ -72,12 +74,14 @@ class Shape:
             "choices": choices,
         }
 
-    def _choice(self, c: Choice, piece: Piece, finish: str | None, role: bool = False) -> Json:
+    def _choice(self, c: Choice, piece: TextChunk, finish: str | None, role: bool = False) -> Json:
         out: Json = {"index": c.index, "finish_reason": finish, "logprobs": self._logprobs(piece, role)}
         if not self.chat:
             out["text"] = piece.text
         elif self.request.stream:
-            out["delta"] = {"role": "assistant", "content": ""} if role else {"content": piece.text} if piece.text else {}
+            out["delta"] = (
+                {"role": "assistant", "content": ""} if role else {"content": piece.text} if piece.text else {}
+            )
         else:
             out["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
         if self.request.return_token_ids:
@@ -86,7 +90,7 @@ class Shape:
                 out["prompt_token_ids"] = c.prompt.tolist()
         return out
 
-    def _logprobs(self, piece: Piece, role: bool) -> Json | None:
+    def _logprobs(self, piece: TextChunk, role: bool) -> Json | None:
         if self.request.alternatives is None or role:
             return None
         if self.chat:
@@ -114,7 +118,8 @@ class Shape:
         ids, values = ([], []) if top is None else (top[0].tolist()[:shown], top[1].tolist()[:shown])
         return out | {
             "top_logprobs": [
-                {"token": self._name(i), "logprob": p, "bytes": list(self.words.bytes(i))} for i, p in zip(ids, values, strict=True)
+                {"token": self._name(i), "logprob": p, "bytes": list(self.words.bytes(i))}
+                for i, p in zip(ids, values, strict=True)
             ]
         }
 

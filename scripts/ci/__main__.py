@@ -24,7 +24,9 @@ ROOT = Path(__file__).parents[2]
 
 def current(table: Table) -> tuple[Plan, str]:
     plan, trouble = ledger.current(table)
-    print(f"landing {plan.landing}\n{words(plan, table.minutes)}" + (f"\nnote: {trouble}" if trouble else ""), flush=True)
+    print(
+        f"landing {plan.landing}\n{words(plan, table.minutes)}" + (f"\nnote: {trouble}" if trouble else ""), flush=True
+    )
     return plan, trouble
 
 

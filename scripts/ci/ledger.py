@@ -1,9 +1,11 @@
-"""Which suites ran at which landing (`.ci/ledger.json`), written before a landing by `make landing`, and verified by CI.
+"""Which suites ran at which landing (`.ci/ledger.json`), written before a landing by `make landing`, and verified by
+CI.
 
-CI sees one tree and nothing of earlier landings but what the tree says. So a landing's plan is written down in the landing
-itself: once it is in, that is the record of what it ran. CI computes the same plan from the records before it; where the two
-differ (something changed after `make landing`, or nobody called it) the newest record counts for nothing, and every suite runs
-that is not known to have run in the last three landings.
+CI sees one tree and nothing of earlier landings but what the tree says. So a landing's plan is written down in the
+landing
+itself: once it is in, that is the record of what it ran. CI computes the same plan from the records before it; where
+the two differ (something changed after `make landing`, or nobody called it) the newest record counts for nothing, and
+every suite runs that is not known to have run in the last three landings.
 """
 
 from __future__ import annotations
@@ -35,7 +37,10 @@ class Landing:
 def parse(text: str) -> list[Landing]:
     """ValueError where it is no record."""
     try:
-        found = [Landing(int(x["landing"]), int(x["seed"]), {str(k): str(v) for k, v in x["ran"].items()}) for x in json.loads(text)]
+        found = [
+            Landing(int(x["landing"]), int(x["seed"]), {str(k): str(v) for k, v in x["ran"].items()})
+            for x in json.loads(text)
+        ]
     except (TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"not a list of landings: {error!r}") from error
     if [x.landing for x in found] != sorted({x.landing for x in found}):
@@ -54,7 +59,11 @@ def known(landings: Sequence[Landing]) -> dict[str, Known]:
 
 
 def record(plan: Plan, table: Table) -> Landing:
-    return Landing(plan.landing, plan.seed, {c.suite.name: str(table.inputs[c.suite.name]) for c in plan.runs if not c.suite.always})
+    return Landing(
+        plan.landing,
+        plan.seed,
+        {c.suite.name: str(table.inputs[c.suite.name]) for c in plan.runs if not c.suite.always},
+    )
 
 
 def current(table: Table) -> tuple[Plan, str]:
@@ -74,7 +83,13 @@ def current(table: Table) -> tuple[Plan, str]:
         trouble = f"the plan of landing {last.landing} in {LEDGER} is not of this tree"
     number = landings[-1].landing + since(table.root) if landings else 1
     plan = choose(table.suites, known(landings[:-1]), table.inputs, number, seed(table.root), table.budget)
-    return plan, f"{trouble}: all that is not known to have run in the last {EVERY - 1} landings runs; call `make landing` and commit"
+    return (
+        plan,
+        (
+            f"{trouble}: all that is not known to have run in the last {EVERY - 1} landings runs; call `make landing`"
+            " and commit"
+        ),
+    )
 
 
 def since(root: Path) -> int:

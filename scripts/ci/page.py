@@ -20,7 +20,11 @@ def when(s: Suite) -> str:
 def rows(table: Table) -> str:
     lines = ["| suite | what runs | seconds | when |", "|---|---|---:|---|"]
     for s in table.suites:
-        what = f"`make {s.make}`" if s.make else ", ".join(f"`{t}`" for t in s.tests) + (", marked prove" if s.marked == "prove" else "")
+        what = (
+            f"`make {s.make}`"
+            if s.make
+            else ", ".join(f"`{t}`" for t in s.tests) + (", marked prove" if s.marked == "prove" else "")
+        )
         lines.append(f"| {s.name} | {what} | {s.seconds:.0f} | {when(s)} |")
     always = sum(s.seconds for s in table.suites if s.always)
     total = sum(s.seconds for s in table.suites)

@@ -1,10 +1,10 @@
 """Which suites a landing runs: a function of the table, of what is known to have run, of what changed, and of a seed.
 
-Two promises hold together. *Each suite runs at least at every fourth landing:* one that the last three did not run is due and
-runs, whatever it takes. *The time is kept:* each landing takes at least a quarter of all sampled seconds in turn, the longest
-not run first (what is due among it). What three landings took in turn is not due at the fourth, so at most a quarter ever is.
-What is left of the time goes to suites whose own files changed, then to those that only common files changed for, then to any,
-in an order that the seed draws.
+Two promises hold together. *Each suite runs at least at every fourth landing:* one that the last three did not run is
+due and runs, whatever it takes. *The time is kept:* each landing takes at least a quarter of all sampled seconds in
+turn, the longest not run first (what is due among it). What three landings took in turn is not due at the fourth, so at
+most a quarter ever is. What is left of the time goes to suites whose own files changed, then to those that only common
+files changed for, then to any, in an order that the seed draws.
 """
 
 from __future__ import annotations
@@ -57,7 +57,12 @@ def place(seed: int, name: str) -> bytes:
 
 
 def choose(
-    suites: Sequence[Suite], known: Mapping[str, Known], inputs: Mapping[str, Inputs], landing: int, seed: int, budget: float
+    suites: Sequence[Suite],
+    known: Mapping[str, Known],
+    inputs: Mapping[str, Inputs],
+    landing: int,
+    seed: int,
+    budget: float,
 ) -> Plan:
     """The plan of one landing; `known` speaks of the landings before it."""
     sampled = [s for s in suites if not s.always]
@@ -101,11 +106,14 @@ def _ago(age: int) -> str:
 
 
 def _left(age: int, near: bool, far: bool) -> str:
-    return _ago(age) + (", changed since" if near else ", common files changed since" if far else ", nothing it reads changed since")
+    return _ago(age) + (
+        ", changed since" if near else ", common files changed since" if far else ", nothing it reads changed since"
+    )
 
 
 def shortage(suites: Sequence[Suite], budget: float) -> float:
-    """Seconds by which a landing could pass the budget though nothing is due; not above 0 where the promises hold together.
+    """Seconds by which a landing could pass the budget though nothing is due; not above 0 where the promises hold
+    together.
 
     At most a quarter of what is sampled and one suite more is taken in turn, and one of each `one`.
     """
@@ -113,7 +121,11 @@ def shortage(suites: Sequence[Suite], budget: float) -> float:
     sampled = [s.seconds for s in suites if not s.always]
     ones = {s.one for s in suites if s.one}
     return (
-        always + sum(sampled) / EVERY + max(sampled, default=0) + sum(max(s.seconds for s in suites if s.one == w) for w in ones) - budget
+        always
+        + sum(sampled) / EVERY
+        + max(sampled, default=0)
+        + sum(max(s.seconds for s in suites if s.one == w) for w in ones)
+        - budget
     )
 
 
@@ -122,5 +134,7 @@ def words(plan: Plan, minutes: float) -> str:
     width = max(len(c.suite.name) for c in (*plan.runs, *plan.left))
     lines = [f"  {c.suite.name:<{width}}  {c.suite.seconds:5.0f} s  {c.why}" for c in plan.runs]
     lines += [f"  {c.suite.name:<{width}}      -    not now: {c.why}" for c in plan.left]
-    total = f"{len(plan.runs)} of {len(plan.runs) + len(plan.left)} suites, about {plan.seconds:.0f} s on two quiet cores"
+    total = (
+        f"{len(plan.runs)} of {len(plan.runs) + len(plan.left)} suites, about {plan.seconds:.0f} s on two quiet cores"
+    )
     return "\n".join([*lines, f"  {total} (at most {60 * minutes:.0f}); seed {plan.seed}, of the tree"])

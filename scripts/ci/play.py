@@ -1,4 +1,5 @@
-"""Runs the suites of a plan, measures each, and says at the end what passed. A suite of which no test ran is a failure."""
+"""Runs the suites of a plan, measures each, and says at the end what passed. A suite of which no test ran is a
+failure."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ class Part:
 
 
 def parts(plan: Plan) -> list[Part]:
-    """Lint (which makes the environment), the quick suites, those that stand alone, the long ones, other environments."""
+    """Lint (which makes the environment), the quick suites, those that stand alone, the long ones, other
+    environments."""
     chosen = [c.suite for c in plan.runs]
     shared = {kind: tuple(s for s in chosen if s.tests and not s.alone and s.marked == kind) for kind in (QUICK, PROVE)}
     found = [
@@ -79,7 +81,9 @@ def settings(suites: Sequence[Suite], everything: bool) -> dict[str, str]:
     for s in suites:
         for name, value in (s.settings | (s.everything if everything else {})).items():
             if found.setdefault(name, value) != value:
-                raise TableError(f"{s.name}: {name}={value}, but a suite beside it wants {found[name]}; run one of them alone")
+                raise TableError(
+                    f"{s.name}: {name}={value}, but a suite beside it wants {found[name]}; run one of them alone"
+                )
     return found
 
 
@@ -92,15 +96,31 @@ def command(part: Part, table: Table, report: Path) -> list[str]:
     first = part.suites[0]
     if first.make:
         return ["make", "--no-print-directory", first.make]
-    spread = [] if first.alone else ["--numprocesses", jobs(), "--dist", "loadfile" if first.marked == QUICK else "worksteal"]
+    spread = (
+        []
+        if first.alone
+        else ["--numprocesses", jobs(), "--dist", "loadfile" if first.marked == QUICK else "worksteal"]
+    )
     chosen = [a for s in part.suites for a in s.arguments(table.tests)]
     mark = "prove" if first.marked == PROVE else "not prove"
     python = f"{os.environ.get('VENV', '.venv')}/bin/python"
-    return [python, "-m", "pytest", "-q", *spread, *(["-s"] if first.alone else []), "-m", mark, f"--junitxml={report}", *chosen]
+    return [
+        python,
+        "-m",
+        "pytest",
+        "-q",
+        *spread,
+        *(["-s"] if first.alone else []),
+        "-m",
+        mark,
+        f"--junitxml={report}",
+        *chosen,
+    ]
 
 
 def play(part: Part, table: Table, seed: int, everything: bool) -> list[Result]:
-    """One part from start to end; its output goes where ours goes. Its wall time is shared out by the seconds of the suites' tests."""
+    """One part from start to end; its output goes where ours goes. Its wall time is shared out by the seconds of the
+    suites' tests."""
     report = (table.root / REPORTS / f"{part.name.replace(' ', '-').replace(',', '')}.xml").absolute()
     own = {"OMP_NUM_THREADS": "1", "POSTTRAIN_SEED": str(seed), "POSTTRAIN_SWEEP_SEED": str(seed % 2**31)} | settings(
         part.suites, everything
@@ -109,7 +129,9 @@ def play(part: Part, table: Table, seed: int, everything: bool) -> list[Result]:
         own = {"PYTEST_ADDOPTS": shlex.quote(f"--junitxml={report}")} | own
     print(f"== {part.name}: {', '.join(s.name for s in part.suites)}", flush=True)
     begun = time.monotonic()
-    status = process(command(part, table, report), table.root, own, max(LONGEST * sum(s.seconds for s in part.suites), 600))
+    status = process(
+        command(part, table, report), table.root, own, max(LONGEST * sum(s.seconds for s in part.suites), 600)
+    )
     wall = time.monotonic() - begun
     print(f"== {part.name}: {wall:.0f} s", flush=True)
     results = [Result(s) for s in part.suites]
@@ -126,7 +148,9 @@ def play(part: Part, table: Table, seed: int, everything: bool) -> list[Result]:
 def process(words: Sequence[str], folder: Path, settings: Mapping[str, str], limit: float) -> int:
     """The exit status; what cannot be started or takes too long is ended with all it started, and is no success."""
     try:
-        child = subprocess.Popen(words, cwd=folder, env=os.environ | settings, stdin=subprocess.DEVNULL, process_group=0)
+        child = subprocess.Popen(
+            words, cwd=folder, env=os.environ | settings, stdin=subprocess.DEVNULL, process_group=0
+        )
     except OSError as error:
         print(f"cannot start {words[0]}: {error}", flush=True)
         return 127
@@ -147,7 +171,9 @@ def count(report: Path, results: Sequence[Result]) -> list[str]:
     for case in xml.parse(report).iter("testcase"):
         name, where = case.get("name", ""), case.get("classname", "")
         path = next((f"{p}.py" for p in _paths(where) if any(r.suite.has(f"{p}.py", name) for r in results)), "")
-        owner = next((r for r in results if path and r.suite.has(path, name)), results[0] if results[0].suite.make else None)
+        owner = next(
+            (r for r in results if path and r.suite.has(path, name)), results[0] if results[0].suite.make else None
+        )
         bad = case.find("failure") is not None or case.find("error") is not None
         if owner is None:
             lost += [f"{where}::{name}"] if bad else []
@@ -175,7 +201,11 @@ def run(plan: Plan, table: Table, everything: bool = False) -> int:
     begun = time.monotonic()
     results = [r for part in parts(plan) for r in play(part, table, plan.seed, everything)]
     print(measured(results))
-    kept = [r for r in results if not r.trouble and r.passed + (r.suite.make != "") and not (everything and r.suite.everything)]
+    kept = [
+        r
+        for r in results
+        if not r.trouble and r.passed + (r.suite.make != "") and not (everything and r.suite.everything)
+    ]
     (table.root / MEASURED).write_text(json.dumps({r.suite.name: round(r.seconds, 1) for r in kept}))
     for r in results:
         for name in r.failed:
@@ -197,9 +227,15 @@ def measured(results: Sequence[Result]) -> str:
     width = max(len(r.suite.name) for r in results)
     lines = ["", f"  {'suite':<{width}}  seconds  table  passed  skipped"]
     for r in results:
-        slow = f"  {r.seconds / r.suite.seconds:.1f} times the table's seconds" if r.seconds > SLOW * r.suite.seconds else ""
+        slow = (
+            f"  {r.seconds / r.suite.seconds:.1f} times the table's seconds"
+            if r.seconds > SLOW * r.suite.seconds
+            else ""
+        )
         note = r.trouble or (slow if r.passed or not r.skipped else "  all skipped")
-        lines.append(f"  {r.suite.name:<{width}}  {r.seconds:7.0f}  {r.suite.seconds:5.0f}  {r.passed:6}  {r.skipped:7}  {note}")
+        lines.append(
+            f"  {r.suite.name:<{width}}  {r.seconds:7.0f}  {r.suite.seconds:5.0f}  {r.passed:6}  {r.skipped:7}  {note}"
+        )
     return "\n".join([*lines, ""])
 
 

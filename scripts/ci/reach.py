@@ -1,8 +1,10 @@
-"""Which files a test reads: what it imports, directly or not, and what lies beside that. A digest of them tells whether a suite changed.
+"""Which files a test reads: what it imports, directly or not, and what lies beside that. A digest of them tells whether
+a suite changed.
 
-Read from the source alone: imports wherever they stand (except for type checkers), names of modules and of files in strings
-(`"posttrain.cli"`, `"papers.md"`), folders that lie beside a module and that it names, files of a package that nothing imports (programs and data that are opened by their path).
-A package that is only passed on the way to a module (`posttrain` in `posttrain.core.run`) counts for what it imports at once.
+Read from the source alone: imports wherever they stand (except for type checkers), names of modules and of files in
+strings (`"posttrain.cli"`, `"papers.md"`), folders that lie beside a module and that it names, files of a package that
+nothing imports (programs and data that are opened by their path). A package that is only passed on the way to a module
+(`posttrain` in `posttrain.core.run`) counts for what it imports at once.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ def tracked(root: Path) -> list[Path]:
         return sorted(Path(n) for n in listed.stdout.split("\0") if n and (root / n).is_file())
     found: list[Path] = []
     for folder, folders, names in os.walk(root):
-        folders[:] = [f for f in folders if f not in SKIPPED and not f.startswith(".venv") and not f.endswith(".egg-info")]
+        folders[:] = [
+            f for f in folders if f not in SKIPPED and not f.startswith(".venv") and not f.endswith(".egg-info")
+        ]
         found += [Path(folder, n).relative_to(root) for n in names]
     return sorted(p for p in found if (root / p).is_file())
 
@@ -68,7 +72,9 @@ class Reach:
         self.of = cache(self._of)
         self.beside_of = cache(lambda path: [p for p in self.beside if self._lies_beside(p, path)])
         imported = {q for p in code for q, _ in self.direct(p, True) if q.suffix == ".py" or p.parts[0] != "tests"}
-        self.beside = [p for p in self.files if p.parts[0] in CODE and p not in imported and not p.name.startswith("test_")]
+        self.beside = [
+            p for p in self.files if p.parts[0] in CODE and p not in imported and not p.name.startswith("test_")
+        ]
 
     def closure(self, tests: Iterable[Path]) -> set[Path]:
         """The tests and all that they read."""
@@ -76,7 +82,8 @@ class Reach:
         return set().union(common, *(self.of(p) for p in tests))
 
     def near(self, tests: Iterable[Path]) -> set[Path]:
-        """The tests with their helpers, the modules that these name themselves, and what those read of their own folder."""
+        """The tests with their helpers, the modules that these name themselves, and what those read of their own
+        folder."""
         found: set[Path] = set()
         todo = list(tests)
         while todo:
@@ -105,16 +112,22 @@ class Reach:
         return frozenset(seen)
 
     def _lies_beside(self, path: Path, module: Path) -> bool:
-        """Whether a file that nothing imports lies in the folder of a module, or below it in folders that are no packages."""
+        """Whether a file that nothing imports lies in the folder of a module, or below it in folders that are no
+        packages."""
         if path.suffix == ".py" and path.parent == module.parent:
             return path.name not in ("__main__.py", "__init__.py")
         folder = path.parent
-        while folder != module.parent and module.parent in folder.parents and not (self.root / folder / "__init__.py").exists():
+        while (
+            folder != module.parent
+            and module.parent in folder.parents
+            and not (self.root / folder / "__init__.py").exists()
+        ):
             folder = folder.parent
         return folder == module.parent
 
     def _direct(self, path: Path, whole: bool) -> tuple[tuple[Path, bool], ...]:
-        """(file, whether all of it counts or only what it does when it is imported) of everything that a module names."""
+        """(file, whether all of it counts or only what it does when it is imported) of everything that a module
+        names."""
         if path.suffix != ".py":
             return ()
         found: list[tuple[Path, bool]] = []
@@ -144,7 +157,11 @@ class Reach:
 
     def _string(self, user: Path, text: str) -> Iterator[tuple[Path, bool]]:
         if text == "posttrain" and user.parts[0] == "tests":
-            yield from ((self.modules[n], True) for n in ("posttrain", "posttrain.cli", "posttrain.__main__") if n in self.modules)
+            yield from (
+                (self.modules[n], True)
+                for n in ("posttrain", "posttrain.cli", "posttrain.__main__")
+                if n in self.modules
+            )
         for name in MODULE.findall(text):
             yield from (x for x in self._module(user, name) if x[0] != self.modules.get("posttrain"))
         if text.strip("./") and "\0" not in text:
@@ -179,7 +196,9 @@ def _nodes(body: list[ast.stmt], whole: bool) -> Iterator[ast.AST]:
             inner = [s for name in ("body", "orelse", "finalbody") for s in getattr(statement, name, [])]
             inner += [s for h in getattr(statement, "handlers", []) for s in h.body]
             yield from _nodes(inner, whole)
-            yield from (n for f in ("test", "iter", "items") for x in _list(getattr(statement, f, [])) for n in ast.walk(x))
+            yield from (
+                n for f in ("test", "iter", "items") for x in _list(getattr(statement, f, [])) for n in ast.walk(x)
+            )
         else:
             yield from ast.walk(statement)
 

@@ -17,7 +17,8 @@ from scripts.ci.reach import Reach, digest
 TABLE = Path(".ci/suites.toml")
 QUICK, PROVE = "quick", "prove"
 NEAR = 1 / 2
-"""A file that is near to more than this share of all suites is common to them, and near to none: it tells nothing apart."""
+"""A file that is near to more than this share of all suites is common to them, and near to none: it tells nothing
+apart."""
 
 
 class TableError(Exception):
@@ -89,7 +90,9 @@ class Table:
     def read(cls, root: Path) -> Table:
         raw: dict[str, Any] = tomllib.loads((root / TABLE).read_text())
         lists = ("tests", "reads")
-        rows: list[dict[str, Any]] = [{k: tuple(v) if k in lists else v for k, v in row.items()} for row in raw["suite"]]
+        rows: list[dict[str, Any]] = [
+            {k: tuple(v) if k in lists else v for k, v in row.items()} for row in raw["suite"]
+        ]
         suites = tuple(Suite(**row) for row in rows)
         if len({s.name for s in suites}) != len(suites):
             raise TableError(f"{TABLE}: two suites have one name")
@@ -107,7 +110,9 @@ class Table:
     @cached_property
     def tests(self) -> list[Path]:
         """All files of tests."""
-        return [p for p in self.reach.files if p.parts[0] == "tests" and p.name.startswith("test_") and p.suffix == ".py"]
+        return [
+            p for p in self.reach.files if p.parts[0] == "tests" and p.name.startswith("test_") and p.suffix == ".py"
+        ]
 
     def _named(self, s: Suite) -> tuple[set[Path], set[Path]]:
         """The code a suite starts from, and all else that its line names."""
@@ -122,7 +127,8 @@ class Table:
 
     @cached_property
     def near(self) -> dict[str, set[Path]]:
-        """Of each suite that is chosen, the files that are near to it. What its line names is, however many others are too."""
+        """Of each suite that is chosen, the files that are near to it. What its line names is, however many others are
+        too."""
         chosen = [s for s in self.suites if not s.always]
         said = {s.name: {p for p in self.reach.files if any(_fits(p, q) for q in s.reads)} for s in chosen}
         found = {s.name: said[s.name] if s.make else self.reach.near(self._named(s)[0]) for s in chosen}
@@ -135,7 +141,9 @@ class Table:
     def inputs(self) -> dict[str, Inputs]:
         """Of the suites that are chosen, not of those that always run."""
         chosen = [s for s in self.suites if not s.always]
-        return {s.name: Inputs(digest(self.root, self.near[s.name], 8), digest(self.root, self.files(s), 8)) for s in chosen}
+        return {
+            s.name: Inputs(digest(self.root, self.near[s.name], 8), digest(self.root, self.files(s), 8)) for s in chosen
+        }
 
 
 def _fits(path: Path, pattern: str) -> bool:
@@ -170,7 +178,11 @@ def homeless(table: Table, files: Sequence[tuple[str, str]]) -> list[str]:
             holders = [s for s in table.suites if s.marked == kind and s.has(path)]
             parts = [s for s in holders if all("::" in t for t in s.tests)]
             if not holders:
-                wrong.append(f"{path}: its {kind} tests are in no suite; name it in {TABLE}, in a suite marked {kind!r}")
+                wrong.append(
+                    f"{path}: its {kind} tests are in no suite; name it in {TABLE}, in a suite marked {kind!r}"
+                )
             elif len(holders) > 1 and len(parts) < len(holders):
-                wrong.append(f"{path}: its {kind} tests are in {', '.join(s.name for s in holders)}; leave it in one of them")
+                wrong.append(
+                    f"{path}: its {kind} tests are in {', '.join(s.name for s in holders)}; leave it in one of them"
+                )
     return wrong

@@ -16,7 +16,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if "subject" in metafunc.fixturenames:
         more = [b for name in subjects.ENGINES for b in subjects.BESIDE.get(name, ())]
         beside = more if metafunc.definition.get_closest_marker("beside") else []
-        metafunc.parametrize("subject", [*subjects.ENGINES, *(b for b in beside if b not in subjects.ENGINES)], indirect=True)
+        metafunc.parametrize(
+            "subject", [*subjects.ENGINES, *(b for b in beside if b not in subjects.ENGINES)], indirect=True
+        )
 
 
 @pytest.fixture

@@ -1,5 +1,5 @@
-"""Engines under the conformance suite: each with the policy it serves, the learner that holds the same weights, and the ways
-in which the suite may spoil it to see that its checks bite.
+"""Engines under the conformance suite: each with the policy it serves, the learner that holds the same weights, and the
+ways in which the suite may spoil it to see that its checks bite.
 
 `POSTTRAIN_ENGINES` (a comma list, default `embedded`) says which engines run; an engine that is asked for and cannot be
 built is an error, never a skip.
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from posttrain.api.build import canary
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.ports import Sampler
@@ -29,11 +30,10 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import Said, Segment
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.embedded import engine as embedded
-from posttrain.engine.embedded.tree import PrefixTree
+from posttrain.engine.embedded.prefix_tree import PrefixTree
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.vllm.requests import Expected
-from posttrain.recipe.build import canary
+from posttrain.engine.vllm.requests import ExpectedTensors
 from posttrain.role.sync import Sync
 
 ENGINES = tuple(os.environ.get("POSTTRAIN_ENGINES", "embedded").split(","))
@@ -75,10 +75,14 @@ class Subject:
         randomize(self.policy, seed)
         await Sync(self.learner, self.sampler, canary(self.policy)).push(self.sampler.version + 1)
 
-    async def say(self, prompts: Sequence[np.ndarray], contract: Sampling, places: Sequence[int] | None = None) -> list[Said]:
+    async def say(
+        self, prompts: Sequence[np.ndarray], contract: Sampling, places: Sequence[int] | None = None
+    ) -> list[Said]:
         """All prompts at once."""
         at = self.places(len(prompts)) if places is None else places
-        return await asyncio.gather(*[self.sampler.generate(ids, contract, place) for ids, place in zip(prompts, at, strict=True)])
+        return await asyncio.gather(
+            *[self.sampler.generate(ids, contract, place) for ids, place in zip(prompts, at, strict=True)]
+        )
 
     def gap(self, segments: Sequence[Segment]) -> np.ndarray:
         """float64 [M]: |log-prob of the learner - that of the engine| of every spoken token."""
@@ -157,14 +161,20 @@ def _embedded(compiled: bool | None = None, device: str = "cpu") -> Subject:
             embedded.replace_weights = replace_all
 
     return Subject(
-        "embedded", engine, policy, HFLearner(policy), stale, lossy, lambda: not engine._scheduler.busy and not engine._scheduler.queue
+        "embedded",
+        engine,
+        policy,
+        HFLearner(policy),
+        stale,
+        lossy,
+        lambda: not engine._scheduler.busy and not engine._scheduler.queue,
     )
 
 
 def _lossy(engine: Any) -> Callable[[], AbstractContextManager[None]]:
     """For the vLLM adapters: what they send has passed their checks and then loses a tensor."""
 
-    class Lossy(Expected):
+    class Lossy(ExpectedTensors):
         def take(self, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Any]]:
             return [x for x in super().take(tensors) if x[0] != LOST]
 
@@ -228,7 +238,9 @@ def _vllm_server() -> Subject:
 
     def idle() -> bool:
         """The server can empty its prefix cache: no request of anybody holds a block."""
-        with urllib.request.urlopen(urllib.request.Request(f"{own.url}/reset_prefix_cache", method="POST"), timeout=60) as answer:
+        with urllib.request.urlopen(
+            urllib.request.Request(f"{own.url}/reset_prefix_cache", method="POST"), timeout=60
+        ) as answer:
             return not engine.busy and json.load(answer)["success"]
 
     refuses = {"bad_sequences": "no sequences of several tokens"}
@@ -242,8 +254,11 @@ BUILDERS: dict[str, Callable[[], Subject]] = {
     "vllm": _vllm,
     "vllm-server": _vllm_server,
 }
-BESIDE: dict[str, tuple[str, ...]] = {"embedded": ("embedded-torch", *(["embedded-cuda"] if torch.cuda.is_available() else []))}
-"""Engines that run, where the one before the colon does, the tests marked `beside`: what may differ between two ways of computing."""
+BESIDE: dict[str, tuple[str, ...]] = {
+    "embedded": ("embedded-torch", *(["embedded-cuda"] if torch.cuda.is_available() else []))
+}
+"""Engines that run, where the one before the colon does, the tests marked `beside`: what may differ between two ways of
+computing."""
 
 
 @cache

@@ -1,4 +1,5 @@
-"""vLLM serves each architecture that posttrain builds, and every tensor of it is found again: several engines in one process."""
+"""vLLM serves each architecture that posttrain builds, and every tensor of it is found again: several engines in one
+process."""
 
 from __future__ import annotations
 
@@ -8,10 +9,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from posttrain.api.build import canary
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
-from posttrain.recipe.build import canary
 from posttrain.role.rounding import LEAST
 from posttrain.role.sync import Sync
 from tests.conformance import subjects

@@ -108,7 +108,9 @@ async def test_top_tokens_are_the_learners(subject: Subject) -> None:
 async def test_greedy_is_the_learners_argmax(subject: Subject) -> None:
     asked = prompts(subject)[:5]
     said = await subject.say(asked, contract(greedy=True))
-    best = subject.learner.top(Packed.of([segment(p, s, contract(greedy=True)) for p, s in zip(asked, said, strict=True)]), 1)
+    best = subject.learner.top(
+        Packed.of([segment(p, s, contract(greedy=True)) for p, s in zip(asked, said, strict=True)]), 1
+    )
     assert np.concatenate([s.ids for s in said]).tolist() == best.ids[:, 0].tolist()
     assert not any(s.logp.any() for s in said)
 
@@ -129,11 +131,21 @@ async def test_stop_reasons_are_true(subject: Subject) -> None:
 async def test_a_stop_string_ends_a_turn_with_the_token_that_completes_it(subject: Subject) -> None:
     """Strings of one token, of one character in two tokens, and of two characters; none counts before min_tokens."""
     read, strings = subject.policy.tokenizer.decode, ("a", "é", "zz")
-    wanted = contract(stop=strings, min_tokens=3, stop_ids=(256,), max_tokens=30, logit_bias=((64, 2.0), (127, 3.0), (102, 4.0), (89, 3.0)))
+    wanted = contract(
+        stop=strings,
+        min_tokens=3,
+        stop_ids=(256,),
+        max_tokens=30,
+        logit_bias=((64, 2.0), (127, 3.0), (102, 4.0), (89, 3.0)),
+    )
     said = await subject.say(prompts(subject) * 3, wanted)
     assert {Stop.STRING, Stop.LENGTH} <= {s.stop for s in said}
     for s in said:
-        complete = [n for n in range(wanted.min_tokens + 1, len(s.ids) + 1) if _new(read(s.ids[:n]), read(s.ids[: n - 1]), strings)]
+        complete = [
+            n
+            for n in range(wanted.min_tokens + 1, len(s.ids) + 1)
+            if _new(read(s.ids[:n]), read(s.ids[: n - 1]), strings)
+        ]
         assert complete == ([len(s.ids)] if s.stop is Stop.STRING else [])
 
 
@@ -161,7 +173,9 @@ async def test_the_context_ends_a_turn(subject: Subject) -> None:
     assert subject.gap([segment(near, few, contract())]).max() < LEAST["float32"].worst
 
 
-@pytest.mark.parametrize(("ids", "message"), [([], "non-empty"), ([1] * CONTEXT, "leaves no room"), ([258], "0..257"), ([5, -1], "0..257")])
+@pytest.mark.parametrize(
+    ("ids", "message"), [([], "non-empty"), ([1] * CONTEXT, "leaves no room"), ([258], "0..257"), ([5, -1], "0..257")]
+)
 async def test_a_prompt_that_cannot_be_served_is_refused(subject: Subject, ids: list[int], message: str) -> None:
     with pytest.raises(DataError, match=message):
         await subject.sampler.generate(np.array(ids, np.int32), contract(), 0)
@@ -176,17 +190,21 @@ async def test_a_contract_that_is_not_resolved_is_refused(subject: Subject) -> N
 
 
 async def test_tokens_are_taken_and_given_as_they_are(subject: Subject) -> None:
-    """A second turn goes on after exactly the ids of the first, half characters and all, and a sibling prompt that decodes
-    to the same text is another prompt."""
+    """A second turn goes on after exactly the ids of the first, half characters and all, and a sibling prompt that
+    decodes to the same text is another prompt."""
     halves = [subject.ids("€")[:2], subject.ids("日本")[:4], np.array([200, 10, 255], np.int32)]
     wanted = contract(max_tokens=9)
     first = await subject.say(halves, wanted)
     seen = [np.concatenate([p, s.ids, subject.ids("é")[:1]]) for p, s in zip(halves, first, strict=True)]
     second = await subject.say(seen, wanted)
-    assert subject.gap([segment(p, s, wanted) for p, s in zip(seen, second, strict=True)]).max() < LEAST["float32"].worst
+    assert (
+        subject.gap([segment(p, s, wanted) for p, s in zip(seen, second, strict=True)]).max() < LEAST["float32"].worst
+    )
     text = [subject.policy.tokenizer.decode(p) for p in (halves[0], halves[0][:1])]
     assert text[0] == text[1]
-    once, twice = (subject.learner.top(Packed.of([segment(p, _one(7), contract())]), 0).logp for p in (halves[0], halves[0][:1]))
+    once, twice = (
+        subject.learner.top(Packed.of([segment(p, _one(7), contract())]), 0).logp for p in (halves[0], halves[0][:1])
+    )
     assert np.abs(np.sort(once) - np.sort(twice)).max() > 0.01
 
 

@@ -32,10 +32,15 @@ async def test_a_thousand_requests_follow_the_learners_distribution(subject: Sub
 
 def p_value(ids: np.ndarray, probability: np.ndarray) -> float:
     """Of the counts of `ids`; tokens expected less than eight times are one bin."""
-    counts, expected = np.bincount(ids, minlength=len(probability)).astype(float), probability / probability.sum() * len(ids)
+    counts, expected = (
+        np.bincount(ids, minlength=len(probability)).astype(float),
+        probability / probability.sum() * len(ids),
+    )
     common = expected >= 8
     return float(
-        stats.chisquare(np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())).pvalue
+        stats.chisquare(
+            np.append(counts[common], counts[~common].sum()), np.append(expected[common], expected[~common].sum())
+        ).pvalue
     )
 
 
@@ -83,7 +88,9 @@ async def test_a_cancelled_request_leaves_nothing_and_harms_nobody(subject: Subj
 
 
 async def test_one_bad_request_does_not_spoil_the_others(subject: Subject) -> None:
-    good = [asyncio.create_task(subject.sampler.generate(subject.ids("abc"), contract(), at)) for at in subject.places(8)]
+    good = [
+        asyncio.create_task(subject.sampler.generate(subject.ids("abc"), contract(), at)) for at in subject.places(8)
+    ]
     with pytest.raises(Exception, match="non-empty"):
         await subject.sampler.generate(np.zeros(0, np.int32), contract(), 0)
     assert all(len(s.ids) == 12 for s in await asyncio.gather(*good))

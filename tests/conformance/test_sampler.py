@@ -17,8 +17,8 @@ from scipy import stats
 from posttrain.core import seeds
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
-from posttrain.engine.embedded.rules import NothingLeft
 from posttrain.engine.embedded.sampler import Contracts, draw, kept_mask, lowest_argmax, pick
+from posttrain.engine.embedded.slot_rules import NothingLeft
 
 DRAWS = 50_000
 LOGITS = torch.log(torch.tensor([0.32, 0.05, 0.28, 0.21, 0.10, 0.04])) + 1.8
@@ -172,7 +172,9 @@ def test_rows_with_contracts_of_their_own_do_not_see_each_other() -> None:
     together = draw(logits.clone(), Contracts.of(mixed, prompts, said), uniform)
     of_row = dict(zip(together.truncated_rows.tolist(), together.kept, strict=True))
     for i, s in enumerate(mixed):
-        alone = draw(logits[i : i + 1].clone(), Contracts.of([s], prompts[i : i + 1], said[i : i + 1]), uniform[i : i + 1])
+        alone = draw(
+            logits[i : i + 1].clone(), Contracts.of([s], prompts[i : i + 1], said[i : i + 1]), uniform[i : i + 1]
+        )
         assert alone.ids[0] == together.ids[i]
         assert alone.logp[0] == together.logp[i]
         assert (i in of_row) == s.truncated
@@ -224,7 +226,10 @@ def test_a_large_vocabulary_keeps_what_a_full_sort_keeps() -> None:
 @pytest.mark.parametrize(
     "s",
     [
-        *(Sampling(top_k=k, top_p=p) for k, p in ((2000, 0.5), (1500, 0.7), (1024, 0.7), (1025, 0.9), (4000, 0.6), (8999, 0.4))),
+        *(
+            Sampling(top_k=k, top_p=p)
+            for k, p in ((2000, 0.5), (1500, 0.7), (1024, 0.7), (1025, 0.9), (4000, 0.6), (8999, 0.4))
+        ),
         *(Sampling(top_k=k, top_p=p) for k, p in ((9000, 0.4), (10_000, 0.4), (0, 0.4), (1025, 0.99), (700, 0.5))),
         *(Sampling(top_k=k, top_p=p, min_p=0.02) for k, p in ((2000, 0.5), (2000, 1.0), (500, 0.9), (0, 0.3))),
     ],
@@ -233,7 +238,9 @@ def test_a_large_vocabulary_keeps_what_a_full_sort_keeps() -> None:
 def test_a_large_vocabulary_keeps_the_whole_set_of_the_contract(s: Sampling) -> None:
     """Worked in float64 over the whole row, also where top-k reaches beyond the candidates that are looked at first."""
     size = 9000
-    z = torch.from_numpy(np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)) * torch.tensor([[1.0], [2.0], [4.0], [0.3]])
+    z = torch.from_numpy(np.random.default_rng(0).normal(size=(4, size)).astype(np.float32)) * torch.tensor(
+        [[1.0], [2.0], [4.0], [0.3]]
+    )
     got = kept_mask(z, Contracts.of([s] * 4)).numpy()
     for row, mask in zip(z.double().numpy(), got, strict=True):
         order = np.lexsort((np.arange(size), -row))
@@ -260,7 +267,8 @@ RULED = {name: s for name, s in CONTRACTS.items() if s.rules}
 
 @pytest.mark.parametrize("name", RULED)
 def test_what_was_heard_is_what_was_put(name: str) -> None:
-    """Tokens told one by one, told at once when a slot is taken again, or taken as said ahead of time lead to one distribution."""
+    """Tokens told one by one, told at once when a slot is taken again, or taken as said ahead of time lead to one
+    distribution."""
     s, rng = RULED[name], np.random.default_rng(1)
     other = RULED["everything"]
     said = [rng.integers(0, 4, 6).astype(np.int32) for _ in range(3)]
@@ -311,7 +319,9 @@ def test_a_slot_forgets_whom_it_served() -> None:
 def test_a_contract_that_leaves_nothing_is_refused_at_the_draw() -> None:
     s = Sampling(allowed_ids=(1, 2), bad_ids=((1, 1), (1, 2)), stop_ids=())
     contracts = Contracts.of([Sampling(), s, s], None, [np.int32([]), np.int32([2]), np.int32([1])])
-    with pytest.raises(NothingLeft, match="after 1 tokens of a turn the contract bans every token.*allowed_ids=\\(1, 2\\)") as error:
+    with pytest.raises(
+        NothingLeft, match="after 1 tokens of a turn the contract bans every token.*allowed_ids=\\(1, 2\\)"
+    ) as error:
         draw(torch.zeros(3, 6), contracts, np.zeros(3))
     assert error.value.rows.tolist() == [2]
     assert draw(torch.zeros(2, 6), contracts.at(np.arange(2)), np.zeros(2)).ids.tolist() == [0, 1]
@@ -338,4 +348,6 @@ def test_a_kept_set_holds_no_banned_token() -> None:
     z = torch.from_numpy(rng.normal(size=(500, 40)).astype(np.float32))
     s = Sampling(top_k=20, allowed_ids=(3, 4, 8, 9, 20, 33, 34))
     got = draw(z, Contracts.of([s]).at(np.zeros(500, np.int64)), rng.random(500))
-    assert {tuple(k.tolist()) for k in got.kept} == {s.allowed_ids}, "also where rounding leaves the sum of the others below 1"
+    assert {tuple(k.tolist()) for k in got.kept} == {s.allowed_ids}, (
+        "also where rounding leaves the sum of the others below 1"
+    )

@@ -1,4 +1,5 @@
-"""The suite through `posttrain serve`: what a client gets by token ids keeps the contract as the engine behind the server does."""
+"""The suite through `posttrain serve`: what a client gets by token ids keeps the contract as the engine behind the
+server does."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
-from posttrain.engine.openai import TokenSampler, look
+from posttrain.engine.openai import TokenSampler, discover
 from posttrain.environment.render import Renderer
 from posttrain.serve.app import Server
-from posttrain.serve.run import listening
-from posttrain.serve.served import Served
-from posttrain.serve.words import Words
+from posttrain.serve.detokenize import TokenText
+from posttrain.serve.listen import listening
+from posttrain.serve.served import ServedModel
 from tests.conformance import subjects, test_contract, test_many
 from tests.conformance.subjects import CONTEXT, SLOTS, Subject, contract
 
@@ -58,10 +59,10 @@ def behind() -> tuple[EmbeddedEngine, Policy]:
 async def client() -> AsyncIterator[Subject]:
     """A listening server and a sampler that asks it, as a subject of the suite."""
     engine, policy = behind()
-    served = Served(
+    served = ServedModel(
         sampler=engine,
         renderer=Renderer(policy.tokenizer, policy.stop_ids),
-        words=Words(policy.tokenizer),
+        words=TokenText(policy.tokenizer),
         vocabulary=int(policy.module.get_input_embeddings().weight.shape[0]),  # type: ignore[union-attr]
         name="conformance",
         root="conformance",
@@ -69,8 +70,11 @@ async def client() -> AsyncIterator[Subject]:
         token=None,
         created=0,
     )
-    async with listening(Server(served), "127.0.0.1", 0) as url, Endpoint(url, "rollout", patience=Patience(tries=1)) as endpoint:
-        sampler = TokenSampler(endpoint, await look(endpoint))
+    async with (
+        listening(Server(served), "127.0.0.1", 0) as url,
+        Endpoint(url, "rollout", patience=Patience(tries=1)) as endpoint,
+    ):
+        sampler = TokenSampler(endpoint, await discover(endpoint))
         yield Subject(
             "served",
             sampler,

@@ -57,7 +57,9 @@ def test_a_server_ends_with_a_run_that_was_killed() -> None:
 
 
 def test_a_server_that_cannot_start_says_why() -> None:
-    with pytest.raises(EngineError, match=r"did not start: it has ended with exit code 1\. Its last words:[\s\S]*max_num_seqs"):
+    with pytest.raises(
+        EngineError, match=r"did not start: it has ended with exit code 1\. Its last words:[\s\S]*max_num_seqs"
+    ):
         Spawned(subjects.new_policy(), slots=-1, cache_bytes=1 << 24, eager=True)
 
 
@@ -73,7 +75,10 @@ def test_a_server_that_dies_is_reported_with_its_role() -> None:
         with pytest.raises(EngineError, match="no weights yet"):
             await engine.generate(subject.ids("x"), subjects.contract(), 0)
         await subject.publish(1)
-        running = [asyncio.create_task(engine.generate(subject.ids("x"), subjects.contract(max_tokens=150), i)) for i in range(100)]
+        running = [
+            asyncio.create_task(engine.generate(subject.ids("x"), subjects.contract(max_tokens=150), i))
+            for i in range(100)
+        ]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
         os.killpg(group, signal.SIGKILL)
         outcomes = await asyncio.gather(*running, return_exceptions=True)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.api.build import make_environment, make_policy
 from posttrain.core.engines import VLLM
 from posttrain.core.reader import steps as read_steps
 from posttrain.engine.vllm.spawn import Spawned
-from posttrain.recipe.build import make_environment, make_policy
 from tests.conformance import subjects
 from tests.tiny import MODEL, only_rl, play, tiny_parts, tiny_run
 
@@ -20,7 +20,8 @@ pytestmark = pytest.mark.skipif("vllm-server" not in subjects.ENGINES, reason="n
 
 def test_a_run_trains_against_a_server_by_its_address(tmp_path: Path) -> None:
     """Every canary holds on the way: what is served has the learner's fingerprint after each push, and rho is 1."""
-    run = replace(only_rl(tiny_run(steps=2)), model=replace(MODEL, hidden=64))  # vLLM for CPU attends with heads of 32 and more
+    # vLLM for CPU attends with heads of 32 and more
+    run = replace(only_rl(tiny_run(steps=2)), model=replace(MODEL, hidden=64))
     own = Spawned(make_policy(run, make_environment(run)), slots=16, cache_bytes=64 << 20, eager=True)
     try:
         run = replace(run, engine=VLLM(url=own.url, share=str(own.folder)))

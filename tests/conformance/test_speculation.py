@@ -1,4 +1,5 @@
-"""Speculative decoding says what the target would say: token for token with prompt lookup, in distribution with a draft model."""
+"""Speculative decoding says what the target would say: token for token with prompt lookup, in distribution with a draft
+model."""
 
 from __future__ import annotations
 
@@ -73,7 +74,8 @@ def by_the_rule(p: list[float], q: list[float]) -> tuple[np.ndarray, np.ndarray]
 
 
 def test_the_published_example() -> None:
-    """papers.md D06: p = (.5, .5), q = (.8, .2): accepted with probability .7, the residual all on token 1, frequencies .5 / .5."""
+    """papers.md D06: p = (.5, .5), q = (.8, .2): accepted with probability .7, the residual all on token 1, frequencies
+    .5 / .5."""
     said, accepted = by_the_rule([0.5, 0.5], [0.8, 0.2])
     assert abs(accepted.mean() - 0.7) < 4 * np.sqrt(0.7 * 0.3 / N)
     assert set(said[accepted == 0].tolist()) == {1}
@@ -97,7 +99,10 @@ def test_what_is_said_has_the_targets_distribution(q: list[float]) -> None:
 def looping(count: int, vocabulary: int) -> list[np.ndarray]:
     """Prompts that repeat themselves, so that there is something to look up."""
     rng = np.random.default_rng(0)
-    return [np.tile(rng.integers(0, vocabulary, rng.integers(2, 5)), 4)[: rng.integers(6, 14)].astype(np.int32) for _ in range(count)]
+    return [
+        np.tile(rng.integers(0, vocabulary, rng.integers(2, 5)), 4)[: rng.integers(6, 14)].astype(np.int32)
+        for _ in range(count)
+    ]
 
 
 CONTRACTS = {
@@ -178,13 +183,16 @@ def exact(target: tf.PreTrainedModel, prompt: np.ndarray, length: int, temperatu
 
 
 def test_a_draft_model_leaves_the_targets_distribution() -> None:
-    """All 81 continuations of four tokens, 4,000 draws: they follow the target by enumeration and not the draft model."""
+    """All 81 continuations of four tokens, 4,000 draws: they follow the target by enumeration and not the draft
+    model."""
     vocabulary, length, count, heat = 3, 4, 4000, 1.3
     target, small = model(vocabulary, 0, 4.0), model(vocabulary, 1, 4.0)
     prompt = np.array([1, 2, 0], np.int32)
     e = EmbeddedEngine(model(vocabulary, 0, 4.0), slots=64, context=32, speculate=Draft(small, tokens=3))
     said = asyncio.run(ask(e, [prompt] * count, contract(max_tokens=length, temperature=heat)))
-    counts = np.bincount([int(s.ids @ vocabulary ** np.arange(length)[::-1]) for s in said], minlength=vocabulary**length)
+    counts = np.bincount(
+        [int(s.ids @ vocabulary ** np.arange(length)[::-1]) for s in said], minlength=vocabulary**length
+    )
     right, wrong = exact(target, prompt, length, heat), exact(model(vocabulary, 1, 4.0), prompt, length, heat)
     assert stats.chisquare(counts, right * count).pvalue > 1e-4
     assert stats.chisquare(counts, wrong / wrong.sum() * count).pvalue < 1e-9
@@ -203,8 +211,8 @@ def test_the_target_as_its_own_draft_is_always_right() -> None:
 
 
 def test_drafts_behind_a_stop_were_not_said() -> None:
-    """Four drafts a pass, all of them right: a turn's tokens after the first are said five a pass, and what lies behind the stop counts as
-    drafted, computed and neither said nor needed."""
+    """Four drafts a pass, all of them right: a turn's tokens after the first are said five a pass, and what lies behind
+    the stop counts as drafted, computed and neither said nor needed."""
     e, before_the_stop = engine(6, slots=1, speculate=Draft(model(6, 0), tokens=4)), set[int]()
     for i, prompt in enumerate(looping(24, 6)):
         (said,) = asyncio.run(ask(e, [prompt], contract(stop_ids=(i % 6,), max_tokens=70)))
@@ -214,7 +222,11 @@ def test_drafts_behind_a_stop_were_not_said() -> None:
         before_the_stop.add(more % 5)
         assert gauges["engine/accepted"].sum == more - more // 5
         assert gauges["engine/accepted"].count == 4 * -(-more // 5)
-        linear, pairs, needed = gauges["engine/positions_linear"], gauges["engine/positions_attention"], len(prompt) + more
+        linear, pairs, needed = (
+            gauges["engine/positions_linear"],
+            gauges["engine/positions_attention"],
+            len(prompt) + more,
+        )
         found = gauges["engine/prefix_hits"].sum
         assert (linear.sum, linear.count) == (len(prompt) - found + 5 * -(-more // 5), needed - found)
         assert pairs.count == needed * (needed + 1) // 2 - found * (found + 1) // 2
@@ -249,9 +261,11 @@ def test_what_cannot_be_speculated_is_refused() -> None:
         engine(speculate=Draft(model(5, 1), tokens=0))
 
 
-# --- rules, and contracts that lead nowhere ----------------------------------------------------------------------------
+# --- rules, and contracts that lead nowhere ---------------------------------------------------------------------------
 
-RULED = contract(max_tokens=4, repetition_penalty=1.5, bad_ids=((1, 1), (2, 0, 2)), min_tokens=1, stop_ids=(3,), temperature=1.2)
+RULED = contract(
+    max_tokens=4, repetition_penalty=1.5, bad_ids=((1, 1), (2, 0, 2)), min_tokens=1, stop_ids=(3,), temperature=1.2
+)
 DEAD_END = contract(max_tokens=4, bad_ids=((3, 0, 0), (3, 0, 1), (3, 0, 2), (3, 0, 3), (2, 2)))
 """After 3 0 nothing is left to say, so a request that says them before its end fails."""
 
@@ -292,7 +306,8 @@ async def ask_all(e: EmbeddedEngine, prompt: np.ndarray, s: Sampling, count: int
 @pytest.mark.parametrize("how", ["one at a time", "lookup", "draft"])
 @pytest.mark.parametrize("s", [RULED, DEAD_END], ids=["ruled", "dead_end"])
 def test_turns_under_rules_have_the_targets_distribution(how: str, s: Sampling) -> None:
-    """Every turn of at most four tokens by enumeration; those that lead nowhere fail as often as they must, and alone."""
+    """Every turn of at most four tokens by enumeration; those that lead nowhere fail as often as they must, and
+    alone."""
     prompt, count = np.array([1, 2, 1, 2], np.int32), 1200
     speculate = {"one at a time": None, "lookup": Lookup(tokens=3), "draft": Draft(model(4, 1, 4.0), tokens=3)}[how]
     few = 4  # a step in which a slot has nothing left to say drafts nothing
@@ -329,7 +344,9 @@ def test_stop_strings_end_a_turn_among_accepted_drafts() -> None:
 
 
 @pytest.mark.parametrize("speculate", [lambda: Lookup(tokens=3), lambda: Draft(model(6, 1), tokens=3)])
-def test_an_engine_that_failed_remembers_nobody(speculate: Callable[[], Lookup | Draft], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_failed_remembers_nobody(
+    speculate: Callable[[], Lookup | Draft], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After an error requests are counted from 0 again, and draw from their own places all the same."""
     e, fresh = (engine(6, slots=4, speculate=speculate()) for _ in range(2))
     with monkeypatch.context() as patch:
@@ -348,7 +365,9 @@ def test_an_engine_that_failed_remembers_nobody(speculate: Callable[[], Lookup |
             asyncio.run(ask(e, looping(4, 6), contract()))
 
     async def elsewhere(which: EmbeddedEngine) -> list[Said]:
-        return list(await asyncio.gather(*[which.generate(p, contract(), 100 + i) for i, p in enumerate(looping(8, 6)[4:])]))
+        return list(
+            await asyncio.gather(*[which.generate(p, contract(), 100 + i) for i, p in enumerate(looping(8, 6)[4:])])
+        )
 
     for a, b in zip(asyncio.run(elsewhere(e)), asyncio.run(elsewhere(fresh)), strict=True):
         assert np.array_equal(a.ids, b.ids)

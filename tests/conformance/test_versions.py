@@ -1,4 +1,5 @@
-"""New weights: every token carries the version that said it, nothing cached survives, and bad weights change nothing."""
+"""New weights: every token carries the version that said it, nothing cached survives, and bad weights change
+nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ LONG = "A prompt of several cache blocks, so that there is something to find aga
 
 
 async def test_every_token_carries_the_version_that_said_it(subject: Subject) -> None:
-    """Weights arrive while 64 sequences are being said or wait; each token agrees with the learner of its own version."""
+    """Weights arrive while 64 sequences are being said or wait; each token agrees with the learner of its own
+    version."""
     prompt, wanted = subject.ids("3+4="), contract(max_tokens=40)
     old = subject.sampler.version
     running = [asyncio.create_task(subject.sampler.generate(prompt, wanted, at)) for at in subject.places(64)]

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from posttrain.checks.update import Handed, moved
-from posttrain.controller.house import Parts
+from posttrain.controller.parts import RunParts
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.ladder import GRPO
@@ -23,7 +23,9 @@ from posttrain.engine.optimizer import AdamW
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
-def stops(tmp_path: Path, plant: Callable[[Parts], None], run: Run | None = None, error: type[Exception] = InvariantError) -> str:
+def stops(
+    tmp_path: Path, plant: Callable[[RunParts], None], run: Run | None = None, error: type[Exception] = InvariantError
+) -> str:
     parts = tiny_parts(tmp_path / "run", run or only_rl(tiny_run()))
     plant(parts)
     with pytest.raises(error) as caught:
@@ -40,7 +42,7 @@ def test_a_healthy_run_trips_nothing(tmp_path: Path) -> None:
 def test_temperature_on_one_side_only(tmp_path: Path) -> None:
     """The learner evaluates pi at temperature 1 while the sampler drew at 0.7."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         score = parts.learner.score
         parts.learner.score = lambda packed: score(replace(packed, sampling=replace(packed.sampling, temperature=1.0)))  # type: ignore[method-assign]
 
@@ -52,7 +54,7 @@ def test_temperature_on_one_side_only(tmp_path: Path) -> None:
 def test_stale_tensor_at_a_push(tmp_path: Path) -> None:
     """One tensor of every push is the one from before."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         tensors = parts.learner.tensors
         first: dict[str, torch.Tensor] = {}
 
@@ -77,7 +79,7 @@ def test_stale_tensor_at_a_push(tmp_path: Path) -> None:
 def test_engine_that_ignores_a_push(tmp_path: Path) -> None:
     """The sampler says it has the new version and serves the old weights."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         engine = parts.sampler
 
         class Skips:
@@ -98,9 +100,10 @@ def test_engine_that_ignores_a_push(tmp_path: Path) -> None:
 
 
 def test_engine_that_holds_the_weights_and_computes_something_else(tmp_path: Path) -> None:
-    """Fingerprints agree, and a canary scored after the push does not: a stale prefix cache, an adapter that was not applied."""
+    """Fingerprints agree, and a canary scored after the push does not: a stale prefix cache, an adapter that was not
+    applied."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         score = parts.sampler.score
 
         async def other(ids: np.ndarray) -> np.ndarray:
@@ -115,7 +118,7 @@ def test_engine_that_holds_the_weights_and_computes_something_else(tmp_path: Pat
 def test_reference_that_trains(tmp_path: Path) -> None:
     """The reference shares its tensors with the learner."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         class Shared:
             def score(self, packed: Packed) -> np.ndarray:
                 return parts.learner.score(packed)
@@ -132,7 +135,7 @@ def test_reference_that_trains(tmp_path: Path) -> None:
 def test_reference_of_other_weights(tmp_path: Path) -> None:
     """The reference differs from the learner before the first step."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         freeze = parts.freeze
 
         class Off:
@@ -154,7 +157,7 @@ def test_reference_of_other_weights(tmp_path: Path) -> None:
 def test_frozen_layer(tmp_path: Path) -> None:
     """One tensor is cut off from the gradient."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         tensor = list(parts.learner.parameters().values())[2]
         tensor.register_hook(torch.zeros_like)
 
@@ -165,7 +168,7 @@ def test_frozen_layer(tmp_path: Path) -> None:
 def test_frozen_value_head(tmp_path: Path) -> None:
     """Nothing of it learns, whatever the returns are."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         parts.learner.value_head.weight.register_hook(torch.zeros_like)  # type: ignore[attr-defined]
 
     message = stops(tmp_path, plant, tiny_run(prompts=16))
@@ -173,7 +176,8 @@ def test_frozen_value_head(tmp_path: Path) -> None:
 
 
 def test_a_move_that_earlier_gradients_cancel_is_no_fault() -> None:
-    """The moments pull one way and the gradient the other; what is left is below the rounding of a weight near 1, and so no fault."""
+    """The moments pull one way and the gradient the other; what is left is below the rounding of a weight near 1, and
+    so no fault."""
     config = Optimizer(lr=1e-6, warmup=0, clip=1e9)
     w = torch.full((4,), 1.0)
     optimizer = AdamW({"norm": w}, config)
@@ -190,9 +194,10 @@ def test_a_move_that_earlier_gradients_cancel_is_no_fault() -> None:
 
 @pytest.mark.parametrize("only", [False, True], ids=["imitation", "reinforcement"])
 def test_optimizer_that_moves_copies(tmp_path: Path, only: bool) -> None:
-    """The gradients arrive, and what the optimizer moves is put back: a master that is never published, a sharded copy."""
+    """The gradients arrive, and what the optimizer moves is put back: a master that is never published, a sharded
+    copy."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         optimize = parts.optimize
 
         class Copies:
@@ -219,7 +224,7 @@ def test_optimizer_that_moves_copies(tmp_path: Path, only: bool) -> None:
 def test_observation_counted_as_said(tmp_path: Path) -> None:
     """The transcript claims one more spoken token than the engine said."""
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         engine = parts.sampler
         gauges = engine.gauges
 
@@ -246,7 +251,7 @@ def test_verifier_outage_is_no_wrong_answer(tmp_path: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return getattr(self._inner, name)
 
-    def plant(parts: Parts) -> None:
+    def plant(parts: RunParts) -> None:
         parts.rollout.environment = Down(parts.rollout.environment)  # type: ignore[assignment]
 
     message = stops(tmp_path, plant, error=RewardError)

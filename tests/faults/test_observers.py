@@ -58,7 +58,8 @@ def test_the_end_of_a_step_is_heard_in_every_kind_of_stage(tmp_path: Path) -> No
 
 
 def test_a_stage_that_is_over_frees_its_optimizer(tmp_path: Path) -> None:
-    """Moments and masters are as large as the weights: no next stage begins while they wait for the garbage collector."""
+    """Moments and masters are as large as the weights: no next stage begins while they wait for the garbage
+    collector."""
     parts = tiny_parts(tmp_path / "run")
     make, made, alive = parts.optimize, list[weakref.ref[Any]](), list[bool]()
 
@@ -106,7 +107,9 @@ def test_a_kind_that_derives_from_another_is_observed_like_it() -> None:
 
     try:
         found = observers(Twice(name="rl", algorithm=DR_GRPO), [], {})
-        assert [type(o) for o in found._all] == [type(o) for o in observers(Reinforce(name="rl", algorithm=DR_GRPO), [], {})._all]
+        assert [type(o) for o in found._all] == [
+            type(o) for o in observers(Reinforce(name="rl", algorithm=DR_GRPO), [], {})._all
+        ]
     finally:
         Twice.withdraw()
 
@@ -120,13 +123,17 @@ def group(visit: int, rewards: Sequence[float]) -> Group:
         np.array([-1, 0], np.int32),
         Sampling(stop_ids=()),
     )
-    episodes = [Episode(task, visit, i, (said,), Stop.SAID, (Judged("x", 1.0, Verdict.value(r)),), "") for i, r in enumerate(rewards)]
+    episodes = [
+        Episode(task, visit, i, (said,), Stop.SAID, (Judged("x", 1.0, Verdict.value(r)),), "")
+        for i, r in enumerate(rewards)
+    ]
     return Group(task, visit, tuple(episodes))
 
 
 @pytest.mark.parametrize("spoilt", [0, 1], ids=["learned from", "spare"])
 def test_every_group_that_passed_is_looked_at(spoilt: int) -> None:
-    """Those that found no room any more count for the rate at which groups pass, so the filter is wrong about them too."""
+    """Those that found no room any more count for the rate at which groups pass, so the filter is wrong about them
+    too."""
     played = tuple(group(visit, (1.0, 1.0) if visit == spoilt else (0.0, 1.0)) for visit in range(2))
     environment = SimpleNamespace(train=SimpleNamespace(count=None))
     h: Any = SimpleNamespace(

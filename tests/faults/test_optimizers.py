@@ -1,4 +1,5 @@
-"""What an optimizer says of its next step is what the step does, and an optimizer from outside the package is checked by its own word."""
+"""What an optimizer says of its next step is what the step does, and an optimizer from outside the package is checked
+by its own word."""
 
 from __future__ import annotations
 
@@ -15,14 +16,15 @@ from torch import Tensor
 
 from posttrain.core import reader
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Expected
+from posttrain.core.ports import ExpectedUpdate
 from posttrain.core.run import Optimizer
 from posttrain.engine.optimizer import AdamW
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
 class Momentum:
-    """Stochastic gradient descent: b = beta1 b + g, w = w - lr b. Gradients are clipped globally, the learning rate is constant."""
+    """Stochastic gradient descent: b = beta1 b + g, w = w - lr b. Gradients are clipped globally, the learning rate is
+    constant."""
 
     def __init__(self, parameters: Mapping[str, Tensor], config: Optimizer) -> None:
         self.config, self.steps = config, 0
@@ -53,12 +55,15 @@ class Momentum:
     def trained(self) -> dict[str, Tensor]:
         return self.parameters
 
-    def expected_update(self, config: Optimizer, name: str, gradient: Tensor, norm: float, at: int | None = None) -> Expected:
+    def expected_update(
+        self, config: Optimizer, name: str, gradient: Tensor, norm: float, at: int | None = None
+    ) -> ExpectedUpdate:
         g, before = (
-            x.detach().double() if at is None else x.detach().flatten()[at : at + 1].double() for x in (gradient, self.momentum[name])
+            x.detach().double() if at is None else x.detach().flatten()[at : at + 1].double()
+            for x in (gradient, self.momentum[name])
         )
         after = config.beta1 * before + g * (min(1.0, config.clip / norm) if norm else 1.0)
-        return Expected(-config.lr * after, {"momentum": after}, config.lr * float(after.abs().max()))
+        return ExpectedUpdate(-config.lr * after, {"momentum": after}, config.lr * float(after.abs().max()))
 
     def state_tensors(self) -> dict[str, Tensor]:
         return {"steps": torch.tensor(self.steps)} | {f"momentum.{n}": t for n, t in self.momentum.items()}
@@ -126,12 +131,20 @@ def test_an_optimizer_from_outside_is_followed_by_its_own_word(tmp_path: Path) -
         (Bent, "first optimizer step is not the configured one: .* off by 0.5"),
         (Forgetful, "first optimizer step is not the configured one: .* its state by 1 "),
         (Idle, "did not move in an optimizer step"),
-        (lambda p, config: Momentum(p, replace(config, lr=2 * config.lr)), "first optimizer step is not the configured one: .* off by 1 "),
-        (lambda p, config: Momentum(p, replace(config, clip=math.inf)), "first optimizer step is not the configured one"),
+        (
+            lambda p, config: Momentum(p, replace(config, lr=2 * config.lr)),
+            "first optimizer step is not the configured one: .* off by 1 ",
+        ),
+        (
+            lambda p, config: Momentum(p, replace(config, clip=math.inf)),
+            "first optimizer step is not the configured one",
+        ),
     ],
     ids=["bent step", "no momentum", "no step", "another lr", "no clip"],
 )
-def test_a_step_that_is_not_its_word_stops_the_run(tmp_path: Path, optimizer: Callable[[Any, Optimizer], Any], message: str) -> None:
+def test_a_step_that_is_not_its_word_stops_the_run(
+    tmp_path: Path, optimizer: Callable[[Any, Optimizer], Any], message: str
+) -> None:
     with pytest.raises(InvariantError, match=message):
         trains(tmp_path / "run", optimizer)
 

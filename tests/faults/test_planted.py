@@ -1,4 +1,5 @@
-"""Every planted fault is caught by a named check, in a tiny run that is otherwise real; and none is planted by accident."""
+"""Every planted fault is caught by a named check, in a tiny run that is otherwise real; and none is planted by
+accident."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ import posttrain
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
-from posttrain.recipe.faults import FAULTS, find, planted
+from posttrain.faults import FAULTS, find, planted
 from tests.faulty import ROOT, STEPS, catch, smallest, start
 
 
@@ -72,7 +73,9 @@ def test_a_fault_needs_to_be_asked_for_twice(model: Path, tmp_path: Path, capsys
     assert "--allow-fault" in capsys.readouterr().err
 
 
-def test_a_planted_fault_is_said_aloud_and_written_down(model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_planted_fault_is_said_aloud_and_written_down(
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run = smallest(None, model, tmp_path, steps=1)
     posttrain.run(run, "fault=optimizer_lost_at_resume", out=tmp_path / "run", allow_fault=True)
     said = capsys.readouterr().out

@@ -1,4 +1,5 @@
-"""Every algorithm of the ladder and further patches, each with the objective it claims to be. Laws run over this table."""
+"""Every algorithm of the ladder and further patches, each with the objective it claims to be. Laws run over this
+table."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import textbooks_mismatch as m
 from law_toys import NOW
 from law_world import Book
 
-from posttrain.algorithm.steer import Memory, steered
+from posttrain.algorithm.steer import AdaptiveState, steered
 from posttrain.core import ladder
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.pieces.baseline import GroupMean, Value
@@ -100,14 +101,23 @@ TIGHT: list[Case] = [
     (patch(ladder.CLIP_COV, "clip_cov_band", "-", tokens=ClipCov(share=1.0, low=0.2, high=0.8)), f.clip_cov(0.2, 0.8)),
     (patch(ladder.KL_COV, "kl_cov_share", "-", tokens=KlCov(share=0.2)), f.kl_cov(0.2)),
     (patch(ladder.M2PO, "m2po_tight", "-", tokens=SecondMoment(limit=0.01)), f.m2po(0.01)),
-    (replace(steered(ladder.SKYWORK, Memory(entropy=0.015)), name="skywork_steered"), f.skywork(0.015)),
+    (replace(steered(ladder.SKYWORK, AdaptiveState(entropy=0.015)), name="skywork_steered"), f.skywork(0.015)),
     (
         patch(ladder.FIPO, "fipo_tight", "-", clip=FutureKL(band_low=0.0, loud=1.1, ignore=1.3)),
         lambda eps: f.fipo(eps, (0.0, 0.2), 1.1, 1.3),
     ),
-    (patch(ladder.DPPO, "dppo_uncapped", "-", clip=Divergence(delta=0.05, cap=1e9)), f.dppo(f.far_top(0, "tv", 0.05), None)),
-    (patch(ladder.DPPO, "dppo_capped", "-", clip=Divergence(delta=0.05, cap=1.05)), f.dppo(f.far_top(0, "tv", 0.05), 1.05)),
-    (patch(ladder.DPPO_TOP, "dppo_top2_kl", "-", clip=Divergence(measure="kl", delta=0.05, top=2)), f.dppo(f.far_top(2, "kl", 0.05))),
+    (
+        patch(ladder.DPPO, "dppo_uncapped", "-", clip=Divergence(delta=0.05, cap=1e9)),
+        f.dppo(f.far_top(0, "tv", 0.05), None),
+    ),
+    (
+        patch(ladder.DPPO, "dppo_capped", "-", clip=Divergence(delta=0.05, cap=1.05)),
+        f.dppo(f.far_top(0, "tv", 0.05), 1.05),
+    ),
+    (
+        patch(ladder.DPPO_TOP, "dppo_top2_kl", "-", clip=Divergence(measure="kl", delta=0.05, top=2)),
+        f.dppo(f.far_top(2, "kl", 0.05)),
+    ),
     (patch(ladder.GKD, "gkd_forward", "-", distill=Distill(beta=0.0)), f.gkd(0.0)),
     (patch(ladder.GKD, "gkd_reverse", "-", distill=Distill(beta=1.0)), f.gkd(1.0)),
     (patch(ladder.GKD, "gkd_leaning", "-", distill=Distill(beta=0.1)), f.gkd(0.1)),
@@ -130,7 +140,12 @@ def on_dr_grpo(name: str, *pieces: Correction) -> Algorithm:
 
 
 V_TRACE = patch(
-    ladder.PPO, "v_trace", "-", whiten=None, baseline=Value(gae_lambda=1.0, clip=None, trace=1.0), correction=(Truncate(cap=1.0),)
+    ladder.PPO,
+    "v_trace",
+    "-",
+    whiten=None,
+    baseline=Value(gae_lambda=1.0, clip=None, trace=1.0),
+    correction=(Truncate(cap=1.0),),
 )
 MISMATCH: list[Case] = [
     (on_dr_grpo("tis", Truncate(cap=1.1)), m.corrected(m.tis(1.1))),
@@ -149,13 +164,32 @@ MISMATCH: list[Case] = [
     (V_TRACE, t.v_trace(1.0)),
     (patch(V_TRACE, "v_trace_lambda", "-", baseline=Value(gae_lambda=0.9, clip=None, trace=1.0)), t.v_trace(0.9)),
     (
-        patch(ladder.GSPO, "gspo_seq_tis", "-", clip=Clip(low=0.03, high=0.04), correction=(Truncate(cap=1.1, level="sequence"),)),
+        patch(
+            ladder.GSPO,
+            "gspo_seq_tis",
+            "-",
+            clip=Clip(low=0.03, high=0.04),
+            correction=(Truncate(cap=1.1, level="sequence"),),
+        ),
         m.gspo_sequence_tis,
     ),
-    (patch(ladder.SAPO, "sapo_icepop_veto", "-", correction=(Mask(low=0.8, high=1.2), Veto(below=0.7))), m.sapo_icepop_veto),
-    (patch(ladder.DAPO, "dapo_geo_negative", "-", correction=(Reject(low=0.9, high=1.1), NegativeMask(delta=0.1))), m.dapo_geo_rs_negative),
     (
-        patch(ladder.CISPO, "cispo_tis_entropy", "-", clip=Cap(high=1.2), correction=(Truncate(cap=1.1),), entropy=EntropyBonus(coef=0.01)),
+        patch(ladder.SAPO, "sapo_icepop_veto", "-", correction=(Mask(low=0.8, high=1.2), Veto(below=0.7))),
+        m.sapo_icepop_veto,
+    ),
+    (
+        patch(ladder.DAPO, "dapo_geo_negative", "-", correction=(Reject(low=0.9, high=1.1), NegativeMask(delta=0.1))),
+        m.dapo_geo_rs_negative,
+    ),
+    (
+        patch(
+            ladder.CISPO,
+            "cispo_tis_entropy",
+            "-",
+            clip=Cap(high=1.2),
+            correction=(Truncate(cap=1.1),),
+            entropy=EntropyBonus(coef=0.01),
+        ),
         m.cispo_tis_entropy,
     ),
     (patch(ladder.KIMI, "kimi_in_band", "-", correction=(Mask(low=0.7, high=1.4, level="sequence"),)), m.kimi_in_band),

@@ -1,4 +1,5 @@
-"""Two pieces that posttrain does not have, with numbers, words and mathematics. `test_open_pieces` offers them for a while.
+"""Two pieces that posttrain does not have, with numbers, words and mathematics. `test_open_pieces` offers them for a
+while.
 
 In the library each would be two files: the type in `core/pieces/{trust,shape}.py`, the functions in
 `algorithm/{trust,shape}.py`.
@@ -13,7 +14,7 @@ import numpy as np
 import torch
 
 from posttrain.algorithm.shape import Array, dropped, shape
-from posttrain.algorithm.trust import Look, Push, pushed
+from posttrain.algorithm.trust import Push, TrustInputs, pushed
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.pieces.checks import positive
 from posttrain.core.pieces.shape import Shaping
@@ -43,7 +44,7 @@ class Bell(TrustRegion):
 
 
 @pushed.register
-def _(region: Bell, look: Look) -> Push:
+def _(region: Bell, look: TrustInputs) -> Push:
     push_M = look.ratio_M * torch.exp(-((region.width * look.log_ratio_M) ** 2))
     nothing_M = torch.zeros_like(push_M, dtype=torch.bool)
     return Push(push_M, nothing_M, nothing_M)

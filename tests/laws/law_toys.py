@@ -1,4 +1,5 @@
-"""Small worlds for the laws: episodes from plain lists, batches from credit, and a policy whose every response is known."""
+"""Small worlds for the laws: episodes from plain lists, batches from credit, and a policy whose every response is
+known."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.streams import Streams
-from posttrain.algorithm.trust import Look
+from posttrain.algorithm.trust import TrustInputs
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.run import Reinforce
@@ -30,7 +31,8 @@ SAMPLING = Sampling(max_tokens=20, stop_ids=(0,))
 class Answer:
     """One episode in plain numbers: per spoken token its log-probs and value, and where it is cut or interrupted.
 
-    `turns` lists spoken tokens per (segment, turn): [[3, 2], [4]] is two segments, the first with an observation inside.
+    `turns` lists spoken tokens per (segment, turn): [[3, 2], [4]] is two segments, the first with an observation
+    inside.
     """
 
     reward: float | None
@@ -71,7 +73,11 @@ def segments_of(answer: Answer) -> tuple[Segment, ...]:
             mask += [False] * (answer.observation if i else 0) + [True] * n
         m = np.array(mask)
         here = slice(at, at + int(m.sum()))
-        logp, ids, version = np.full(len(m), np.nan, np.float32), np.full(len(m), 7, np.int32), np.full(len(m), -1, np.int32)
+        logp, ids, version = (
+            np.full(len(m), np.nan, np.float32),
+            np.full(len(m), 7, np.int32),
+            np.full(len(m), -1, np.int32),
+        )
         logp[m] = 0.0 if answer.shown else np.minimum(answer.mu[here], 0)
         version[m] = SHOWN if answer.shown else answer.version[here] if len(answer.version) else 0
         if len(answer.ids):
@@ -97,8 +103,11 @@ def _scored(episode: Episode, a: Answer) -> Scored:
     return Scored(episode, streams={s: _cut(x, episode) for s, x in held.items() if x is not None})
 
 
-def scored_group(name: str, answers: Sequence[Answer], greedy: float | None = None, info: Mapping[str, Any] | None = None) -> ScoredGroup:
-    """A prompt's siblings, scored; with `greedy` also its argmax answer of that reward. `info` are columns of the task."""
+def scored_group(
+    name: str, answers: Sequence[Answer], greedy: float | None = None, info: Mapping[str, Any] | None = None
+) -> ScoredGroup:
+    """A prompt's siblings, scored; with `greedy` also its argmax answer of that reward. `info` are columns of the
+    task."""
     task = Task(name, "?", info=info or {})
     episodes = [episode_of(task, i, a) for i, a in enumerate(answers)]
     best = None if greedy is None else episode_of(task, len(answers), Answer(greedy, [[1]], np.full(1, -1.0)))
@@ -110,12 +119,20 @@ def rewarded(*groups: Sequence[float], lengths: Sequence[Sequence[int]] | None =
     """Groups with these rewards, one token each unless `lengths` says more."""
     lengths = lengths or [[1] * len(g) for g in groups]
     return [
-        scored_group(str(i), [Answer(r, [[n]], np.full(n, -1.0), np.full(n, -1.0), energy=np.ones(n)) for r, n in zip(g, ns, strict=True)])
+        scored_group(
+            str(i),
+            [
+                Answer(r, [[n]], np.full(n, -1.0), np.full(n, -1.0), energy=np.ones(n))
+                for r, n in zip(g, ns, strict=True)
+            ],
+        )
         for i, (g, ns) in enumerate(zip(groups, lengths, strict=True))
     ]
 
 
-def credits(a: Algorithm, *groups: Sequence[float], lengths: Sequence[Sequence[int]] | None = None) -> list[list[float]]:
+def credits(
+    a: Algorithm, *groups: Sequence[float], lengths: Sequence[Sequence[int]] | None = None
+) -> list[list[float]]:
     """Credit of the first token of every sample of every group."""
     credit = credit_step(a, rewarded(*groups, lengths=lengths), max_tokens=20, ema=0.0)
     return [[float(e.advantage[0][0]) for e in g.episodes] for g in credit.groups]
@@ -127,7 +144,8 @@ NOW = 4
 
 
 def batch_of(a: Algorithm, credit: Credit, *, turned: bool = False, with_start: bool = True) -> Batch:
-    """The step as one minibatch, through the packer of real runs. `turned` puts the last group and the last sibling first."""
+    """The step as one minibatch, through the packer of real runs. `turned` puts the last group and the last sibling
+    first."""
     if turned:
         credit = replace(credit, groups=tuple(replace(g, episodes=g.episodes[::-1]) for g in credit.groups[::-1]))
     (made,) = pack(credit, a, STAGE, seed=0, step=0, version=NOW)
@@ -135,12 +153,12 @@ def batch_of(a: Algorithm, credit: Credit, *, turned: bool = False, with_start: 
     return made.batch if with_start else made.batch.having({START: None})
 
 
-def look(ratio: Tensor, advantage: Tensor, sequence: np.ndarray | None = None) -> Look:
+def look(ratio: Tensor, advantage: Tensor, sequence: np.ndarray | None = None) -> TrustInputs:
     """What a trust region sees of these tokens: each in an episode of its own, the anchor at log-prob -1."""
     log_ratio = ratio.log()
     places = np.arange(len(ratio)) if sequence is None else sequence
     streams = streams_of(advantage.numpy(), np.ones(len(ratio)), places, mu=np.full(len(ratio), -1.0))
-    return Look(ratio, log_ratio, advantage, log_ratio - 1, streams)
+    return TrustInputs(ratio, log_ratio, advantage, log_ratio - 1, streams)
 
 
 # --- a policy whose every response can be listed -------------------------------------------------------------------

@@ -1,4 +1,5 @@
-"""An off-policy step in which sampler, start, reference, teacher and policy all differ, as the library and as a textbook see it.
+"""An off-policy step in which sampler, start, reference, teacher and policy all differ, as the library and as a
+textbook see it.
 
 Every position has a vocabulary of its own, so the id of a spoken token says where in the world it lies.
 """
@@ -88,7 +89,8 @@ def _softmax_through(rng: np.random.Generator, said: np.ndarray, logp: np.ndarra
 
 
 class World:
-    """Three groups of ragged multi-segment episodes, one of them not judged, with the streams that `a` reads and no others."""
+    """Three groups of ragged multi-segment episodes, one of them not judged, with the streams that `a` reads and no
+    others."""
 
     def __init__(self, a: Algorithm, seed: int) -> None:
         rng = np.random.default_rng(seed)
@@ -97,7 +99,9 @@ class World:
         m = sum(map(sum, lengths))
         self.at = np.arange(m)
         self.mu = np.minimum(-rng.gamma(2.0, 0.5, m), -0.02).astype(np.float32)
-        self.start, self.ref = (np.minimum(self.mu + rng.normal(size=m) * s, -0.01).astype(np.float32) for s in (0.2, 0.4))
+        self.start, self.ref = (
+            np.minimum(self.mu + rng.normal(size=m) * s, -0.01).astype(np.float32) for s in (0.2, 0.4)
+        )
         self.v_old, self.entropy_old = rng.normal(size=m).astype(np.float32), rng.random(m).astype(np.float32)
         self.version = rng.integers(0, NOW + 1, m).astype(np.int32)
         self.energy = np.random.default_rng([seed, 1]).uniform(0.01, 1.9, m).astype(np.float32)
@@ -149,8 +153,14 @@ class World:
         self.answers[group].append(answer)
         if (group, sibling) == UNJUDGED:
             return
-        valued = {j.source: (j.weight, j.verdict.score) for j in verdicts if j.end is None and j.verdict.score is not None}
-        steps = [(j.end, j.verdict.score) for j in verdicts if j.end is not None and not j.paid and j.verdict.score is not None]
+        valued = {
+            j.source: (j.weight, j.verdict.score) for j in verdicts if j.end is None and j.verdict.score is not None
+        }
+        steps = [
+            (j.end, j.verdict.score)
+            for j in verdicts
+            if j.end is not None and not j.paid and j.verdict.score is not None
+        ]
         paid = sum(j.verdict.score or 0.0 for j in verdicts if j.paid)
 
         def put(x: np.ndarray) -> Tensor:

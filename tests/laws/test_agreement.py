@@ -1,6 +1,7 @@
 """Law 5: the sampler's log-prob of what it said equals the learner's under the same `Sampling`, for every option.
 
-Hence an unchanged policy has ratio 1 whatever the sampler's options, and after a push the sampler scores like the learner.
+Hence an unchanged policy has ratio 1 whatever the sampler's options, and after a push the sampler scores like the
+learner.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from posttrain.api.build import canary
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.run import Model
@@ -20,7 +22,6 @@ from posttrain.core.types import Segment
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy, load_policy
-from posttrain.recipe.build import canary
 from posttrain.role.rounding import LEAST
 from posttrain.role.sync import Sync
 

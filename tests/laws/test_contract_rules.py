@@ -1,7 +1,7 @@
 """Law 5 for what a contract does before the temperature: the engine's log-prob of what it said is the learner's.
 
-Transcripts of several turns, some with nothing seen between them, because the rules read the past: repetition penalty the
-whole sequence, bad sequences and min_tokens the turn.
+Transcripts of several turns, some with nothing seen between them, because the rules read the past: repetition penalty
+the whole sequence, bad sequences and min_tokens the turn.
 """
 
 from __future__ import annotations
@@ -65,7 +65,11 @@ def parts(arch: str = "qwen3", dtype: str = "float32", sharp: float = 2.0) -> tu
         for weight in p.module.parameters():
             weight.mul_(sharp)
     tokenizer: Any = p.tokenizer
-    return p, learner, EmbeddedEngine(p.clone().module, slots=6, context=p.context, text=Renderer(tokenizer, STOP).decode)
+    return (
+        p,
+        learner,
+        EmbeddedEngine(p.clone().module, slots=6, context=p.context, text=Renderer(tokenizer, STOP).decode),
+    )
 
 
 async def played(engine: EmbeddedEngine, p: Policy, s: Sampling, count: int = 12) -> list[Segment]:
@@ -125,7 +129,8 @@ def test_a_rule_the_learner_leaves_out_is_noticed(name: str) -> None:
 
 
 def test_a_turn_read_from_the_wrong_place_is_noticed() -> None:
-    """Two turns side by side taken for one: min_tokens then bans no stop id in the second, and its log-probs are others."""
+    """Two turns side by side taken for one: min_tokens then bans no stop id in the second, and its log-probs are
+    others."""
     p, learner, engine = parts()
     segments = asyncio.run(played(engine, p, contract("min_tokens")))
     for s in segments:
@@ -145,7 +150,8 @@ def _merged(s: Segment) -> np.ndarray:
 
 
 def test_turns_end_as_the_contract_says() -> None:
-    """Of every turn: no stop id before min_tokens, no bad sequence, only allowed ids, and the stop string at its end."""
+    """Of every turn: no stop id before min_tokens, no bad sequence, only allowed ids, and the stop string at its
+    end."""
     p, _, engine = parts()
     s = contract("all")
     reasons: list[Stop] = []

@@ -1,7 +1,8 @@
-"""Whether tokens come from the reported distribution: what is certain about it, and bets that are right at every moment.
+"""Whether tokens come from the reported distribution: what is certain about it, and bets that are right at every
+moment.
 
-Drawing again has no chance in it. A bet may raise a false alarm, and with no more than the stated probability, whatever the
-distributions are, however long a run is and whenever one looks.
+Drawing again has no chance in it. A bet may raise a false alarm, and with no more than the stated probability, whatever
+the distributions are, however long a run is and whenever one looks.
 """
 
 from __future__ import annotations
@@ -20,13 +21,23 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.checks import draws
-from posttrain.checks.draws import ALPHA, MOST, STAKES, TEMPERATURES, Bet, Bets, bet_on_answers, bet_on_draws, bet_on_siblings
+from posttrain.checks.draws import (
+    ALPHA,
+    MOST,
+    STAKES,
+    TEMPERATURES,
+    Bet,
+    Bets,
+    bet_on_answers,
+    bet_on_draws,
+    bet_on_siblings,
+)
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
 from posttrain.core.ports import Odds
-from posttrain.core.request import Request
+from posttrain.core.request import RolloutRequest
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
@@ -41,7 +52,9 @@ from tests.laws.test_agreement import OPTIONS, PROMPTS, policy, sharpen
 SEED, STREAM = 11, "train/rl"
 
 
-def episodes(engine: EmbeddedEngine, sampling: Sampling, *, seed: int = SEED, sibling: Callable[[int], int] = lambda i: i) -> list[Episode]:
+def episodes(
+    engine: EmbeddedEngine, sampling: Sampling, *, seed: int = SEED, sibling: Callable[[int], int] = lambda i: i
+) -> list[Episode]:
     """Two turns of each prompt, four siblings, drawn where a run would draw them."""
     contract = replace(sampling, max_tokens=12).resolve((15,))
 
@@ -53,10 +66,14 @@ def episodes(engine: EmbeddedEngine, sampling: Sampling, *, seed: int = SEED, si
             said = await engine.generate(transcript.ids, contract, place)
             transcript.say(said)
             turns.append(len(said.ids))
-        return Episode(task, 0, i, (transcript.segment(),), Stop.SAID, (Judged("v", 1.0, Verdict.value(0.0)),), turns=tuple(turns))
+        return Episode(
+            task, 0, i, (transcript.segment(),), Stop.SAID, (Judged("v", 1.0, Verdict.value(0.0)),), turns=tuple(turns)
+        )
 
     async def all_() -> list[Episode]:
-        tasks = [(Task(str(p), text), i, [1 + ord(c) % 14 for c in text]) for p, text in enumerate(PROMPTS) for i in range(4)]
+        tasks = [
+            (Task(str(p), text), i, [1 + ord(c) % 14 for c in text]) for p, text in enumerate(PROMPTS) for i in range(4)
+        ]
         return await asyncio.gather(*[one(*t) for t in tasks])
 
     return asyncio.run(all_())
@@ -66,7 +83,9 @@ def again(learner: HFLearner, played: Sequence[Episode], *, seed: int = SEED, fi
     looked = draws.look(played, first)
     assert looked is not None
     odds = learner.odds(looked.packed, TEMPERATURES)
-    return draws.drawn_again(looked, odds, draws.uniforms(looked, seed, STREAM), lambda: draws.SURE, lambda ids: str(ids.tolist()))
+    return draws.drawn_again(
+        looked, odds, draws.uniforms(looked, seed, STREAM), lambda: draws.SURE, lambda ids: str(ids.tolist())
+    )
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +95,7 @@ def made() -> tuple[HFLearner, EmbeddedEngine]:
     return learner, EmbeddedEngine(learner.policy.clone().module, slots=8, context=64)
 
 
-# --- drawn again -------------------------------------------------------------------------------------------------------
+# --- drawn again ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", OPTIONS)
@@ -90,7 +109,9 @@ def test_every_token_can_be_drawn_again(name: str, first: int, made: tuple[HFLea
 
 def test_rules_before_the_temperature_are_drawn_again_too(made: tuple[HFLearner, EmbeddedEngine]) -> None:
     learner, engine = made
-    ruled = Sampling(repetition_penalty=1.4, min_tokens=3, bad_ids=((4,), (5, 6)), logit_bias=((7, 1.5),), temperature=0.8, top_k=6)
+    ruled = Sampling(
+        repetition_penalty=1.4, min_tokens=3, bad_ids=((4,), (5, 6)), logit_bias=((7, 1.5),), temperature=0.8, top_k=6
+    )
     assert again(learner, episodes(engine, ruled))
 
 
@@ -105,7 +126,9 @@ drawing_pick = drawing.pick
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_other_draws_are_found_at_once(name: str, made: tuple[HFLearner, EmbeddedEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_draws_are_found_at_once(
+    name: str, made: tuple[HFLearner, EmbeddedEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     learner, engine = made
     monkeypatch.setattr(drawing, "pick", FAULTS[name])
     played = episodes(engine, Sampling())
@@ -113,7 +136,9 @@ def test_other_draws_are_found_at_once(name: str, made: tuple[HFLearner, Embedde
         again(learner, played)
 
 
-def test_a_seed_that_is_not_the_run_s_and_siblings_that_share_numbers_are_found(made: tuple[HFLearner, EmbeddedEngine]) -> None:
+def test_a_seed_that_is_not_the_run_s_and_siblings_that_share_numbers_are_found(
+    made: tuple[HFLearner, EmbeddedEngine],
+) -> None:
     learner, engine = made
     with pytest.raises(InvariantError, match="of this run's seed"):
         again(learner, episodes(engine, Sampling(), seed=SEED + 1))
@@ -121,7 +146,9 @@ def test_a_seed_that_is_not_the_run_s_and_siblings_that_share_numbers_are_found(
         again(learner, episodes(engine, Sampling(), sibling=lambda i: 0))
 
 
-def test_odds_are_the_borders_of_the_inverse_of_the_cumulative_distribution(made: tuple[HFLearner, EmbeddedEngine]) -> None:
+def test_odds_are_the_borders_of_the_inverse_of_the_cumulative_distribution(
+    made: tuple[HFLearner, EmbeddedEngine],
+) -> None:
     """Against a table of the whole distribution, made by the module itself."""
     learner, engine = made
     e = episodes(engine, Sampling(temperature=0.7, top_p=0.9))[0]
@@ -138,7 +165,9 @@ def test_odds_are_the_borders_of_the_inverse_of_the_cumulative_distribution(made
         p = torch.softmax(z[m, kept.astype(np.int64)], 0).numpy()
         at = int(np.flatnonzero(kept == packed.target_M[m])[0])
         q = p**2 / (p**2).sum()
-        assert found.below_M[m] == pytest.approx(p[:at].sum(), abs=1e-5) and found.upto_M[m] == pytest.approx(p[: at + 1].sum(), abs=1e-5)
+        assert found.below_M[m] == pytest.approx(p[:at].sum(), abs=1e-5) and found.upto_M[m] == pytest.approx(
+            p[: at + 1].sum(), abs=1e-5
+        )
         assert found.log_ratio_MK[m, 0] == pytest.approx(math.log(q[at] / p[at]), abs=1e-4)
         assert found.distance_MK[m, 0] == pytest.approx(0.5 * np.abs(q - p).sum(), abs=1e-5)
 
@@ -159,10 +188,12 @@ def test_a_distribution_that_is_no_number_is_no_agreement(made: tuple[HFLearner,
     assert looked is not None
     blank = np.full(looked.packed.spoken, np.nan)
     with pytest.raises(InvariantError, match="does not draw from the distribution it reports"):
-        draws.drawn_again(looked, Odds(blank, blank, blank, blank), draws.uniforms(looked, SEED, STREAM), lambda: draws.SURE, str)
+        draws.drawn_again(
+            looked, Odds(blank, blank, blank, blank), draws.uniforms(looked, SEED, STREAM), lambda: draws.SURE, str
+        )
 
 
-# --- bets --------------------------------------------------------------------------------------------------------------
+# --- bets -------------------------------------------------------------------------------------------------------------
 
 
 def odds_of(p: np.ndarray, said: np.ndarray) -> Odds:
@@ -225,7 +256,8 @@ def walk(rng: np.random.Generator, count: int, spread: float, tau: float, size: 
 
 @pytest.mark.parametrize("spread", [0.3, 2.0, 8.0, 30.0])
 def test_honest_draws_raise_no_alarm_however_long_one_looks(spread: float) -> None:
-    """Nearly uniform to nearly certain, 15 runs of 2,000 tokens each; the largest evidence ever seen stays far below the bound."""
+    """Nearly uniform to nearly certain, 15 runs of 2,000 tokens each; the largest evidence ever seen stays far below
+    the bound."""
     worst = -math.inf
     for seed in range(15):
         bet = Bet()
@@ -254,7 +286,7 @@ def test_bets_come_back_from_a_checkpoint() -> None:
     assert Bets.of(None) == Bets()
 
 
-# --- siblings ----------------------------------------------------------------------------------------------------------
+# --- siblings ---------------------------------------------------------------------------------------------------------
 
 
 def group(answers: Sequence[tuple[Sequence[int], float]], **more: Any) -> Group:
@@ -302,13 +334,21 @@ def answers(rng: np.random.Generator, count: int, likely: float) -> Group:
         if cut := rng.random() >= likely:
             out.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.TIME, (), cut=True))
             continue
-        t.say(Said(np.array([LIKELY], np.int32), np.array([math.log(likely)], np.float32), np.array([0], np.int32), Stop.SAID))
+        t.say(
+            Said(
+                np.array([LIKELY], np.int32),
+                np.array([math.log(likely)], np.float32),
+                np.array([0], np.int32),
+                Stop.SAID,
+            )
+        )
         out.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.SAID, (), turns=(1,), cut=cut))
     return Group(Task("t", "?"), 0, tuple(out))
 
 
 def test_turns_cut_by_what_they_say_raise_no_alarm() -> None:
-    """Steps with such turns are no reason to look only at others: these hold the likely word alone, as a sharper policy says it."""
+    """Steps with such turns are no reason to look only at others: these hold the likely word alone, as a sharper policy
+    says it."""
     rng, bet, chosen = np.random.default_rng(3), Bet(), Bet()
     p = np.array([1e-9, 1e-9, 1e-9, 0.7, 0.3])
 
@@ -341,14 +381,24 @@ def test_other_draws_are_found_where_some_turns_are_cut() -> None:
                 t = Transcript(Sampling(stop_ids=()))
                 t.see([1, 2])
                 t.say(
-                    Said(np.array([3 + (rng.random() < 0.05)], np.int32), np.array([-0.5], np.float32), np.array([0], np.int32), Stop.SAID)
+                    Said(
+                        np.array([3 + (rng.random() < 0.05)], np.int32),
+                        np.array([-0.5], np.float32),
+                        np.array([0], np.int32),
+                        Stop.SAID,
+                    )
                 )
-                played.append(Episode(Task("t", "?"), 0, i, (t.segment(),), Stop.SAID, (), turns=(1,), cut=bool(rng.random() < 0.01)))
+                played.append(
+                    Episode(
+                        Task("t", "?"), 0, i, (t.segment(),), Stop.SAID, (), turns=(1,), cut=bool(rng.random() < 0.01)
+                    )
+                )
             bet_on_answers(bet, played, 0, odds, lambda packed: 2e-3)
 
 
 def test_siblings_of_which_only_the_short_ones_are_known_raise_no_alarm() -> None:
-    """All that is ever heard is one word of probability 0.2; the others were cut by the clock, so no two known ones differ."""
+    """All that is ever heard is one word of probability 0.2; the others were cut by the clock, so no two known ones
+    differ."""
     bet, rng = Bet(), np.random.default_rng(5)
     for _ in range(400):
         bet_on_siblings(bet, [answers(rng, 8, 0.2)], 2e-3)
@@ -373,7 +423,9 @@ def test_groups_lie_in_the_order_they_were_asked_whatever_passes() -> None:
         async def group(self, task: Task, visit: int, *args: Any, **options: Any) -> Group:
             said = group([((3,), -1.0), ((4,), -1.0)])
             judged = [
-                replace(e, task=task, visit=visit, verdicts=(Judged("x", 1.0, Verdict.value(float(passes[visit] and i))),))
+                replace(
+                    e, task=task, visit=visit, verdicts=(Judged("x", 1.0, Verdict.value(float(passes[visit] and i))),)
+                )
                 for i, e in enumerate(said.episodes)
             ]
             return replace(said, task=task, visit=visit, episodes=tuple(judged))
@@ -381,8 +433,11 @@ def test_groups_lie_in_the_order_they_were_asked_whatever_passes() -> None:
     passes = [False, True, False, True, True, False, True, False, False]
     prompts = ((Task(str(i), "?"), i) for i in range(100))
     rollout = Played(None, None, lambda name: None, SEED)  # type: ignore[arg-type]
-    played, passed = asyncio.run(rollout.until(prompts, Request(groups=3, siblings=1, mixed=True), Sampling(), STREAM))
-    assert [g.visit for g in played] == list(range(9)) and list(passed) == passes  # 3, then 2 missing at a rate of 1 / 3
+    played, passed = asyncio.run(
+        rollout.until(prompts, RolloutRequest(groups=3, siblings=1, mixed=True), Sampling(), STREAM)
+    )
+    # 3, then 2 missing at a rate of 1 / 3
+    assert [g.visit for g in played] == list(range(9)) and list(passed) == passes
     asked = Experience(1, 0, played, passed, 3)
     assert [g.visit for g in asked.groups] == [1, 3, 4] and [g.visit for g in asked.refused] == [0, 2, 5, 7, 8]
     assert [g.visit for g in asked.spare] == [6]

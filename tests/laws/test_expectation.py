@@ -47,7 +47,9 @@ def a_group(chosen: tuple[int, ...], values: bool) -> ScoredGroup:
     return scored_group("t", answers)
 
 
-def expected(a: Algorithm, *, siblings: int = 2, ema: float = 0.0, values: bool = False, sampler: Tabular = POLICY) -> Tensor:
+def expected(
+    a: Algorithm, *, siblings: int = 2, ema: float = 0.0, values: bool = False, sampler: Tabular = POLICY
+) -> Tensor:
     """E over all groups of siblings drawn from `sampler` of minus the loss's gradient at the policy, [15, 3]."""
     p = sampler.probabilities().detach().numpy()
     columns: dict[str, list[np.ndarray]] = {"advantage": [], "weight": [], "sequence": []}
@@ -95,7 +97,9 @@ UNBIASED: dict[str, Callable[[], Tensor]] = {
     "values arbitrary, lambda 1": lambda: expected(PLAIN_PPO, siblings=1, values=True),
     "constant normaliser, up to its constant": lambda: 4 * expected(patch(LOO, "c", "-", aggregate="constant")),
     "ratio of the answer, off policy": lambda: expected(IS, siblings=1, sampler=SAMPLER),
-    "ratio of the answer, off policy, leave one out": lambda: expected(patch(IS, "loo", "-", baseline=Others()), sampler=SAMPLER),
+    "ratio of the answer, off policy, leave one out": lambda: expected(
+        patch(IS, "loo", "-", baseline=Others()), sampler=SAMPLER
+    ),
     "uncapped correction of the answer": lambda: expected(
         patch(LOO, "c", "-", correction=(Truncate(cap=1e9, level="sequence"),)), sampler=SAMPLER
     ),
@@ -126,7 +130,10 @@ MEAN_R = float((POLICY.probabilities().detach() * R).sum())
 SHORT_GRPO = patch(patch(GRPO, "g", "-", pull=None), "sum", "-", aggregate="sequence_sum")
 SAMPLED_RATIO = (SAMPLER.probabilities() / POLICY.probabilities()).detach()
 BIASED: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
-    "own reward in the mean: (G-1)/G": (lambda: expected(patch(LOO, "c", "-", baseline=GroupMean())), lambda: EXACT / 2),
+    "own reward in the mean: (G-1)/G": (
+        lambda: expected(patch(LOO, "c", "-", baseline=GroupMean())),
+        lambda: EXACT / 2,
+    ),
     "dr_grpo: (G-1)/G over the constant": (lambda: expected(DR_GRPO), lambda: EXACT / 2 / 4),
     "std of two siblings: the sign of the difference": (lambda: expected(SHORT_GRPO), lambda: _sign_gradient()),
     "sequence_mean: of E[R/len] less mean R times that of E[1/len]": (
@@ -142,11 +149,17 @@ BIASED: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
         lambda: per_token(lambda i, t: float(R[i] * SAMPLED_RATIO[i] * _ratio(i, t))),
     ),
     "masked correction: only answers inside the band": (
-        lambda: expected(patch(REINFORCE, "m", "-", correction=(Mask(low=0.5, high=2, level="sequence"),)), siblings=1, sampler=SAMPLER),
+        lambda: expected(
+            patch(REINFORCE, "m", "-", correction=(Mask(low=0.5, high=2, level="sequence"),)),
+            siblings=1,
+            sampler=SAMPLER,
+        ),
         lambda: score_of(R * ((SAMPLED_RATIO <= 2) & (SAMPLED_RATIO >= 0.5))),
     ),
     "capped correction": (
-        lambda: expected(patch(REINFORCE, "m", "-", correction=(Truncate(cap=1.2, level="sequence"),)), siblings=1, sampler=SAMPLER),
+        lambda: expected(
+            patch(REINFORCE, "m", "-", correction=(Truncate(cap=1.2, level="sequence"),)), siblings=1, sampler=SAMPLER
+        ),
         lambda: score_of(R * SAMPLED_RATIO * (1 / SAMPLED_RATIO).clamp(max=1.2)),
     ),
 }
@@ -158,7 +171,8 @@ def _ratio(i: int, t: int) -> float:
 
 
 def _sign_gradient() -> Tensor:
-    """Two siblings, std ddof 1: credit is sign(R - R') / sqrt 2, so the mean gradient is that of E[sum over R' of p(R') sign]."""
+    """Two siblings, std ddof 1: credit is sign(R - R') / sqrt 2, so the mean gradient is that of E[sum over R' of p(R')
+    sign]."""
     p = POLICY.probabilities().detach()
     return score_of(torch.sign(R[:, None] - R[None, :]) @ p / math.sqrt(2))
 
@@ -172,7 +186,8 @@ def test_what_is_biased_has_the_documented_bias(name: str) -> None:
 
 
 def weight_of(a: Algorithm, p: float, g: int) -> float:
-    """What an algorithm multiplies the gradient of a prompt's success rate p with: rewards are 0 or 1, so only counts matter.
+    """What an algorithm multiplies the gradient of a prompt's success rate p with: rewards are 0 or 1, so only counts
+    matter.
 
     A correct answer's score has mean grad p / p, a wrong one's -grad p / (1 - p); patterns of g rewards are listed.
     """
@@ -181,21 +196,31 @@ def weight_of(a: Algorithm, p: float, g: int) -> float:
     total = 0.0
     for r, c in zip(patterns, credit.groups, strict=True):
         mass = math.prod(p if x else 1 - p for x in r)
-        total += mass / g * sum(float(e.advantage[0][0]) * (x / p - (1 - x) / (1 - p)) for e, x in zip(c.episodes, r, strict=True))
+        total += (
+            mass
+            / g
+            * sum(float(e.advantage[0][0]) * (x / p - (1 - x) / (1 - p)) for e, x in zip(c.episodes, r, strict=True))
+        )
     return total
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
 @pytest.mark.parametrize("g", [2, 4, 5])
 def test_weight_of_a_prompt_by_its_success_rate(p: float, g: int) -> None:
-    """REINFORCE and RLOO weigh prompts alike (1), the group mean by (G-1)/G, GRPO by its std, (r - mean)/mean as maximum
-    likelihood of order G - 1 (A17: p = .5, G = 4 gives 1.75)."""
+    """REINFORCE and RLOO weigh prompts alike (1), the group mean by (G-1)/G, GRPO by its std, (r - mean)/mean as
+    maximum likelihood of order G - 1 (A17: p = .5, G = 4 gives 1.75)."""
     mean = patch(LOO, "c", "-", baseline=GroupMean())
     assert weight_of(REINFORCE, p, g) == pytest.approx(1)
     assert weight_of(LOO, p, g) == pytest.approx(1)
     assert weight_of(mean, p, g) == pytest.approx((g - 1) / g)
     by_counts = sum(
-        math.comb(g, k) * p**k * (1 - p) ** (g - k) * (k / g) * (1 - k / g) / math.sqrt(k * (g - k) / (g * (g - 1))) / (p * (1 - p))
+        math.comb(g, k)
+        * p**k
+        * (1 - p) ** (g - k)
+        * (k / g)
+        * (1 - k / g)
+        / math.sqrt(k * (g - k) / (g * (g - 1)))
+        / (p * (1 - p))
         for k in range(1, g)
     )
     assert weight_of(patch(mean, "std", "-", scale="group_std"), p, g) == pytest.approx(by_counts)

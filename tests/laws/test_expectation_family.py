@@ -1,7 +1,8 @@
-"""Law 1, in expectation, for the family: pass@k, maximum likelihood, baselines with the sample in them, teachers, V-trace.
+"""Law 1, in expectation, for the family: pass@k, maximum likelihood, baselines with the sample in them, teachers,
+V-trace.
 
-Credit depends on rewards and lengths alone, so groups are listed by classes of responses: a class has a mass, whose gradient is
-the sum of its responses' scores. That makes groups of five exact.
+Credit depends on rewards and lengths alone, so groups are listed by classes of responses: a class has a mass, whose
+gradient is the sum of its responses' scores. That makes groups of five exact.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ def group_of(chosen: tuple[Class, ...], greedy: float | None) -> ScoredGroup:
     return scored_group("t", [Answer(r, [[n]], np.full(n, -1.0), np.full(n, -1.0)) for r, n in chosen], greedy=greedy)
 
 
-def expected(a: Algorithm, reward: list[float], siblings: int, *, lengths: bool = False, greedy: float | None = None) -> Tensor:
+def expected(
+    a: Algorithm, reward: list[float], siblings: int, *, lengths: bool = False, greedy: float | None = None
+) -> Tensor:
     """E over all groups of the mean over siblings of credit * score, [15, 3]: minus the gradient of a sequence sum."""
     of = classes(reward, lengths=lengths)
     p = masses(of)
@@ -77,7 +80,9 @@ def best_of(reward: list[float], k: int) -> Tensor:
     of = classes(reward)
     p, r = masses(of), [c[0] for c in of]
     return slope(
-        torch.stack([max(r[i] for i in s) * torch.stack([p[i] for i in s]).prod() for s in product(range(len(of)), repeat=k)]).sum()
+        torch.stack(
+            [max(r[i] for i in s) * torch.stack([p[i] for i in s]).prod() for s in product(range(len(of)), repeat=k)]
+        ).sum()
     )
 
 
@@ -98,7 +103,9 @@ def k_of(k: int, gain: bool = True) -> Algorithm:
 def averaged(f: Callable[[Class, Class], float], of: dict[Class, list[int]]) -> Tensor:
     """Gradient through the first of two samples alone of E[f(first, second)]."""
     p = masses(of)
-    return slope(torch.stack([p[i] * p[j].detach() * f(a, b) for i, a in enumerate(of) for j, b in enumerate(of)]).sum())
+    return slope(
+        torch.stack([p[i] * p[j].detach() * f(a, b) for i, a in enumerate(of) for j, b in enumerate(of)]).sum()
+    )
 
 
 OF = classes(GRADED, lengths=True)
@@ -109,15 +116,24 @@ CASES: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
         for k, g in ((2, 2), (2, 3), (3, 4), (4, 4))
     },
     "PKPO: pass@4 from 5, as the ladder has it": (lambda: expected(PKPO, BINARY, 5), lambda: best_of(BINARY, 4)),
-    "best of 2 from 4 without a gain: as unbiased": (lambda: expected(k_of(2, gain=False), GRADED, 4), lambda: best_of(GRADED, 2)),
+    "best of 2 from 4 without a gain: as unbiased": (
+        lambda: expected(k_of(2, gain=False), GRADED, 4),
+        lambda: best_of(GRADED, 2),
+    ),
     "best of 2 under a mean of the others: (G - k) / (G - 1)": (
         lambda: expected(LEAVE_ONE_OUT, GRADED, 4),
         lambda: 2 / 3 * best_of(GRADED, 2),
     ),
-    "best of 2 of 2 under a mean of the others: nothing": (lambda: expected(LEAVE_ONE_OUT, GRADED, 2), lambda: 0 * best_of(GRADED, 2)),
+    "best of 2 of 2 under a mean of the others: nothing": (
+        lambda: expected(LEAVE_ONE_OUT, GRADED, 2),
+        lambda: 0 * best_of(GRADED, 2),
+    ),
     "MaxRL, successes alone: order G": (lambda: expected(MAXRL_SUCCESS, BINARY, 4), lambda: likelihood(4)),
     "MaxRL, centred: order G - 1": (lambda: expected(MAXRL, BINARY, 4), lambda: likelihood(3)),
-    "ReMax, whatever the greedy answer earned": (lambda: expected(REMAX, GRADED, 2, greedy=0.7), lambda: mean_of(GRADED)),
+    "ReMax, whatever the greedy answer earned": (
+        lambda: expected(REMAX, GRADED, 2, greedy=0.7),
+        lambda: mean_of(GRADED),
+    ),
     "RLOO without its KL": (lambda: expected(patch(RLOO, "r", "-", pull=None), GRADED, 4), lambda: mean_of(GRADED)),
     "OPO: its baseline has the sample in it": (
         lambda: expected(OPO, GRADED, 2, lengths=True),
@@ -148,7 +164,9 @@ def single(a: Algorithm, reward: list[float], *, sampler: Tabular = POLICY, refe
     return pairs(a, reward, 1, sampler=sampler, reference=reference)
 
 
-def pairs(a: Algorithm, reward: list[float], siblings: int, *, sampler: Tabular = POLICY, reference: Tabular = REFERENCE) -> Tensor:
+def pairs(
+    a: Algorithm, reward: list[float], siblings: int, *, sampler: Tabular = POLICY, reference: Tabular = REFERENCE
+) -> Tensor:
     """E over all groups of `siblings` responses of minus the loss's gradient, through credit and objective."""
     mu, ref = ([t.token_logp(y).detach().numpy() for y in ALL] for t in (sampler, reference))
     p = sampler.probabilities().detach().numpy()
@@ -158,7 +176,9 @@ def pairs(a: Algorithm, reward: list[float], siblings: int, *, sampler: Tabular 
         for r, y, m, x in zip(reward, ALL, mu, ref, strict=True)
     ]
     groups = list(product(range(len(ALL)), repeat=siblings))
-    credit = credit_step(a, [scored_group(str(i), [answers[j] for j in g]) for i, g in enumerate(groups)], max_tokens=4, ema=0.0)
+    credit = credit_step(
+        a, [scored_group(str(i), [answers[j] for j in g]) for i, g in enumerate(groups)], max_tokens=4, ema=0.0
+    )
     said = [j for g in groups for j in g]
     s = streams_of(
         np.concatenate([e.advantage[0] for g in credit.groups for e in g.episodes]),
@@ -179,13 +199,16 @@ def energy_of(y: tuple[int, ...]) -> np.ndarray:
 
 
 def own_baselines(reward: list[float]) -> Tensor:
-    """E over pairs of sum_t B_t * grad log pi_t: B_t holds the sample's own reward, and nothing else where its mate has ended."""
+    """E over pairs of sum_t B_t * grad log pi_t: B_t holds the sample's own reward, and nothing else where its mate has
+    ended."""
     p, total = POLICY.probabilities().detach(), torch.zeros((), dtype=torch.float64)
     weight = [np.cumsum(energy_of(y)) for y in ALL]
     for i, y in enumerate(ALL):
         for j, mate in enumerate(ALL):
             both = range(min(len(y), len(mate)))
-            shared = [(weight[i][t] * reward[i] + weight[j][t] * reward[j]) / (weight[i][t] + weight[j][t]) for t in both]
+            shared = [
+                (weight[i][t] * reward[i] + weight[j][t] * reward[j]) / (weight[i][t] + weight[j][t]) for t in both
+            ]
             b = torch.tensor(shared + [reward[i]] * (len(y) - len(shared)), dtype=torch.float64)
             total = total + p[i] * p[j] * (b * POLICY.token_logp(y)).sum()
     return slope(total)
@@ -199,11 +222,15 @@ def whole_kl() -> Tensor:
 
 
 def visited_kl() -> Tensor:
-    """Gradient of KL(pi || teacher) of the next token at every prefix, by how often the prefix is visited (a constant)."""
+    """Gradient of KL(pi || teacher) of the next token at every prefix, by how often the prefix is visited (a
+    constant)."""
     table, ref = torch.log_softmax(POLICY.logits, -1), torch.log_softmax(REFERENCE.logits, -1).detach()
     p = POLICY.probabilities().detach()
     visits = torch.stack(
-        [sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0)) for s in POLICY.states]
+        [
+            sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0))
+            for s in POLICY.states
+        ]
     )
     return slope((visits * (table.exp() * (table - ref)).sum(-1)).sum())
 
@@ -214,8 +241,14 @@ STREAMS: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
         lambda: single(patch(OPD, "sum", "-", aggregate="sequence_sum"), GRADED),
         lambda: -visited_kl(),
     ),
-    "OTB: its baselines have the sample in them": (lambda: pairs(OTB, GRADED, 2), lambda: mean_of(GRADED) - own_baselines(GRADED)),
-    "RLOO: E[R] - .03 KL of whole answers": (lambda: pairs(RLOO, GRADED, 2), lambda: mean_of(GRADED) - 0.03 * whole_kl()),
+    "OTB: its baselines have the sample in them": (
+        lambda: pairs(OTB, GRADED, 2),
+        lambda: mean_of(GRADED) - own_baselines(GRADED),
+    ),
+    "RLOO: E[R] - .03 KL of whole answers": (
+        lambda: pairs(RLOO, GRADED, 2),
+        lambda: mean_of(GRADED) - 0.03 * whole_kl(),
+    ),
     "KL to go: E[R] - KL of whole answers": (
         lambda: single(patch(REINFORCE, "g", "-", baseline=ToGo(), pull=PAID), GRADED),
         lambda: mean_of(GRADED) - whole_kl(),
@@ -251,8 +284,8 @@ def test_mean_gradient_with_streams(name: str) -> None:
 
 @pytest.mark.parametrize("gamma", [1.0, 0.9])
 def test_v_trace_targets_are_the_policys_values(gamma: float) -> None:
-    """Without a cap, the mean target of the first token under the sampler is the policy's value, whatever the values were; a cap of 1
-    moves it, towards the sampler's."""
+    """Without a cap, the mean target of the first token under the sampler is the policy's value, whatever the values
+    were; a cap of 1 moves it, towards the sampler's."""
     p, mu = POLICY.probabilities().detach(), SAMPLER.probabilities().detach()
     v = np.random.default_rng(0).normal(size=len(POLICY.states))
     means: dict[float, float] = {}

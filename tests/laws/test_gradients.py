@@ -1,6 +1,7 @@
 """Law 1: the gradient of the library's loss is that of each textbook objective, in float64, off policy.
 
-The textbook side (`textbooks*.py`) is written out episode by episode from the papers and knows nothing of credit, push or weight.
+The textbook side (`textbooks*.py`) is written out episode by episode from the papers and knows nothing of credit, push
+or weight.
 """
 
 from __future__ import annotations
@@ -22,7 +23,20 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import A3PO, DPPO_TOP, DR_GRPO, GKD, GRPO, KL_COV, LADDER, LUFFY, PPO, TOP_ENTROPY, VAPO
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.ports import TokenScores
-from posttrain.core.streams import ADVANTAGE, ENERGY, ENTROPY, MU, REFERENCE, RETURN, START, TOP_IDS, TOP_LOGP, VERSION, WEIGHT, Stream
+from posttrain.core.streams import (
+    ADVANTAGE,
+    ENERGY,
+    ENTROPY,
+    MU,
+    REFERENCE,
+    RETURN,
+    START,
+    TOP_IDS,
+    TOP_LOGP,
+    VERSION,
+    WEIGHT,
+    Stream,
+)
 
 
 @pytest.mark.parametrize("seed", [0, 1])
@@ -51,11 +65,27 @@ def seen(name: str, seed: int = 0) -> dict[str, float]:
 @pytest.mark.parametrize(
     ("name", "gauge"),
     [
-        *[(n, "policy/clip_low") for n in ("grpo", "gspo_wide", "gmpo_tight", "dppo", "dppo_kl", "dppo_top2_kl", "ppo")],
-        *[(n, "policy/clip_high") for n in ("grpo", "gspo_wide", "gmpo_tight", "dppo_capped", "two_sided_tight", "dapo", "ppo")],
+        *[
+            (n, "policy/clip_low")
+            for n in ("grpo", "gspo_wide", "gmpo_tight", "dppo", "dppo_kl", "dppo_top2_kl", "ppo")
+        ],
+        *[
+            (n, "policy/clip_high")
+            for n in ("grpo", "gspo_wide", "gmpo_tight", "dppo_capped", "two_sided_tight", "dapo", "ppo")
+        ],
         *[
             (n, "correction/silenced")
-            for n in ("icepop", "mis", "kpop", "geo_rs", "veto", "negative_mask", "tis_geo_rs_veto", "sapo_icepop_veto", "deepseek_tight")
+            for n in (
+                "icepop",
+                "mis",
+                "kpop",
+                "geo_rs",
+                "veto",
+                "negative_mask",
+                "tis_geo_rs_veto",
+                "sapo_icepop_veto",
+                "deepseek_tight",
+            )
         ],
     ],
 )
@@ -71,12 +101,15 @@ def test_the_world_makes_a_choice(name: str) -> None:
 
 
 def test_the_world_is_as_rich_as_it_claims() -> None:
-    """Both signs of credit, values inside and outside the clip, the overlong ramp, an episode nobody judged, a source that abstained."""
+    """Both signs of credit, values inside and outside the clip, the overlong ramp, an episode nobody judged, a source
+    that abstained."""
     here = world(PPO, 0)
     batch = here.batch
     assert set(np.sign(batch[ADVANTAGE])) == {-1.0, 1.0}
     assert 0 < int(sum((e.v - e.v_old).abs().lt(0.2).sum() for e in here.eps)) < batch.spoken
-    assert any(16 < len(e) <= 20 for e in here.eps) and any(e.R >= 1 for e in here.eps) and any(e.R < 1 for e in here.eps)
+    assert (
+        any(16 < len(e) <= 20 for e in here.eps) and any(e.R >= 1 for e in here.eps) and any(e.R < 1 for e in here.eps)
+    )
     assert len(here.eps) == 14 and sum(len(g.group.episodes) for g in here.groups) == 15
     assert any("form" not in e.parts for e in here.eps) and len(set(here.version.tolist())) == 5
     lambdas = [1 - 1 / (0.5 * len(e)) for e in here.eps]
@@ -107,7 +140,9 @@ MISSING: list[tuple[Algorithm, str | Stream, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("a", "what", "name"), MISSING, ids=[f"{a.name} {getattr(what, 'name', what)}" for a, what, _ in MISSING])
+@pytest.mark.parametrize(
+    ("a", "what", "name"), MISSING, ids=[f"{a.name} {getattr(what, 'name', what)}" for a, what, _ in MISSING]
+)
 def test_objective_names_what_is_missing(a: Algorithm, what: str | Stream, name: str) -> None:
     """A score or stream that the algorithm reads is never made up."""
     here = world(a, 0)
@@ -125,12 +160,19 @@ def test_objective_names_what_is_missing(a: Algorithm, what: str | Stream, name:
 
 @pytest.mark.parametrize("a", [a for a, _ in THE_LADDER], ids=[a.name for a, _ in THE_LADDER])
 def test_no_stream_is_made_that_is_not_read(a: Algorithm) -> None:
-    """Taking any optional stream of the batch away changes the gradient, or stops the objective: none is scored for nothing."""
+    """Taking any optional stream of the batch away changes the gradient, or stops the objective: none is scored for
+    nothing."""
     here = world(a, 0)
     batch = here.batch
     scores, s = here.scores(batch), streams(batch, dtype=torch.float64)
     right = here.gradient(objective(a, s, scores).loss)
-    before = {REFERENCE: a.kl_in_credit is not None, START: a.start_before_loss, ENTROPY: True, ENERGY: True, TOP_IDS: True}
+    before = {
+        REFERENCE: a.kl_in_credit is not None,
+        START: a.start_before_loss,
+        ENTROPY: True,
+        ENERGY: True,
+        TOP_IDS: True,
+    }
     always = (MU, VERSION, ADVANTAGE, WEIGHT)
     for what in s.streams:
         if what in always or before.get(what):
@@ -142,13 +184,18 @@ def test_no_stream_is_made_that_is_not_read(a: Algorithm) -> None:
         assert any(not torch.equal(x, y) for x, y in zip(found, right, strict=True)), what.name
 
 
-LOST = {"the policy lost it": (-200.0, None), "the policy is sure of it": (-1e-7, None), "the sampler lost it": (None, -200.0)}
+LOST = {
+    "the policy lost it": (-200.0, None),
+    "the policy is sure of it": (-1e-7, None),
+    "the sampler lost it": (None, -200.0),
+}
 
 
 @pytest.mark.parametrize("how", LOST)
 @pytest.mark.parametrize("a", [a for a, _ in THE_LADDER], ids=[a.name for a, _ in THE_LADDER])
 def test_a_lost_token_stays_finite(a: Algorithm, how: str) -> None:
-    """In float32, a token that one side has all but lost is silenced or bounded: neither loss, gradient nor gauge overflows."""
+    """In float32, a token that one side has all but lost is silenced or bounded: neither loss, gradient nor gauge
+    overflows."""
     now, before = LOST[how]
     here = world(a, 0)
     scores, s = here.scores(here.batch), streams(here.batch)
@@ -164,7 +211,8 @@ def test_a_lost_token_stays_finite(a: Algorithm, how: str) -> None:
 
 
 def test_shown_tokens_have_no_mismatch() -> None:
-    """A demonstration has no sampler: its tokens add nothing to the gap between sampler and learner that canaries watch."""
+    """A demonstration has no sampler: its tokens add nothing to the gap between sampler and learner that canaries
+    watch."""
     said = [e for e in world(LUFFY, 0).eps if not e.shown]
     total = sum(float((e.old - e.mu).abs().sum()) for e in said)
     assert seen("luffy")["mismatch/logp_gap"] * world(LUFFY, 0).batch.spoken == pytest.approx(total)

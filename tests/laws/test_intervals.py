@@ -1,4 +1,5 @@
-"""Intervals of evaluations hold what they say: in the scale, never a point, and over the truth in 95 of 100 experiments."""
+"""Intervals of evaluations hold what they say: in the scale, never a point, and over the truth in 95 of 100
+experiments."""
 
 from __future__ import annotations
 
@@ -60,8 +61,9 @@ def truth(name: str) -> float:
 @pytest.mark.parametrize("n", [10, 20, 50, 200])
 @pytest.mark.parametrize("name", CASES)
 def test_they_cover_the_truth(name: str, n: int) -> None:
-    """Graded and shared values: at least 93 % of 1,500 experiments (of a true 95 %, fewer come up once in 4,000 times). Proportions:
-    at least 91 %, because Wilson's coverage jumps about 95 % with the rate (92.2 % at 2 % of 50, computed)."""
+    """Graded and shared values: at least 93 % of 1,500 experiments (of a true 95 %, fewer come up once in 4,000 times).
+    Proportions: at least 91 %, because Wilson's coverage jumps about 95 % with the rate (92.2 % at 2 % of 50,
+    computed)."""
     rng, mean = np.random.default_rng(n), truth(name)
     found = [Score.of(CASES[name][0](rng, n)) for _ in range(REPEATS)]
     held = sum(s.low <= mean <= s.high for s in found) / REPEATS
@@ -77,7 +79,8 @@ def test_on_average_they_cover_as_said() -> None:
 
 
 def test_a_normal_interval_would_not() -> None:
-    """What was there before: mean +- 1.96 standard errors leaves the scale, is a point, and covers 2 % in two experiments of three."""
+    """What was there before: mean +- 1.96 standard errors leaves the scale, is a point, and covers 2 % in two
+    experiments of three."""
     rng, hits, outside, points = np.random.default_rng(0), 0, 0, 0
     for _ in range(REPEATS):
         x = rng.binomial(1, 0.02, 50)
@@ -90,7 +93,8 @@ def test_a_normal_interval_would_not() -> None:
 
 
 def test_the_reported_cases() -> None:
-    """[-.006, .018] was one right answer of 162 or so, [.372, 1.045] a few prompts near the top; widths of 0 were graded rewards that agree."""
+    """[-.006, .018] was one right answer of 162 or so, [.372, 1.045] a few prompts near the top; widths of 0 were
+    graded rewards that agree."""
     few = Score.of([1.0] + [0.0] * 161)
     assert (round(few.mean, 4), few.low > 0, few.high < 0.04) == (0.0062, True, True)
     top = Score.of([1.0, 1.0, 1.0, 0.5, 0.04])
@@ -101,7 +105,12 @@ def test_the_reported_cases() -> None:
 
 def test_proportions_have_wilsons() -> None:
     """x of n right: the interval of Wilson (1927)."""
-    for right, n, low, high in ((0, 20, 0.0, 0.1611), (1, 20, 0.0089, 0.2361), (10, 20, 0.2993, 0.7007), (20, 20, 0.8389, 1.0)):
+    for right, n, low, high in (
+        (0, 20, 0.0, 0.1611),
+        (1, 20, 0.0089, 0.2361),
+        (10, 20, 0.2993, 0.7007),
+        (20, 20, 0.8389, 1.0),
+    ):
         found = Score.of([1.0] * right + [0.0] * (n - right))
         assert (found.low, found.high) == pytest.approx((low, high), abs=1e-4)
 
@@ -111,7 +120,9 @@ def test_other_scales_are_the_same_stretched(low: float, high: float) -> None:
     """Rewards outside of [0, 1]: the interval moves and stretches with the scale."""
     x = np.random.default_rng(5).beta(0.5, 2.0, 30)
     here, there = Score.of(x), Score.of(low + (high - low) * x, low, high)
-    assert (there.mean, there.low, there.high) == pytest.approx([low + (high - low) * v for v in (here.mean, here.low, here.high)])
+    assert (there.mean, there.low, there.high) == pytest.approx(
+        [low + (high - low) * v for v in (here.mean, here.low, here.high)]
+    )
 
 
 @settings(max_examples=200, deadline=None)

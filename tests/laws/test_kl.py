@@ -61,19 +61,23 @@ TABLE: dict[tuple[Estimator, Placement], float] = {
 
 @pytest.mark.parametrize("pair", TABLE, ids=["/".join(p) for p in TABLE])
 def test_gradient_of_every_pair(pair: tuple[Estimator, Placement]) -> None:
-    """A34: the enumerated gradient of every pair; true .221807, forward KL .300000, k3 in the reward of the wrong sign."""
+    """A34: the enumerated gradient of every pair; true .221807, forward KL .300000, k3 in the reward of the wrong
+    sign."""
     assert slope(*pair) == pytest.approx(TABLE[pair], abs=2e-6)
 
 
 def test_means_of_the_estimators() -> None:
     """A34: pi = (.8, .2), ref = (.5, .5): E k1 = E k3 = KL = .192745, E k2 = .172320."""
     lp = torch.log_softmax(bandit(), 0)
-    means = {e: (lp.exp() * estimate(e, lp - REF, torch.zeros_like(lp))).sum().item() for e in ("k1", "k2", "k3", "rk3")}
+    means = {
+        e: (lp.exp() * estimate(e, lp - REF, torch.zeros_like(lp))).sum().item() for e in ("k1", "k2", "k3", "rk3")
+    }
     assert means == pytest.approx({"k1": 0.192745, "k2": 0.172320, "k3": 0.192745, "rk3": 0.192745}, abs=1e-6)
 
 
 def test_ratio_weighted_k3_is_exact_off_policy() -> None:
-    """A08: arms drawn from (.6, .4): E r k3 = .192745 and its gradient .221807; plain k3 has mean .290486 and gradient .525."""
+    """A08: arms drawn from (.6, .4): E r k3 = .192745 and its gradient .221807; plain k3 has mean .290486 and gradient
+    .525."""
     lp, mu = torch.log_softmax(bandit(), 0), torch.tensor([0.6, 0.4], dtype=torch.float64)
     assert (mu * estimate("rk3", lp - REF, lp - mu.log())).sum().item() == pytest.approx(0.192745, abs=1e-6)
     assert (mu * estimate("k3", lp - REF)).sum().item() == pytest.approx(0.290486, abs=1e-6)
@@ -105,11 +109,18 @@ ALL = POLICY.all
 
 def through_the_library(pull: KL) -> Tensor:
     """E over single samples of the loss's gradient with reward 0 and coefficient 1, [15, 3]."""
-    a = patch(REINFORCE, "kl", "-", pull=pull, ratio="token") if pull.estimator == "rk3" else patch(REINFORCE, "kl", "-", pull=pull)
+    a = (
+        patch(REINFORCE, "kl", "-", pull=pull, ratio="token")
+        if pull.estimator == "rk3"
+        else patch(REINFORCE, "kl", "-", pull=pull)
+    )
     logp = [POLICY.token_logp(y) for y in ALL]
     ref = [REFERENCE.token_logp(y).detach().numpy() for y in ALL]
     mu = [x.detach().numpy() for x in logp]
-    answers = [Answer(0.0, [[len(y)]], m.astype(np.float32), reference=r.astype(np.float32)) for y, m, r in zip(ALL, mu, ref, strict=True)]
+    answers = [
+        Answer(0.0, [[len(y)]], m.astype(np.float32), reference=r.astype(np.float32))
+        for y, m, r in zip(ALL, mu, ref, strict=True)
+    ]
     credit = credit_step(a, [scored_group(str(i), [x]) for i, x in enumerate(answers)], max_tokens=4, ema=0.0)
     lengths = [len(y) for y in ALL]
     s = streams_of(
@@ -130,11 +141,15 @@ def whole_answer_kl() -> Tensor:
 
 
 def visited_kl(forward: bool) -> Tensor:
-    """Sum over prefixes of how often each is visited (a constant) times the gradient of that token's KL, either way round."""
+    """Sum over prefixes of how often each is visited (a constant) times the gradient of that token's KL, either way
+    round."""
     table, ref = torch.log_softmax(POLICY.logits, -1), torch.log_softmax(REFERENCE.logits, -1).detach()
     p = POLICY.probabilities().detach()
     visits = torch.stack(
-        [sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0)) for s in POLICY.states]
+        [
+            sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0))
+            for s in POLICY.states
+        ]
     )
     each = (ref.exp() * (ref - table)).sum(-1) if forward else (table.exp() * (table - ref)).sum(-1)
     return torch.autograd.grad((visits * each).sum(), POLICY.logits)[0]
@@ -142,20 +157,22 @@ def visited_kl(forward: bool) -> Tensor:
 
 @pytest.mark.parametrize(("estimator", "placement"), [("k1", "reward"), ("k3", "both")])
 def test_exact_for_whole_answers(estimator: Estimator, placement: Placement) -> None:
-    """k1 in the reward and k3 in both have the gradient of the KL over whole answers (float32 log-probs in the reward)."""
+    """k1 in the reward and k3 in both have the gradient of the KL over whole answers (float32 log-probs in the
+    reward)."""
     found = through_the_library(KL(coef=1.0, estimator=estimator, placement=placement))
     assert torch.allclose(found, whole_answer_kl(), rtol=0, atol=2e-7)
 
 
 @pytest.mark.parametrize(("estimator", "forward"), [("k2", False), ("rk3", False), ("k3", True)])
 def test_exact_only_token_by_token(estimator: Estimator, forward: bool) -> None:
-    """In the loss, k2 and rk3 are the KL of each visited token, k3 that of its forward KL; none charges a token for what follows it."""
+    """In the loss, k2 and rk3 are the KL of each visited token, k3 that of its forward KL; none charges a token for
+    what follows it."""
     found = through_the_library(KL(coef=1.0, estimator=estimator, placement="loss"))
     assert torch.allclose(found, visited_kl(forward), rtol=0, atol=1e-12)
     assert (found - whole_answer_kl()).abs().max() > 0.01
 
 
-# --- rk3 beside a ratio of the whole sequence --------------------------------------------------------------------------
+# --- rk3 beside a ratio of the whole sequence -------------------------------------------------------------------------
 
 SAMPLER = Tabular(9)
 
@@ -165,18 +182,26 @@ def kl_where_the_sampler_goes() -> Tensor:
     table, ref = torch.log_softmax(POLICY.logits, -1), torch.log_softmax(REFERENCE.logits, -1).detach()
     p = SAMPLER.probabilities().detach()
     visits = torch.stack(
-        [sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0)) for s in POLICY.states]
+        [
+            sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0))
+            for s in POLICY.states
+        ]
     )
     return torch.autograd.grad((visits * (table.exp() * (table - ref)).sum(-1)).sum(), POLICY.logits)[0]
 
 
 def weighted_k3(weight: str, sampler: Tabular) -> Tensor:
-    """E over the sampler's answers of the gradient of sum_t w k3_t, with w the token's own ratio, or one ratio of the answer."""
+    """E over the sampler's answers of the gradient of sum_t w k3_t, with w the token's own ratio, or one ratio of the
+    answer."""
     total = torch.zeros((), dtype=torch.float64)
     for y, p in zip(ALL, sampler.probabilities().detach(), strict=True):
         logp = POLICY.token_logp(y)
         ratio = logp - sampler.token_logp(y).detach()
-        w = {"token": ratio, "sequence_mean": ratio.mean().expand(len(y)), "sequence_product": ratio.sum().expand(len(y))}[weight].exp()
+        w = {
+            "token": ratio,
+            "sequence_mean": ratio.mean().expand(len(y)),
+            "sequence_product": ratio.sum().expand(len(y)),
+        }[weight].exp()
         total = total + p * (w * estimate("k3", logp - REFERENCE.token_logp(y).detach())).sum()
     return torch.autograd.grad(total, POLICY.logits)[0]
 
@@ -200,13 +225,15 @@ def test_rk3_takes_the_tokens_own_ratio_whatever_the_push_takes(ratio: str) -> N
 
 
 def test_a_mean_ratio_of_the_sequence_makes_another_gradient_of_k3() -> None:
-    """TRL multiplies k3 by the ratio of its importance level. The geometric mean of an answer (GSPO's) gives a gradient that is no KL's,
-    on policy either: there a token's own term, the one that turns k3 into the KL, has the weight 1 / |y|, and terms of other tokens
-    are added. The product of the ratios of an answer gives that of the KL over whole answers."""
+    """TRL multiplies k3 by the ratio of its importance level. The geometric mean of an answer (GSPO's) gives a gradient
+    that is no KL's, on policy either: there a token's own term, the one that turns k3 into the KL, has the weight 1 /
+    |y|, and terms of other tokens are added. The product of the ratios of an answer gives that of the KL over whole answers.
+    """
     exact = kl_where_the_sampler_goes()
     off = (weighted_k3("sequence_mean", SAMPLER) - exact).abs().max() / exact.abs().max()
     on = (weighted_k3("sequence_mean", POLICY) - visited_kl(False)).abs().max() / visited_kl(False).abs().max()
     whole = (weighted_k3("sequence_mean", POLICY) - whole_answer_kl()).abs().max() / whole_answer_kl().abs().max()
-    assert (off.item(), on.item(), whole.item()) == pytest.approx((0.495, 0.173, 0.451), abs=1e-3)  # docs/algorithms-notes.md
+    # docs/algorithms-notes.md
+    assert (off.item(), on.item(), whole.item()) == pytest.approx((0.495, 0.173, 0.451), abs=1e-3)
     assert torch.allclose(weighted_k3("token", POLICY), visited_kl(False), rtol=0, atol=1e-12)
     assert torch.allclose(weighted_k3("sequence_product", SAMPLER), whole_answer_kl(), rtol=0, atol=1e-12)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from posttrain.controller.loop import loop
-from posttrain.core.request import Rate
+from posttrain.core.request import PassRate
 
 
 class Log:
@@ -67,7 +67,9 @@ def test_asking_runs_ahead_by_the_bound_and_no_further(waits: list[int], bound: 
     assert [i for verb, i in events if verb == "learn"] == list(range(1, steps + 1))
     assert sorted(i for verb, i in events if verb == "ask") == list(range(1, steps + 1))
     assert max(log.behind) <= bound
-    asked_before = {i: len([1 for verb, _ in events[: events.index(("learn", i))] if verb == "ask"]) for i in range(1, steps + 1)}
+    asked_before = {
+        i: len([1 for verb, _ in events[: events.index(("learn", i))] if verb == "ask"]) for i in range(1, steps + 1)
+    }
     assert all(n <= min(steps, i + bound) for i, n in asked_before.items())
 
 
@@ -90,8 +92,8 @@ def test_no_step_is_no_work() -> None:
 
 
 def test_waves_are_as_large_as_the_rate_lets_them_have_to_be() -> None:
-    assert Rate().wave(32) == 32
-    assert Rate(50, 20).wave(32) == 80
-    assert Rate(50, 50).wave(32) == 32 and Rate(50, 49).wave(32) == 33
-    assert Rate(50, 0).wave(32) == 3200
-    assert Rate(8, 2).halved().and_then(4, 3) == Rate(8, 4)
+    assert PassRate().wave(32) == 32
+    assert PassRate(50, 20).wave(32) == 80
+    assert PassRate(50, 50).wave(32) == 32 and PassRate(50, 49).wave(32) == 33
+    assert PassRate(50, 0).wave(32) == 3200
+    assert PassRate(8, 2).halved().and_then(4, 3) == PassRate(8, 4)

@@ -28,8 +28,8 @@ def lengths_after_training(a: Algorithm, seed: int, lr: float) -> np.ndarray:
     """Mean length of (wrong, correct) answers over the first and the last 20 steps, [2, 2].
 
     The outcome is a fair coin, so nothing can be learned about it. A wrong answer stops at each token with probability
-    sigmoid(theta_0), a correct one with sigmoid(theta_1), both .05 at first, and is cut at 200. The gradient of log pi in
-    its theta is 1[it stopped] * (1 - p) - (tokens that went on) * p, times the weight of each of its tokens.
+    sigmoid(theta_0), a correct one with sigmoid(theta_1), both .05 at first, and is cut at 200. The gradient of log pi
+    in its theta is 1[it stopped] * (1 - p) - (tokens that went on) * p, times the weight of each of its tokens.
     """
     rng = np.random.default_rng(seed)
     table = credit_by_pattern(a)
@@ -58,8 +58,8 @@ def growth(a: Algorithm, lr: float) -> np.ndarray:
 
 
 def test_length_bias_of_the_three_aggregations() -> None:
-    """F.3.1: dividing by each answer's length makes wrong answers long (>= 3x) and correct ones short although nothing can
-    be learned; a constant normaliser leaves both alone (+-15 %); a token mean per prompt lies between."""
+    """F.3.1: dividing by each answer's length makes wrong answers long (>= 3x) and correct ones short although nothing
+    can be learned; a constant normaliser leaves both alone (+-15 %); a token mean per prompt lies between."""
     grpo, constant, tokens = growth(GRPO, 0.5), growth(DR_GRPO, 2.0), growth(DAPO, 0.5)
     assert grpo[0] >= 3 and grpo[1] < 0.5
     assert constant == pytest.approx([1, 1], abs=0.15)

@@ -72,7 +72,12 @@ CREDIT_CASES = [
     ("A11", DR_GRPO, [[1, 0, 0, 1]], [[0.5, -0.5, -0.5, 0.5]]),
     ("A11", DR_GRPO, [[1, 0, 0, 0]], [[0.75, -0.25, -0.25, -0.25]]),
     ("A02 global", patch(REINFORCE, "w", "-", whiten="sample"), [[1, 0], [1, 1]], [[0.5, -1.5], [0.5, 0.5]]),
-    ("A02 baseline", patch(CENTRED, "w", "-", whiten="sample"), [[1, 0], [1, 1]], [[1.2247448713915892, -1.2247448713915892], [0, 0]]),
+    (
+        "A02 baseline",
+        patch(CENTRED, "w", "-", whiten="sample"),
+        [[1, 0], [1, 1]],
+        [[1.2247448713915892, -1.2247448713915892], [0, 0]],
+    ),
     ("A12", patch(CENTRED, "b", "-", scale="batch_std"), [[1, 0], [1, 1]], [[1, -1], [0, 0]]),
     ("A17", patch(CENTRED, "m", "-", scale="group_mean"), [[1, 0, 0, 1]], [[1, -1, -1, 1]]),
     ("A17", patch(CENTRED, "m", "-", scale="group_mean"), [[1, 0, 0, 0]], [[3, -1, -1, -1]]),
@@ -83,7 +88,12 @@ CREDIT_CASES = [
     ("0.4.2 group of one", patch(RLOO, "rloo_no_kl", "-", pull=None), [[1]], [[0]]),
     ("no spread, zero baseline is not touched", REINFORCE, [[1, 1]], [[1, 1]]),
     ("no spread over the step: no scale", patch(REINFORCE, "b", "-", scale="batch_std"), [[1, 1], [1]], [[0, 0], [0]]),
-    ("no spread over the step: centred", patch(REINFORCE, "w", "-", whiten="token"), [[0.1, 0.1], [0.1]], [[0, 0], [0]]),
+    (
+        "no spread over the step: centred",
+        patch(REINFORCE, "w", "-", whiten="token"),
+        [[0.1, 0.1], [0.1]],
+        [[0, 0], [0]],
+    ),
 ]
 
 
@@ -95,7 +105,8 @@ def test_credit(source: str, a, rewards, expected) -> None:
 
 
 def test_whitening_counts_tokens_or_samples() -> None:
-    """A02: centred credit .5, -.5, 0, 0 over lengths 1, 3, 2, 2 has token mean -.125 and sample mean 0; both countings."""
+    """A02: centred credit .5, -.5, 0, 0 over lengths 1, 3, 2, 2 has token mean -.125 and sample mean 0; both
+    countings."""
     centred = credits(patch(CENTRED, "w", "-", whiten="token"), [1, 0], [1, 1], lengths=[[1, 3], [2, 2]])
     assert [x for g in centred for x in g] == pytest.approx([1.76776695, -1.06066017, 0.35355339, 0.35355339], abs=1e-8)
     sample = credits(patch(CENTRED, "w", "-", whiten="sample"), [1, 0], [1, 1], lengths=[[1, 3], [2, 2]])
@@ -109,7 +120,12 @@ V3, R3 = np.array([0.5, 0.6, 0.8]), np.array([0.0, 0.0, 1.0])
 
 @pytest.mark.parametrize(
     ("gamma", "lam", "expected"),
-    [(1, 1, [0.5, 0.4, 0.2]), (1, 0.95, [0.4705, 0.39, 0.2]), (1, 0, [0.1, 0.2, 0.2]), (0.9, 0.95, [0.288805, 0.291, 0.2])],
+    [
+        (1, 1, [0.5, 0.4, 0.2]),
+        (1, 0.95, [0.4705, 0.39, 0.2]),
+        (1, 0, [0.1, 0.2, 0.2]),
+        (0.9, 0.95, [0.288805, 0.291, 0.2]),
+    ],
 )
 def test_gae(gamma: float, lam: float, expected: list[float]) -> None:
     """A05: V = .5, .6, .8 and reward 1 at the end."""
@@ -122,7 +138,8 @@ def test_gae(gamma: float, lam: float, expected: list[float]) -> None:
 
 
 def test_gae_steps_over_observations() -> None:
-    """A05, masked: spoken values .5, .6, .8 around an observation give .4705, .39, .2; the naive recursion gives 1.2124 first."""
+    """A05, masked: spoken values .5, .6, .8 around an observation give .4705, .39, .2; the naive recursion gives 1.2124
+    first."""
     f = np.float32
     for turns in ([[2, 1]], [[2], [1]], [[3]]):
         answer = Answer(1.0, turns, -np.ones(3, f), -np.ones(3, f), values=np.array([0.5, 0.6, 0.8], f))
@@ -185,7 +202,9 @@ def test_overlong(longest: int, spoken: int, penalty: float) -> None:
 
 def test_shaping_is_applied_in_order_and_filters_never_see_it() -> None:
     """A10: DAPO's rule reward is -1 or +1, to which the overlong penalty is added; the raw reward stays."""
-    long, short = (Answer(r, [[n]], np.full(n, -1, np.float32), np.full(n, -1, np.float32)) for r, n in ((1.0, 19), (0.0, 4)))
+    long, short = (
+        Answer(r, [[n]], np.full(n, -1, np.float32), np.full(n, -1, np.float32)) for r, n in ((1.0, 19), (0.0, 4))
+    )
     (g,) = credit_step(DAPO, [scored_group("t", [long, short])], max_tokens=20, ema=0.0).groups
     assert [e.shaped for e in g.episodes] == pytest.approx([1 - 0.75, -1])
     assert [e.episode.reward for e in g.episodes] == [1.0, 0.0]
@@ -201,9 +220,12 @@ def test_truncated_answers_stay_in_the_baseline_only() -> None:
     assert g.episodes[0].advantage[0] == pytest.approx([4 / 3, 4 / 3])
 
 
-@pytest.mark.parametrize(("p", "n", "kept"), [(0.5, 8, 0.9922), (0.1, 8, 0.5695), (0.95, 16, 0.5599), (0.01, 16, 0.1485)])
+@pytest.mark.parametrize(
+    ("p", "n", "kept"), [(0.5, 8, 0.9922), (0.1, 8, 0.5695), (0.95, 16, 0.5599), (0.01, 16, 0.1485)]
+)
 def test_share_of_groups_with_a_signal(p: float, n: int, kept: float) -> None:
-    """A10: the probability that a group is mixed, over all counts of correct siblings; credit is silent on the others."""
+    """A10: the probability that a group is mixed, over all counts of correct siblings; credit is silent on the
+    others."""
     groups = rewarded(*[[1.0] * k + [0.0] * (n - k) for k in range(n + 1)])
     credit = credit_step(GRPO_NO_KL, groups, max_tokens=20, ema=0.0)
     mass = [math.comb(n, k) * p**k * (1 - p) ** (n - k) for k in range(n + 1)]
@@ -229,7 +251,8 @@ def test_weight_of_a_token_in_a_long_wrong_answer() -> None:
 
 
 def test_sequence_l2() -> None:
-    """A20: R = 1, 0, 0, 1, tau .1, sequence log-ratio .2: every token of the answers moves with .48, -.52, -.52, .48."""
+    """A20: R = 1, 0, 0, 1, tau .1, sequence log-ratio .2: every token of the answers moves with .48, -.52, -.52,
+    .48."""
     a = patch(CENTRED, "kimi", "2501.12599", pull=SequenceL2(coef=0.1), anchor="start")
     lengths = [1, 2, 4, 5]
     sequence = np.repeat(np.arange(4), lengths)
@@ -237,7 +260,11 @@ def test_sequence_l2() -> None:
     logp = torch.full((12,), -1.0, dtype=torch.float64, requires_grad=True)
     (credit,) = credits(CENTRED, [1, 0, 0, 1])
     s = streams_of(
-        advantage=np.repeat(credit, lengths), weight=np.full(12, 0.25), sequence=sequence, mu=np.full(12, -9.0), start=-1 - per_token
+        advantage=np.repeat(credit, lengths),
+        weight=np.full(12, 0.25),
+        sequence=sequence,
+        mu=np.full(12, -9.0),
+        start=-1 - per_token,
     )
     grad = torch.autograd.grad(objective(a, s, TokenScores(logp, None, None)).loss, logp)[0]
     assert -4 * grad.numpy() == pytest.approx(np.repeat([0.48, -0.52, -0.52, 0.48], lengths), abs=1e-12)
@@ -284,19 +311,34 @@ def test_kl_in_the_reward_enters_the_baseline() -> None:
     """A09, A34: R - coef * sum of gaps over the episode is what siblings compare, under mu when anchor is behaviour."""
     f = np.float32
     ref = [np.array([-1.0, -1.5], f), np.array([-2.0], f)]
-    answers = [Answer(1.0, [[2]], np.array([-0.5, -1.0], f), reference=ref[0]), Answer(0.0, [[1]], np.array([-1.0], f), reference=ref[1])]
+    answers = [
+        Answer(1.0, [[2]], np.array([-0.5, -1.0], f), reference=ref[0]),
+        Answer(0.0, [[1]], np.array([-1.0], f), reference=ref[1]),
+    ]
     a = patch(RLOO, "r", "-", pull=KL(coef=0.1, estimator="k1", placement="reward"))
     (g,) = credit_step(a, [scored_group("t", answers)], max_tokens=20, ema=0.0).groups
     compared = [1 - 0.1 * (0.5 + 0.5), 0 - 0.1 * 1.0]
-    assert [float(e.advantage[0][0]) for e in g.episodes] == pytest.approx([compared[0] - compared[1], compared[1] - compared[0]], abs=1e-7)
+    assert [float(e.advantage[0][0]) for e in g.episodes] == pytest.approx(
+        [compared[0] - compared[1], compared[1] - compared[0]], abs=1e-7
+    )
     assert [e.shaped for e in g.episodes] == [1.0, 0.0]
 
 
 def test_kl_in_the_reward_of_values_is_paid_token_by_token() -> None:
-    """A05: with a value baseline the reward of token t is -coef * gap_t, plus R at the last one; start is the anchor's log-prob."""
+    """A05: with a value baseline the reward of token t is -coef * gap_t, plus R at the last one; start is the anchor's
+    log-prob."""
     f = np.float32
-    one = Answer(1.0, [[1], [2]], np.full(3, -9, f), np.array([-1, -2, -3], f), np.array([-1.5, -2, -2], f), np.zeros(3, f))
-    a = patch(PPO, "p", "-", whiten=None, pull=KL(coef=0.1, estimator="k1", placement="reward"), baseline=Value(gae_lambda=0.0))
+    one = Answer(
+        1.0, [[1], [2]], np.full(3, -9, f), np.array([-1, -2, -3], f), np.array([-1.5, -2, -2], f), np.zeros(3, f)
+    )
+    a = patch(
+        PPO,
+        "p",
+        "-",
+        whiten=None,
+        pull=KL(coef=0.1, estimator="k1", placement="reward"),
+        baseline=Value(gae_lambda=0.0),
+    )
     (g,) = credit_step(a, [scored_group("t", [one])], max_tokens=20, ema=0.0).groups
     assert np.concatenate(g.episodes[0].advantage) == pytest.approx([-0.05, 0, 1 + 0.1], abs=1e-7)
 
@@ -326,7 +368,8 @@ def test_aggregated_loss(aggregate, loss: float) -> None:
 
 
 def test_prompt_mean_is_a_token_mean_inside_each_prompt() -> None:
-    """A35, A10: tokens 1 + 3 in one prompt and 4 in the other: every token of both weighs 1/8; labels need not be 0, 1."""
+    """A35, A10: tokens 1 + 3 in one prompt and 4 in the other: every token of both weighs 1/8; labels need not be 0,
+    1."""
     assert weigh("prompt_mean", [1, 3, 4], [5, 5, 2], 10) == pytest.approx([1 / 8] * 3)
     assert weigh("prompt_mean", [1, 3, 2], [5, 5, 2], 10) == pytest.approx([1 / 8, 1 / 8, 1 / 4])
 
@@ -348,8 +391,15 @@ def test_credit_names_the_stream_that_is_missing() -> None:
 def test_group_without_judged_episodes_is_silent() -> None:
     """An outage leaves the baseline: the failed sibling is not there, and nobody left means no credit and no error."""
     one = np.full(1, -1, np.float32)
-    groups = [scored_group("a", [Answer(None, [[1]], one)] * 2), scored_group("b", [Answer(r, [[1]], one, one) for r in (1.0, None, 0.0)])]
-    for a in (GRPO_NO_KL, patch(GRPO_NO_KL, "w", "-", scale="batch_std"), patch(GRPO_NO_KL, "m", "-", scale="group_mean")):
+    groups = [
+        scored_group("a", [Answer(None, [[1]], one)] * 2),
+        scored_group("b", [Answer(r, [[1]], one, one) for r in (1.0, None, 0.0)]),
+    ]
+    for a in (
+        GRPO_NO_KL,
+        patch(GRPO_NO_KL, "w", "-", scale="batch_std"),
+        patch(GRPO_NO_KL, "m", "-", scale="group_mean"),
+    ):
         credit = credit_step(a, groups, max_tokens=20, ema=0.0)
         assert credit.groups[0].silent and not credit.groups[0].episodes and not credit.groups[1].silent
         assert sum(float(e.advantage[0][0]) for e in credit.groups[1].episodes) == pytest.approx(0)

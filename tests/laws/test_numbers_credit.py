@@ -1,4 +1,5 @@
-"""Numbers of baselines, scales, several rewards, pass@k, teachers and token choices: every case names its item of the survey."""
+"""Numbers of baselines, scales, several rewards, pass@k, teachers and token choices: every case names its item of the
+survey."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from posttrain.algorithm.choose import covariance, largest, within_moment
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.distance import jensen_shannon
 from posttrain.algorithm.shape import best_gain, best_of, best_spread
-from posttrain.algorithm.steer import Memory, remember, steered
+from posttrain.algorithm.steer import AdaptiveState, remember, steered
 from posttrain.algorithm.streams import discounted
 from posttrain.algorithm.value import gae, v_trace
 from posttrain.core.algorithm import Algorithm, patch
@@ -56,10 +57,15 @@ def of(a: Algorithm, *groups: ScoredGroup) -> list[list[float]]:
     return [np.concatenate(e.advantage).tolist() for g in found.groups for e in g.episodes]
 
 
-# --- A02, A05, A07, A12: what peers with another deviation print -------------------------------------------------------
+# --- A02, A05, A07, A12: what peers with another deviation print ------------------------------------------------------
 
 STD0 = [
-    ("A02 global std0", patch(REINFORCE, "w", "-", whiten="sample"), [[1, 0], [1, 1]], [0.5774, -1.7321, 0.5774, 0.5774]),
+    (
+        "A02 global std0",
+        patch(REINFORCE, "w", "-", whiten="sample"),
+        [[1, 0], [1, 1]],
+        [0.5774, -1.7321, 0.5774, 0.5774],
+    ),
     ("A02 baseline std0", patch(DR_GRPO, "w", "-", whiten="sample"), [[1, 0], [1, 1]], [1.4142, -1.4142, 0, 0]),
     ("A12 Lite-PPO std0", LITE_PPO, [[1, 0], [1, 1]], [1.1547, -1.1547, 0, 0]),
     ("A07 std0 [1,0,0,1]", GRPO, [[1, 0, 0, 1]], [1, -1, -1, 1]),
@@ -83,12 +89,17 @@ def test_epsilons_of_peers_are_left_out() -> None:
 
 @pytest.mark.parametrize("rewards", [[1, 0, 0, 1], [1, 0, 0, 0], [3, 1, 2, 2]], ids=lambda r: f"A07 NeMo {r}")
 def test_nemo_leaves_the_sample_out_of_the_deviation_too(rewards: list[float]) -> None:
-    """A07: +-1.1547; 1 and -.5774 (no deviation: not scaled); 2.3094. Ours, with the mean of the others, divides by the group's."""
+    """A07: +-1.1547; 1 and -.5774 (no deviation: not scaled); 2.3094. Ours, with the mean of the others, divides by the
+    group's."""
     peers: list[float] = []
     for i, r in enumerate(rewards):
         rest = [x for j, x in enumerate(rewards) if j != i]
         peers.append((r - sum(rest) / 3) / (stdev(rest) or 1.0))
-    right = {2.0: [1.1547, -1.1547, -1.1547, 1.1547], 1.0: [1, -0.5774, -0.5774, -0.5774], 8.0: [2.3094, -2.3094, 0, 0]}[sum(rewards)]
+    right = {
+        2.0: [1.1547, -1.1547, -1.1547, 1.1547],
+        1.0: [1, -0.5774, -0.5774, -0.5774],
+        8.0: [2.3094, -2.3094, 0, 0],
+    }[sum(rewards)]
     assert peers == pytest.approx(right, abs=5e-5)
     ours = credits(patch(GRPO, "loo", "-", baseline=Others(), pull=None), rewards)[0]
     others = credits(patch(RLOO, "loo", "-", pull=None), rewards)[0]
@@ -96,7 +107,8 @@ def test_nemo_leaves_the_sample_out_of_the_deviation_too(rewards: list[float]) -
 
 
 def test_naive_gae_runs_through_observations() -> None:
-    """A05: values .5, .6, 9, 9, .8 with two observed ones: a recursion over them gives 1.2124, 1.1710, -7.6095, -8.01, .2."""
+    """A05: values .5, .6, 9, 9, .8 with two observed ones: a recursion over them gives 1.2124, 1.1710, -7.6095, -8.01,
+    .2."""
     naive, _ = gae(np.array([0.5, 0.6, 9, 9, 0.8]), np.array([0, 0, 0, 0, 1.0]), gamma=1.0, gae_lambda=0.95)
     assert naive == pytest.approx([1.2124, 1.1710, -7.6095, -8.01, 0.2], abs=5e-5)
     advantage, _ = gae(np.array([0.5, 0.6, 0.8]), np.array([0, 0, 1.0]), gamma=1.0, gae_lambda=0.95)
@@ -104,7 +116,7 @@ def test_naive_gae_runs_through_observations() -> None:
     assert std0 == pytest.approx([1.031682, 0.321849, -1.353531], abs=1e-6), "A05, whitened with ddof 0"
 
 
-# --- A03, A04, A12, A20, A21: baselines --------------------------------------------------------------------------------
+# --- A03, A04, A12, A20, A21: baselines -------------------------------------------------------------------------------
 
 
 def test_remax() -> None:
@@ -126,7 +138,8 @@ def answer(reward: float, *energy: float) -> Answer:
 
 
 def test_otb() -> None:
-    """A04: R 1, 0 with W = .5, 1, 1.5 and 1.5, 2: B = 1/4, 1/3, and a token that only one says is compared with nothing."""
+    """A04: R 1, 0 with W = .5, 1, 1.5 and 1.5, 2: B = 1/4, 1/3, and a token that only one says is compared with
+    nothing."""
     found = of(OTB, scored_group("t", [answer(1, 0.5, 0.5, 0.5), answer(0, 1.5, 0.5)]))
     assert found == [pytest.approx([3 / 4, 2 / 3, 0]), pytest.approx([-1 / 4, -1 / 3])]
     certain = of(OTB, scored_group("t", [answer(1, 0.0, 0.5), answer(0, 0.0, 0.5)]))
@@ -153,7 +166,9 @@ def test_otb_is_the_least_of_squares() -> None:
 def test_soft_mean(tau: float, log_z: float) -> None:
     """A20: R 1, 0, 0, 1: tau log Z = .930690 (tau .1), .620115 (tau 1), mean .5."""
     a = patch(OPMD, "soft", "-", baseline=SoftMean(tau=tau)) if tau != 1 else OPMD
-    assert [r - x for r, x in zip([1, 0, 0, 1], credits(a, [1, 0, 0, 1])[0], strict=True)] == pytest.approx([log_z] * 4, abs=1e-6)
+    assert [r - x for r, x in zip([1, 0, 0, 1], credits(a, [1, 0, 0, 1])[0], strict=True)] == pytest.approx(
+        [log_z] * 4, abs=1e-6
+    )
 
 
 def test_opmd() -> None:
@@ -173,7 +188,7 @@ def test_gpg(groups: list[list[float]], alpha: float) -> None:
     assert found == pytest.approx(alpha * np.concatenate([np.array(g) - np.mean(g) for g in groups]))
 
 
-# --- A07 (process), A31: several numbers an answer ---------------------------------------------------------------------
+# --- A07 (process), A31: several numbers an answer --------------------------------------------------------------------
 
 
 def judged(*steps: tuple[int, float]) -> tuple[Judged, ...]:
@@ -181,15 +196,21 @@ def judged(*steps: tuple[int, float]) -> tuple[Judged, ...]:
 
 
 def test_process_supervision() -> None:
-    """A07, process form: steps 1, 0 | 0, 0 of two answers have mean .25 and std .5: 1.5, -.5 | -.5, -.5; sums from the end."""
+    """A07, process form: steps 1, 0 | 0, 0 of two answers have mean .25 and std .5: 1.5, -.5 | -.5, -.5; sums from the
+    end."""
     answers = [
         Answer(1.0, [[1], [2]], np.full(3, -1.0), verdicts=judged((1, 1.0), (3, 0.0))),
         Answer(1.0, [[2]], np.full(2, -1.0), verdicts=judged((1, 0.0), (2, 0.0))),
     ]
-    assert of(GRPO_PROCESS, scored_group("t", answers)) == [pytest.approx([1.0, -0.5, -0.5]), pytest.approx([-1.0, -0.5])]
+    assert of(GRPO_PROCESS, scored_group("t", answers)) == [
+        pytest.approx([1.0, -0.5, -0.5]),
+        pytest.approx([-1.0, -0.5]),
+    ]
     alone = [Answer(r, [[2]], np.full(2, -1.0)) for r in (1.0, 0.0, 0.0, 1.0)]
     half = math.sqrt(3) / 2
-    assert [x[0] for x in of(GRPO_PROCESS, scored_group("t", alone))] == pytest.approx([half, -half, -half, half]), "no steps: grpo"
+    assert [x[0] for x in of(GRPO_PROCESS, scored_group("t", alone))] == pytest.approx([half, -half, -half, half]), (
+        "no steps: grpo"
+    )
 
 
 def sources(*rows: tuple[float | None, ...]) -> list[Answer]:
@@ -197,21 +218,29 @@ def sources(*rows: tuple[float | None, ...]) -> list[Answer]:
     out: list[Answer] = []
     for row in rows:
         verdicts = [Verdict.abstain() if x is None else Verdict.value(x) for x in row]
-        out.append(Answer(0.0, [[1]], np.full(1, -1.0), verdicts=tuple(Judged(f"s{i}", 1.0, v) for i, v in enumerate(verdicts))))
+        out.append(
+            Answer(
+                0.0, [[1]], np.full(1, -1.0), verdicts=tuple(Judged(f"s{i}", 1.0, v) for i, v in enumerate(verdicts))
+            )
+        )
     return out
 
 
 def test_gdpo() -> None:
-    """A31: format 1, 1, 0, 1 and correct 1, 0, 0, 0: [.5, .5, -1.5, .5] + [1.5, -.5, -.5, -.5] = [2, 0, -2, 0] -> +-1.2247."""
+    """A31: format 1, 1, 0, 1 and correct 1, 0, 0, 0: [.5, .5, -1.5, .5] + [1.5, -.5, -.5, -.5] = [2, 0, -2, 0] ->
+    +-1.2247."""
     rows = scored_group("t", sources((1, 1), (1, 0), (0, 0), (1, 0)))
     raw = patch(GDPO, "raw", "-", whiten=None, pull=None)
     assert np.concatenate(of(raw, rows)) == pytest.approx([2, 0, -2, 0])
     assert np.concatenate(of(GDPO, rows)) == pytest.approx([1.2247, 0, -1.2247, 0], abs=5e-5)
-    assert np.concatenate(of(patch(GRPO, "g", "-", pull=None), rows)) == pytest.approx([1.2247, 0, -1.2247, 0], abs=5e-5)
+    assert np.concatenate(of(patch(GRPO, "g", "-", pull=None), rows)) == pytest.approx(
+        [1.2247, 0, -1.2247, 0], abs=5e-5
+    )
 
 
 def test_gdpo_keeps_what_a_sum_collapses() -> None:
-    """A31, collapse: sums (0, 1) and (0, 2) both give GRPO +-.7071; GDPO before the step's scale +-.7071 and +-1.4142."""
+    """A31, collapse: sums (0, 1) and (0, 2) both give GRPO +-.7071; GDPO before the step's scale +-.7071 and
+    +-1.4142."""
     one, two = (scored_group(str(i), sources((0, 0), row)) for i, row in enumerate(((1, 0), (1, 1))))
     grpo = np.concatenate(of(patch(GRPO, "g", "-", pull=None), one, two))
     gdpo = np.concatenate(of(patch(GDPO, "raw", "-", whiten=None, pull=None), one, two))
@@ -225,7 +254,7 @@ def test_an_abstention_leaves_its_comparison() -> None:
     assert np.concatenate(found) == pytest.approx([math.sqrt(0.5), -math.sqrt(0.5), 0])
 
 
-# --- A32, A17: pass@k --------------------------------------------------------------------------------------------------
+# --- A32, A17: pass@k -------------------------------------------------------------------------------------------------
 
 PASS = [
     ("A32 (4,2,2)", 4, 2, 2, 0.4472, -0.4472),
@@ -246,7 +275,9 @@ def test_pass_at_k(n: int, c: int, k: int, up: float, down: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("n", "c", "k", "up", "down"), [(4, 2, 2, 0.5, 0.3333), (8, 2, 4, 0.5, 0.3571)], ids=["A32 PKPO (4,2,2)", "A32 PKPO (8,2,4)"]
+    ("n", "c", "k", "up", "down"),
+    [(4, 2, 2, 0.5, 0.3333), (8, 2, 4, 0.5, 0.3571)],
+    ids=["A32 PKPO (4,2,2)", "A32 PKPO (8,2,4)"],
 )
 def test_pkpo_weights(n: int, c: int, k: int, up: float, down: float) -> None:
     """A32: s of a success k / n, of a failure [C(n-1, k-1) - C(n-1-c, k-1)] / C(n, k); the group's mean takes n s."""
@@ -277,7 +308,8 @@ MAXRL_WEIGHTS = [
 
 @pytest.mark.parametrize(("p", "g", "weight"), [x[1:] for x in MAXRL_WEIGHTS], ids=[x[0] for x in MAXRL_WEIGHTS])
 def test_weight_of_a_prompt_under_maximum_likelihood(p: float, g: int, weight: float) -> None:
-    """A17: the success-only form multiplies grad p with (1 - (1 - p)^T) / p; a score has mean grad p / p over successes."""
+    """A17: the success-only form multiplies grad p with (1 - (1 - p)^T) / p; a score has mean grad p / p over
+    successes."""
     groups = rewarded(*[[1.0] * c + [0.0] * (g - c) for c in range(g + 1)])
     credit = credit_step(MAXRL_SUCCESS, groups, max_tokens=1, ema=0.0)
     total = 0.0
@@ -294,7 +326,8 @@ siblings = st.lists(st.integers(-8, 8).map(lambda i: i / 4), min_size=1, max_siz
 @settings(max_examples=60, deadline=None)
 @given(siblings, st.integers(1, 7))
 def test_best_of_is_what_the_subsets_say(r: list[float], k: int) -> None:
-    """A32: means over all k-subsets that hold a sample, the gain in them, and the deviation of the best over all, by brute force."""
+    """A32: means over all k-subsets that hold a sample, the gain in them, and the deviation of the best over all, by
+    brute force."""
     k = min(k, len(r))
     sets = [(s, max(r[i] for i in s)) for s in combinations(range(len(r)), k)]
     holding = [[(s, best) for s, best in sets if i in s] for i in range(len(r))]
@@ -304,7 +337,7 @@ def test_best_of_is_what_the_subsets_say(r: list[float], k: int) -> None:
     assert best_spread(np.array(r), k) == pytest.approx(np.std([b for _, b in sets]), abs=1e-7)
 
 
-# --- A19, values -------------------------------------------------------------------------------------------------------
+# --- A19, values ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -325,7 +358,8 @@ floats = st.lists(st.integers(-12, 12).map(lambda i: i / 4), min_size=1, max_siz
 @settings(max_examples=60, deadline=None)
 @given(floats, st.integers(0, 2**31 - 1), st.floats(0, 1), st.floats(1, 3))
 def test_v_trace_on_policy_is_gae(values: list[float], seed: int, gamma: float, cap: float) -> None:
-    """With ratio 1 and lambda 1 V-trace's targets and credit are GAE's; with ratio 0 nothing is learned of the values."""
+    """With ratio 1 and lambda 1 V-trace's targets and credit are GAE's; with ratio 0 nothing is learned of the
+    values."""
     rng = np.random.default_rng(seed)
     v, r = np.array(values), rng.normal(size=len(values))
     advantage, returns = v_trace(v, r, np.ones(len(v)), gamma=gamma, gae_lambda=1.0, cap=cap)
@@ -335,16 +369,24 @@ def test_v_trace_on_policy_is_gae(values: list[float], seed: int, gamma: float, 
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.integers(0, 2**31 - 1), st.sampled_from([0.0, 0.5, 0.97, 1.0]))
+@given(
+    st.lists(st.integers(1, 6), min_size=1, max_size=5),
+    st.integers(0, 2**31 - 1),
+    st.sampled_from([0.0, 0.5, 0.97, 1.0]),
+)
 def test_discounted_sums_are_a_loop(lengths: list[int], seed: int, discount: float) -> None:
     """Doubling gives what a loop over each episode gives."""
     x = np.random.default_rng(seed).normal(size=sum(lengths))
     sequence = np.repeat(np.arange(len(lengths)), lengths)
-    right = [sum(discount ** (k - t) * x[k] for k in range(t, len(x)) if sequence[k] == sequence[t]) for t in range(len(x))]
-    assert discounted(torch.as_tensor(x), torch.as_tensor(sequence), discount).numpy() == pytest.approx(np.array(right, float), abs=1e-12)
+    right = [
+        sum(discount ** (k - t) * x[k] for k in range(t, len(x)) if sequence[k] == sequence[t]) for t in range(len(x))
+    ]
+    assert discounted(torch.as_tensor(x), torch.as_tensor(sequence), discount).numpy() == pytest.approx(
+        np.array(right, float), abs=1e-12
+    )
 
 
-# --- A30, A33, M2: teachers and token choices --------------------------------------------------------------------------
+# --- A30, A33, M2: teachers and token choices -------------------------------------------------------------------------
 
 
 def logs(*p: float) -> Tensor:
@@ -352,7 +394,9 @@ def logs(*p: float) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    ("beta", "value"), [(1.0, 0.223144), (0.0, 0.192745), (0.5, 0.050672)], ids=["A30 KL(S||T)", "A30 KL(T||S)", "A30 JSD .5"]
+    ("beta", "value"),
+    [(1.0, 0.223144), (0.0, 0.192745), (0.5, 0.050672)],
+    ids=["A30 KL(S||T)", "A30 KL(T||S)", "A30 JSD .5"],
 )
 def test_generalised_jsd(beta: float, value: float) -> None:
     """A30: teacher .8, .2, student .5, .5, whole or as one candidate and the rest."""
@@ -361,7 +405,8 @@ def test_generalised_jsd(beta: float, value: float) -> None:
 
 
 def test_on_policy_distillation() -> None:
-    """A30: the advantage of token 0 is log .8 - log .5 = +.470004, of token 1 -.916291; their mean under the student -KL(S||T)."""
+    """A30: the advantage of token 0 is log .8 - log .5 = +.470004, of token 1 -.916291; their mean under the student
+    -KL(S||T)."""
     f = np.float32
     both = [Answer(0.0, [[1]], np.log([0.5]).astype(f), reference=np.log([q]).astype(f)) for q in (0.8, 0.2)]
     found = np.concatenate(of(OPD, *(scored_group(str(i), [x]) for i, x in enumerate(both))))
@@ -378,7 +423,7 @@ def test_covariance() -> None:
 
 def test_adaptive_entropy() -> None:
     """A33, Skywork: +.005 a step below .2, -.005 above, not below 0; the bonus is applied only below the target."""
-    memory, coefs = Memory(), []
+    memory, coefs = AdaptiveState(), []
     for entropy in (0.1, 0.1, 0.3, 0.1, 0.3, 0.3, 0.3):
         memory = remember(SKYWORK, memory, {"policy/entropy": Gauge(entropy, 1.0)}, episodes=8)
         entropy_now = steered(SKYWORK, memory).entropy
@@ -391,8 +436,13 @@ def test_adaptive_entropy() -> None:
 def test_adaptive_kl() -> None:
     """A05: coef *= 1 + clip(KL / target - 1, +-.2) n / horizon: far above the target .2 * 256 / 10000 of it a step."""
     a = patch(GRPO, "adaptive", "-", pull=KL(coef=0.1, target=0.05))
-    for kl, factor in ((1.0, 1 + 0.2 * 256 / 1e4), (0.0, 1 - 0.2 * 256 / 1e4), (0.05, 1.0), (0.055, 1 + 0.1 * 256 / 1e4)):
-        memory = remember(a, Memory(), {"policy/kl_reference": Gauge(kl, 1.0)}, episodes=256)
+    for kl, factor in (
+        (1.0, 1 + 0.2 * 256 / 1e4),
+        (0.0, 1 - 0.2 * 256 / 1e4),
+        (0.05, 1.0),
+        (0.055, 1 + 0.1 * 256 / 1e4),
+    ):
+        memory = remember(a, AdaptiveState(), {"policy/kl_reference": Gauge(kl, 1.0)}, episodes=256)
         now = steered(a, memory).pull
         assert isinstance(now, KL) and now.coef == pytest.approx(0.1 * factor)
 
@@ -400,7 +450,8 @@ def test_adaptive_kl() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(-20, 20).map(lambda i: i / 10), min_size=1, max_size=12), st.floats(0.001, 4))
 def test_within_moment_masks_no_more_than_it_must(x: list[float], limit: float) -> None:
-    """A26 M2PO: what is kept has a mean square of at most the limit, what is silent is larger, and one more would be too many."""
+    """A26 M2PO: what is kept has a mean square of at most the limit, what is silent is larger, and one more would be
+    too many."""
     log = np.array(x)
     kept = within_moment(log, limit)
     assert not kept.any() or (log[kept] ** 2).mean() <= limit * (1 + 1e-9)

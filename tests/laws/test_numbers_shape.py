@@ -12,7 +12,16 @@ from law_toys import Answer, scored_group
 
 from posttrain.algorithm.shape import shaped
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.pieces.shape import Cosine, Gate, RankLength, RateLength, RelativeLength, Repetition, Shaping, TargetLength
+from posttrain.core.pieces.shape import (
+    Cosine,
+    Gate,
+    RankLength,
+    RateLength,
+    RelativeLength,
+    Repetition,
+    Shaping,
+    TargetLength,
+)
 from posttrain.core.types import Episode, Stop
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.plan import scaling, staleness
@@ -33,7 +42,7 @@ def after(piece: Shaping, them: list[Episode], max_tokens: int = 100) -> list[fl
     return shaped((piece,), raw, them, max_tokens)[0].tolist()
 
 
-# --- C04: length and repetition ----------------------------------------------------------------------------------------
+# --- C04: length and repetition ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -42,7 +51,8 @@ def after(piece: Shaping, them: list[Episode], max_tokens: int = 100) -> list[fl
     ids=["C04 Kimi right,right,wrong", "C04 Kimi wrong,right,right"],
 )
 def test_rank_length(rewards: list[float], bonus: list[float]) -> None:
-    """C04: lengths 100, 200, 300: +.5 for the shortest to -.5 for the longest, failures only lose; nothing where all are as long."""
+    """C04: lengths 100, 200, 300: +.5 for the shortest to -.5 for the longest, failures only lose; nothing where all
+    are as long."""
     found = after(RankLength(), episodes([100, 200, 300], rewards))
     assert [x - r for x, r in zip(found, rewards, strict=True)] == pytest.approx(bonus)
     assert after(RankLength(), episodes([7, 7, 7], rewards)) == rewards
@@ -59,18 +69,25 @@ def test_relative_length() -> None:
         after(RelativeLength(), episodes([800], [1.0]))
 
 
-@pytest.mark.parametrize(("form", "value"), [("exact", 0.94), ("most", 0.44)], ids=["C04 L1 exact .94", "C04 L1 max .44"])
+@pytest.mark.parametrize(
+    ("form", "value"), [("exact", 0.94), ("most", 0.44)], ids=["C04 L1 exact .94", "C04 L1 max .44"]
+)
 def test_target_length(form, value: float) -> None:
-    """C04: n_gold 1000, n 1200, alpha .0003, correct: exact .94, at most .44; the authors' code halves the slope (.47)."""
+    """C04: n_gold 1000, n 1200, alpha .0003, correct: exact .94, at most .44; the authors' code halves the slope
+    (.47)."""
     piece = TargetLength(target=1000, form=form)
     assert after(piece, episodes([1200], [1.0])) == pytest.approx([value])
-    assert after(TargetLength(target=5, form=form), episodes([1200], [1.0], n_gold=1000)) == pytest.approx([value]), "the task's own target"
+    assert after(TargetLength(target=5, form=form), episodes([1200], [1.0], n_gold=1000)) == pytest.approx([value]), (
+        "the task's own target"
+    )
     code = (min(max(0.0003 * (1000 - 1200), -1), 1) + 1) / 2
     assert code == pytest.approx(0.47)
 
 
 @pytest.mark.parametrize(
-    ("solved", "of", "value"), [(4, 8, [0.95, -0.05]), (0, 8, [-0.0125])], ids=["C04 ALP p .5 correct", "C04 ALP p 0 wrong"]
+    ("solved", "of", "value"),
+    [(4, 8, [0.95, -0.05]), (0, 8, [-0.0125])],
+    ids=["C04 ALP p .5 correct", "C04 ALP p 0 wrong"],
 )
 def test_rate_length(solved: int, of: int, value: list[float]) -> None:
     """C04: beta / N 1e-4, 1000 tokens, 8 siblings: .95 for a success at rate .5, -.0125 for a failure at rate 0."""
@@ -100,12 +117,18 @@ def test_repetition(ids: list[int], penalty: float) -> None:
     assert after(Repetition(n=2), episodes([len(ids)], [1.0], ids=ids)) == pytest.approx([1 + penalty])
 
 
-@pytest.mark.parametrize(("form", "reward"), [(1.0, 1.0), (0.0, 0.0), (0.5, 0.0)], ids=["C03 in form", "C03 not in form", "C03 in part"])
+@pytest.mark.parametrize(
+    ("form", "reward"), [(1.0, 1.0), (0.0, 0.0), (0.5, 0.0)], ids=["C03 in form", "C03 not in form", "C03 in part"]
+)
 def test_gate(form: float, reward: float) -> None:
-    """C03: multiplied, not added: a right answer in the wrong form earns nothing, and the form alone earns nothing either."""
+    """C03: multiplied, not added: a right answer in the wrong form earns nothing, and the form alone earns nothing
+    either."""
     right, wrong = (
         Answer(
-            r, [[1]], np.full(1, -1.0), verdicts=(Judged("task", 1.0, Verdict.value(r)), Judged("think_format", 0.0, Verdict.value(form)))
+            r,
+            [[1]],
+            np.full(1, -1.0),
+            verdicts=(Judged("task", 1.0, Verdict.value(r)), Judged("think_format", 0.0, Verdict.value(form))),
         )
         for r in (1.0, 0.0)
     )
@@ -127,7 +150,7 @@ def test_pieces_follow_each_other() -> None:
         assert shaped((piece,), np.zeros(0), [], 100)[0].shape == (0,)
 
 
-# --- A26: staleness ----------------------------------------------------------------------------------------------------
+# --- A26: staleness ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,14 +167,15 @@ def test_capacity(behind: int, version: int, batch: int, accepted: int, running:
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 5), st.integers(0, 9), st.integers(1, 6), st.integers(0, 60))
 def test_capacity_is_the_bound_it_claims(behind: int, version: int, batch: int, begun: int) -> None:
-    """A26: the last sample that may start is learned from exactly `behind` versions later, the next one would be too old."""
+    """A26: the last sample that may start is learned from exactly `behind` versions later, the next one would be too
+    old."""
     room = capacity(behind=behind, version=version, batch=batch, accepted=begun, running=0)
     if room:
         assert versions_behind(place=begun + room - 1, version=version, batch=batch) == behind
     assert versions_behind(place=begun + room, version=version, batch=batch) > behind
 
 
-# --- A28: scaling ------------------------------------------------------------------------------------------------------
+# --- A28: scaling -----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -175,11 +199,16 @@ def test_reward_at(compute: float, value: float) -> None:
     ids=["A28 fit", "A28 fit slow", "A28 fit falling"],
 )
 def test_fit_recovers_the_curve(curve: Curve, known: bool) -> None:
-    """A28: from 16 points up to six times the middle all four numbers come back, and with a little noise the asymptote to +-.02."""
+    """A28: from 16 points up to six times the middle all four numbers come back, and with a little noise the asymptote
+    to +-.02."""
     compute = np.geomspace(curve.middle / 30, curve.middle * 6, 16)
     reward = np.array([reward_at(c, curve) for c in compute])
     found = fit(compute, reward, start=curve.start if known else None)
-    assert [*vars(found.curve).values()] == pytest.approx([*vars(curve).values()], rel=1e-4) and found.residual < 1e-6 and found.bent
+    assert (
+        [*vars(found.curve).values()] == pytest.approx([*vars(curve).values()], rel=1e-4)
+        and found.residual < 1e-6
+        and found.bent
+    )
     noisy = fit(compute, reward + np.random.default_rng(0).normal(size=16) * 0.002, start=curve.start)
     assert noisy.curve.asymptote == pytest.approx(curve.asymptote, abs=0.02) and 1e-4 < noisy.residual < 4e-3
 

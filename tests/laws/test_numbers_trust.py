@@ -1,4 +1,5 @@
-"""Numbers of the trust regions, corrections and demonstrations: every case names the item of the survey it comes from."""
+"""Numbers of the trust regions, corrections and demonstrations: every case names the item of the survey it comes
+from."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from posttrain.algorithm.correction import correct
 from posttrain.algorithm.distance import binary_kl, forward_kl, total_variation
 from posttrain.algorithm.objective import objective, shown_push, unsure
 from posttrain.algorithm.streams import discounted
-from posttrain.algorithm.trust import Look, future, importance, push
+from posttrain.algorithm.trust import TrustInputs, future, importance, push
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.ladder import DECOUPLED, REINFORCE
 from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
@@ -34,7 +35,7 @@ def pushed(region: TrustRegion, ratio: float, advantage: float) -> float:
     return push(region, look(tensor(ratio), tensor(advantage))).push_M.item()
 
 
-# --- A06: dual and two-sided clip; A16: SAPO; the push is the slope of the published loss ------------------------------
+# --- A06: dual and two-sided clip; A16: SAPO; the push is the slope of the published loss -----------------------------
 
 Loss = Callable[[Tensor, float], Tensor]
 
@@ -72,13 +73,19 @@ SLOPES: list[tuple[str, Loss, TrustRegion, float, float, float]] = [
 ]
 
 
-@pytest.mark.parametrize(("loss", "region", "ratio", "advantage", "value"), [c[1:] for c in SLOPES], ids=[c[0] for c in SLOPES])
-def test_the_push_is_the_slope_of_the_published_loss(loss: Loss, region: TrustRegion, ratio: float, advantage: float, value: float) -> None:
+@pytest.mark.parametrize(
+    ("loss", "region", "ratio", "advantage", "value"), [c[1:] for c in SLOPES], ids=[c[0] for c in SLOPES]
+)
+def test_the_push_is_the_slope_of_the_published_loss(
+    loss: Loss, region: TrustRegion, ratio: float, advantage: float, value: float
+) -> None:
     """The published loss has the survey's value; d loss / d log pi is -push * A."""
     log = torch.tensor([math.log(ratio)], dtype=torch.float64, requires_grad=True)
     printed = loss(log.exp(), advantage)
     assert printed.item() == pytest.approx(value, abs=1e-6)
-    assert torch.autograd.grad(printed.sum(), log)[0].item() == pytest.approx(-pushed(region, ratio, advantage) * advantage, abs=1e-12)
+    assert torch.autograd.grad(printed.sum(), log)[0].item() == pytest.approx(
+        -pushed(region, ratio, advantage) * advantage, abs=1e-12
+    )
 
 
 PUSHES: list[tuple[str, TrustRegion, float, float, float]] = [
@@ -87,7 +94,10 @@ PUSHES: list[tuple[str, TrustRegion, float, float, float]] = [
     ("A16 weight (.5,+)", Soft(), 0.5, 1, 0.5 * 0.940015),
     ("A16 weight (1.5,-)", Soft(), 1.5, -1, 1.5 * 0.934140),
     *[(f"A15 cap 5 at {r}", Cap(), r, a, w) for a in (1, -1) for r, w in ((0.1, 0.1), (1, 1), (3, 3), (6, 5))],
-    *[(f"A15 verl's .2/.28 at {r}", Cap(low=0.8, high=1.28), r, 1, w) for r, w in ((0.1, 0.8), (1, 1), (3, 1.28), (6, 1.28))],
+    *[
+        (f"A15 verl's .2/.28 at {r}", Cap(low=0.8, high=1.28), r, 1, w)
+        for r, w in ((0.1, 0.8), (1, 1), (3, 1.28), (6, 1.28))
+    ],
     ("A22 negative .7", Taper(), 0.7, -1, 0.7),
     ("A22 negative 1.8", Taper(), 1.8, -1, 1.0),
     ("A22 positive .1", Taper(), 0.1, 1, 1.0),
@@ -107,14 +117,19 @@ def test_push(region: TrustRegion, ratio: float, advantage: float, value: float)
 # --- A13, A14: sequences ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("advantage", "silent"), [(1.0, True), (-1.0, False)], ids=["A13 clipped at 1.0004", "A13 free where A < 0"])
+@pytest.mark.parametrize(
+    ("advantage", "silent"), [(1.0, True), (-1.0, False)], ids=["A13 clipped at 1.0004", "A13 free where A < 0"]
+)
 def test_gspo_clips_the_whole_answer(advantage: float, silent: bool) -> None:
     """A13: log-ratios .02, -.01, .05, 0: s = 1.015113 lies above 1.0004, so no token speaks where A > 0."""
     log = tensor(0.02, -0.01, 0.05, 0)
     s = streams_of(np.full(4, advantage), np.ones(4), np.zeros(4, int), mu=np.full(4, -1.0))
     ratio = importance("sequence_mean", log, s)
-    found = push(Clip(low=3e-4, high=4e-4), Look(ratio, log, s[ADVANTAGE], log - 1, s))
-    assert found.push_M.tolist() == pytest.approx([0.0 if silent else 1.015113] * 4, abs=1e-6) and found.high_M.all() == silent
+    found = push(Clip(low=3e-4, high=4e-4), TrustInputs(ratio, log, s[ADVANTAGE], log - 1, s))
+    assert (
+        found.push_M.tolist() == pytest.approx([0.0 if silent else 1.015113] * 4, abs=1e-6)
+        and found.high_M.all() == silent
+    )
 
 
 @pytest.mark.parametrize(
@@ -142,7 +157,9 @@ DPPO = [
 ]
 
 
-@pytest.mark.parametrize(("mu", "pi", "advantage", "tv", "kl", "by_tv", "by_kl"), [c[1:] for c in DPPO], ids=[c[0] for c in DPPO])
+@pytest.mark.parametrize(
+    ("mu", "pi", "advantage", "tv", "kl", "by_tv", "by_kl"), [c[1:] for c in DPPO], ids=[c[0] for c in DPPO]
+)
 def test_dppo_masks_where_the_distributions_part(
     mu: float, pi: float, advantage: float, tv: float, kl: float | None, by_tv: bool, by_kl: bool
 ) -> None:
@@ -151,7 +168,7 @@ def test_dppo_masks_where_the_distributions_part(
     assert total_variation(p[:, None], q[:, None]).item() == pytest.approx(tv, abs=1e-9)
     assert kl is None or binary_kl(p, q).item() == pytest.approx(kl, abs=6e-5)
     s = streams_of(np.full(1, advantage), np.ones(1), np.zeros(1, int), mu=p.numpy())
-    seen = Look((q - p).exp(), q - p, s[ADVANTAGE], q, s)
+    seen = TrustInputs((q - p).exp(), q - p, s[ADVANTAGE], q, s)
     for region, kept in ((Divergence(), by_tv), (Divergence(measure="kl", delta=0.05), by_kl)):
         assert push(region, seen).push_M.item() == pytest.approx(min(pi / mu, 20.0) if kept else 0.0)
     if (mu, pi) == (0.99, 0.8):
@@ -163,7 +180,10 @@ def test_dppo_masks_where_the_distributions_part(
 @pytest.mark.parametrize("k", [2, 5], ids=["A18 top-2", "A18 full"])
 def test_dppo_top(k: int) -> None:
     """A18: mu [.5, .3, .1, .06, .04], pi [.4, .35, .12, .05, .08]: TV .10 (full .11), KL .020698 (full .030308)."""
-    mu, pi = (torch.log(torch.tensor([x], dtype=torch.float64)) for x in ([0.5, 0.3, 0.1, 0.06, 0.04], [0.4, 0.35, 0.12, 0.05, 0.08]))
+    mu, pi = (
+        torch.log(torch.tensor([x], dtype=torch.float64))
+        for x in ([0.5, 0.3, 0.1, 0.06, 0.04], [0.4, 0.35, 0.12, 0.05, 0.08])
+    )
     assert total_variation(mu[:, :k], pi[:, :k]).item() == pytest.approx({2: 0.10, 5: 0.11}[k], abs=1e-9)
     assert forward_kl(mu[:, :k], pi[:, :k]).item() == pytest.approx({2: 0.020698, 5: 0.030308}[k], abs=1e-6)
 
@@ -203,7 +223,9 @@ CORRECTIONS: list[tuple[str, Correction, np.ndarray, np.ndarray, list[float]]] =
 ]
 
 
-@pytest.mark.parametrize(("piece", "log_ratio", "mu", "used"), [c[1:] for c in CORRECTIONS], ids=[c[0] for c in CORRECTIONS])
+@pytest.mark.parametrize(
+    ("piece", "log_ratio", "mu", "used"), [c[1:] for c in CORRECTIONS], ids=[c[0] for c in CORRECTIONS]
+)
 def test_correction(piece: Correction, log_ratio: np.ndarray, mu: np.ndarray, used: list[float]) -> None:
     assert corrected(piece, log_ratio, mu) == pytest.approx(used, abs=1e-6)
 
@@ -223,7 +245,7 @@ def test_negative_mask(advantage: float, kept: float) -> None:
     assert corrected(NegativeMask(delta=0.84), np.zeros(3), mu, advantage, now).tolist() == [1.0] * 3
 
 
-# --- A26: decoupled, A-3PO, M2PO ---------------------------------------------------------------------------------------
+# --- A26: decoupled, A-3PO, M2PO --------------------------------------------------------------------------------------
 
 
 def loudness(a: Algorithm, mu: float, prox: float, pi: float, advantage: float) -> float:
@@ -235,25 +257,38 @@ def loudness(a: Algorithm, mu: float, prox: float, pi: float, advantage: float) 
 
 @pytest.mark.parametrize(("pi", "value"), [(0.44, 0.88), (0.52, 0.96)], ids=["A26 (.44)", "A26 (.52)"])
 def test_decoupled(pi: float, value: float) -> None:
-    """A26: mu .5, prox .4, A 1, eps .2: .8 * 1.1 = .88; at ratio 1.3 the value is .8 * 1.2 = .96 and there is no slope."""
+    """A26: mu .5, prox .4, A 1, eps .2: .8 * 1.1 = .88; at ratio 1.3 the value is .8 * 1.2 = .96 and there is no
+    slope."""
     r = pi / 0.4
     assert 0.8 * min(r, min(max(r, 0.8), 1.2)) == pytest.approx(value)
-    assert loudness(patch(DECOUPLED, "one", "-", scale="one"), 0.5, 0.4, pi, 1.0) == pytest.approx(value if r < 1.2 else 0.0)
+    assert loudness(patch(DECOUPLED, "one", "-", scale="one"), 0.5, 0.4, pi, 1.0) == pytest.approx(
+        value if r < 1.2 else 0.0
+    )
     naive = patch(REINFORCE, "naive", "-", ratio="token", clip=Clip())
     assert loudness(naive, 0.5, 0.4, pi, 1.0) == pytest.approx(pi / 0.5), "PPO against mu is not clipped: 1.04"
 
 
 def test_a3po_interpolates_by_version() -> None:
-    """A26: versions (3, 6, 7): alpha .75, p = exp(log .5 + .75 (log .4 - log .5)) = .422949; a token of the start itself has 0."""
+    """A26: versions (3, 6, 7): alpha .75, p = exp(log .5 + .75 (log .4 - log .5)) = .422949; a token of the start
+    itself has 0."""
     alpha = mixing(np.array([3, 6, 5, 0], np.int32), 6, 7)
     assert alpha.tolist() == pytest.approx([0.75, 0.0, 0.5, 6 / 7])
     assert math.exp(math.log(0.5) + alpha[0] * (math.log(0.4) - math.log(0.5))) == pytest.approx(0.422949, abs=1e-6)
-    assert mixing(np.array([NOW + 1], np.int32), NOW, NOW + 1).tolist() == [0.0], "said while the step was made: as new as the start"
+    assert mixing(np.array([NOW + 1], np.int32), NOW, NOW + 1).tolist() == [0.0], (
+        "said while the step was made: as new as the start"
+    )
 
 
 @pytest.mark.parametrize(
     ("limit", "kept"),
-    [(0.1, [1, 1, 1]), (0.0999, [1, 1, 0]), (0.025, [1, 1, 0]), (0.0249, [1, 0, 0]), (0.01, [1, 0, 0]), (0.0099, [0, 0, 0])],
+    [
+        (0.1, [1, 1, 1]),
+        (0.0999, [1, 1, 0]),
+        (0.025, [1, 1, 0]),
+        (0.0249, [1, 0, 0]),
+        (0.01, [1, 0, 0]),
+        (0.0099, [0, 0, 0]),
+    ],
     ids=[f"A26 M2 {x}" for x in (0.1, 0.0999, 0.025, 0.0249, 0.01, 0.0099)],
 )
 def test_second_moment(limit: float, kept: list[int]) -> None:
@@ -263,7 +298,7 @@ def test_second_moment(limit: float, kept: list[int]) -> None:
     assert within_moment(x, limit + 1e-12).tolist() == [bool(k) for k in kept]
 
 
-# --- A24: demonstrations; A29: FIPO ------------------------------------------------------------------------------------
+# --- A24: demonstrations; A29: FIPO -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -279,7 +314,9 @@ def test_shown_tokens_follow_p_over_p_plus_gamma(p: float, f: float, slope: floa
     assert shown_push(lp.detach(), 0.1).item() == pytest.approx(slope, abs=5e-5)
 
 
-@pytest.mark.parametrize(("p", "phi"), [(0.01, 0.0099), (0.5, 0.25), (0.99, 0.0099)], ids=["A24 phi(.01)", "A24 phi(.5)", "A24 phi(.99)"])
+@pytest.mark.parametrize(
+    ("p", "phi"), [(0.01, 0.0099), (0.5, 0.25), (0.99, 0.0099)], ids=["A24 phi(.01)", "A24 phi(.5)", "A24 phi(.99)"]
+)
 def test_unsure_tokens_weigh_most(p: float, phi: float) -> None:
     assert unsure(tensor(math.log(p))).item() == pytest.approx(phi)
 

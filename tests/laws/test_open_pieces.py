@@ -1,6 +1,8 @@
-"""A piece is its numbers, its words and its mathematics: what is defined outside the package does all that the shipped ones do.
+"""A piece is its numbers, its words and its mathematics: what is defined outside the package does all that the shipped
+ones do.
 
-Nothing in posttrain names the pieces of `law_pieces`; overrides, JSON, words, cost, credit and loss find them by their base class.
+Nothing in posttrain names the pieces of `law_pieces`; overrides, JSON, words, cost, credit and loss find them by their
+base class.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ from posttrain.algorithm.correction import factor
 from posttrain.algorithm.pull import pull_term
 from posttrain.algorithm.shape import shape, shaped, sizes
 from posttrain.algorithm.trust import pushed
+from posttrain.api.overrides import apply, surface
 from posttrain.cli import ladder as terminal
 from posttrain.core import ladder
 from posttrain.core.algorithm import Algorithm, patch
@@ -43,11 +46,10 @@ from posttrain.core.pieces.pull import KL, Pull
 from posttrain.core.pieces.shape import Shaping, Signed
 from posttrain.core.pieces.token import Curriculum, NoEasy, Priority, Tokens
 from posttrain.core.pieces.trust import Clip, TrustRegion
-from posttrain.core.request import Request
+from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.streams import ADVANTAGE, START, WEIGHT
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.recipe.overrides import apply, surface
 from posttrain.recipe.shipped import RECIPES
 
 CHOICES: tuple[type[Piece], ...] = (Baseline, Correction, Pull, Shaping, Tokens, Curriculum, TrustRegion)
@@ -124,18 +126,22 @@ def test_credit_and_loss_use_its_mathematics(toys: Any) -> None:
     brief = patch(plain, "y", "-", shape=(toys.Brief(price=0.5),))
     lengths = [[2, 4, 6]]
     centred_length = np.array([2, 4, 6]) - 4
-    assert np.subtract(credits(brief, [1, 0, 0], lengths=lengths), credits(plain, [1, 0, 0], lengths=lengths))[0] == pytest.approx(
-        -0.5 * centred_length
-    )
+    assert np.subtract(credits(brief, [1, 0, 0], lengths=lengths), credits(plain, [1, 0, 0], lengths=lengths))[
+        0
+    ] == pytest.approx(-0.5 * centred_length)
     group = scored_group("0", [Answer(1.0, [[n]], np.full(n, -1.0)) for n in (2, 9)])
     rewards, why = shaped((toys.Brief(price=0.5, most=5),), np.ones(2), [s.episode for s in group.episodes], 20)
     assert rewards.tolist() == [0.0, -3.5] and why == ["", "not brief"]
-    assert sizes((toys.Brief(price=0.5),), np.ones(2), np.ones(2), [s.episode for s in group.episodes], 20).tolist() == [2.0, 5.5]
+    assert sizes(
+        (toys.Brief(price=0.5),), np.ones(2), np.ones(2), [s.episode for s in group.episodes], 20
+    ).tolist() == [2.0, 5.5]
 
     here = World(plain, 0)
     batch = here.batch
     logp = here.scores(batch).logp
-    weight, credit, start = (torch.as_tensor(x, dtype=torch.float64) for x in (batch[WEIGHT], batch[ADVANTAGE], batch[START]))
+    weight, credit, start = (
+        torch.as_tensor(x, dtype=torch.float64) for x in (batch[WEIGHT], batch[ADVANTAGE], batch[START])
+    )
     gap = (logp - start).detach()
     want = -(weight * torch.exp(gap - (2 * gap) ** 2) * credit * logp).sum()
     found = here.gradient(here.terms(batch)[0].loss)
@@ -157,7 +163,8 @@ def test_what_was_offered_can_be_withdrawn() -> None:
 
 
 def test_a_name_stands_for_one_piece() -> None:
-    """Overrides write names in lower case; a class that is defined again, as in a notebook, takes the place of the first."""
+    """Overrides write names in lower case; a class that is defined again, as in a notebook, takes the place of the
+    first."""
 
     class Door(Open, begin=True):
         pass
@@ -196,12 +203,21 @@ def test_a_piece_without_words_or_mathematics_says_so() -> None:
     finally:
         Blank.withdraw()
     for function in (pushed, factor, pull_term, choose, shape, centred, by_token):
-        with pytest.raises(InvariantError, match=r"NoEasy has no mathematics: register a function of NoEasy with posttrain\.algorithm\."):
+        with pytest.raises(
+            InvariantError,
+            match=r"NoEasy has no mathematics: register a function of NoEasy with posttrain\.algorithm\.",
+        ):
             cast("Any", function)(NoEasy(), *[None] * (len(inspect.signature(function).parameters) - 1))
 
 
 def test_every_shipped_piece_has_its_mathematics() -> None:
-    for choice, function in ((TrustRegion, pushed), (Correction, factor), (Pull, pull_term), (Tokens, choose), (Shaping, shape)):
+    for choice, function in (
+        (TrustRegion, pushed),
+        (Correction, factor),
+        (Pull, pull_term),
+        (Tokens, choose),
+        (Shaping, shape),
+    ):
         assert {x for x in alternatives(choice) if x not in function.registry} == set()
     for b in alternatives(Baseline):
         assert b in (by_token if b.per_token else centred).registry
@@ -216,10 +232,16 @@ def test_an_algorithm_is_one_line_of_the_ladder(monkeypatch: pytest.MonkeyPatch)
     exec(compile(source.replace(before, line + before), "ladder", "exec"), with_line.__dict__)
     assert with_line.LADDER.keys() - LADDER.keys() == {"toy"}
     monkeypatch.setitem(LADDER, "toy", with_line.LADDER["toy"])
-    assert [x.name for x in algorithm_of(apply(RECIPES["arithmetic"](), ["algorithm=toy"])).lineage()][-2:] == ["dapo", "toy"]
+    assert [x.name for x in algorithm_of(apply(RECIPES["arithmetic"](), ["algorithm=toy"])).lineage()][-2:] == [
+        "dapo",
+        "toy",
+    ]
     assert "arXiv 2501.00001" in terminal.one("toy") and "toy" in terminal.table() and "toy " in terminal.tree()
     here = World(with_line.LADDER["toy"], 0)
-    assert all(torch.equal(x, y) for x, y in zip(here.library(), World(patch(DAPO, "x", "-", clip=here.a.clip), 0).library(), strict=True))
+    assert all(
+        torch.equal(x, y)
+        for x, y in zip(here.library(), World(patch(DAPO, "x", "-", clip=here.a.clip), 0).library(), strict=True)
+    )
 
 
 # --- what roles ask of an algorithm ----------------------------------------------------------------------------------
@@ -227,14 +249,16 @@ def test_an_algorithm_is_one_line_of_the_ladder(monkeypatch: pytest.MonkeyPatch)
 
 def test_a_request_says_what_a_step_needs_of_the_rollout() -> None:
     stage = Reinforce(name="rl", prompts=4, siblings=8, oversample=2, refill=3, algorithm=DAPO)
-    assert GRPO.request(stage) == Request(groups=4, siblings=8, extra=2, most=3)
-    assert DAPO.request(stage) == Request(groups=4, siblings=8, extra=2, most=3, mixed=True)
+    assert GRPO.request(stage) == RolloutRequest(groups=4, siblings=8, extra=2, most=3)
+    assert DAPO.request(stage) == RolloutRequest(groups=4, siblings=8, extra=2, most=3, mixed=True)
     assert REMAX.request(stage).greedy and LUFFY.request(stage).shown == LUFFY.shown
 
 
 def test_what_else_roles_ask() -> None:
     assert GRPO.refresh == 0 and patch(GRPO, "x", "-", pull=KL(refresh=7)).refresh == 7
     silent = {"Clip", "Geometric", "Divergence", "FutureKL"}
-    assert {x.__name__ for x in alternatives(TrustRegion) if x.silences} == silent and GRPO.silences and not REMAX.silences
+    assert (
+        {x.__name__ for x in alternatives(TrustRegion) if x.silences} == silent and GRPO.silences and not REMAX.silences
+    )
     assert NoEasy(rate=0.5).weight(0.4) == 1.0 and NoEasy(rate=0.5).weight(0.5) == 0.0 and not NoEasy.drawn
     assert Priority(floor=0.05).weight(0.75) == 0.25 and Priority(floor=0.05).weight(1.0) == 0.05 and Priority.drawn

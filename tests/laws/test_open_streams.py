@@ -1,4 +1,5 @@
-"""A per-token stream is declared in one place: this file declares two that the library does not know, and both reach the loss."""
+"""A per-token stream is declared in one place: this file declares two that the library does not know, and both reach
+the loss."""
 
 from __future__ import annotations
 
@@ -14,8 +15,8 @@ from law_toys import SAMPLING, STAGE, Answer, scored_group
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN, WHOLE, Whole
 from posttrain.algorithm.streams import streams
-from posttrain.checks.audit import opinions
-from posttrain.checks.credit import Books
+from posttrain.checks.credit import StepAccount
+from posttrain.checks.expected import expected_credit
 from posttrain.core import streams as declared
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
@@ -27,10 +28,16 @@ from posttrain.role.pack import pack
 from posttrain.role.score import score
 
 SURPRISE = Stream("surprise", "float32", "minus the learner's log-prob before the step", "the loss of this test")
-RANK = Stream("rank", "int32", "the place of each token among the most surprising of its minibatch", "the loss of this test")
-SURPRISES = Maker[Scoring]((SURPRISE,), lambda s: s.algorithm.name == "reinforce", lambda s: (-s.learner.score(s.packed),))
+RANK = Stream(
+    "rank", "int32", "the place of each token among the most surprising of its minibatch", "the loss of this test"
+)
+SURPRISES = Maker[Scoring](
+    (SURPRISE,), lambda s: s.algorithm.name == "reinforce", lambda s: (-s.learner.score(s.packed),)
+)
 RANKS = Maker[Whole](
-    (RANK,), lambda w: SURPRISE in w.batch, lambda w: (np.argsort(np.argsort(-w.batch[SURPRISE], kind="stable")).astype(np.int32),)
+    (RANK,),
+    lambda w: SURPRISE in w.batch,
+    lambda w: (np.argsort(np.argsort(-w.batch[SURPRISE], kind="stable")).astype(np.int32),),
 )
 
 
@@ -93,7 +100,9 @@ def test_a_new_stream_is_scored_packed_selected_and_split(added: None) -> None:
     assert 0 < last.spoken < batch.spoken and last[SURPRISE].tolist() == wanted(last).tolist()
     parts = batch.split(1)
     assert len(parts) == 4 and all(p[SURPRISE].tolist() == wanted(p).tolist() for p in parts)
-    assert [x for p in parts for x in p[RANK].tolist()] == batch[RANK].tolist(), "made over the whole minibatch, before it is split"
+    assert [x for p in parts for x in p[RANK].tolist()] == batch[RANK].tolist(), (
+        "made over the whole minibatch, before it is split"
+    )
 
 
 def test_a_loss_reads_a_new_stream(added: None) -> None:
@@ -115,22 +124,28 @@ def test_a_loss_reads_a_new_stream(added: None) -> None:
 
 def test_a_new_stream_out_of_step_is_found(added: None) -> None:
     """The check that compares a batch with what was scored knows every scored stream."""
-    mine = opinions(REINFORCE, scored_step(), max_tokens=SAMPLING.max_tokens, ema=0.0)
+    mine = expected_credit(REINFORCE, scored_step(), max_tokens=SAMPLING.max_tokens, ema=0.0)
     assert mine is not None
     batch = minibatch()
-    Books(REINFORCE, mine, 1, SAMPLING.max_tokens).check(batch)
+    StepAccount(REINFORCE, mine, 1, SAMPLING.max_tokens).check(batch)
     with pytest.raises(InvariantError, match="'surprise' is out of step"):
-        Books(REINFORCE, mine, 1, SAMPLING.max_tokens).check(batch.having({SURPRISE: np.roll(batch[SURPRISE], 1)}))
+        StepAccount(REINFORCE, mine, 1, SAMPLING.max_tokens).check(
+            batch.having({SURPRISE: np.roll(batch[SURPRISE], 1)})
+        )
 
 
 def test_a_missing_stream_is_named() -> None:
-    """In what was scored, in the minibatch and in the loss: the error says what it is and who reads it; `in` and `find` ask first."""
+    """In what was scored, in the minibatch and in the loss: the error says what it is and who reads it; `in` and `find`
+    ask first."""
     batch = minibatch()
     held = scored_step()[0].episodes[0], batch, streams(batch)
     for holder, where in zip(held, ("scored of an episode", "the minibatch", "the minibatch"), strict=True):
         assert SURPRISE not in holder and holder.find(SURPRISE) is None
         with pytest.raises(
-            InvariantError, match=f"'surprise' is missing from .*{where}.*is minus the learner's log-prob.*read by the loss of this test"
+            InvariantError,
+            match=(
+                f"'surprise' is missing from .*{where}.*is minus the learner's log-prob.*read by the loss of this test"
+            ),
         ):
             holder[SURPRISE]
     assert [s.name for s in batch.streams] == ["mu", "version", "weight", "advantage"]
@@ -175,9 +190,9 @@ def test_scorers_are_asked_where_they_are_wanted() -> None:
             return np.zeros(packed.spoken, np.float32)
 
     learner, both = cast("Learner", Listed()), replace(GRPO, name="both")
-    (first, _) = score(groups(), both, learner, learner, optimizer_steps=2)
+    first, _ = score(groups(), both, learner, learner, optimizer_steps=2)
     assert asked == ["score", "score"] and [s.name for s in first.episodes[0].streams] == ["start", "reference"]
-    (once, _) = score(groups(), both, learner, learner, optimizer_steps=1)
+    once, _ = score(groups(), both, learner, learner, optimizer_steps=1)
     assert START not in once.episodes[0], "the policy is its own start where it takes one optimizer step"
     with pytest.raises(InvariantError, match="reads a reference"):
         score(groups(), both, learner, None, optimizer_steps=1)

@@ -25,7 +25,8 @@ every = pytest.mark.parametrize("a", ALL, ids=NAMES)
 
 @every
 def test_aggregations_sum_to_what_they_say(a: Algorithm) -> None:
-    """Weights of all tokens: token_mean, prompt_mean and sequence_mean sum to 1; sequence_sum to the mean length; constant to its share."""
+    """Weights of all tokens: token_mean, prompt_mean and sequence_mean sum to 1; sequence_sum to the mean length;
+    constant to its share."""
     everyone = patch(a, "all", "-", entropy=EntropyBonus(coef=0.0)) if a.entropy is None else a
     here = world(everyone, 0)
     mean = here.batch.spoken / here.batch.episodes
@@ -39,7 +40,8 @@ LEAVING = [a for a in LADDER.values() if not a.reads_silent_tokens]
 
 @pytest.mark.parametrize("a", LEAVING, ids=[a.name for a in LEAVING])
 def test_silent_episodes_may_stay_away(a: Algorithm) -> None:
-    """Episodes without credit leave the forward pass and stay in the denominators: the gradient is that of the whole batch."""
+    """Episodes without credit leave the forward pass and stay in the denominators: the gradient is that of the whole
+    batch."""
     whole = patch(a, "all", "-", entropy=EntropyBonus(coef=0.0))
     for x, y in zip(world(a, 0).library(), world(whole, 0).library(), strict=True):
         assert torch.allclose(x, y, rtol=0, atol=1e-15)
@@ -47,7 +49,8 @@ def test_silent_episodes_may_stay_away(a: Algorithm) -> None:
 
 @every
 def test_minibatches_hold_every_group_once_an_epoch(a: Algorithm) -> None:
-    """Two minibatches, two epochs: each epoch shares out the groups whole, in a new order; only the very first is on policy."""
+    """Two minibatches, two epochs: each epoch shares out the groups whole, in a new order; only the very first is on
+    policy."""
     stage = Reinforce(name="laws", sampling=SAMPLING, prompts=4, minibatches=2, epochs=2)
     here = world(a, 0)
     parts = list(pack(here.credit, a, stage, seed=0, step=0, version=4))
@@ -59,7 +62,8 @@ def test_minibatches_hold_every_group_once_an_epoch(a: Algorithm) -> None:
 
 
 def test_imitated_tokens_weigh_alike() -> None:
-    """VAPO imitates what the policy solved, CHORD what it was shown; weights sum to 1, or are all 0 where there is nothing."""
+    """VAPO imitates what the policy solved, CHORD what it was shown; weights sum to 1, or are all 0 where there is
+    nothing."""
     vapo, chord = world(VAPO, 0), world(CHORD, 0)
     for here, wanted in ((vapo, [e for e in vapo.eps if e.R >= 1]), (chord, [e for e in chord.eps if e.shown])):
         found = here.batch[IMITATE]
@@ -88,12 +92,13 @@ def test_what_was_shown_is_not_the_policys_success() -> None:
     assert any(e.shown and e.R >= 1 for seed in range(2) for e in world(a, seed).eps)
 
 
-# --- which tokens speak ------------------------------------------------------------------------------------------------
+# --- which tokens speak -----------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("share", [0.0, 0.05, 0.2, 1.0])
 def test_clip_cov_draws_a_share_of_those_inside(share: float) -> None:
-    """A33: floor(share * tokens) at random among low < cov < high, no more than there are; the draw belongs to its place in the run."""
+    """A33: floor(share * tokens) at random among low < cov < high, no more than there are; the draw belongs to its
+    place in the run."""
     batch = world(CLIP_COV, 0).batch
     piece = ClipCov(share=share, low=0.1, high=1.0)
     rng = np.random.default_rng
@@ -133,11 +138,12 @@ def test_shares_round_up() -> None:
         choose(TOP_ENTROPY.tokens, entropic, None, None)  # pyright: ignore[reportArgumentType]
 
 
-# --- whitening and warm-up ---------------------------------------------------------------------------------------------
+# --- whitening and warm-up --------------------------------------------------------------------------------------------
 
 
 def test_whitening_within_each_source() -> None:
-    """`source` is `sample` among the tasks of one source: 0, 2 and 0, 20 both become -+.7071; one sample alone is centred."""
+    """`source` is `sample` among the tasks of one source: 0, 2 and 0, 20 both become -+.7071; one sample alone is
+    centred."""
     credit = [np.full(n, x) for n, x in ((1, 0.0), (3, 2.0), (2, 0.0), (1, 20.0), (2, 5.0))]
     found = whitened("source", credit, ["a", "a", "b", "b", "c"])
     assert [x[0] for x in found] == pytest.approx([-np.sqrt(0.5), np.sqrt(0.5), -np.sqrt(0.5), np.sqrt(0.5), 0.0])
@@ -151,12 +157,16 @@ def test_whitening_by_source_reads_the_tasks_column() -> None:
     a = patch(DR_GRPO, "s", "-", whiten="source")
     f = np.float32
     groups = [
-        scored_group(str(i), [Answer(r * scale, [[1]], np.full(1, -1, f), np.full(1, -1, f)) for r in (0.0, 1.0)], info=info)
+        scored_group(
+            str(i), [Answer(r * scale, [[1]], np.full(1, -1, f), np.full(1, -1, f)) for r in (0.0, 1.0)], info=info
+        )
         for i, (scale, info) in enumerate(((1, {"source": "x"}), (50, {"source": "y"}), (3, {}), (3, {})))
     ]
     found = credit_step(a, groups, max_tokens=20, ema=0.0)
     each = [float(e.advantage[0][0]) for g in found.groups for e in g.episodes]
-    assert each[:4] == pytest.approx([-np.sqrt(0.5), np.sqrt(0.5)] * 2) and each[4:] == pytest.approx([-np.sqrt(0.75), np.sqrt(0.75)] * 2)
+    assert each[:4] == pytest.approx([-np.sqrt(0.5), np.sqrt(0.5)] * 2) and each[4:] == pytest.approx(
+        [-np.sqrt(0.75), np.sqrt(0.75)] * 2
+    )
 
 
 def test_a_warm_up_moves_values_alone() -> None:
@@ -169,13 +179,22 @@ def test_a_warm_up_moves_values_alone() -> None:
     assert torch.all(found[0] == 0) and torch.equal(found[2], right[2]) and right[0].abs().max() > 0
 
 
-# --- lines of the ladder that must agree -------------------------------------------------------------------------------
+# --- lines of the ladder that must agree ------------------------------------------------------------------------------
 
 
 def test_on_policy_sapo_is_grpo() -> None:
-    """A16: on policy SAPO's gradient equals GRPO's without KL; so do all lines that differ from it in their trust region alone."""
+    """A16: on policy SAPO's gradient equals GRPO's without KL; so do all lines that differ from it in their trust
+    region alone."""
     base = patch(GRPO, "bare", "-", pull=None)
-    same = [SAPO, LADDER["gmpo"], LADDER["gspo"], LADDER["gspo_token"], LADDER["vespo"], LADDER["decoupled_ppo"], LADDER["a3po"]]
+    same = [
+        SAPO,
+        LADDER["gmpo"],
+        LADDER["gspo"],
+        LADDER["gspo_token"],
+        LADDER["vespo"],
+        LADDER["decoupled_ppo"],
+        LADDER["a3po"],
+    ]
     credit = credit_step(base, rewarded([1, 0, 0], [0.5, 0.2], lengths=[[3, 1, 2], [4, 2]]), max_tokens=20, ema=0.0)
     for a in same:
         found = credit_step(a, rewarded([1, 0, 0], [0.5, 0.2], lengths=[[3, 1, 2], [4, 2]]), max_tokens=20, ema=0.0)

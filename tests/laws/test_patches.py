@@ -76,7 +76,18 @@ from posttrain.core.pieces.shape import (
     Signed,
     TargetLength,
 )
-from posttrain.core.pieces.token import ClipCov, Distill, EntropyBonus, Imitate, KlCov, NoEasy, Priority, SecondMoment, Shown, TopEntropy
+from posttrain.core.pieces.token import (
+    ClipCov,
+    Distill,
+    EntropyBonus,
+    Imitate,
+    KlCov,
+    NoEasy,
+    Priority,
+    SecondMoment,
+    Shown,
+    TopEntropy,
+)
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper
 
 PAID = KL(coef=0.1, estimator="k1", placement="reward")
@@ -161,7 +172,8 @@ ALLOWED = [
 
 @pytest.mark.parametrize(("parent", "changes", "why"), REFUSED)
 def test_meaningless_patches_are_refused(parent: Algorithm, changes: dict[str, Any], why: str) -> None:
-    """An unknown field, a change that changes nothing and a combination that means nothing are refused with a reason."""
+    """An unknown field, a change that changes nothing and a combination that means nothing are refused with a
+    reason."""
     with pytest.raises(ConfigError, match=why):
         patch(parent, "x", "-", **changes)
 
@@ -185,8 +197,14 @@ NUMBERS: list[tuple[type, dict[str, Any]]] = [
     (SoftMean, {"tau": 0.0}),
     *[(AnchorMean, n) for n in ({"gamma": 1.5}, {"omega": 0.0}, {"by": "text"})],
     (TurnMean, {"outcome": -1.0}),
-    *[(Value, n) for n in ({"gae_lambda": 1.1}, {"gamma": -0.1}, {"clip": 0.0}, {"coef": -1.0}, {"warmup": -1}, {"trace": 0.0})],
-    *[(Value, n) for n in ({"length_alpha": 0.0}, {"credit_lambda": 1.5}, {"credit_lambda": 0.9, "length_alpha": 0.05})],
+    *[
+        (Value, n)
+        for n in ({"gae_lambda": 1.1}, {"gamma": -0.1}, {"clip": 0.0}, {"coef": -1.0}, {"warmup": -1}, {"trace": 0.0})
+    ],
+    *[
+        (Value, n)
+        for n in ({"length_alpha": 0.0}, {"credit_lambda": 1.5}, {"credit_lambda": 0.9, "length_alpha": 0.05})
+    ],
     *[(KL, n) for n in ({"coef": 0.0}, {"estimator": "k9"}, {"horizon": 0.0}, {"refresh": -1}, {"target": 0.0})],
     (SequenceL2, {"coef": 0.0}),
     (TokenL2, {"coef": 0.0}),
@@ -215,7 +233,20 @@ NUMBERS: list[tuple[type, dict[str, Any]]] = [
     (NoEasy, {"rate": 1.5}),
     *[(Priority, n) for n in ({"floor": 0.0}, {"floor": 2.0})],
 ]
-PLAIN = (Zero, ToGo, GroupMean, Others, LengthMean, EnergyMean, SecondBest, Greedy, StepMean, Signed, DropTruncated, Cosine)
+PLAIN = (
+    Zero,
+    ToGo,
+    GroupMean,
+    Others,
+    LengthMean,
+    EnergyMean,
+    SecondBest,
+    Greedy,
+    StepMean,
+    Signed,
+    DropTruncated,
+    Cosine,
+)
 """Pieces without a number that could mean nothing."""
 
 
@@ -235,7 +266,15 @@ def test_every_piece_is_refused_something() -> None:
     from posttrain.core.pieces import baseline, correction, pull, shape, token, trust
 
     everything: set[type] = set()
-    for choice in (baseline.Baseline, correction.Correction, pull.Pull, shape.Shaping, token.Tokens, token.Curriculum, trust.TrustRegion):
+    for choice in (
+        baseline.Baseline,
+        correction.Correction,
+        pull.Pull,
+        shape.Shaping,
+        token.Tokens,
+        token.Curriculum,
+        trust.TrustRegion,
+    ):
         everything |= set(alternatives(choice))
     assert everything | {EntropyBonus, Imitate, Shown, Distill} == {p for p, _ in NUMBERS} | set(PLAIN)
 
@@ -250,15 +289,20 @@ def test_lineage_ends_with_the_last_patch() -> None:
 
 
 READS = {
-    "": "reinforce reinforce_ema remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl dppo_kl dppo_top a3po",
+    "": (
+        "reinforce reinforce_ema remax opo gpg opmd pkpo maxrl_success topr aipo scalerl dppo prime_rl dppo_kl dppo_top"
+        " a3po"
+    ),
     "energy": "otb",
     "reference": "rloo opd",
     "teacher": "gkd",
     "start values": "ppo dual_clip vapo",
     "reference start": "reinforce_pp reinforce_pp_baseline grpo grpo_process two_sided deepseek_v32 gdpo pass_at_k",
     "entropy start": "top_entropy",
-    "start": "kimi_k15 grpo_passk mt_grpo gigpo luffy chord decoupled_ppo m2po lite_ppo gmpo sapo gspo gspo_token vespo cispo clip_cov kl_cov "
-    "skywork_or1 dapo fipo magistral dr_grpo maxrl",
+    "start": (
+        "kimi_k15 grpo_passk mt_grpo gigpo luffy chord decoupled_ppo m2po lite_ppo gmpo sapo gspo gspo_token vespo"
+        " cispo clip_cov kl_cov skywork_or1 dapo fipo magistral dr_grpo maxrl"
+    ),
 }
 
 
@@ -266,16 +310,24 @@ def test_what_is_read_is_what_is_scored() -> None:
     """`reads` names the streams that credit and objective use; that each is used, and no other, is `test_gradients`."""
     expected = {name: streams for streams, names in READS.items() for name in names.split()}
     assert {n: " ".join(sorted(a.reads)) for n, a in LADDER.items()} == expected
-    assert patch(RLOO, "r", "-", anchor="start").reads == {"reference", "start"}, "the KL in the reward is taken under the anchor"
+    assert patch(RLOO, "r", "-", anchor="start").reads == {
+        "reference",
+        "start",
+    }, "the KL in the reward is taken under the anchor"
     assert patch(REINFORCE, "c", "-", correction=(Mask(),)).reads == {"start"}
-    assert patch(REINFORCE, "n", "-", correction=(NegativeMask(),)).reads == frozenset(), "it compares the policy with the sampler"
+    assert patch(REINFORCE, "n", "-", correction=(NegativeMask(),)).reads == frozenset(), (
+        "it compares the policy with the sampler"
+    )
     assert patch(PPO, "v", "-", anchor="behaviour", baseline=Value(trace=1.0)).reads == {"start", "values"}
 
 
 def test_which_silent_tokens_may_leave() -> None:
     """Tokens without credit may stay away from the forward pass only where nothing else reads them."""
     assert not any(a.reads_silent_tokens for a in (REINFORCE, DAPO, DR_GRPO, MAXRL, GSPO, DPPO))
-    assert all(a.reads_silent_tokens for a in (GRPO, PPO, KIMI, CHORD, GKD, OPD, SKYWORK, TOP_ENTROPY, KL_COV, CLIP_COV, M2PO, VAPO))
+    assert all(
+        a.reads_silent_tokens
+        for a in (GRPO, PPO, KIMI, CHORD, GKD, OPD, SKYWORK, TOP_ENTROPY, KL_COV, CLIP_COV, M2PO, VAPO)
+    )
 
 
 def test_unknown_algorithm_names_the_nearest() -> None:

@@ -1,4 +1,5 @@
-"""How far two right computations of a log-prob may lie apart: measured where that can be, and else by dtype and temperature."""
+"""How far two right computations of a log-prob may lie apart: measured where that can be, and else by dtype and
+temperature."""
 
 from __future__ import annotations
 
@@ -19,7 +20,15 @@ def text(temperature: float) -> Packed:
     spoken = np.arange(len(ids)) > 0
     blank = np.where(spoken, 0, np.nan).astype(np.float32)
     return Packed.of(
-        [Segment(ids, spoken, blank, np.where(spoken, 0, -1).astype(np.int32), Sampling(temperature=temperature, stop_ids=()))]
+        [
+            Segment(
+                ids,
+                spoken,
+                blank,
+                np.where(spoken, 0, -1).astype(np.int32),
+                Sampling(temperature=temperature, stop_ids=()),
+            )
+        ]
     )
 
 
@@ -34,7 +43,9 @@ def test_the_noise_of_draws_is_measured_in_float32_too(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("dtype", LEAST)
-def test_a_model_too_large_to_compute_again_has_the_bound_of_its_temperature(dtype: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_too_large_to_compute_again_has_the_bound_of_its_temperature(
+    dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """At temperature 0.5 errors of logits are twice as many nats; above 1 nothing is tightened; the ceiling stands."""
     least, most, learner = LEAST[dtype], CEILING[dtype], HFLearner(policy())
     monkeypatch.setattr(engine_learner, "EXACT", 0)

@@ -1,4 +1,5 @@
-"""Laws 2, 3 and 6: splitting changes nothing, an unmoved policy is not restrained, and what was not said is not taught."""
+"""Laws 2, 3 and 6: splitting changes nothing, an unmoved policy is not restrained, and what was not said is not
+taught."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def test_every_algorithm_of_the_ladder_is_split_here() -> None:
 
 @every
 def test_any_partition_into_micro_batches_adds_up(a: Algorithm) -> None:
-    """Law 2: any assignment of episodes to micro-batches or ranks sums to the same loss, gradient and gauges (1e-10, float64)."""
+    """Law 2: any assignment of episodes to micro-batches or ranks sums to the same loss, gradient and gauges (1e-10,
+    float64)."""
     here = world(a, SEED)
     batch = here.batch
     right, everything = whole(a)
@@ -77,7 +79,9 @@ def test_splitting_by_size_adds_up(a: Algorithm) -> None:
     right = whole(a)[0]
     for room in (1, 12, 30):
         parts = batch.split(room)
-        assert len(parts) > (1 if batch.episodes > 1 and len(batch.ids_N) > room else 0) and close(summed(here, parts)[0], right)
+        assert len(parts) > (1 if batch.episodes > 1 and len(batch.ids_N) > room else 0) and close(
+            summed(here, parts)[0], right
+        )
 
 
 sizes = st.lists(st.integers(1, 4), min_size=14, max_size=14)
@@ -86,7 +90,8 @@ sizes = st.lists(st.integers(1, 4), min_size=14, max_size=14)
 @settings(max_examples=40, deadline=None)
 @given(sizes, st.integers(1, 200))
 def test_units_are_never_parted(sizes: list[int], room: int) -> None:
-    """Law 2: episodes that a loss reads together (pairs, lists) stay in one micro-batch, and the loss of any split is that of the whole."""
+    """Law 2: episodes that a loss reads together (pairs, lists) stay in one micro-batch, and the loss of any split is
+    that of the whole."""
     here = world(LADDER["grpo"], SEED)
     unit_E = np.repeat(np.arange(14), sizes)[: here.batch.episodes].astype(np.int32)
     batch = replace(here.batch, unit_E=unit_E)
@@ -114,7 +119,11 @@ def test_a_part_of_a_unit_is_refused() -> None:
     assert [batch.members(e).tolist() for e in range(batch.units)] == [[e] for e in range(batch.episodes)]
     with pytest.raises(InvariantError, match="part of a unit"):
         pairs.select([0])
-    for wrong in (np.zeros(3, np.int32), np.ones(batch.episodes, np.int32), np.arange(batch.episodes, dtype=np.int32)[::-1]):
+    for wrong in (
+        np.zeros(3, np.int32),
+        np.ones(batch.episodes, np.int32),
+        np.arange(batch.episodes, dtype=np.int32)[::-1],
+    ):
         with pytest.raises(InvariantError, match="units number"):
             replace(batch, unit_E=wrong)
 
@@ -138,7 +147,8 @@ def test_segments_of_an_episode_are_one_sequence(a: Algorithm) -> None:
     right = whole(a)[0]
     for cut in (lambda n: [[n]], lambda n: [[1] * n], lambda n: [[1]] * n):
         groups = [
-            scored_group(str(i), [replace(b, turns=cut(b.spoken)) for b in g], greedy=here.greedy[i]) for i, g in enumerate(here.answers)
+            scored_group(str(i), [replace(b, turns=cut(b.spoken)) for b in g], greedy=here.greedy[i])
+            for i, g in enumerate(here.answers)
         ]
         batch = batch_of(a, credit_step(a, groups, max_tokens=L_MAX, ema=0.0))
         assert close(summed(here, [batch])[0], right)
@@ -157,7 +167,8 @@ RESTRAINED = [a for a in ALL if a.clip is not None and a.shown is None]
 
 @pytest.mark.parametrize("a", RESTRAINED, ids=[a.name for a in RESTRAINED])
 def test_on_policy_every_trust_region_is_silent(a: Algorithm) -> None:
-    """Law 3: before the first update every push is exactly 1, and the gradient that of REINFORCE with the same credit."""
+    """Law 3: before the first update every push is exactly 1, and the gradient that of REINFORCE with the same
+    credit."""
     here, batch, lp = on_policy(a)
     s = streams(batch, dtype=torch.float64)
     scores = here.scores(batch, lp)
@@ -169,7 +180,9 @@ def test_on_policy_every_trust_region_is_silent(a: Algorithm) -> None:
     assert (seen["policy/ratio"].sum, seen["policy/ratio_square"].sum) == (n, n)
     assert seen["policy/clip_low"].sum == seen["policy/clip_high"].sum == seen["policy/kl_anchor"].sum == 0
     changes: dict[str, Any] = {
-        f: none for f, none in (("pull", None), ("correction", ()), ("tokens", None), ("imitate", None)) if getattr(a, f) != none
+        f: none
+        for f, none in (("pull", None), ("correction", ()), ("tokens", None), ("imitate", None))
+        if getattr(a, f) != none
     }
     bare = patch(a, "bare", "-", **changes) if changes else a
     (found,) = torch.autograd.grad(objective(bare, s, scores).loss, lp)
@@ -198,7 +211,9 @@ def test_what_was_not_said_is_not_taught(a: Algorithm) -> None:
     packed[batch.source_M + 1] = scores.logp.detach()
     packed.requires_grad_()
     s = streams(batch, dtype=torch.float64)
-    (grad,) = torch.autograd.grad(objective(a, s, replace(scores, logp=packed[batch.source_M + 1])).loss, packed, allow_unused=True)
+    (grad,) = torch.autograd.grad(
+        objective(a, s, replace(scores, logp=packed[batch.source_M + 1])).loss, packed, allow_unused=True
+    )
     (right,) = torch.autograd.grad(objective(a, s, scores).loss, scores.logp, allow_unused=True)
     silent = np.setdiff1d(np.arange(len(batch.ids_N)), batch.source_M + 1)
     assert len(silent) and grad is not None and right is not None
@@ -210,8 +225,11 @@ turns = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=3), min_size=1
 
 @settings(max_examples=60, deadline=None)
 @given(turns, st.integers(0, 5), st.integers(0, 2**31 - 1), st.floats(0, 1), st.floats(0, 1))
-def test_deleting_observations_changes_no_return(shape: list[list[int]], observation: int, seed: int, lam: float, gamma: float) -> None:
-    """Law 6: advantages and returns depend on the spoken tokens alone, wherever observations of any length lie between them."""
+def test_deleting_observations_changes_no_return(
+    shape: list[list[int]], observation: int, seed: int, lam: float, gamma: float
+) -> None:
+    """Law 6: advantages and returns depend on the spoken tokens alone, wherever observations of any length lie between
+    them."""
     n = sum(map(sum, shape))
     rng = np.random.default_rng(seed)
     mu, values = -rng.random(n).astype(np.float32), rng.normal(size=n).astype(np.float32)

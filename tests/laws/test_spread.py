@@ -1,4 +1,5 @@
-"""Law 4, "no spread": rewards that agree up to rounding are one reward, to credit, filters, scales, whitening and the second opinion."""
+"""Law 4, "no spread": rewards that agree up to rounding are one reward, to credit, filters, scales, whitening and the
+second opinion."""
 
 from __future__ import annotations
 
@@ -14,9 +15,9 @@ from test_symmetry import RELATIVE, bare
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.shape import shaped, sizes
-from posttrain.checks.audit import opinions
-from posttrain.checks.credit import CREDIT_BOUND, Books
+from posttrain.checks.credit import CREDIT_BOUND, StepAccount
 from posttrain.checks.data import filter_reads_outcomes
+from posttrain.checks.expected import expected_credit
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import DR_GRPO, EMA, GRPO, LADDER, MAXRL, PPO, REINFORCE
@@ -61,7 +62,9 @@ def siblings(name: str, rewards: Sequence[Terms], resolution: float = RESOLUTION
                 one,
                 np.zeros(tokens),
                 energy=np.ones(tokens),
-                verdicts=tuple(Judged(f"s{i}", 1.0, Verdict.value(x), resolution=resolution) for i, x in enumerate(terms)),
+                verdicts=tuple(
+                    Judged(f"s{i}", 1.0, Verdict.value(x), resolution=resolution) for i, x in enumerate(terms)
+                ),
             )
             for terms in rewards
         ],
@@ -75,7 +78,7 @@ def first(credit: Credit, group: int = 0) -> np.ndarray:
 def agree(a: Algorithm, groups: list[ScoredGroup]) -> Credit:
     """The step's credit, which the second opinion shares where it has one."""
     credit = credit_step(a, groups, max_tokens=20, ema=0.0)
-    other = opinions(a, groups, max_tokens=20, ema=0.0)
+    other = expected_credit(a, groups, max_tokens=20, ema=0.0)
     mine = [x for g in credit.groups for e in g.episodes for x in e.advantage]
     for x, o in zip(mine, other or [], strict=other is not None):
         assert np.all(np.abs(x - o.credit) <= CREDIT_BOUND * np.maximum(1, np.abs(x))), (a.name, x, o.credit)
@@ -118,23 +121,28 @@ ulps = st.lists(st.integers(-64, 64), min_size=8, max_size=8)
 @example(r=[0.3, 0.3, 0.3, 0.3], noise=[0, 1, 0, 0, 0, 0, 0, 0])
 @example(r=[-0.8, 0.8], noise=[1, 0, 0, 0, 0, 0, 0, 0])
 def test_noise_in_the_last_places_changes_no_credit(a: Algorithm, r: list[float], noise: list[int]) -> None:
-    """Rewards moved by up to 64 units in the last place get the credit of the rewards they were, to 1e-9, silent groups exactly 0."""
+    """Rewards moved by up to 64 units in the last place get the credit of the rewards they were, to 1e-9, silent groups
+    exactly 0."""
     moved = [2.0**-53 * n for _, n in zip(r, noise, strict=False)]
     clean, noisy = (
-        agree(a, [siblings("t", [(x + 1 + d, -1.0) for x, d in zip(r, by, strict=True)]), siblings("u", [(0.0,), (1.0,)])])
+        agree(
+            a, [siblings("t", [(x + 1 + d, -1.0) for x, d in zip(r, by, strict=True)]), siblings("u", [(0.0,), (1.0,)])]
+        )
         for by in ([0.0] * len(r), moved)
     )
     if a.scale != "group_mean":  # a mean that cancels scales nothing, and one that is small scales its rounding
         assert first(noisy) == pytest.approx(first(clean), abs=1e-9)
     assert [g.silent for g in noisy.groups] == [g.silent for g in clean.groups]
-    assert a.shape or [g.silent for g in clean.groups] == [max(r) == min(r), False]  # few siblings have one best of many
+    # few siblings have one best of many
+    assert a.shape or [g.silent for g in clean.groups] == [max(r) == min(r), False]
 
 
 @every
 @settings(max_examples=30, deadline=None)
 @given(r=st.lists(st.floats(0, 1), min_size=2, max_size=8), level=st.integers(0, 60))
 def test_two_opinions_share_credit_at_every_width(a: Algorithm, r: list[float], level: int) -> None:
-    """.3 plus differences of 1 down to 2^-60: the second opinion says the same on both sides of the resolution, and credit is centred."""
+    """.3 plus differences of 1 down to 2^-60: the second opinion says the same on both sides of the resolution, and
+    credit is centred."""
     group = siblings("t", [(0.3 + x * 2.0**-level,) for x in r])
     credit = agree(a, [group, siblings("u", [(0.0,), (1.0,), (0.5,)])])
     found = first(credit)
@@ -200,7 +208,9 @@ def test_baselines_that_compare_no_siblings_are_not_touched() -> None:
 
 
 @pytest.mark.parametrize(
-    "piece", [Signed(), Overlong(), Repetition(n=1), Cosine(), Gate(source="s0"), BestOf(k=2)], ids=lambda p: type(p).__name__
+    "piece",
+    [Signed(), Overlong(), Repetition(n=1), Cosine(), Gate(source="s0"), BestOf(k=2)],
+    ids=lambda p: type(p).__name__,
 )
 def test_shaping_adds_its_terms(piece: object) -> None:
     """A shaped reward is at most the sum of its absolute terms, and never of finer terms than a part of it."""
@@ -213,7 +223,11 @@ def test_shaping_adds_its_terms(piece: object) -> None:
     assert terms == pytest.approx([0.6, 1.0, 1.0]) and found.max() >= terms.max() * (not isinstance(piece, Cosine))
 
 
-AUDITED = [a for a in RELATIVE if not a.reads and opinions(a, [siblings("t", [(1.0,), (0.0,)])], max_tokens=20, ema=0.0) is not None]
+AUDITED = [
+    a
+    for a in RELATIVE
+    if not a.reads and expected_credit(a, [siblings("t", [(1.0,), (0.0,)])], max_tokens=20, ema=0.0) is not None
+]
 
 
 @settings(max_examples=150, deadline=None)
@@ -224,13 +238,16 @@ AUDITED = [a for a in RELATIVE if not a.reads and opinions(a, [siblings("t", [(1
 )
 @example(bare(LADDER["magistral"]), [[1.0, 0.5, 0.0], [0.5, 0.5]], 2)
 @example(bare(LADDER["magistral"]), [[0.1, 0.3, 0.5], [0.1, 0.1, 0.1, 0.1]], 1)
-def test_the_second_opinion_misses_no_minibatch_for_rounding(a: Algorithm, rewards: list[list[float]], minibatches: int) -> None:
-    """Whitening leaves 0 or its rounding where credit is 0: neither is an episode that was lost, nor one minibatch less."""
+def test_the_second_opinion_misses_no_minibatch_for_rounding(
+    a: Algorithm, rewards: list[list[float]], minibatches: int
+) -> None:
+    """Whitening leaves 0 or its rounding where credit is 0: neither is an episode that was lost, nor one minibatch
+    less."""
     groups = [siblings(f"t{i}", [(x,) for x in r], tokens=i + 2) for i, r in enumerate(rewards)]
     stage = Reinforce(name="rl", algorithm=a, prompts=4, minibatches=minibatches, sampling=Sampling(max_tokens=20))
-    mine = opinions(a, groups, max_tokens=20, ema=0.0)
+    mine = expected_credit(a, groups, max_tokens=20, ema=0.0)
     assert mine is not None
-    books = Books(a, mine, minibatches, 20)
+    books = StepAccount(a, mine, minibatches, 20)
     for minibatch in pack(agree(a, groups), a, stage, seed=0, step=1):
         if minibatch.batch is not None:
             books.check(minibatch.batch)

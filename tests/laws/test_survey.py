@@ -32,26 +32,52 @@ SURVEY: dict[str, tuple[str, ...]] = {
     "A21": ("logavgexp",),
     "A22": ("negative .7", "negative 1.8", "positive"),
     "A24": ("f(.01)", "f(.1)", "f(.5)", "f(.9)", "phi(.01)", "phi(.5)", "phi(.99)"),
-    "A25": ("TIS(2)", "IcePop(.5,5)", "product .162", "geo mean .694869", "product .95931", "geo .989669", "KPop .4/.5"),
+    "A25": (
+        "TIS(2)",
+        "IcePop(.5,5)",
+        "product .162",
+        "geo mean .694869",
+        "product .95931",
+        "geo .989669",
+        "KPop .4/.5",
+    ),
     "A26": ("(.44)", "(.52)", "capacity eta 0", "capacity eta 4", "capacity eta 1", "versions (3, 6, 7)", "M2"),
     "A28": ("C=100", "C=300", "fit"),
     "A29": ("fipo", "fipo high only", "vespo W=1.5 +", "vespo W=1.5 -", "vespo W=1"),
     "A30": ("KL(S||T)", "KL(T||S)", "JSD .5", "the advantage of token 0"),
     "A31": ("format 1, 1, 0, 1", "collapse"),
-    "A32": ("(4,2,2)", "(4,1,2)", "(8,2,4)", "(8,4,4)", "(4,2,1)", "PKPO (4,2,2)", "PKPO (8,2,4)", "(10, 3, 5)", ".9, .2, .5, .1"),
+    "A32": (
+        "(4,2,2)",
+        "(4,1,2)",
+        "(8,2,4)",
+        "(8,4,4)",
+        "(4,2,1)",
+        "PKPO (4,2,2)",
+        "PKPO (8,2,4)",
+        "(10, 3, 5)",
+        ".9, .2, .5, .1",
+    ),
     "A33": ("p .9, .1, .5, .3", "Skywork"),
     "A34": ("pointwise", "E k1 = E k3", "gradient of every pair"),
     "A35": ("lengths 4 and 7", "token losses 1, 2, 3, 4", "labels need not be 0, 1"),
     "C04": (
-        *("Kimi right,right,wrong", "Kimi wrong,right,right", "O1-Pruner", "L1 exact .94", "L1 max .44", "ALP p .5 correct"),
+        *(
+            "Kimi right,right,wrong",
+            "Kimi wrong,right,right",
+            "O1-Pruner",
+            "L1 exact .94",
+            "L1 max .44",
+            "ALP p .5 correct",
+        ),
         *("ALP p 0 wrong", "cosine L=50", "cosine L=0", "repetition 5,5,5,5,5", "repetition 1,2,3,4"),
     ),
     "E05": ("+-.8660", ".6212, -1.1536, .5324", "1.4872", "-.5, .5", "-1, 1"),
 }
-"""Item of the survey -> words of its **Test** line, each found in the id or the docstring of a case that names the item.
+"""Item of the survey -> words of its **Test** line, each found in the id or the docstring of a case that names the
+item.
 
-A23, A27, A36 and A37 print no numbers. A35's normalisers of an old verl (.1, 1.7) and of rlhf-book are a bug and another convention:
-they have no case here.
+A23, A27, A36 and A37 print no numbers. A35's normalisers of an old verl (.1, 1.7) and of rlhf-book are a bug and
+another convention: they have no case here.
 """
 
 

@@ -77,7 +77,8 @@ AFFINE = [*(a for a in RELATIVE if a.scale == "group_std"), patch(PASS_AT_K, "pa
 @quick
 @given(group, st.floats(0.01, 100), st.floats(-100, 100))
 def test_group_std_sees_no_positive_affine_map(a: Algorithm, r: list[float], scale: float, shift: float) -> None:
-    """Credit over the group's own deviation of a * r + b is that of r, for a > 0: GRPO, GDPO, DAPO, pass@k and the best alone."""
+    """Credit over the group's own deviation of a * r + b is that of r, for a > 0: GRPO, GDPO, DAPO, pass@k and the best
+    alone."""
     moved = [scale * x + shift for x in r]
     assume((max(moved) != min(moved)) == (max(r) != min(r)) and len(set(moved)) == len(set(r)))
     assert credit(a, moved) == pytest.approx(credit(a, r), abs=1e-7)
@@ -151,7 +152,8 @@ def test_the_table_of_sums_names_what_is_there() -> None:
 @every
 @pytest.mark.parametrize("r", [[0.1] * 7, [0.0] * 4, [1.0] * 3, [-0.3] * 5, [0.7], [1e-300] * 6, [1e100] * 3])
 def test_no_spread_is_exactly_zero(a: Algorithm, r: list[float]) -> None:
-    """Equal rewards (0.1 seven times, whose mean is not 0.1 in floating point) or a single sibling: credit exactly 0."""
+    """Equal rewards (0.1 seven times, whose mean is not 0.1 in floating point) or a single sibling: credit exactly
+    0."""
     whitened = a.whiten is not None
     found = credits(a, r) if whitened else credits(a, r, [0.25, 1.0])
     assert found[0] == [0.0] * len(r)
@@ -159,7 +161,8 @@ def test_no_spread_is_exactly_zero(a: Algorithm, r: list[float]) -> None:
 
 @every
 def test_no_spread_stays_zero_beside_others(a: Algorithm) -> None:
-    """Whitening over the step subtracts a mean of exactly zero, so a silent group stays silent beside loud ones of one length."""
+    """Whitening over the step subtracts a mean of exactly zero, so a silent group stays silent beside loud ones of one
+    length."""
     assert credits(a, [0.25, 1.0], [0.5] * 4)[1] == pytest.approx([0.0] * 4, abs=1e-15 if a.name not in SUMS_TO else 1)
 
 
@@ -185,7 +188,8 @@ def test_baselines_that_compare_no_siblings_keep_credit_without_spread() -> None
 
 
 def test_sources_are_permuted_with_their_siblings() -> None:
-    """GDPO with two sources: credit follows the siblings, does not see the scale of one source, and turns over with both."""
+    """GDPO with two sources: credit follows the siblings, does not see the scale of one source, and turns over with
+    both."""
     one, two = [1.0, 1.0, 0.0, 1.0], [0.3, 0.9, 0.1, 0.7]
 
     def found(order: list[int], scale: float = 1.0, sign: float = 1.0) -> np.ndarray:
@@ -194,7 +198,10 @@ def test_sources_are_permuted_with_their_siblings() -> None:
                 0.0,
                 [[1]],
                 np.full(1, -1.0),
-                verdicts=(Judged("a", 1.0, Verdict.value(sign * scale * one[i])), Judged("b", 0.5, Verdict.value(sign * two[i]))),
+                verdicts=(
+                    Judged("a", 1.0, Verdict.value(sign * scale * one[i])),
+                    Judged("b", 0.5, Verdict.value(sign * two[i])),
+                ),
             )
             for i in order
         ]
@@ -209,7 +216,8 @@ def test_sources_are_permuted_with_their_siblings() -> None:
 
 @pytest.mark.parametrize("k", [2, 3, 5])
 def test_the_gain_of_all_is_the_lead(k: int) -> None:
-    """PKPO with k = G: only the best has credit, k times its lead over the second (verl's grpo_passk before its scale)."""
+    """PKPO with k = G: only the best has credit, k times its lead over the second (verl's grpo_passk before its
+    scale)."""
     r = [0.3, 0.9, 0.1, 0.7, 0.4][:k]
     lead = sorted(r)[-1] - sorted(r)[-2]
     found = credits(patch(PKPO, "kg", "-", shape=(BestOf(k=k, gain=True),)), r)[0]

@@ -1,4 +1,5 @@
-"""Published objectives, written out episode by episode from the papers: REINFORCE, PPO, GRPO and what credit alone changes.
+"""Published objectives, written out episode by episode from the papers: REINFORCE, PPO, GRPO and what credit alone
+changes.
 
 Nothing here knows of the library's credit, push or weight. A book is a loss; autograd makes its gradient.
 """
@@ -17,7 +18,9 @@ from torch import Tensor
 # --- siblings ------------------------------------------------------------------------------------------------------
 
 
-def by_group(eps: Sequence[Ep], of: Callable[[Sequence[float], int], float], rewards: Sequence[float] | None = None) -> list[float]:
+def by_group(
+    eps: Sequence[Ep], of: Callable[[Sequence[float], int], float], rewards: Sequence[float] | None = None
+) -> list[float]:
     """of(rewards of the group, place in it) for every episode."""
     r = [e.R for e in eps] if rewards is None else rewards
     out: list[float] = []
@@ -70,7 +73,9 @@ def tokens(terms: Sequence[Tensor]) -> Tensor:
 
 def prompts(eps: Sequence[Ep], terms: Sequence[Tensor]) -> Tensor:
     """Mean over prompts of the mean over their tokens."""
-    each = [tokens([x for e, x in zip(eps, terms, strict=True) if e.group == g]) for g in sorted({e.group for e in eps})]
+    each = [
+        tokens([x for e, x in zip(eps, terms, strict=True) if e.group == g]) for g in sorted({e.group for e in eps})
+    ]
     return torch.stack(each).mean()
 
 
@@ -89,7 +94,9 @@ def k3(e: Ep) -> Tensor:
     return (e.ref - e.lp).exp() - (e.ref - e.lp) - 1
 
 
-def clipped(eps: Sequence[Ep], adv: Sequence[float] | Sequence[Tensor], low: float = 0.2, high: float = 0.2) -> list[Tensor]:
+def clipped(
+    eps: Sequence[Ep], adv: Sequence[float] | Sequence[Tensor], low: float = 0.2, high: float = 0.2
+) -> list[Tensor]:
     """PPO's term of every token."""
     return [ppo_min(ratio(e), x, low, high) for e, x in zip(eps, adv, strict=True)]
 
@@ -151,7 +158,8 @@ def opo(eps: Sequence[Ep]) -> Tensor:
 
 
 def otb(eps: Sequence[Ep]) -> Tensor:
-    """B_t = sum R W_t / sum W_t over the answers that have a token t, W_t their energy so far; an answer alone there is not compared."""
+    """B_t = sum R W_t / sum W_t over the answers that have a token t, W_t their energy so far; an answer alone there is
+    not compared."""
     terms: list[Tensor] = []
     for e in eps:
         mates = [f for f in eps if f.group == e.group]
@@ -182,12 +190,15 @@ def subsets(r: Sequence[float], k: int) -> list[tuple[tuple[int, ...], float]]:
 
 
 def pkpo(eps: Sequence[Ep], k: int = 4) -> Tensor:
-    """Eq. 33: over all k-subsets that hold the sample, what it adds to the best of the others; summed, not averaged, over siblings."""
+    """Eq. 33: over all k-subsets that hold the sample, what it adds to the best of the others; summed, not averaged,
+    over siblings."""
 
     def gain(r: Sequence[float], i: int) -> float:
         size = min(k, len(r))
         sets = [s for s, _ in subsets(r, size) if i in s]
-        return len(r) * sum(max(r[j] for j in s) - max(r[j] for j in s if j != i) for s in sets) / math.comb(len(r), size)
+        return (
+            len(r) * sum(max(r[j] for j in s) - max(r[j] for j in s if j != i) for s in sets) / math.comb(len(r), size)
+        )
 
     return -sums(scored(eps, by_group(eps, gain)))
 
@@ -203,7 +214,8 @@ def kimi(eps: Sequence[Ep]) -> Tensor:
 
 
 def topr(eps: Sequence[Ep]) -> Tensor:
-    """Failures by the taper x where x < 1, else 1 + log x, of the answer's ratio: its gradient is clip(x, 0, 1) grad log pi."""
+    """Failures by the taper x where x < 1, else 1 + log x, of the answer's ratio: its gradient is clip(x, 0, 1) grad
+    log pi."""
     terms: list[Tensor] = []
     for e in eps:
         reward, x = 2 * e.R - 1, (e.lp - e.mu).sum().exp()
@@ -269,7 +281,10 @@ def v_trace(lam: float) -> Book:
             rho = (e.old - e.mu).exp().clamp(max=1.0)
             r = [0.0] * (n - 1) + [e.R]
             delta = [float(rho[t]) * (r[t] + v[t + 1] - v[t]) for t in range(n)]
-            target = [v[s] + sum(math.prod(lam * float(x) for x in rho[s:t]) * delta[t] for t in range(s, n)) for s in range(n)]
+            target = [
+                v[s] + sum(math.prod(lam * float(x) for x in rho[s:t]) * delta[t] for t in range(s, n))
+                for s in range(n)
+            ]
             adv = [r[s] + (target[s + 1] if s + 1 < n else 0.0) - v[s] for s in range(n)]
             returns.append(torch.tensor(target, dtype=torch.float64))
             terms.append(rho * ppo_min(ratio(e), torch.tensor(adv, dtype=torch.float64)))
@@ -285,7 +300,9 @@ def reinforce_pp(eps: Sequence[Ep]) -> Tensor:
 
 
 def reinforce_pp_baseline(eps: Sequence[Ep]) -> Tensor:
-    adv = token_whitened([torch.full((len(e),), x, dtype=torch.float64) for e, x in zip(eps, by_group(eps, centred), strict=True)])
+    adv = token_whitened(
+        [torch.full((len(e),), x, dtype=torch.float64) for e, x in zip(eps, by_group(eps, centred), strict=True)]
+    )
     return -tokens(clipped(eps, adv)) + 0.001 * tokens([0.5 * (e.lp - e.ref) ** 2 for e in eps])
 
 

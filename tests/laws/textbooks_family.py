@@ -36,7 +36,8 @@ from torch import Tensor
 
 
 def grpo_process(eps: Sequence[Ep]) -> Tensor:
-    """Process supervision: a token's advantage is the sum of the normalised rewards of the steps that end at or after it."""
+    """Process supervision: a token's advantage is the sum of the normalised rewards of the steps that end at or after
+    it."""
     adv: list[Tensor] = []
     for e in eps:
         mates = [f for f in eps if f.group == e.group]
@@ -54,7 +55,8 @@ def _among(values: Sequence[float], x: float) -> float:
 
 
 def mt_grpo(eps: Sequence[Ep]) -> Tensor:
-    """Eq. 7 of 2505.11821, lambda 1: a turn's own reward among all k-th turns, plus the terminal reward among all answers."""
+    """Eq. 7 of 2505.11821, lambda 1: a turn's own reward among all k-th turns, plus the terminal reward among all
+    answers."""
     adv: list[Tensor] = []
     for e in eps:
         mates = [f for f in eps if f.group == e.group]
@@ -68,7 +70,8 @@ def mt_grpo(eps: Sequence[Ep]) -> Tensor:
 
 
 def gigpo(eps: Sequence[Ep]) -> Tensor:
-    """2505.10978: episode advantage plus the advantage among all turns of the group after the same observation, gamma .95, omega 1."""
+    """2505.10978: episode advantage plus the advantage among all turns of the group after the same observation, gamma
+    .95, omega 1."""
 
     def returns(f: Ep) -> list[float]:
         r = [t[3] for t in f.turns]
@@ -101,7 +104,8 @@ def gdpo(eps: Sequence[Ep]) -> Tensor:
 
 
 def pass_at_k(k: int) -> Book:
-    """A sample's share in all k-subsets: mean best of those that hold it, less the mean over all, over their deviation."""
+    """A sample's share in all k-subsets: mean best of those that hold it, less the mean over all, over their
+    deviation."""
 
     def credit(r: Sequence[float], i: int) -> float:
         sets = subsets(r, min(k, len(r)))
@@ -142,13 +146,16 @@ def magistral(eps: Sequence[Ep]) -> Tensor:
 # --- trust regions -------------------------------------------------------------------------------------------------
 
 
-def each(term: Callable[[Ep, float], Tensor], credit: Callable[[Sequence[float], int], float] = standard) -> Callable[..., list[Tensor]]:
+def each(
+    term: Callable[[Ep, float], Tensor], credit: Callable[[Sequence[float], int], float] = standard
+) -> Callable[..., list[Tensor]]:
     """term(episode, its advantage) of every episode."""
     return lambda eps: [term(e, x) for e, x in zip(eps, by_group(eps, credit), strict=True)]
 
 
 def two_sided(eps: Sequence[Ep]) -> Tensor:
-    """min(min(r, delta) A, clip(r) A), delta 4; in this world's ratios below 4 it needs a smaller delta to bite (`two_sided_at`)."""
+    """min(min(r, delta) A, clip(r) A), delta 4; in this world's ratios below 4 it needs a smaller delta to bite
+    (`two_sided_at`)."""
     return two_sided_at(4.0)(eps)
 
 
@@ -223,7 +230,8 @@ def scalerl(eps: Sequence[Ep]) -> Tensor:
 
 
 def dppo(far: Callable[[Ep], Tensor], cap: float | None = 20.0) -> Book:
-    """M_t r_t A_t with r = pi/mu, masked where it is `far` and moves further; a cap is detached and multiplies log pi."""
+    """M_t r_t A_t with r = pi/mu, masked where it is `far` and moves further; a cap is detached and multiplies log
+    pi."""
 
     def term(e: Ep, x: float) -> Tensor:
         r = (e.lp - e.mu).exp()
@@ -235,7 +243,8 @@ def dppo(far: Callable[[Ep], Tensor], cap: float | None = 20.0) -> Book:
 
 
 def prime_rl(eps: Sequence[Ep]) -> Tensor:
-    """r_t A_t - 1e-3 (log r_t)^2 over all tokens, the first term masked where |pi - mu| > .2 and it moves further; r is differentiated."""
+    """r_t A_t - 1e-3 (log r_t)^2 over all tokens, the first term masked where |pi - mu| > .2 and it moves further; r is
+    differentiated."""
 
     def term(e: Ep, x: float) -> Tensor:
         d = e.lp - e.mu
@@ -297,7 +306,9 @@ def cut(flat: Tensor, eps: Sequence[Ep]) -> list[Tensor]:
 
 def covariances(eps: Sequence[Ep]) -> Tensor:
     """(A - mean A)(log pi - mean log pi) of all tokens, with the log-probs before the step."""
-    a = torch.cat([torch.full((len(e),), x, dtype=torch.float64) for e, x in zip(eps, by_group(eps, standard), strict=True)])
+    a = torch.cat(
+        [torch.full((len(e),), x, dtype=torch.float64) for e, x in zip(eps, by_group(eps, standard), strict=True)]
+    )
     lp = torch.cat([e.old for e in eps])
     return (a - a.mean()) * (lp - lp.mean())
 
@@ -321,7 +332,9 @@ def kl_cov(share: float) -> Book:
         top = torch.zeros(len(cov), dtype=torch.float64)
         top[cov.topk(math.ceil(share * len(cov))).indices] = 1.0
         adv = by_group(eps, standard)
-        return tokens([-ratio(e) * x + m * (e.lp - e.old).abs() for e, x, m in zip(eps, adv, cut(top, eps), strict=True)])
+        return tokens(
+            [-ratio(e) * x + m * (e.lp - e.old).abs() for e, x, m in zip(eps, adv, cut(top, eps), strict=True)]
+        )
 
     return book
 
@@ -334,8 +347,8 @@ def top_entropy(eps: Sequence[Ep]) -> Tensor:
 
 
 def m2po(limit: float) -> Book:
-    """r = pi/mu without a clip, prompts averaged; the fewest tokens are masked, largest |log start/mu| first, whose rest has a mean
-    square of at most `limit`."""
+    """r = pi/mu without a clip, prompts averaged; the fewest tokens are masked, largest |log start/mu| first, whose
+    rest has a mean square of at most `limit`."""
 
     def book(eps: Sequence[Ep]) -> Tensor:
         gap = torch.cat([(e.old - e.mu) ** 2 for e in eps])
@@ -352,7 +365,9 @@ def m2po(limit: float) -> Book:
 
 def skywork(coef: float) -> Book:
     """With the entropy bonus as steered."""
-    return lambda eps: -tokens([x + coef * e.H for e, x in zip(eps, clipped(eps, by_group(eps, standard)), strict=True)])
+    return lambda eps: (
+        -tokens([x + coef * e.H for e, x in zip(eps, clipped(eps, by_group(eps, standard)), strict=True)])
+    )
 
 
 # --- demonstrations and teachers -----------------------------------------------------------------------------------

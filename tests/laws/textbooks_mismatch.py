@@ -86,7 +86,8 @@ def decoupled(eps: Sequence[Ep]) -> Tensor:
 
 
 def a3po(start: int) -> Book:
-    """The same with log prox = log mu + alpha (log pi - log mu), alpha = (v_prox - v_behaviour) / (v_theta - v_behaviour), a constant."""
+    """The same with log prox = log mu + alpha (log pi - log mu), alpha = (v_prox - v_behaviour) / (v_theta -
+    v_behaviour), a constant."""
 
     def book(eps: Sequence[Ep]) -> Tensor:
         terms: list[Tensor] = []
@@ -113,7 +114,10 @@ def batch_scaled_mean(eps: Sequence[Ep]) -> Tensor:
 
 def gspo_sequence_tis(eps: Sequence[Ep]) -> Tensor:
     adv = by_group(eps, standard)
-    terms = [sequence_tis(1.1)(e) * ppo_min((e.lp - e.old).mean().exp(), x, 0.03, 0.04) for e, x in zip(eps, adv, strict=True)]
+    terms = [
+        sequence_tis(1.1)(e) * ppo_min((e.lp - e.old).mean().exp(), x, 0.03, 0.04)
+        for e, x in zip(eps, adv, strict=True)
+    ]
     return -torch.stack(terms).mean()
 
 
@@ -137,12 +141,15 @@ def dapo_geo_rs_negative(eps: Sequence[Ep]) -> Tensor:
 
 def cispo_tis_entropy(eps: Sequence[Ep]) -> Tensor:
     adv = by_group(eps, standard)
-    terms = [tis(1.1)(e) * ratio(e).clamp(0, 1.2).detach() * x * e.lp + 0.01 * e.H for e, x in zip(eps, adv, strict=True)]
+    terms = [
+        tis(1.1)(e) * ratio(e).clamp(0, 1.2).detach() * x * e.lp + 0.01 * e.H for e, x in zip(eps, adv, strict=True)
+    ]
     return -prompts(eps, terms)
 
 
 def kimi_in_band(eps: Sequence[Ep]) -> Tensor:
-    """Kimi's surrogate where the correction masks the score term alone: the squared log-ratio is a regulariser and stays."""
+    """Kimi's surrogate where the correction masks the score term alone: the squared log-ratio is a regulariser and
+    stays."""
     terms: list[Tensor] = []
     for e, x in zip(eps, by_group(eps, centred), strict=True):
         terms.append(sequence_mis(0.7, 1.4)(e) * x * e.lp.sum() - 0.05 * (e.lp - e.old).sum() ** 2)

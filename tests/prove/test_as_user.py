@@ -1,7 +1,8 @@
-"""The suites of the sandbox, the server and killed runs once more, as an ordinary user: what root may do hides what others meet.
+"""The suites of the sandbox, the server and killed runs once more, as an ordinary user: what root may do hides what
+others meet.
 
-Root makes the user: a number that owns nothing but one folder, with a home and a place for temporary files in it. Where only
-root may enter the folder that Python or this tree lies in, both are shown to the user in a mount namespace.
+Root makes the user: a number that owns nothing but one folder, with a home and a place for temporary files in it. Where
+only root may enter the folder that Python or this tree lies in, both are shown to the user in a mount namespace.
 """
 
 from __future__ import annotations
@@ -41,9 +42,13 @@ class Suite:
 
 
 SUITES = {
-    "sandbox": Suite(("rooms/test_sandbox*", "rooms/test_code*", "rooms/test_hostile_cases", "rooms/test_honest_programs"), 400, 20),
+    "sandbox": Suite(
+        ("rooms/test_sandbox*", "rooms/test_code*", "rooms/test_hostile_cases", "rooms/test_honest_programs"), 400, 20
+    ),
     "serve": Suite(("rooms/test_serve*", "conformance/test_served"), 80, 2),
-    "kill": Suite(("prove/test_kill_sweep", "rooms/test_stopping", "rooms/test_book"), 55, 2, {"POSTTRAIN_SWEEP_KILLS": "6"}),
+    "kill": Suite(
+        ("prove/test_kill_sweep", "rooms/test_stopping", "rooms/test_book"), 55, 2, {"POSTTRAIN_SWEEP_KILLS": "6"}
+    ),
 }
 
 
@@ -53,13 +58,16 @@ def closed(path: Path) -> Path | None:
 
 
 def opened(paths: list[Path], stage: Path) -> str:
-    """Shell commands that show these paths to everybody, in a mount namespace of their own: root's home may hold our Python. They
-    are held under `stage` meanwhile."""
+    """Shell commands that show these paths to everybody, in a mount namespace of their own: root's home may hold our
+    Python. They are held under `stage` meanwhile."""
     lines = ["set -e"]
     for folder in {f for p in paths if (f := closed(p))}:
         inside = [p for p in paths if folder in (p, *p.parents)]
         stages = [f"mkdir -p {stage}/{i}; mount --bind {shlex.quote(str(p))} {stage}/{i}" for i, p in enumerate(inside)]
-        back = [f"mkdir -p {shlex.quote(str(p))}; mount --bind {stage}/{i} {shlex.quote(str(p))}" for i, p in enumerate(inside)]
+        back = [
+            f"mkdir -p {shlex.quote(str(p))}; mount --bind {stage}/{i} {shlex.quote(str(p))}"
+            for i, p in enumerate(inside)
+        ]
         lines += [*stages, f"mount -t tmpfs -o mode=755 none {shlex.quote(str(folder))}", *back]
     return "\n".join(lines)
 
@@ -95,8 +103,18 @@ def play(suite: Suite, folder: Path) -> subprocess.CompletedProcess[str]:
     } | suite.settings
     options = f"-m pytest -q -rs -p no:cacheprovider --basetemp {home}/t"
     test = [sys.executable, *options.split(), "-m", "prove or not prove", *suite.files]
-    become = ["setpriv", f"--reuid={USER}", f"--regid={USER}", "--clear-groups", "env", "-i", *(f"{k}={v}" for k, v in own.items())]
-    script = f"{opened(needed, folder / 'stage')}\n{small}\ncd {shlex.quote(str(ROOT))}\nexec {shlex.join([*become, *test])}"
+    become = [
+        "setpriv",
+        f"--reuid={USER}",
+        f"--regid={USER}",
+        "--clear-groups",
+        "env",
+        "-i",
+        *(f"{k}={v}" for k, v in own.items()),
+    ]
+    script = (
+        f"{opened(needed, folder / 'stage')}\n{small}\ncd {shlex.quote(str(ROOT))}\nexec {shlex.join([*become, *test])}"
+    )
     return subprocess.run([*apart, "bash", "-c", script], capture_output=True, text=True, timeout=1800)
 
 
@@ -108,8 +126,12 @@ def test_the_suite_holds_for_an_ordinary_user(name: str) -> None:
         pytest.skip("util-linux is not installed: unshare and setpriv make the ordinary user")
     hidden = next(filter(None, map(closed, PLACES)), None)
     if hidden and not namespace():
-        pytest.skip(f"only root may enter {hidden}, and without a mount namespace what lies there cannot be shown to another user")
-    with tempfile.TemporaryDirectory(prefix="user", dir="/tmp") as short:  # where sockets fit: their paths have 108 bytes at most
+        pytest.skip(
+            f"only root may enter {hidden}, and without a mount namespace what lies there cannot be shown to another"
+            " user"
+        )
+    # where sockets fit: their paths have 108 bytes at most
+    with tempfile.TemporaryDirectory(prefix="user", dir="/tmp") as short:
         done = play(SUITES[name], Path(short))
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     passed = int(re.findall(r"(\d+) passed", done.stdout)[-1])

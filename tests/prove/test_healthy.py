@@ -1,4 +1,5 @@
-"""No check stops a run that nothing is wrong with: runs drawn at random, by a seed that is printed, so that a failure repeats."""
+"""No check stops a run that nothing is wrong with: runs drawn at random, by a seed that is printed, so that a failure
+repeats."""
 
 from __future__ import annotations
 

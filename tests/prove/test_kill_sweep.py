@@ -1,4 +1,5 @@
-"""Law 7: a run killed at any instant and resumed equals one never killed, bit for bit, in weights, optimizer and record.
+"""Law 7: a run killed at any instant and resumed equals one never killed, bit for bit, in weights, optimizer and
+record.
 
 Children are forked from a parent that has imported everything and computed nothing, so that a trial costs about what
 the run itself costs. The instants are drawn from a seed that is printed; set POSTTRAIN_SWEEP_SEED to repeat one.
@@ -18,6 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from posttrain.api import main
 from posttrain.core import checkpoint as checkpoints
 from posttrain.core.algorithm import patch
 from posttrain.core.ladder import GRPO, PPO
@@ -26,7 +28,6 @@ from posttrain.core.pieces.pull import KL
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.reader import record_digest
 from posttrain.core.run import Run
-from posttrain.recipe import main
 from posttrain.role import weights
 from tests.tiny import tiny_run
 
@@ -37,10 +38,14 @@ INSIDE = 5
 
 
 def sweep_run() -> Run:
-    """SFT, then RL with a reference that is refreshed, coefficients that adapt, several minibatches and epochs, evaluation."""
-    steered = patch(GRPO, "steered", "-", pull=KL(refresh=2, target=0.001, horizon=64), entropy=EntropyBonus(coef=0.0, target=5.0))
+    """SFT, then RL with a reference that is refreshed, coefficients that adapt, several minibatches and epochs,
+    evaluation."""
+    steered = patch(
+        GRPO, "steered", "-", pull=KL(refresh=2, target=0.001, horizon=64), entropy=EntropyBonus(coef=0.0, target=5.0)
+    )
     return replace(
-        tiny_run(algorithm=steered, steps=6, prompts=4, minibatches=2, epochs=2, eval_every=2, checkpoint_every=2), deterministic=False
+        tiny_run(algorithm=steered, steps=6, prompts=4, minibatches=2, epochs=2, eval_every=2, checkpoint_every=2),
+        deterministic=False,
     )
 
 
@@ -108,7 +113,10 @@ def test_killed_at_any_instant(whole: tuple[str, float], tmp_path: Path) -> None
     """SIGKILL at instants uniform over the wall time of the run."""
     seed = int(os.environ.get("POSTTRAIN_SWEEP_SEED", time.time_ns() % 2**31))
     instants = np.random.default_rng(seed).uniform(0.0, whole[1], KILLS)
-    print(f"\nPOSTTRAIN_SWEEP_SEED={seed}; kills at (s): {', '.join(f'{t:.2f}' for t in sorted(instants))} of {whole[1]:.2f}")
+    print(
+        f"\nPOSTTRAIN_SWEEP_SEED={seed}; kills at (s): {', '.join(f'{t:.2f}' for t in sorted(instants))} of"
+        f" {whole[1]:.2f}"
+    )
     for i, instant in enumerate(instants):
         folder = tmp_path / f"run{i}"
         pid = child(start(folder, sweep_run()))

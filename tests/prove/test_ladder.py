@@ -25,8 +25,9 @@ def test_ladder(seed: int, tmp_path: Path) -> None:
     seconds = sum(s.seconds for s in result.stages)
     cpu = time.process_time() - begun
     print(
-        f"\nseed {seed}: before RL {rl.before:.3f}, after {rl.accuracy[0]:.3f} [{rl.accuracy[1]:.3f}, {rl.accuracy[2]:.3f}], greedy {rl.greedy:.3f}, "
-        f"SFT continued instead {continued.accuracy[0]:.3f}; {seconds:.0f} s in stages, {cpu:.0f} s of processor time"
+        f"\nseed {seed}: before RL {rl.before:.3f}, after {rl.accuracy[0]:.3f} [{rl.accuracy[1]:.3f},"
+        f" {rl.accuracy[2]:.3f}], greedy {rl.greedy:.3f}, SFT continued instead {continued.accuracy[0]:.3f};"
+        f" {seconds:.0f} s in stages, {cpu:.0f} s of processor time"
     )
     assert 0.10 <= rl.before <= 0.80
     assert rl.accuracy[0] >= 0.90

@@ -1,4 +1,5 @@
-"""Thousands of episodes at once, each waiting for a slow tool between its turns: the engine stays full and memory flat."""
+"""Thousands of episodes at once, each waiting for a slow tool between its turns: the engine stays full and memory
+flat."""
 
 from __future__ import annotations
 
@@ -10,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.ports import Talk
-from posttrain.core.request import Request
+from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
-from posttrain.environment.gallery.calculator import Calculator
+from posttrain.environment.gallery.calculator import CalculatorEnv
 from tests.tiny import MODEL, only_rl, tiny_parts, tiny_run
 
 pytestmark = pytest.mark.prove
@@ -24,7 +25,7 @@ WAVES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
-class SlowTool(Calculator):
+class SlowTool(CalculatorEnv):
     """Says, waits for a tool, reads, answers."""
 
     async def play(self, task: Task, talk: Talk) -> Stop:
@@ -52,7 +53,7 @@ def test_five_thousand_episodes_keep_the_engine_full(tmp_path: Path) -> None:
     async def wave(number: int) -> tuple[float, int, int]:
         groups = await asyncio.gather(
             *(
-                rollout.group(env.train.task(i), number, Request(groups=1, siblings=SIBLINGS), sampling, "many")
+                rollout.group(env.train.task(i), number, RolloutRequest(groups=1, siblings=SIBLINGS), sampling, "many")
                 for i in range(EPISODES // SIBLINGS)
             )
         )

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.environment.sandbox.pool import RECYCLE, Sandbox
-from posttrain.environment.sandbox.port import Limits
+from posttrain.sandbox.pool import RECYCLE, Sandbox
+from posttrain.sandbox.port import ProgramLimits
 from tests.rooms.sandbox_parts import NAMES, backend, living
 
 pytestmark = pytest.mark.prove
@@ -28,7 +28,7 @@ def resident() -> int:
 def test_thousands_of_programs_leave_nothing() -> None:
     """H-29: descriptors, children, memory and shared memory as before; sandboxes are recycled on the way."""
     inner = backend("namespaces")
-    limits = Limits(wall=30.0)
+    limits = ProgramLimits(wall=30.0)
     with Sandbox(inner, workers=2, limits=limits) as pool:
 
         async def batch(count: int) -> None:
@@ -43,16 +43,27 @@ def test_thousands_of_programs_leave_nothing() -> None:
         assert resident() - pages < 4096
         assert pool.counts.why == {"ok": JOBS} and pool.counts.lost == 0
         assert 2 + (JOBS // RECYCLE - 2) <= pool.counts.started <= 3 + JOBS // RECYCLE
-    mine = [line for line in living("cell.zygote") if f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{line.split()[0]}/status").read_text()]
+    mine = [
+        line
+        for line in living("cell.zygote")
+        if f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{line.split()[0]}/status").read_text()
+    ]
     assert mine == []
     assert len(os.listdir("/proc/self/fd")) <= descriptors
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_thousands_of_sessions_leave_nothing(name: str) -> None:
-    """One after another on four sandboxes, some of which crash or run out of time: descriptors, memory and processes as before."""
-    ends = ("x * 7", "import os; os.abort()", "1 / 0", "open('f', 'w')", "import os\nwhile True: os.write(1, b'x' * 10**6)")
-    with Sandbox(backend(name), workers=1, sessions=4, limits=Limits(wall=30.0)) as pool:
+    """One after another on four sandboxes, some of which crash or run out of time: descriptors, memory and processes as
+    before."""
+    ends = (
+        "x * 7",
+        "import os; os.abort()",
+        "1 / 0",
+        "open('f', 'w')",
+        "import os\nwhile True: os.write(1, b'x' * 10**6)",
+    )
+    with Sandbox(backend(name), workers=1, sessions=4, limits=ProgramLimits(wall=30.0)) as pool:
 
         async def one(i: int) -> None:
             async with pool.session() as session:
@@ -68,7 +79,11 @@ def test_thousands_of_sessions_leave_nothing(name: str) -> None:
             asyncio.run(batch(200))
         assert len(os.listdir("/proc/self/fd")) <= descriptors and resident() - pages < 4096
         assert (pool.sessions.begun, pool.sessions.alive, pool.sessions.waiting) == (2000, 0, 0)
-    mine = [line for line in living("cell.zygote") if f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{line.split()[0]}/status").read_text()]
+    mine = [
+        line
+        for line in living("cell.zygote")
+        if f"PPid:\t{os.getpid()}\n" in Path(f"/proc/{line.split()[0]}/status").read_text()
+    ]
     assert mine == []
 
 
@@ -83,10 +98,10 @@ def test_hostile_programs_beside_honest_ones(name: str) -> None:
         "import os; os.kill(os.getpid(), 19)",
         "import builtins; builtins.print = None; open('left', 'w').write('x')",
     )
-    with Sandbox(backend(name), workers=2, limits=Limits(wall=1.0)) as pool:
+    with Sandbox(backend(name), workers=2, limits=ProgramLimits(wall=1.0)) as pool:
 
         async def main() -> None:
-            honest = [pool.run("import os\nprint(6 * 7)", limits=Limits(wall=30.0)) for _ in range(60)]
+            honest = [pool.run("import os\nprint(6 * 7)", limits=ProgramLimits(wall=30.0)) for _ in range(60)]
             bad = [pool.run(hostile[i % len(hostile)]) for i in range(18)]
             mixed = [x for pair in zip(honest[:18], bad, strict=True) for x in pair] + honest[18:]
             done = await asyncio.gather(*mixed)
@@ -98,7 +113,8 @@ def test_hostile_programs_beside_honest_ones(name: str) -> None:
 
 
 def test_all_of_it_as_an_ordinary_user(tmp_path: Path) -> None:
-    """Root drops its rights inside; an ordinary user has none to drop, and goes another way, which has to hold as well."""
+    """Root drops its rights inside; an ordinary user has none to drop, and goes another way, which has to hold as
+    well."""
     if os.geteuid() != 0:
         pytest.skip("the tests run as an ordinary user already")
     python = Path("/usr/bin/python3")
@@ -108,10 +124,10 @@ def test_all_of_it_as_an_ordinary_user(tmp_path: Path) -> None:
 import sys, time
 sys.dont_write_bytecode = True
 sys.path.insert(0, sys.argv[1])
-from posttrain.environment.sandbox.backends import *
-from posttrain.environment.sandbox.choose import *
-from posttrain.environment.sandbox.port import *
-from posttrain.environment.sandbox.selftest import selftest
+from posttrain.sandbox.backends import *
+from posttrain.sandbox.choose import *
+from posttrain.sandbox.port import *
+from posttrain.sandbox.selftest import selftest
 print(selftest(Namespaces(())), selftest(Landlock(())))
 with open_sandbox(packages=(), workers=1) as pool:
     print(pool.name, pool.run_sync("import os; print(os.getuid())").said.strip())
@@ -162,5 +178,5 @@ def test_the_time_of_a_warm_program_is_milliseconds() -> None:
         warm = (time.perf_counter() - start) / 30
         start = time.perf_counter()
         for _ in range(5):
-            pool.run_sync("import numpy; print(1)", limits=Limits(processes=1))
+            pool.run_sync("import numpy; print(1)", limits=ProgramLimits(processes=1))
         assert warm < (time.perf_counter() - start) / 5 / 4

@@ -9,7 +9,7 @@ import pytest
 import posttrain
 from benchmarks.trust import HEALTHY, SEEDS, healthy
 from posttrain.core.ladder import LADDER
-from posttrain.recipe.faults import FAULTS
+from posttrain.faults import FAULTS
 from tests.faulty import STEPS, catch, named, smallest, start
 
 pytestmark = pytest.mark.prove
@@ -42,5 +42,7 @@ def test_no_algorithm_is_disturbed_off_policy(name: str, model: Path, tmp_path: 
         "rl.sampling.temperature=0.9",
         *((f"rl.reference={model}",) if name in ("opd", "gkd") else ()),
     )
-    posttrain.run(smallest(None, model, tmp_path, steps=4), f"algorithm={name}", *words, out=tmp_path / "run", quiet=True)
+    posttrain.run(
+        smallest(None, model, tmp_path, steps=4), f"algorithm={name}", *words, out=tmp_path / "run", quiet=True
+    )
     assert named(tmp_path / "run") is None

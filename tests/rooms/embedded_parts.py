@@ -30,7 +30,9 @@ FAMILIES: dict[str, Any] = {
     "qwen3": lambda: tf.Qwen3ForCausalLM(tf.Qwen3Config(**ROPE)),
     "qwen2": lambda: tf.Qwen2ForCausalLM(tf.Qwen2Config(**{k: v for k, v in ROPE.items() if k != "head_dim"})),
     "phi3": lambda: tf.Phi3ForCausalLM(tf.Phi3Config(**ROPE, original_max_position_embeddings=256)),
-    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(tf.Qwen3MoeConfig(**ROPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)),
+    "qwen3_moe": lambda: tf.Qwen3MoeForCausalLM(
+        tf.Qwen3MoeConfig(**ROPE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24)
+    ),
     "mixtral": lambda: tf.MixtralForCausalLM(tf.MixtralConfig(**ROPE, num_local_experts=4, num_experts_per_tok=2)),
     "llama": lambda: tf.LlamaForCausalLM(tf.LlamaConfig(**ROPE)),
     "mistral": lambda: tf.MistralForCausalLM(tf.MistralConfig(**ROPE, sliding_window=9)),
@@ -75,7 +77,10 @@ def sampling(**changes: Any) -> Sampling:
 
 
 async def ask(
-    e: EmbeddedEngine, asked: Sequence[np.ndarray], contract: Sampling | Sequence[Sampling], places: Sequence[int] | None = None
+    e: EmbeddedEngine,
+    asked: Sequence[np.ndarray],
+    contract: Sampling | Sequence[Sampling],
+    places: Sequence[int] | None = None,
 ) -> list[Said]:
     """All at once; request i has place i unless told."""
     contracts = [contract] * len(asked) if isinstance(contract, Sampling) else contract

@@ -19,7 +19,14 @@ ARCHS = ("qwen3", "llama", "gpt2", "gemma")
 
 
 def tiny(arch: str = "qwen3", **changes: Any) -> Model:
-    sizes: dict[str, Any] = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 4 if arch == "gpt2" else 2, "ffn": 48, "context": 64}
+    sizes: dict[str, Any] = {
+        "hidden": 32,
+        "layers": 2,
+        "heads": 4,
+        "kv_heads": 4 if arch == "gpt2" else 2,
+        "ffn": 48,
+        "context": 64,
+    }
     return Model(arch=arch, **(sizes | changes))  # type: ignore[arg-type]
 
 
@@ -33,7 +40,9 @@ def policy(arch: str = "qwen3", seed: int = 0, dtype: torch.dtype = torch.float3
     return replace(built, module=built.module.to(dtype))
 
 
-def segments(count: int, seed: int = 0, longest: int = 40, sampling: Sampling = Sampling(), vocabulary: int = 26) -> list[Segment]:
+def segments(
+    count: int, seed: int = 0, longest: int = 40, sampling: Sampling = Sampling(), vocabulary: int = 26
+) -> list[Segment]:
     """Random tokens after a prompt of at least one; some hold a second observation in the middle."""
     rng = np.random.default_rng(seed)
     out: list[Segment] = []

@@ -1,7 +1,8 @@
 """Callers in a process of their own, so that their files are not the server's. Standard library only.
 
-python hostile_callers.py hold HOST PORT COUNT TEXT     connects COUNT times, sends TEXT on each, holds them until its stdin ends
-python hostile_callers.py ask HOST PORT COUNT TEXT      sends TEXT on COUNT connections at once; prints what came back, as JSON
+python hostile_callers.py hold HOST PORT COUNT TEXT     connects COUNT times, sends TEXT on each, holds them until its
+stdin ends python hostile_callers.py ask HOST PORT COUNT TEXT      sends TEXT on COUNT connections at once; prints what
+came back, as JSON
 """
 
 from __future__ import annotations

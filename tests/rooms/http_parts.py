@@ -19,14 +19,17 @@ def reply(status: int, body: object, *headers: str) -> bytes:
 
 @asynccontextmanager
 async def server(*answers: bytes | None) -> AsyncIterator[tuple[str, list[str]]]:
-    """Gives one answer after another, the last one again and again; None drops the connection. Yields address and requests."""
+    """Gives one answer after another, the last one again and again; None drops the connection. Yields address and
+    requests."""
     asked: list[str] = []
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             while head := await reader.readuntil(b"\r\n\r\n"):
                 text = head.decode()
-                length = next((int(x.split(":")[1]) for x in text.lower().split("\r\n") if x.startswith("content-length")), 0)
+                length = next(
+                    (int(x.split(":")[1]) for x in text.lower().split("\r\n") if x.startswith("content-length")), 0
+                )
                 asked.append(text + (await reader.readexactly(length)).decode())
                 answer = answers[min(len(asked), len(answers)) - 1]
                 if answer is None:

@@ -1,8 +1,8 @@
 """Tables of responses as language models write them: what each row is scored, and how a table is read.
 
-A table is text. A row begins with `=== name | target`; what follows, to the next row, is the response, letter for letter.
-For the math reward the target is the gold answer, or several (`;;` between them), each a case of its own. For the code
-reward it is the name of a task in `TASKS`.
+A table is text. A row begins with `=== name | target`; what follows, to the next row, is the response, letter for
+letter. For the math reward the target is the gold answer, or several (`;;` between them), each a case of its own. For
+the code reward it is the name of a task in `TASKS`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ FOLDER = Path(__file__).parent / "layouts"
 
 
 def table(*names: str) -> list[Any]:
-    """The rows of tables as test cases (target, response). The `second` ones were written when all of the first held."""
+    """The rows of tables as test cases (target, response). The `second` ones were written when all of the first
+    held."""
     return [case for name in names for case in _rows(name)]
 
 

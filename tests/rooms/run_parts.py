@@ -1,4 +1,5 @@
-"""What the end-to-end tests share: tiny overrides, prompts and a reward of one's own, checkpoints as somebody else made them."""
+"""What the end-to-end tests share: tiny overrides, prompts and a reward of one's own, checkpoints as somebody else made
+them."""
 
 from __future__ import annotations
 
@@ -16,12 +17,27 @@ from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.checkpoint import find
 from posttrain.core.types import Step
-from posttrain.engine.build import build_module
+from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters, train_bpe, train_byte_level, train_unigram
 from posttrain.role.weights import WEIGHTS
 
-SMALL = ("threads=1", "slots=16", "evaluation.samples=2", "model.hidden=32", "model.ffn=64", "model.heads=2", "model.kv_heads=1")
-RL = ("rl.steps=2", "rl.prompts=4", "rl.siblings=3", "rl.eval_every=0", "rl.checkpoint_every=1", "rl.sampling.max_tokens=6")
+SMALL = (
+    "threads=1",
+    "slots=16",
+    "evaluation.samples=2",
+    "model.hidden=32",
+    "model.ffn=64",
+    "model.heads=2",
+    "model.kv_heads=1",
+)
+RL = (
+    "rl.steps=2",
+    "rl.prompts=4",
+    "rl.siblings=3",
+    "rl.eval_every=0",
+    "rl.checkpoint_every=1",
+    "rl.sampling.max_tokens=6",
+)
 LADDER = (
     *("ladder", *SMALL, *(w for w in RL if "eval_every" not in w), "env.heldout=20", "rl.eval_every=1"),
     *(f"{stage}.batch=8" for stage in ("pretrain", "sft", "cot", "sft_continued")),
@@ -42,9 +58,19 @@ def mine(folder: Path, rows: int = 20, reward: str = REWARD) -> tuple[str, ...]:
     """Words of a run on prompts and a reward written into `folder`."""
     folder.mkdir(parents=True, exist_ok=True)
     prompts, code = folder / "mine.jsonl", folder / "mine.py"
-    prompts.write_text("".join(f'{{"prompt": "say {a}: ", "answer": "{a}", "completion": "{a}"}}\n' for a in range(rows)))
+    prompts.write_text(
+        "".join(f'{{"prompt": "say {a}: ", "answer": "{a}", "completion": "{a}"}}\n' for a in range(rows))
+    )
     code.write_text(reward)
-    return ("verifiable", "sft=none", *SMALL, *RL, f"env.prompts={prompts}", f"env.rewards={code}:reward", "env.heldout=2")
+    return (
+        "verifiable",
+        "sft=none",
+        *SMALL,
+        *RL,
+        f"env.prompts={prompts}",
+        f"env.rewards={code}:reward",
+        "env.heldout=2",
+    )
 
 
 def model_at(folder: Path, arch: str = "qwen3", tokenizer: str = "characters") -> Path:

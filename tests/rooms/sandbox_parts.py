@@ -15,10 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.environment.sandbox.backends import CELL, Backend, Landlock, Namespaces
-from posttrain.environment.sandbox.port import Limits, Ran
-from posttrain.environment.sandbox.selftest import selftest
-from posttrain.environment.sandbox.worker import Job, Worker
+from posttrain.sandbox.backends import CELL, Backend, Landlock, Namespaces
+from posttrain.sandbox.port import ProgramLimits, Ran
+from posttrain.sandbox.selftest import selftest
+from posttrain.sandbox.worker import Job, SandboxWorker
 
 NAMES = ("namespaces", "landlock")
 
@@ -54,10 +54,10 @@ def backend(name: str) -> Backend:
     return made(name)
 
 
-def ran(worker: Worker, source: str | bytes, *, stdin: bytes = b"", wall: float = 10.0, **limits: float) -> Ran:
+def ran(worker: SandboxWorker, source: str | bytes, *, stdin: bytes = b"", wall: float = 10.0, **limits: float) -> Ran:
     """One program in a sandbox that is there already."""
     program = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
-    return worker.run(Job(program, stdin, limits=Limits(wall=wall, **limits)))  # type: ignore[arg-type]
+    return worker.run(Job(program, stdin, limits=ProgramLimits(wall=wall, **limits)))  # type: ignore[arg-type]
 
 
 def patched(folder: Path, file: str, old: str, new: str) -> Path:

@@ -13,20 +13,23 @@ from openai import AsyncOpenAI
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.core.run import Model
-from posttrain.engine.build import build_module
 from posttrain.engine.models import load_policy
+from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import train_byte_level
-from posttrain.recipe.serve import make_served
 from posttrain.serve.app import Server
-from posttrain.serve.limits import Limits
-from posttrain.serve.run import listening
-from posttrain.serve.served import Served
+from posttrain.serve.command import make_served
+from posttrain.serve.limits import CallerLimits
+from posttrain.serve.listen import listening
+from posttrain.serve.served import ServedModel
 
 TOKEN = "a-token-for-the-tests"
-TEXTS = [f"user says {a} and {b}; the assistant: " for a in range(20) for b in ("cat", "naïve café", "日本語の文", "42 + 7")]
+TEXTS = [
+    f"user says {a} and {b}; the assistant: " for a in range(20) for b in ("cat", "naïve café", "日本語の文", "42 + 7")
+]
 TEMPLATE = (
-    "{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' + m['role']) }}{% endif %}"
-    "{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+    "{% for m in messages %}{% if m['role'] not in ['system', 'user', 'assistant'] %}{{ raise_exception('no role ' +"
+    " m['role']) }}{% endif %}{{ m['role'] }}: {{ m['content'] }}<eos>{% endfor %}{% if add_generation_prompt"
+    " %}assistant: {% endif %}"
 )
 
 
@@ -57,14 +60,17 @@ class Up:
     client: AsyncOpenAI
     engine: Any
     url: str
-    served: Served
+    served: ServedModel
     server: Server
 
 
 @asynccontextmanager
-async def up(folder: Path, *overrides: str, limits: Limits | None = None, **changes: Any) -> AsyncIterator[Up]:
+async def up(folder: Path, *overrides: str, limits: CallerLimits | None = None, **changes: Any) -> AsyncIterator[Up]:
     served, _ = make_served(folder, "threads=1", "slots=8", *overrides, token=TOKEN, name="tiny")
     served = replace(served, **changes)
-    server = Server(served, limits or Limits())
-    async with listening(server, "127.0.0.1", 0) as url, AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=60) as client:
+    server = Server(served, limits or CallerLimits())
+    async with (
+        listening(server, "127.0.0.1", 0) as url,
+        AsyncOpenAI(base_url=url, api_key=TOKEN, max_retries=0, timeout=60) as client,
+    ):
         yield Up(client, served.sampler, url, served, server)

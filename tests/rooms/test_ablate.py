@@ -1,4 +1,5 @@
-"""Other algorithms on a run's recorded batches: the run's own step comes out as it was, nothing is touched, nothing is made up."""
+"""Other algorithms on a run's recorded batches: the run's own step comes out as it was, nothing is touched, nothing is
+made up."""
 
 from __future__ import annotations
 
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posttrain.api.ablate import Ablation, ablate
 from posttrain.cli import main
 from posttrain.cli.ablate import HEAD
 from posttrain.core import reader
@@ -24,7 +26,6 @@ from posttrain.core.pieces.baseline import Greedy, Value
 from posttrain.core.pieces.pull import KL
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.pieces.trust import Divergence
-from posttrain.recipe.ablate import Ablation, ablate
 from tests.tiny import play, tiny_parts, tiny_run
 
 WARM = patch(VAPO, "warm", "here", baseline=Value(gae_lambda=1.0, warmup=1))
@@ -72,7 +73,7 @@ def recorded_norm(folder: Path, step: int) -> float:
     return next(s for s in reader.steps(folder) if (s.stage, s.index) == ("rl", step)).gauges["optim/grad_norm"].mean
 
 
-# --- the run's own step ----------------------------------------------------------------------------------------------------
+# --- the run's own step -----------------------------------------------------------------------------------------------
 
 
 def test_the_own_step_comes_out_as_it_was_and_the_folder_is_only_read(grpo: Path) -> None:
@@ -119,7 +120,7 @@ def test_several_optimizer_steps_are_taken_as_one_and_said(sparse: Path, capsys:
     assert "took 2 optimizer steps" in capsys.readouterr().out
 
 
-# --- the others ------------------------------------------------------------------------------------------------------------
+# --- the others -------------------------------------------------------------------------------------------------------
 
 
 def test_every_algorithm_is_evaluated_or_named_with_its_reason(everything: Ablation) -> None:
@@ -147,19 +148,23 @@ def test_a_moving_baseline_is_replayed_from_the_steps_before(grpo: Path) -> None
     assert ema.credit == pytest.approx(float(np.mean(np.abs(credits)))) and ema.credit != plain.credit
 
 
-# --- other weights ---------------------------------------------------------------------------------------------------------
+# --- other weights ----------------------------------------------------------------------------------------------------
 
 
 def test_later_weights_make_the_batch_stale(grpo: Path) -> None:
     (found,) = ablate(grpo, ["dppo", "aipo", "gspo"], steps=[1], checkpoint="last")
     rows = {r.name: r for r in found.rows}
     assert found.behind == -3 and found.logp_gap > 1e-4 and rows["grpo"].norm != found.recorded_norm
-    assert rows["aipo"].effective < 1 and rows["gspo"].effective == pytest.approx(1), "anchor=start does not see a stale batch"
+    assert rows["aipo"].effective < 1 and rows["gspo"].effective == pytest.approx(1), (
+        "anchor=start does not see a stale batch"
+    )
     (named,) = ablate(grpo, ["dppo"], steps=[1], checkpoint="kept/rl")
     assert named.behind == -3 and named.rows[0].norm == rows["grpo"].norm
 
 
-def test_without_a_checkpoint_at_the_step_older_weights_are_used_and_named(sparse: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_checkpoint_at_the_step_older_weights_are_used_and_named(
+    sparse: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert ablate(sparse, ["dppo"])[0].step == 1, "the last step whose first weights lie in the folder"
     (found,) = ablate(sparse, ["dppo"], steps=[2])
     assert found.behind == 1 and found.weights == "kept/sft" and found.logp_gap > 1e-5
@@ -168,7 +173,7 @@ def test_without_a_checkpoint_at_the_step_older_weights_are_used_and_named(spars
     assert "1 step older than those the step began with" in text and "exactly those the step began with" in text
 
 
-# --- the command -----------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_tables_and_json(grpo: Path, capsys: pytest.CaptureFixture[str]) -> None:

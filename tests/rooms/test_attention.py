@@ -13,7 +13,13 @@ from posttrain.engine import attention
 from posttrain.engine.attention import PackedLayout, buckets
 
 SIZES = {"vocab_size": 40, "num_hidden_layers": 2, "bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
-ROPE = SIZES | {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48, "head_dim": 8}
+ROPE = SIZES | {
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "intermediate_size": 48,
+    "head_dim": 8,
+}
 LENGTHS = (5, 17, 1, 30, 16, 15, 31, 2)
 FAMILIES: list[tuple[type[PreTrainedModel], PreTrainedConfig]] = [
     (tf.Qwen3ForCausalLM, tf.Qwen3Config(**ROPE)),
@@ -22,7 +28,10 @@ FAMILIES: list[tuple[type[PreTrainedModel], PreTrainedConfig]] = [
     (tf.Gemma2ForCausalLM, tf.Gemma2Config(**ROPE, sliding_window=7)),
     (tf.Gemma3ForCausalLM, tf.Gemma3TextConfig(**ROPE, sliding_window=7)),
     (tf.MistralForCausalLM, tf.MistralConfig(**ROPE, sliding_window=7)),
-    (tf.GPT2LMHeadModel, tf.GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_by_inverse_layer_idx=True)),
+    (
+        tf.GPT2LMHeadModel,
+        tf.GPT2Config(**SIZES, n_embd=32, n_layer=2, n_head=4, n_positions=64, scale_attn_by_inverse_layer_idx=True),
+    ),
 ]
 
 

@@ -19,10 +19,12 @@ from posttrain.controller.stages import driver
 from posttrain.core import reader
 from posttrain.core.checkpoint import find
 
-# --- the model ---------------------------------------------------------------------------------------------------------------
+# --- the model --------------------------------------------------------------------------------------------------------
 
 
-def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_not_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs").mkdir()
     for path in (str(tmp_path / "nothing"), "runs/nothing"):
@@ -55,7 +57,12 @@ def test_a_vocabulary_larger_than_the_embedding(tmp_path: Path, capsys: pytest.C
 
 def test_a_prompt_longer_than_the_context(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = refused(capsys, "run", *mine(tmp_path / "data"), "model.context=7", "--out", str(tmp_path / "run"), code=4)
-    assert "mine.jsonl:1:" in said and "the prompt has 7 tokens" in said and "model.context" in said and not (tmp_path / "run").exists()
+    assert (
+        "mine.jsonl:1:" in said
+        and "the prompt has 7 tokens" in said
+        and "model.context" in said
+        and not (tmp_path / "run").exists()
+    )
     said = refused(capsys, "run", *mine(tmp_path / "data"), "model.context=6", "--out", str(tmp_path / "other"), code=2)
     assert "rl.sampling.max_tokens=6 leaves no room" in said and not (tmp_path / "other").exists()
 
@@ -76,16 +83,21 @@ def test_a_model_that_stops_at_once(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["show", str(folder)]) == 0 and "stop" in capsys.readouterr().out
 
 
-# --- rewards -----------------------------------------------------------------------------------------------------------------
+# --- rewards ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["reinforce", "rloo", "grpo", "dr_grpo", "dapo", "ppo"])
-def test_equal_rewards_are_noted_and_the_run_goes_on(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_rewards_are_noted_and_the_run_goes_on(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = mine(tmp_path / "data", reward="def reward(task, text):\n    return 0.0\n")
     folder = play(tmp_path / "run", *words, f"algorithm={name}")
     assert len(rl_steps(folder)) == 2
     assert (
-        all(any("spread" in n or "passed the filter" in n or "same reward" in n for n in s.notes) for s in rl_steps(folder))
+        all(
+            any("spread" in n or "passed the filter" in n or "same reward" in n for n in s.notes)
+            for s in rl_steps(folder)
+        )
         and "note:" in capsys.readouterr().out
     )
 
@@ -99,7 +111,9 @@ def test_equal_rewards_are_noted_and_the_run_goes_on(name: str, tmp_path: Path, 
     ],
     ids=["raises", "nan", "count"],
 )
-def test_a_broken_reward_stops_the_run(body: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_broken_reward_stops_the_run(
+    body: str, kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = refused(capsys, "run", *mine(tmp_path / "data", reward=body), "--out", str(tmp_path / "run"), code=7)
     assert kind in said and "mine.py" in said and "rl.max_failed" in said
     mine(tmp_path / "data")
@@ -108,15 +122,20 @@ def test_a_broken_reward_stops_the_run(body: str, kind: str, tmp_path: Path, cap
 
 
 def test_samples_a_reward_cannot_judge_are_left_out(tmp_path: Path) -> None:
-    body = "def reward(task, text):\n    assert sum(map(ord, text)) % 4, 'unlucky'\n    return float(len(text) + sum(map(ord, text)) % 7)\n"
+    body = (
+        "def reward(task, text):\n    assert sum(map(ord, text)) % 4, 'unlucky'\n    return float(len(text) +"
+        " sum(map(ord, text)) % 7)\n"
+    )
     folder = play(tmp_path / "run", *mine(tmp_path / "data", reward=body), "rl.max_failed=0.9")
     unjudged = sum(s.gauges["rollout/unjudged"].sum for s in rl_steps(folder))
     recorded = [r for f in reader.episode_files(folder) if f.kind == "train" for r in reader.read_episodes(f.path)]
     assert unjudged > 0 and sum(r.episode.reward is None for r in recorded) == unjudged
-    assert all(r.advantage is None or not any(a.any() for a in r.advantage) for r in recorded if r.episode.reward is None) and moved(folder)
+    assert all(
+        r.advantage is None or not any(a.any() for a in r.advantage) for r in recorded if r.episode.reward is None
+    ) and moved(folder)
 
 
-# --- data --------------------------------------------------------------------------------------------------------------------
+# --- data -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -127,7 +146,9 @@ def test_samples_a_reward_cannot_judge_are_left_out(tmp_path: Path) -> None:
     ],
     ids=["cut line", "ids twice"],
 )
-def test_a_bad_row_is_named_by_file_and_line(lines: list[str], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bad_row_is_named_by_file_and_line(
+    lines: list[str], where: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = mine(tmp_path / "data")
     (tmp_path / "data" / "mine.jsonl").write_text("\n".join(lines))
     assert where in refused(capsys, "run", *words, code=4)
@@ -140,10 +161,12 @@ def test_line_ends_byte_order_mark_and_emoji_are_fine(tmp_path: Path) -> None:
     assert len(rl_steps(play(tmp_path / "run", *words))) == 2
 
 
-# --- the run folder ----------------------------------------------------------------------------------------------------------
+# --- the run folder ---------------------------------------------------------------------------------------------------
 
 
-def test_a_full_disk_loses_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_loses_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     save, calls = driver.save_optimizer, list[Path]()
 
     def full(folder: Path, optimizer: Any) -> None:
@@ -166,9 +189,14 @@ def test_a_folder_that_holds_a_run_or_is_in_use(tmp_path: Path, capsys: pytest.C
     folder = play(tmp_path / "run", *mine(tmp_path / "data"))
     before = (folder / "run.json").read_bytes()
     assert f"--resume {folder}" in refused(capsys, "run", *mine(tmp_path / "data"), "--out", str(folder), code=5)
-    hold = f"import sys; from posttrain.core.book import Book; b, _ = Book.open_for_resume({str(folder)!r}); print('held', flush=True); sys.stdin.read()"
+    hold = (
+        f"import sys; from posttrain.core.book import Book; b, _ = Book.open_for_resume({str(folder)!r}); print('held',"
+        " flush=True); sys.stdin.read()"
+    )
     env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
-    with subprocess.Popen([sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env) as other:
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env
+    ) as other:
         assert other.stdout is not None and other.stdout.readline() == b"held\n"
         said = refused(capsys, "run", "--resume", str(folder), code=5)
         assert str(other.pid) in said and "use" in said
@@ -176,7 +204,7 @@ def test_a_folder_that_holds_a_run_or_is_in_use(tmp_path: Path, capsys: pytest.C
     assert (folder / "run.json").read_bytes() == before and main(["run", "--resume", str(folder)]) == 0
 
 
-# --- words -------------------------------------------------------------------------------------------------------------------
+# --- words ------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -198,7 +226,9 @@ def test_a_folder_that_holds_a_run_or_is_in_use(tmp_path: Path, capsys: pytest.C
         (("run", "--resume", "somewhere", "ladder"), "leave out recipe"),
     ],
 )
-def test_words_that_mean_nothing(words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_words_that_mean_nothing(
+    words: tuple[str, ...], says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     assert says in refused(capsys, *words, code=2)
 
 

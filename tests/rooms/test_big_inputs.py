@@ -25,7 +25,7 @@ import os, sys
 from posttrain.cli import main
 def most():
     return next(int(line.split()[1]) // 1024 for line in open("/proc/self/status") if line.startswith("VmHWM"))
-import posttrain.recipe.main, torch, transformers, posttrain.environment.reward
+import posttrain.api.main, torch, transformers, posttrain.verifier.functions
 before = most()
 code = main(sys.argv[1:])
 print("GREW", most() - before)
@@ -35,7 +35,9 @@ sys.exit(code)
 
 def command(*words: str, timeout: float = 300) -> tuple[int, str, int]:
     """(exit code, what it said, MiB by which its memory grew) of one command in a process of its own."""
-    done = subprocess.run([sys.executable, "-c", MEASURE, *words], capture_output=True, text=True, timeout=timeout, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, *words], capture_output=True, text=True, timeout=timeout, check=False
+    )
     assert "Traceback" not in done.stderr, done.stderr
     return done.returncode, done.stderr.strip().splitlines()[-1], int(done.stdout.rsplit("GREW ", 1)[1])
 

@@ -21,6 +21,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from posttrain.api.overrides import apply
 from posttrain.core import checkpoint as cp
 from posttrain.core import files, reader, record
 from posttrain.core.book import Book
@@ -29,13 +30,31 @@ from posttrain.core.ladder import GRPO
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Credit, Episode, EpisodeCredit, Gauge, Group, GroupCredit, Kept, Said, Scored, Segment, Step, Stop, Task
+from posttrain.core.types import (
+    Credit,
+    Episode,
+    EpisodeCredit,
+    Gauge,
+    Group,
+    GroupCredit,
+    Kept,
+    Said,
+    Scored,
+    Segment,
+    Step,
+    Stop,
+    Task,
+)
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.recipe.overrides import apply
 
 RUN = Run(recipe="test", stages=(Reinforce(name="rl"),), keep_checkpoints=2)
 SHORT = replace(RUN, keep_checkpoints=1)
-FACTS = {"versions": {"python": "3.11"}, "tokenizer_digest": "ab", "template_digest": "cd", "argv": ["posttrain", "run", "ladder"]}
+FACTS = {
+    "versions": {"python": "3.11"},
+    "tokenizer_digest": "ab",
+    "template_digest": "cd",
+    "argv": ["posttrain", "run", "ladder"],
+}
 
 
 def segment(rng: np.random.Generator, truncated: bool = False) -> Segment:
@@ -51,20 +70,38 @@ def segment(rng: np.random.Generator, truncated: bool = False) -> Segment:
 
 
 def episode(
-    rng: np.random.Generator, task: Task, sibling: int, score: float | None = 1.0, segments: int = 1, truncated: bool = False
+    rng: np.random.Generator,
+    task: Task,
+    sibling: int,
+    score: float | None = 1.0,
+    segments: int = 1,
+    truncated: bool = False,
 ) -> Episode:
     verdict = Verdict.failed("outage", "down") if score is None else Verdict.value(score, "exact", "because")
     parts = tuple(segment(rng, truncated) for _ in range(segments))
     return Episode(
-        task, 3, sibling, parts, Stop.LENGTH, (Judged("answer", 0.5, verdict),), "said «x»", "" if score is not None else "broke"
+        task,
+        3,
+        sibling,
+        parts,
+        Stop.LENGTH,
+        (Judged("answer", 0.5, verdict),),
+        "said «x»",
+        "" if score is not None else "broke",
     )
 
 
 def a_step(seed: int = 0, truncated: bool = False) -> tuple[Credit, tuple[Group, ...]]:
     """Two groups with credit (one episode of them unjudged) and one group that nobody could judge."""
     rng = np.random.default_rng(seed)
-    tasks = [Task("t0", "2+2=", 4, {"terms": 2}), Task("t1", ({"role": "user", "content": "hi"},), "x"), Task("t2", "?", None)]
-    one = Group(tasks[0], 3, tuple(episode(rng, tasks[0], i, [1.0, None, 0.0][i], 1 + i % 2, truncated) for i in range(3)))
+    tasks = [
+        Task("t0", "2+2=", 4, {"terms": 2}),
+        Task("t1", ({"role": "user", "content": "hi"},), "x"),
+        Task("t2", "?", None),
+    ]
+    one = Group(
+        tasks[0], 3, tuple(episode(rng, tasks[0], i, [1.0, None, 0.0][i], 1 + i % 2, truncated) for i in range(3))
+    )
     two = Group(tasks[1], 3, tuple(episode(rng, tasks[1], i) for i in range(2)))
     lost = Group(tasks[2], 3, (episode(rng, tasks[2], 0, None),))
     groups = tuple(GroupCredit(g, tuple(_credit(rng, e) for e in g.judged), silent=False) for g in (one, two))
@@ -73,7 +110,10 @@ def a_step(seed: int = 0, truncated: bool = False) -> tuple[Credit, tuple[Group,
 
 def _credit(rng: np.random.Generator, e: Episode) -> EpisodeCredit:
     return EpisodeCredit(
-        Scored(e), rng.normal(), tuple(rng.normal(size=s.spoken) for s in e.segments), dropped="overlong" if e.sibling else ""
+        Scored(e),
+        rng.normal(),
+        tuple(rng.normal(size=s.spoken) for s in e.segments),
+        dropped="overlong" if e.sibling else "",
     )
 
 
@@ -114,16 +154,20 @@ def same(a: Episode, b: Episode) -> bool:
     )
     pairs = list(zip(a.segments, b.segments, strict=True))
     arrays = all(
-        np.array_equal(getattr(x, n), getattr(y, n), equal_nan=n == "logp") for x, y in pairs for n in ("ids", "mask", "logp", "version")
+        np.array_equal(getattr(x, n), getattr(y, n), equal_nan=n == "logp")
+        for x, y in pairs
+        for n in ("ids", "mask", "logp", "version")
     )
     kept = all((x.kept is None) == (y.kept is None) and x.sampling == y.sampling for x, y in pairs)
     sets = all(
-        np.array_equal(x.kept.ids, y.kept.ids) and np.array_equal(x.kept.offsets, y.kept.offsets) for x, y in pairs if x.kept and y.kept
+        np.array_equal(x.kept.ids, y.kept.ids) and np.array_equal(x.kept.offsets, y.kept.offsets)
+        for x, y in pairs
+        if x.kept and y.kept
     )
     return rest and arrays and kept and sets
 
 
-# --- what was written comes back -----------------------------------------------------------------------------------------
+# --- what was written comes back --------------------------------------------------------------------------------------
 
 
 def test_run_file(tmp_path: Path) -> None:
@@ -156,7 +200,10 @@ def test_evaluation_episodes_lie_beside_training_ones(book: Book) -> None:
     credit, lost = a_step()
     book.write_episodes("rl", 0, credit, lost)
     book.write_evaluation("rl", 0, lost)
-    assert [(f.index, f.kind, f.episodes) for f in reader.episode_files(book.folder)] == [(0, "train", 6), (0, "eval", 1)]
+    assert [(f.index, f.kind, f.episodes) for f in reader.episode_files(book.folder)] == [
+        (0, "train", 6),
+        (0, "eval", 1),
+    ]
     assert reader.episodes(book.folder, "rl", 0, "eval")[0].advantage is None
     with pytest.raises(InvariantError, match="already written"):
         book.write_evaluation("rl", 0, lost)
@@ -193,13 +240,16 @@ def test_a_gauge_that_is_not_a_number_survives(book: Book) -> None:
     assert math.isnan(gauges["loss"].sum) and gauges["norm"] == Gauge(math.inf, 2.0)
 
 
-# --- truncation and damage -------------------------------------------------------------------------------------------------
+# --- truncation and damage --------------------------------------------------------------------------------------------
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=60)
 @given(st.data())
 def test_a_record_cut_at_any_byte_loses_only_its_last_line(tmp_path: Path, data: st.DataObject) -> None:
-    lines = [json.dumps(record.step_to_plain(s)).encode() + b"\n" for s in data.draw(st.lists(written_steps, min_size=1, max_size=3))]
+    lines = [
+        json.dumps(record.step_to_plain(s)).encode() + b"\n"
+        for s in data.draw(st.lists(written_steps, min_size=1, max_size=3))
+    ]
     whole = b"".join(lines)
     cut = data.draw(st.integers(0, len(whole)))
     (tmp_path / "steps.jsonl").write_bytes(whole[:cut])
@@ -215,7 +265,8 @@ def test_every_cut_of_one_record(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "line", [b'{"stage":', b"{}", b"[1]", b'{"stage":"rl","index":1,"version":1,"gauges":{"x":1},"clock":{},"notes":[]}']
+    "line",
+    [b'{"stage":', b"{}", b"[1]", b'{"stage":"rl","index":1,"version":1,"gauges":{"x":1},"clock":{},"notes":[]}'],
 )
 def test_a_broken_line_before_the_last_names_file_and_line(book: Book, line: bytes) -> None:
     book.write(step(1))
@@ -238,7 +289,7 @@ def test_a_damaged_episode_file_is_named_at_any_cut(book: Book) -> None:
         reader.episodes(book.folder, "rl", 0)
 
 
-# --- one owner ---------------------------------------------------------------------------------------------------------
+# --- one owner --------------------------------------------------------------------------------------------------------
 
 
 def test_a_second_opener_is_told_who_holds_it(book: Book) -> None:
@@ -248,8 +299,8 @@ def test_a_second_opener_is_told_who_holds_it(book: Book) -> None:
 
 def test_a_dead_owners_lock_is_taken_over(tmp_path: Path) -> None:
     program = (
-        "import os,sys; from pathlib import Path; from posttrain.core.book import Book; from posttrain.core.run import *;"
-        "Book.create(Path(sys.argv[1]), Run(recipe='r', stages=(Reinforce(name='rl'),)), {}); os._exit(9)"
+        "import os,sys; from pathlib import Path; from posttrain.core.book import Book; from posttrain.core.run import"
+        " *;Book.create(Path(sys.argv[1]), Run(recipe='r', stages=(Reinforce(name='rl'),)), {}); os._exit(9)"
     )
     assert subprocess.run([sys.executable, "-c", program, str(tmp_path / "r")], check=False).returncode == 9
     assert (tmp_path / "r" / "lock").read_text().startswith("pid ")
@@ -307,12 +358,15 @@ def test_a_folder_of_an_older_version_is_said_to_be_one(book: Book) -> None:
     data["run"]["stages"][0]["beside"] = None
     (book.folder / "run.json").write_text(json.dumps({**data, "schema": 1}))
     with pytest.raises(
-        RunFolderError, match=r"older version of posttrain \(schema 1; this one reads 2\)\. Nothing is damaged: .* run its recipe again"
+        RunFolderError,
+        match=(
+            r"older version of posttrain \(schema 1; this one reads 2\)\. Nothing is damaged: .* run its recipe again"
+        ),
     ):
         reader.run_file(book.folder)
 
 
-# --- checkpoints ---------------------------------------------------------------------------------------------------------
+# --- checkpoints ------------------------------------------------------------------------------------------------------
 
 
 def names(folder: Path) -> list[str]:
@@ -358,7 +412,10 @@ def test_damage_is_named_with_the_way_out(book: Book, harm: str) -> None:
     crash(book)
     with pytest.raises(
         RunFolderError,
-        match=rf"checkpoint b: .*{target.name} is .*Go on from the newest one that is whole with: posttrain run --resume .*checkpoints/a",
+        match=(
+            rf"checkpoint b: .*{target.name} is .*Go on from the newest one that is whole with: posttrain run --resume"
+            r" .*checkpoints/a"
+        ),
     ):
         Book.open_for_resume(folder)
     again, checkpoint = Book.open_for_resume(folder / "checkpoints" / "a")
@@ -376,7 +433,8 @@ def life(book: Book, upto: int) -> None:
 
 
 def test_kill_at_any_system_call_leaves_old_or_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A child dies at its n-th rename, fsync, write, unlink..., for every n; the run then goes on to the same record."""
+    """A child dies at its n-th rename, fsync, write, unlink..., for every n; the run then goes on to the same
+    record."""
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # a kill, unlike a power cut, loses no written page
     with Book.create(tmp_path / "never", SHORT, FACTS) as whole:
         life(whole, 2)
@@ -457,7 +515,16 @@ def test_the_digest_covers_all_but_the_clock(tmp_path: Path) -> None:
     def digest(name: str, **changed: object) -> str:
         with Book.create(tmp_path / name, RUN, FACTS) as book:
             book.write_episodes("rl", 0, *a_step(int(str(changed.get("seed", 0)))))
-            book.write(Step("rl", 1, 1, {"r": Gauge(1, 2)}, {"learn": float(str(changed.get("clock", 1)))}, (str(changed.get("note")),)))
+            book.write(
+                Step(
+                    "rl",
+                    1,
+                    1,
+                    {"r": Gauge(1, 2)},
+                    {"learn": float(str(changed.get("clock", 1)))},
+                    (str(changed.get("note")),),
+                )
+            )
         return reader.record_digest(tmp_path / name)
 
     base = digest("a")
@@ -465,7 +532,7 @@ def test_the_digest_covers_all_but_the_clock(tmp_path: Path) -> None:
     assert digest("c", note="other") != base and digest("d", seed=1) != base
 
 
-# --- full disks ------------------------------------------------------------------------------------------------------------
+# --- full disks -------------------------------------------------------------------------------------------------------
 
 
 def test_a_full_disk_says_which_checkpoint_is_still_good(book: Book) -> None:
@@ -476,7 +543,8 @@ def test_a_full_disk_says_which_checkpoint_is_still_good(book: Book) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     with pytest.raises(
-        RunFolderError, match=r"disk is full: .*checkpoints/b was not written\. The last good checkpoint is a\. Free some space"
+        RunFolderError,
+        match=r"disk is full: .*checkpoints/b was not written\. The last good checkpoint is a\. Free some space",
     ):
         book.checkpoint("b", full, {"step": 2})
     assert names(book.folder) == ["a"] and not list((book.folder / "checkpoints").glob(".*"))
@@ -512,7 +580,8 @@ def test_a_line_that_does_not_fit_leaves_no_trace(book: Book, monkeypatch: pytes
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 KiB, where this user may mount one or root has given it one (tests/prove/test_as_user.py)."""
+    """A file system of 256 KiB, where this user may mount one or root has given it one
+    (tests/prove/test_as_user.py)."""
     if given := os.environ.get("POSTTRAIN_SMALL_DISK"):
         yield Path(given)
         return
@@ -520,7 +589,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     where.mkdir()
     if (
         os.geteuid()
-        or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", where], capture_output=True, check=False).returncode
+        or subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", where], capture_output=True, check=False
+        ).returncode
     ):
         pytest.skip("mounting a small file system needs root")
     yield where
@@ -544,16 +615,22 @@ def test_a_really_full_disk(small_disk: Path) -> None:
 
 
 def test_a_full_disk_as_safetensors_reports_it() -> None:
-    assert files.full(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")) == files.FULL[errno.ENOSPC]
+    assert (
+        files.full(RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)"))
+        == files.FULL[errno.ENOSPC]
+    )
     assert files.full(RuntimeError("I/O error: File too large (os error 27)")) == files.FULL[errno.EFBIG]
-    assert files.full(OSError(errno.EACCES, "Permission denied")) is None and files.full(RuntimeError("os error 2")) is None
+    assert (
+        files.full(OSError(errno.EACCES, "Permission denied")) is None
+        and files.full(RuntimeError("os error 2")) is None
+    )
 
 
 def test_the_default_algorithm_is_recorded_without_a_user_patch(book: Book) -> None:
     assert reader.run_file(book.folder).lineages["rl"][-1]["name"] == GRPO.name
 
 
-# --- folders that somebody else made, or that something damaged ------------------------------------------------------------
+# --- folders that somebody else made, or that something damaged -------------------------------------------------------
 
 
 def three(book: Book) -> Path:
@@ -598,10 +675,13 @@ def test_a_damaged_state_of_the_newest_checkpoint_names_the_newest_good_one(tmp_
     newest, good = folder / "checkpoints" / "00000003-c", folder / "checkpoints" / "00000002-b"
     (newest / "state.json").write_bytes(STATES[harm])
     with pytest.raises(
-        RunFolderError, match=r"checkpoint 00000003-c: .*state\.json .*whole is 00000002-b: take it with --checkpoint 00000002-b"
+        RunFolderError,
+        match=r"checkpoint 00000003-c: .*state\.json .*whole is 00000002-b: take it with --checkpoint 00000002-b",
     ):
         cp.find(folder)
-    with pytest.raises(RunFolderError, match=rf"checkpoint 00000003-c: .*state\.json .*with: posttrain run --resume {good}$"):
+    with pytest.raises(
+        RunFolderError, match=rf"checkpoint 00000003-c: .*state\.json .*with: posttrain run --resume {good}$"
+    ):
         Book.open_for_resume(folder)
     again, checkpoint = Book.open_for_resume(good)
     assert checkpoint is not None and checkpoint.state == {"at": "b"} and not newest.exists()
@@ -648,7 +728,8 @@ def test_what_else_lies_among_the_checkpoints_is_left_alone(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    "name", ["run.json", "steps.jsonl", "episodes/index.jsonl", "episodes/rl-000000.npz", "checkpoints/a/state.json", "lock"]
+    "name",
+    ["run.json", "steps.jsonl", "episodes/index.jsonl", "episodes/rl-000000.npz", "checkpoints/a/state.json", "lock"],
 )
 @pytest.mark.parametrize("kind", ["pipe", "device", "directory", "link", "loop"])
 def test_no_file_is_waited_for_and_no_link_is_written_through(book: Book, name: str, kind: str, tmp_path: Path) -> None:
@@ -717,7 +798,9 @@ BOMBS: dict[str, tuple[dict[str, bytes], dict[str, int]]] = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_sizes_and_types_are_read_before_anything_is_inflated(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sizes_and_types_are_read_before_anything_is_inflated(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     path = tmp_path / "rl-000000.npz"
     bomb(path, *BOMBS[name])
@@ -755,7 +838,18 @@ def test_an_entry_that_lies_about_its_size_is_refused(tmp_path: Path) -> None:
         b"9" * 5000,
         b'{"schema": 1, "run": {"seed": {"float": []}}, "lineages": 1}',
     ],
-    ids=["list", "empty object", "no run", "number", "nested", "nested inside", "no text", "empty", "long number", "no float"],
+    ids=[
+        "list",
+        "empty object",
+        "no run",
+        "number",
+        "nested",
+        "nested inside",
+        "no text",
+        "empty",
+        "long number",
+        "no float",
+    ],
 )
 def test_a_run_file_of_anything_is_refused_with_its_name(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "run.json").write_bytes(data)

@@ -9,9 +9,15 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.environment.calling import FORMATS, Malformed, Parsed, ToolCall, parse
+from posttrain.verifier.calling import FORMATS, Malformed, Parsed, ToolCall, parse
 
-DEEP = ("<｜tool▁calls▁begin｜>", "<｜tool▁call▁begin｜>", "<｜tool▁sep｜>", "<｜tool▁call▁end｜>", "<｜tool▁calls▁end｜>")
+DEEP = (
+    "<｜tool▁calls▁begin｜>",
+    "<｜tool▁call▁begin｜>",
+    "<｜tool▁sep｜>",
+    "<｜tool▁call▁end｜>",
+    "<｜tool▁calls▁end｜>",
+)
 
 
 def write(format: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
@@ -29,10 +35,15 @@ def write(format: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
         begun, call, sep, end, ended = DEEP
         return begun + "\n".join(f"{call}function{sep}{n}\n```json\n{dumps(a)}\n```{end}" for n, a in calls) + ended
     if format == "cohere":
-        return "<|START_ACTION|>" + dumps([{"tool_call_id": "0", "tool_name": n, "parameters": a} for n, a in calls]) + "<|END_ACTION|>"
+        return (
+            "<|START_ACTION|>"
+            + dumps([{"tool_call_id": "0", "tool_name": n, "parameters": a} for n, a in calls])
+            + "<|END_ACTION|>"
+        )
     if format == "harmony":
         return "<|call|>".join(
-            f"<|start|>assistant<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{dumps(a)}" for n, a in calls
+            f"<|start|>assistant<|channel|>commentary to=functions.{n} <|constrain|>json<|message|>{dumps(a)}"
+            for n, a in calls
         )
     text = lambda v: v if isinstance(v, str) else dumps(v)  # noqa: E731
     if format == "glm":
@@ -45,7 +56,10 @@ def write(format: str, calls: list[tuple[str, dict[str, Any]]]) -> str:
 CALLS = [
     [("look_up", {"city": "Oslo"})],
     [("ping", {})],
-    [("move", {"x": 3, "y": -1.5, "fast": True, "path": ["a", "b"], "more": {"k": None}}), ("look_up", {"city": 'naïve "quoted" 日本'})],
+    [
+        ("move", {"x": 3, "y": -1.5, "fast": True, "path": ["a", "b"], "more": {"k": None}}),
+        ("look_up", {"city": 'naïve "quoted" 日本'}),
+    ],
 ]
 
 
@@ -62,7 +76,9 @@ def test_what_is_written_is_read(format: str, calls: list[tuple[str, dict[str, A
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("text", ["", "It is 3.", '{"answer": 3}', "[1, 2]", "a < b > c", "f(x=1) is a call", "[see note](x)"])
+@pytest.mark.parametrize(
+    "text", ["", "It is 3.", '{"answer": 3}', "[1, 2]", "a < b > c", "f(x=1) is a call", "[see note](x)"]
+)
 def test_an_answer_is_no_call(format: str, text: str) -> None:
     found = parse(text, format)
     assert found.calls == () and found.content == text
@@ -86,7 +102,10 @@ def test_json_that_names_no_tool_is_an_answer(text: str) -> None:
 
 
 def test_a_call_may_begin_with_any_of_its_keys() -> None:
-    for text in ('{"parameters": {"a": 1}, "name": "f"}', '{"id": "0", "type": "function", "name": "f", "parameters": {"a": 1}}'):
+    for text in (
+        '{"parameters": {"a": 1}, "name": "f"}',
+        '{"id": "0", "type": "function", "name": "f", "parameters": {"a": 1}}',
+    ):
         assert parse(text, "llama") == Parsed("", "", (ToolCall("f", {"a": 1}),))
 
 
@@ -134,7 +153,11 @@ def test_a_call_may_begin_with_any_of_its_keys() -> None:
         ("glm", "<tool_call>f g h</tool_call>", "a call is written"),
         ("glm", "<tool_call>f<arg_key>a</arg_key></tool_call>", "a call is written"),
         ("coder", "<tool_call><function=f><parameter=a>1</function></tool_call>", "a call is written"),
-        ("coder", "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>", "given twice"),
+        (
+            "coder",
+            "<tool_call><function=f><parameter=a>1</parameter><parameter=a>2</parameter></function></tool_call>",
+            "given twice",
+        ),
         ("harmony", "<|channel|>commentary to=functions.f <|message|>{", "not valid JSON"),
     ],
 )
@@ -167,7 +190,9 @@ def test_other_spellings_of_the_same_formats() -> None:
         ToolCall("f", {"a": 1}),
         ToolCall("g", {}),
     )
-    assert parse(f'{DEEP[0]}{DEEP[1]}f{DEEP[2]}{{"a": 1}}{DEEP[3]}{DEEP[4]}', "deepseek").calls == (ToolCall("f", {"a": 1}),)
+    assert parse(f'{DEEP[0]}{DEEP[1]}f{DEEP[2]}{{"a": 1}}{DEEP[3]}{DEEP[4]}', "deepseek").calls == (
+        ToolCall("f", {"a": 1}),
+    )
     assert parse('<|python_tag|>{"name": "f", "parameters": {}}', "llama").calls == (ToolCall("f", {}),)
     assert parse("<|python_start|>[a.b(x=1)]<|python_end|>", "pythonic").calls == (ToolCall("a.b", {"x": 1}),)
     assert parse("<|channel|>final<|message|>done", "harmony") == Parsed("", "done", ())

@@ -15,6 +15,7 @@ import pytest
 from sandbox_parts import backend, made, patched
 
 import posttrain
+from posttrain.api.check import expected
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
@@ -22,35 +23,38 @@ from posttrain.core.ports import Attempt
 from posttrain.core.run import Env
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
-from posttrain.environment.build import environment
-from posttrain.environment.check import PROBES, RATE, Finding, Mark, Report, Subject, check, workings
+from posttrain.environment.check import PROBES, RATE, CheckReport, Mark, ProbeResult, Subject, check, workings
 from posttrain.environment.check.workings import WORKINGS, sandboxes
-from posttrain.environment.code import Code
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.environment.gallery.calculator import Calculator
-from posttrain.environment.prompts import PromptsEnv, Row, digest
-from posttrain.environment.reward import source
-from posttrain.environment.sandbox.backends import Unconfined
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.script import judged
-from posttrain.recipe.check import expected
+from posttrain.environment.gallery.calculator import CalculatorEnv
+from posttrain.environment.make import environment
+from posttrain.environment.prompts import PromptRow, PromptsEnv, digest
+from posttrain.environment.scripted import judged
+from posttrain.sandbox.backends import Unconfined
+from posttrain.sandbox.pool import Sandbox
+from posttrain.verifier.code.source import Code
+from posttrain.verifier.functions import source
 from tests.tiny import only_rl, tiny_run
 
 Judge = Callable[[Task, str], Any]
 
 
-def rows(count: int = 24) -> tuple[Row, ...]:
+def rows(count: int = 24) -> tuple[PromptRow, ...]:
     """Products of different numbers, so that no answer is common."""
     tasks = [Task(id=f"t{i}", prompt=f"{i} times seventeen", answer=str(17 * i)) for i in range(3, 3 + count)]
-    return tuple(Row(t, None, digest(t.prompt)) for t in tasks)
+    return tuple(PromptRow(t, None, digest(t.prompt)) for t in tasks)
 
 
-async def tried(*judges: Judge, weights: tuple[float, ...] = (1.0, 1.0), rate: float = 1.0, tasks: int = 8) -> Report:
-    rewards = tuple(source(j, name=f"judge{i}", weight=w) for i, (j, w) in enumerate(zip(judges, weights, strict=False)))
+async def tried(
+    *judges: Judge, weights: tuple[float, ...] = (1.0, 1.0), rate: float = 1.0, tasks: int = 8
+) -> CheckReport:
+    rewards = tuple(
+        source(j, name=f"judge{i}", weight=w) for i, (j, w) in enumerate(zip(judges, weights, strict=False))
+    )
     return await check(PromptsEnv(rows=rows(), rewards=rewards), tasks=tasks, rate=rate)
 
 
-async def asked(probe: str, judge: Judge, rate: float = 1.0) -> Finding:
+async def asked(probe: str, judge: Judge, rate: float = 1.0) -> ProbeResult:
     """What one probe finds."""
     env = PromptsEnv(rows=rows(), rewards=(source(judge, name="judge"),))
     subject = await Subject.of(env, [r.task for r in rows()][:16], rate)
@@ -64,10 +68,19 @@ def exact(task: Task, text: str) -> float:
 async def test_a_sound_verifier_passes_everything() -> None:
     report = await tried(exact)
     assert report.passed and report.sources == ("judge0",)
-    assert {"gold", "silence", "constant", "random strings", "templates", "several answers", "odd texts", "throughput"} <= set(
-        report.marked(Mark.OK)
+    assert {
+        "gold",
+        "silence",
+        "constant",
+        "random strings",
+        "templates",
+        "several answers",
+        "odd texts",
+        "throughput",
+    } <= set(report.marked(Mark.OK))
+    assert set(report.marked(Mark.WARN)) == {"paraphrase", "gold variants"}, (
+        "it reads the bare answer alone, and the report says so"
     )
-    assert set(report.marked(Mark.WARN)) == {"paraphrase", "gold variants"}, "it reads the bare answer alone, and the report says so"
 
 
 def boxed(task: Task, text: str) -> float:
@@ -80,7 +93,7 @@ async def test_the_form_of_right_answers_is_found() -> None:
     assert report.passed and "\\\\boxed{X}" in found.detail
 
 
-# --- holes -----------------------------------------------------------------------------------------------------------------
+# --- holes ------------------------------------------------------------------------------------------------------------
 
 
 def contains(task: Task, text: str) -> float:
@@ -202,15 +215,19 @@ def brief(task: Task, text: str) -> float:
 
 async def test_a_shaping_reward_is_told_apart_and_must_not_outweigh_the_answer() -> None:
     well = await tried(exact, brief, weights=(1.0, 0.1))
-    assert well.passed and "do not look at the answer: judge1" in next(f.detail for f in well.findings if f.probe == "gold")
+    assert well.passed and "do not look at the answer: judge1" in next(
+        f.detail for f in well.findings if f.probe == "gold"
+    )
     badly = await tried(exact, brief, weights=(0.1, 1.0))
     assert badly.marked(Mark.FAIL) == ("order",)
 
 
-# --- environments with a verifier of their own -------------------------------------------------------------------------------
+# --- environments with a verifier of their own ------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("env", [Arithmetic(heldout_count=60, max_operand=99), Calculator(heldout_count=40)], ids=lambda e: e.name)
+@pytest.mark.parametrize(
+    "env", [Arithmetic(heldout_count=60, max_operand=99), CalculatorEnv(heldout_count=40)], ids=lambda e: e.name
+)
 async def test_the_gallery_passes(env: Any) -> None:
     report = await check(env, tasks=16, rate=1.0)
     assert report.passed, [f for f in report.findings if f.mark is Mark.FAIL]
@@ -232,7 +249,9 @@ class Words(Arithmetic):
         return ((f"{task.answer}.",), ("it is " + "twelve",))
 
 
-@pytest.mark.parametrize(("cls", "probe"), [(Halves, "gold"), (Unsplit, "held-out is disjoint from train"), (Words, "declared variants")])
+@pytest.mark.parametrize(
+    ("cls", "probe"), [(Halves, "gold"), (Unsplit, "held-out is disjoint from train"), (Words, "declared variants")]
+)
 async def test_a_broken_environment_is_found_by_its_probe(cls: type[Arithmetic], probe: str) -> None:
     assert probe in (await check(cls(heldout_count=60), tasks=16, rate=1.0)).marked(Mark.FAIL)
 
@@ -250,7 +269,9 @@ async def test_a_sandbox_with_a_hole_fails_the_check(tmp_path: Path) -> None:
     assert found.mark is Mark.FAIL and "change a file of the host" in found.detail
 
 
-async def test_where_nothing_contains_programs_the_check_fails_and_attacks_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_where_nothing_contains_programs_the_check_fails_and_attacks_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     def attacked(_: object) -> list[str]:
         raise AssertionError("the attacks ran without a sandbox")
 
@@ -265,19 +286,36 @@ async def test_where_nothing_contains_programs_the_check_fails_and_attacks_nobod
 def test_the_sandbox_is_tried_where_one_judges(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program = "```python\ndef f(x):\n    return x + {}\n```"
     data = [
-        {"prompt": f"add {k}", "completion": program.format(k), "tests": [{"function": "f", "args": [2], "expected": 2 + k}]}
+        {
+            "prompt": f"add {k}",
+            "completion": program.format(k),
+            "tests": [{"function": "f", "args": [2], "expected": 2 + k}],
+        }
         for k in range(5)
     ]
     file = tmp_path / "code.jsonl"
     file.write_text("".join(json.dumps(r) + "\n" for r in data))
-    code = main(["check", "prompts", f"env.prompts={file}", "env.rewards=code", "env.heldout=2", "--tasks", "2", "--rate", "0.1", "--json"])
+    code = main(
+        [
+            "check",
+            "prompts",
+            f"env.prompts={file}",
+            "env.rewards=code",
+            "env.heldout=2",
+            "--tasks",
+            "2",
+            "--rate",
+            "0.1",
+            "--json",
+        ]
+    )
     said = json.loads(capsys.readouterr().out)
     found = {f["probe"]: f for f in said["findings"]}
     assert found["sandbox"]["mark"] == "ok" and "withstood every attack" in found["sandbox"]["detail"]
     assert (code, said["passed"]) == (0, True), [f for f in said["findings"] if f["mark"] == "fail"]
 
 
-# --- the command -------------------------------------------------------------------------------------------------------------
+# --- the command ------------------------------------------------------------------------------------------------------
 
 
 def test_the_command_prints_a_table_and_fails_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -316,7 +354,11 @@ def test_the_page_has_a_row_for_every_probe() -> None:
 
 
 async def test_sandboxes_are_found_wherever_an_environment_holds_them() -> None:
-    for env in (environment(Env(name="programs", heldout=4), 0), PromptsEnv(rows=rows(), tools="python"), Arithmetic(heldout_count=4)):
+    for env in (
+        environment(Env(name="programs", heldout=4), 0),
+        PromptsEnv(rows=rows(), tools="python"),
+        Arithmetic(heldout_count=4),
+    ):
         if env.vouches_for_gold:
             await judged(env, env.heldout[0], env.gold(env.heldout[0]))
         assert bool(sandboxes(Subject(env, (), 1.0))) == (env.name != "arithmetic"), env.name

@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posttrain.api.endpoint import EndpointOptions
 from posttrain.cli import main
 from posttrain.cli.ladder import one
 from posttrain.cli.parser import split_overrides
-from posttrain.cli.show import Wanted, lines, visible
+from posttrain.cli.show import ShowOptions, lines, visible
 from posttrain.core import tree
 from posttrain.core.algorithm import CHOICES, Algorithm
 from posttrain.core.book import Book
@@ -32,7 +33,6 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Credit, Episode, EpisodeCredit, Group, GroupCredit, Said, Scored, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.recipe.remote import Remote
 
 PYTHON = (sys.executable, "-m", "posttrain.cli")
 
@@ -41,12 +41,19 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
 
 
-# --- starting ------------------------------------------------------------------------------------------------------------
+# --- starting ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     "words",
-    [["--help"], ["ladder"], ["ladder", "grpo"], ["ladder", "--table"], ["ladder", "--diff", "grpo", "dapo"], ["run", "ladder", "--help"]],
+    [
+        ["--help"],
+        ["ladder"],
+        ["ladder", "grpo"],
+        ["ladder", "--table"],
+        ["ladder", "--diff", "grpo", "dapo"],
+        ["run", "ladder", "--help"],
+    ],
 )
 def test_light_commands_import_no_torch(words: list[str]) -> None:
     code = f"""
@@ -80,11 +87,14 @@ def test_help_of_a_recipe_lists_its_settings(capsys: pytest.CaptureFixture[str])
     assert "rl.steps=7 " in text and "rl.algorithm.scale=one" in text and "one of one, group_std" in text
 
 
-# --- words -----------------------------------------------------------------------------------------------------------------
+# --- words ------------------------------------------------------------------------------------------------------------
 
 
 def test_overrides_stand_anywhere() -> None:
-    assert split_overrides(["run", "ladder", "a=1", "--out", "x", "b.c=2"]) == (["run", "ladder", "--out", "x"], ["a=1", "b.c=2"])
+    assert split_overrides(["run", "ladder", "a=1", "--out", "x", "b.c=2"]) == (
+        ["run", "ladder", "--out", "x"],
+        ["a=1", "b.c=2"],
+    )
     assert split_overrides(["run", "--out", "a=b", "ladder"]) == (["run", "--out", "a=b", "ladder"], [])
     assert split_overrides(["show", "a=b"]) == (["show", "a=b"], [])
 
@@ -129,10 +139,17 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
     assert main(["eval", "runs/x", "env.args.terms=4", "--samples", "3", "--temperature", "0.5"]) == 0
     assert called["evaluate"] == (
         ("runs/x", "env.args.terms=4"),
-        {"samples": 3, "checkpoint": "last", "max_tokens": None, "temperature": 0.5, "trust": False, "remote": Remote()},
+        {
+            "samples": 3,
+            "checkpoint": "last",
+            "max_tokens": None,
+            "temperature": 0.5,
+            "trust": False,
+            "remote": EndpointOptions(),
+        },
     )
     assert main(["eval", "http://h/v1", "--tokenizer", "t", "--key-env", "K", "--api", "completions"]) == 0
-    assert called["evaluate"][1]["remote"] == Remote(tokenizer="t", key_env="K", api="completions")
+    assert called["evaluate"][1]["remote"] == EndpointOptions(tokenizer="t", key_env="K", api="completions")
     assert main(["export", "runs/x", "out", "--checkpoint", "best"]) == 0
     assert called["export"] == (("runs/x", "out", "best", False), {}) and "wrote somewhere" in capsys.readouterr().out
 
@@ -164,16 +181,18 @@ def test_signals_outside_a_run_end_with_their_code(number: signal.Signals) -> No
     code = """
 import signal, sys, time, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background hands down that Ctrl-C is ignored
-fake = types.ModuleType("posttrain.recipe.session")
+fake = types.ModuleType("posttrain.api.session")
 def begun(*a, **k):
     print("ready", flush=True); time.sleep(60)
 fake.begun = begun
-import posttrain.recipe; posttrain.recipe.session = fake; sys.modules["posttrain.recipe.session"] = fake
+import posttrain.recipe; posttrain.api.session = fake; sys.modules["posttrain.api.session"] = fake
 from posttrain.cli import main
 from posttrain.cli.ladder import one
 sys.exit(main(["run", "ladder"]))
 """
-    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as child:
         assert child.stdout is not None and child.stdout.readline() == "ready\n"
         child.send_signal(number)
         _, error = child.communicate(timeout=30)
@@ -187,7 +206,7 @@ def test_usage_errors_are_code_2() -> None:
         assert error.value.code == 2
 
 
-# --- ladder ------------------------------------------------------------------------------------------------------------------
+# --- ladder -----------------------------------------------------------------------------------------------------------
 
 
 def test_ladder_prints_tree_one_and_difference(capsys: pytest.CaptureFixture[str]) -> None:
@@ -211,7 +230,9 @@ def test_ladder_prints_tree_one_and_difference(capsys: pytest.CaptureFixture[str
 def test_every_choice_of_the_ladder_has_a_formula() -> None:
     for a in LADDER.values():
         rows = formulas(a)
-        assert [name for name, _ in rows][:3] == ["r", "A", "push"] and all(text and "None" not in text for _, text in rows)
+        assert [name for name, _ in rows][:3] == ["r", "A", "push"] and all(
+            text and "None" not in text for _, text in rows
+        )
         assert max(map(len, one(a.name).splitlines())) <= 100
         for choice in CHOICES:
             text = formula(choice, getattr(a, choice))
@@ -233,7 +254,7 @@ def test_every_piece_and_word_of_every_choice_has_a_formula() -> None:
     assert seen > 80
 
 
-# --- show ----------------------------------------------------------------------------------------------------------------------
+# --- show -------------------------------------------------------------------------------------------------------------
 
 
 def a_group(task: Task, rewards: list[float | None]) -> Group:
@@ -244,7 +265,11 @@ def a_group(task: Task, rewards: list[float | None]) -> Group:
         t.say(Said(np.int32([4, 9]), np.float32([-0.1, -3.0]), np.int32([5, 5]), Stop.SAID))
         verdict = Verdict.failed("outage", "down") if reward is None else Verdict.value(reward, "", "as expected")
         brief = Judged("brief", 0.1, Verdict.value(1.0))
-        episodes.append(Episode(task, 0, i, (t.segment(),), Stop.SAID, (Judged("sum", 1.0, verdict), brief), f"it is \x1b[31m{i}", ""))
+        episodes.append(
+            Episode(
+                task, 0, i, (t.segment(),), Stop.SAID, (Judged("sum", 1.0, verdict), brief), f"it is \x1b[31m{i}", ""
+            )
+        )
     return Group(task, 0, tuple(episodes))
 
 
@@ -253,7 +278,8 @@ def folder(tmp_path: Path) -> Path:
     group = a_group(Task("t0", "2+2=", 4), [1.0, 0.0, None])
     signs = [1.5, -0.5]
     credits = tuple(
-        EpisodeCredit(Scored(e), s, tuple(np.full(x.spoken, s) for x in e.segments)) for e, s in zip(group.judged, signs, strict=True)
+        EpisodeCredit(Scored(e), s, tuple(np.full(x.spoken, s) for x in e.segments))
+        for e, s in zip(group.judged, signs, strict=True)
     )
     with Book.create(tmp_path / "run", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}) as book:
         book.write_evaluation("rl", 0, [group])
@@ -267,7 +293,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def text(folder: Path, colour: bool = False, **wanted: Any) -> str:
-    return "\n".join(lines(folder, Wanted(**wanted), colour))
+    return "\n".join(lines(folder, ShowOptions(**wanted), colour))
 
 
 def test_show_lists_the_last_training_step(folder: Path) -> None:
@@ -299,7 +325,10 @@ def test_show_without_tokenizer_or_episodes_says_so(folder: Path, tmp_path: Path
     (folder / "tokenizer" / "tokenizer.json").unlink()
     assert "#4" in text(folder, episode=0) and "token ids are shown" in text(folder, episode=0)
     Book.create(tmp_path / "empty", Run(recipe="r", stages=(Reinforce(name="rl"),)), {}).close()
-    assert text(tmp_path / "empty") == f"no episodes in {tmp_path / 'empty'} yet: they appear after its first step or evaluation"
+    assert (
+        text(tmp_path / "empty")
+        == f"no episodes in {tmp_path / 'empty'} yet: they appear after its first step or evaluation"
+    )
 
 
 @pytest.mark.parametrize(
@@ -322,7 +351,9 @@ def test_show_of_something_else_is_code_5(tmp_path: Path, capsys: pytest.Capture
 
 
 def test_a_closed_pipe_is_no_error(folder: Path) -> None:
-    shown = subprocess.run(f"{' '.join(PYTHON)} show {folder} | head -1", shell=True, capture_output=True, text=True, check=True)
+    shown = subprocess.run(
+        f"{' '.join(PYTHON)} show {folder} | head -1", shell=True, capture_output=True, text=True, check=True
+    )
     assert "Traceback" not in shown.stderr and "rl step 2" in shown.stdout
 
 

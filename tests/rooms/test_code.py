@@ -17,20 +17,20 @@ from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
-from posttrain.environment.code import Code
-from posttrain.environment.code_tests import CallTest, WeakTest, rewritten
-from posttrain.environment.code_tests import tests_of as read_tests
-from posttrain.environment.fences import program_in
-from posttrain.environment.sandbox.cell.program import NotPlain, decode, encode
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Call, Limits, SandboxBroken
-from posttrain.environment.sandbox.value import Comparison, Unheard, heard, same
+from posttrain.sandbox.cell.program import NotPlain, decode, encode
+from posttrain.sandbox.comparison import Comparison, Unheard, heard, same
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.port import Call, ProgramLimits, SandboxBroken
+from posttrain.verifier.code.fences import program_in
+from posttrain.verifier.code.source import Code
+from posttrain.verifier.code.tests import CallTest, WeakTest, rewritten
+from posttrain.verifier.code.tests import tests_of as read_tests
 from tests.rooms.sandbox_parts import backend
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    with Sandbox(backend("namespaces"), workers=2, limits=Limits(wall=10.0)) as pool:
+    with Sandbox(backend("namespaces"), workers=2, limits=ProgramLimits(wall=10.0)) as pool:
         yield pool
 
 
@@ -132,13 +132,15 @@ def test_kinds_of_failure(sandbox: Sandbox) -> None:
     assert asyncio.run(verdict("import ctypes\ndef f(a, b): ctypes.string_at(0)")) == "crashed"
     assert asyncio.run(verdict("def f(a, b): return object()")) == "type"
     assert asyncio.run(verdict("import os\ndef f(a, b): os._exit(0)")) == "no_result"
-    with Sandbox(sandbox.backend, workers=1, limits=Limits(wall=0.3)) as short:
+    with Sandbox(sandbox.backend, workers=1, limits=ProgramLimits(wall=0.3)) as short:
         assert judged(short, "def f(a, b):\n while True: pass", *ADD).kind == "timeout"
 
 
 def test_speed_is_measured_outside(sandbox: Sandbox) -> None:
     """V-12."""
-    ran = sandbox.run_sync("import time\nreal = time.sleep\ntime.time = time.monotonic = time.perf_counter = lambda: 0\nreal(0.3)")
+    ran = sandbox.run_sync(
+        "import time\nreal = time.sleep\ntime.time = time.monotonic = time.perf_counter = lambda: 0\nreal(0.3)"
+    )
     assert ran.seconds >= 0.3
 
 
@@ -156,7 +158,7 @@ def test_our_failure_is_no_score(monkeypatch: pytest.MonkeyPatch) -> None:
     class Broken:
         name = "broken"
         waiting = 0
-        limits = Limits()
+        limits = ProgramLimits()
 
         async def run(self, *_: object, **__: object) -> None:
             raise SandboxBroken("the sandbox is gone")
@@ -174,7 +176,13 @@ def test_tests_that_run_beside_the_program_are_accepted_by_name_and_called_weak(
         judged(sandbox, "def f(a, b): return a + b", WEAK)
     verdict = judged(sandbox, "def f(a, b): return a + b", WEAK, weak=True)
     assert verdict.score == 1.0 and "1 weak tests" in verdict.why
-    for program in ("def f(a, b): return a", "import sys\ndef f(a, b): sys.exit(0)", "import os; os._exit(0)", "raise SystemExit", "'''"):
+    for program in (
+        "def f(a, b): return a",
+        "import sys\ndef f(a, b): sys.exit(0)",
+        "import os; os._exit(0)",
+        "raise SystemExit",
+        "'''",
+    ):
         assert judged(sandbox, program, WEAK, weak=True).score == 0.0
 
 
@@ -224,7 +232,9 @@ def test_asserts_with_a_tolerance_and_those_that_stay_weak() -> None:
     assert rewritten("assert abs(f(2) - 1.5) < 1e-6", "") == [
         CallTest(Call("f", (2,)), 1.5, Comparison(math.nextafter(1e-6, 0), relative=False))
     ]
-    assert rewritten("assert abs(f(2) - 1.5) <= 1e-6", "") == [CallTest(Call("f", (2,)), 1.5, Comparison(1e-6, relative=False))]
+    assert rewritten("assert abs(f(2) - 1.5) <= 1e-6", "") == [
+        CallTest(Call("f", (2,)), 1.5, Comparison(1e-6, relative=False))
+    ]
     for text in (
         "assert f(1)",
         "assert f(x) == 1",
@@ -258,7 +268,11 @@ def test_what_a_right_answer_needs_may_be_said(sandbox: Sandbox) -> None:
     assert judged(sandbox, prints, {"stdin": "", "stdout": lines}).score == 1.0
     assert judged(sandbox, f"{prints}; print(1)", {"stdin": "", "stdout": lines}).kind == "wrong"
     assert (
-        judged(sandbox, "def f(n): return list(range(n))", {"function": "f", "args": [60_000], "expected": list(range(60_000))}).score
+        judged(
+            sandbox,
+            "def f(n): return list(range(n))",
+            {"function": "f", "args": [60_000], "expected": list(range(60_000))},
+        ).score
         == 1.0
     )
     loud = "import sys\nfor i in range(3000): print('line', i, '.' * 20, file=sys.stderr)\nprint(42)"
@@ -272,7 +286,7 @@ def test_a_wait_for_us_is_no_time_of_the_program(sandbox: Sandbox) -> None:
     """Two endless programs stand before the two tests of a right one, longer than all its tests may take."""
 
     async def main() -> Verdict:
-        with Sandbox(sandbox.backend, workers=1, limits=Limits(wall=1.0)) as one:
+        with Sandbox(sandbox.backend, workers=1, limits=ProgramLimits(wall=1.0)) as one:
             hogs = [asyncio.create_task(one.run("while True: pass")) for _ in range(2)]
             await asyncio.sleep(0.05)
             code = Code(one, seconds=1.5)
@@ -332,7 +346,10 @@ def test_sets_in_sets_are_the_same_in_any_order() -> None:
             return [turned(v) for v in value]
         if not isinstance(value, dict):
             return value
-        return {k: [turned(p) for p in reversed(v)] if k in ("set", "frozenset", "dict") else turned(v) for k, v in value.items()}
+        return {
+            k: [turned(p) for p in reversed(v)] if k in ("set", "frozenset", "dict") else turned(v)
+            for k, v in value.items()
+        }
 
     words = frozenset({"eat", "tea", "ate"})
     for value in (
@@ -358,11 +375,24 @@ def test_numbers_too_long_to_print_are_compared_all_the_same(sandbox: Sandbox) -
 def test_a_tolerance_is_explicit() -> None:
     near = Comparison(tolerance=1e-6)
     assert same(encode([0.1 + 0.2, 1]), [0.3, 1.0], near) and same(-0.0, 0.0, near) and not same(0.31, 0.3, near)
-    assert not same(encode(1.0), 1, near) and not same(encode(float("nan")), 1.0, near) and not same({"int": "zz"}, 1.0, near)
+    assert (
+        not same(encode(1.0), 1, near)
+        and not same(encode(float("nan")), 1.0, near)
+        and not same({"int": "zz"}, 1.0, near)
+    )
     assert same(encode(((1,), [2])), [[1], (2,)], Comparison(any_sequence=True))
 
 
-FORGED = [b"", b"{", b"3", b'{"passed": true}', b"[" * 100_000, b'{"value": 1, "x": 2}', b'{"value":' + b"9" * 10_000 + b"}", b"\xff"]
+FORGED = [
+    b"",
+    b"{",
+    b"3",
+    b'{"passed": true}',
+    b"[" * 100_000,
+    b'{"value": 1, "x": 2}',
+    b'{"value":' + b"9" * 10_000 + b"}",
+    b"\xff",
+]
 
 
 @pytest.mark.parametrize("result", FORGED)
@@ -372,7 +402,9 @@ def test_a_forged_frame_is_no_value(result: bytes) -> None:
         heard(result)
 
 
-@pytest.mark.parametrize("said", [3, [3], {"int": 3}, {"int": "3"}, {"list": 3}, {"dict": [3]}, {"int": "0x3", "x": 1}, {}, {"set": [{}]}])
+@pytest.mark.parametrize(
+    "said", [3, [3], {"int": 3}, {"int": "3"}, {"list": 3}, {"dict": [3]}, {"int": "0x3", "x": 1}, {}, {"set": [{}]}]
+)
 def test_a_forged_value_is_not_equal_and_breaks_nothing(said: Any) -> None:
     for wanted in (3, [3], {3: 3}, {3}, 3.0, "3", None):
         assert not same(said, wanted) and not same(said, wanted, Comparison(1e-3, True))

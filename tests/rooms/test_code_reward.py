@@ -10,30 +10,42 @@ import pytest
 from run_parts import RL, SMALL, play, refused, rl_steps
 
 from posttrain.core import reader
-from posttrain.core.env import Reward, Where
+from posttrain.core.env import Reward, SandboxSettings
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
-from posttrain.environment.build import environment
-from posttrain.environment.reward import sources
-from posttrain.environment.sandbox import choose
-from posttrain.environment.sandbox.backends import Namespaces
-from posttrain.environment.sandbox.port import SandboxUnavailableError
-from posttrain.environment.tools.offered import Offered
+from posttrain.environment.make import environment
+from posttrain.environment.tools.offered import OfferedTools
+from posttrain.sandbox import choose
+from posttrain.sandbox.backends import Namespaces
+from posttrain.sandbox.port import SandboxUnavailableError
+from posttrain.verifier.functions import sources
 from tests.rooms.sandbox_parts import backend
 
 
 def asked(folder: Path, tests: object, reward: str = "code") -> tuple[str, ...]:
     folder.mkdir(parents=True, exist_ok=True)
-    rows = [{"prompt": f"def f(x): # x + {a}", "tests": tests, "completion": f"def f(x): return x + {a}"} for a in range(8)]
+    rows = [
+        {"prompt": f"def f(x): # x + {a}", "tests": tests, "completion": f"def f(x): return x + {a}"} for a in range(8)
+    ]
     (folder / "mine.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
-    return ("verifiable", "sft=none", *SMALL, *RL, f"env.prompts={folder / 'mine.jsonl'}", f"env.rewards={reward}", "env.heldout=2")
+    return (
+        "verifiable",
+        "sft=none",
+        *SMALL,
+        *RL,
+        f"env.prompts={folder / 'mine.jsonl'}",
+        f"env.rewards={reward}",
+        "env.heldout=2",
+    )
 
 
 def test_a_program_earns_what_its_tests_say() -> None:
     """Both forms, from the configuration, on the sandbox this machine has."""
     task = Task(
-        "t", "double it", info={"tests": [{"function": "f", "args": [2], "expected": 4}, {"function": "f", "args": [3], "expected": 6}]}
+        "t",
+        "double it",
+        info={"tests": [{"function": "f", "args": [2], "expected": 4}, {"function": "f", "args": [3], "expected": 6}]},
     )
     whole, part = sources((Reward(function="code"), Reward(function="code_fraction", weight=0.5)), [task])
 
@@ -70,12 +82,17 @@ def test_tasks_without_tests_never_start(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_a_run_without_a_sandbox_says_so_on_every_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In its own description and in each verdict, those of other sources too. The stand-in called `none` contains them, all the same."""
+    """In its own description and in each verdict, those of other sources too. The stand-in called `none` contains them,
+    all the same."""
     backend("namespaces")
-    monkeypatch.setattr(choose, "_unconfined", lambda packages, interpreter: Namespaces(packages, interpreter, name="none"))
+    monkeypatch.setattr(
+        choose, "_unconfined", lambda packages, interpreter: Namespaces(packages, interpreter, name="none")
+    )
     words = asked(tmp_path / "task", [{"function": "f", "args": [2], "expected": 4}], "code,exact")
     rows = (tmp_path / "task" / "mine.jsonl").read_text().splitlines()
-    (tmp_path / "task" / "mine.jsonl").write_text("".join(json.dumps(json.loads(r) | {"answer": "x"}) + "\n" for r in rows))
+    (tmp_path / "task" / "mine.jsonl").write_text(
+        "".join(json.dumps(json.loads(r) | {"answer": "x"}) + "\n" for r in rows)
+    )
     folder = play(tmp_path / "run", *words, "env.sandbox.name=none")
     told = json.loads((folder / "run.json").read_text())
     assert told["sandboxes"] == ["none"] and told["run"]["env"]["sandbox"]["name"] == "none"
@@ -87,21 +104,23 @@ def test_a_run_without_a_sandbox_says_so_on_every_record(tmp_path: Path, monkeyp
 def test_where_programs_run_is_one_setting_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     backend("namespaces")
     for name in ("namespaces", "auto"):
-        where = Where(name=name)
+        where = SandboxSettings(name=name)
         (code,) = sources((Reward(function="code"),), where=where)
         programs = environment(Env(name="programs", sandbox=where), 0)
-        assert code.contained == "namespaces" and programs.contained == Offered.of("python", where).contained == ("namespaces",)  # type: ignore[attr-defined]
+        assert code.contained == "namespaces" and programs.contained == OfferedTools.of("python", where).contained == (
+            "namespaces",
+        )  # type: ignore[attr-defined]
         code.close()  # type: ignore[attr-defined]
     task = programs.train.task(0)
     verdict = asyncio.run(programs.judge(Attempt(task, (str(task.answer),), Stop.SAID)))[0].verdict
     assert verdict.score == 1.0 and programs.gauges()["verifier/programs/seconds"].count == 1
     programs.close()
-    assert Offered.of("files").contained == () == environment(Env(), 0).contained
+    assert OfferedTools.of("files").contained == () == environment(Env(), 0).contained
     monkeypatch.delenv("ALLOW_UNSANDBOXED_CODE", raising=False)
     for build in (
         lambda w: sources((Reward(function="code"),), where=w),
         lambda w: environment(Env(name="programs", sandbox=w), 0),
-        lambda w: Offered.of("python", w),
+        lambda w: OfferedTools.of("python", w),
     ):
         with pytest.raises(SandboxUnavailableError, match="refused for root|ALLOW_UNSANDBOXED_CODE=1"):
-            build(Where(name="none"))
+            build(SandboxSettings(name="none"))

@@ -11,16 +11,16 @@ from layout_parts import TASKS, table
 
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.environment.code import Code
-from posttrain.environment.fences import blocks_of
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Limits
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.port import ProgramLimits
+from posttrain.verifier.code.fences import blocks_of
+from posttrain.verifier.code.source import Code
 from tests.rooms.sandbox_parts import backend
 
 
 @pytest.fixture(scope="module")
 def sandbox() -> Iterator[Sandbox]:
-    with Sandbox(backend("namespaces"), workers=1, limits=Limits(wall=2.0)) as pool:
+    with Sandbox(backend("namespaces"), workers=1, limits=ProgramLimits(wall=2.0)) as pool:
         yield pool
 
 
@@ -49,7 +49,8 @@ def test_what_is_no_right_program_earns_nothing(sandbox: Sandbox, task: str, res
     "piece", ["`", "~", "~~~", "```", "```a\n", "a ```x\nb```\n", "<pre>", "<pre>\n", "<answer>", "<!--", "> ", "> ```\n", "- ", "a b\n", "(", "-", "[PYTHON]\n", "      ```\n"]
 )  # fmt: skip
 def test_repeated_pieces_are_quick(piece: str) -> None:
-    """No pattern reads the same text in two ways: the blocks of a long response are found at once in the run's own process."""
+    """No pattern reads the same text in two ways: the blocks of a long response are found at once in the run's own
+    process."""
     began = time.process_time()
     for many in (200_000 // len(piece), 1_000_000 // len(piece)):
         assert blocks_of(piece * many) and blocks_of("```py\n" + piece * many) and blocks_of(piece * many + "x\n```\n")

@@ -1,4 +1,5 @@
-"""A sampling contract of every kind of rule, from the command line through rollout, record and learner, in real tiny runs."""
+"""A sampling contract of every kind of rule, from the command line through rollout, record and learner, in real tiny
+runs."""
 
 from __future__ import annotations
 
@@ -10,6 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
+from posttrain.api.build import check_tokens, make_environment, make_policy
+from posttrain.api.overrides import apply, surface
 from posttrain.checks.sampler import stops_are_true
 from posttrain.cli import main
 from posttrain.core import reader
@@ -20,13 +23,16 @@ from posttrain.core.run import Env, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
-from posttrain.environment.build import environment
+from posttrain.environment.make import environment
 from posttrain.environment.render import Renderer
-from posttrain.recipe.build import check_tokens, make_environment, make_policy
-from posttrain.recipe.overrides import apply, surface
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
-WORDS = ("rl.sampling.stop=7,=2", "rl.sampling.bad_words=11,3", "rl.sampling.repetition_penalty=1.3", "rl.sampling.logit_bias=2:0.5")
+WORDS = (
+    "rl.sampling.stop=7,=2",
+    "rl.sampling.bad_words=11,3",
+    "rl.sampling.repetition_penalty=1.3",
+    "rl.sampling.logit_bias=2:0.5",
+)
 
 
 def overridden(*words: str) -> Sampling:
@@ -36,13 +42,24 @@ def overridden(*words: str) -> Sampling:
 
 
 def test_lists_pairs_and_texts_on_the_command_line() -> None:
-    s = overridden("stop=;,end", "bad_ids=5,6", "logit_bias=17:-2.5, 3:1", "allowed_ids=1,2,17", "min_tokens=2", "repetition_penalty=1.2")
+    s = overridden(
+        "stop=;,end",
+        "bad_ids=5,6",
+        "logit_bias=17:-2.5, 3:1",
+        "allowed_ids=1,2,17",
+        "min_tokens=2",
+        "repetition_penalty=1.2",
+    )
     assert s.stop == (";", "end") and s.bad_ids == ((5,), (6,)) and s.logit_bias == ((17, -2.5), (3, 1.0))
     assert s.allowed_ids == (1, 2, 17) and s.min_tokens == 2 and s.repetition_penalty == 1.2
-    s = overridden('stop=["\\n\\n", "a, b", " "]', "bad_ids=[[5], [7, 8]]", "logit_bias=[[1, 2]]", "allowed_words=yes,no")
+    s = overridden(
+        'stop=["\\n\\n", "a, b", " "]', "bad_ids=[[5], [7, 8]]", "logit_bias=[[1, 2]]", "allowed_words=yes,no"
+    )
     assert s.stop == ("\n\n", "a, b", " ") and s.bad_ids == ((5,), (7, 8)) and s.logit_bias == ((1, 2.0),)
     assert s.allowed_words == ("yes", "no") and overridden("stop=none", "allowed_ids=none").stop == ()
-    assert hash(s) == hash(overridden('stop=["\\n\\n", "a, b", " "]', "bad_ids=[[5],[7,8]]", "logit_bias=1:2", "allowed_words=yes,no"))
+    assert hash(s) == hash(
+        overridden('stop=["\\n\\n", "a, b", " "]', "bad_ids=[[5],[7,8]]", "logit_bias=1:2", "allowed_words=yes,no")
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,11 +84,16 @@ def test_every_field_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
     assert {f"rl.sampling.{f.name}" for f in fields(Sampling)} <= paths
     assert main(["run", "arithmetic", "--help", "rl.sampling.stop=;"]) == 0
     shown = capsys.readouterr().out
-    assert "rl.sampling.logit_bias=" in shown and "rl.sampling.bad_words=" in shown and "a list of (a whole number:a number)" in shown
+    assert (
+        "rl.sampling.logit_bias=" in shown
+        and "rl.sampling.bad_words=" in shown
+        and "a list of (a whole number:a number)" in shown
+    )
 
 
 def test_a_run_learns_under_all_of_it(tmp_path: Path) -> None:
-    """The start-up proofs and canaries of the run compare sampler and learner token by token; the record holds the contract."""
+    """The start-up proofs and canaries of the run compare sampler and learner token by token; the record holds the
+    contract."""
     run = apply(only_rl(tiny_run(eval_every=1)), [*WORDS, "rl.sampling.min_tokens=1", "rl.sampling.max_tokens=10"])
     asyncio.run(play(tiny_parts(tmp_path / "r", run)))
     assert reader.run_file(tmp_path / "r").run.stage("rl").sampling.bad_words == ("11", "3")  # type: ignore[union-attr]

@@ -11,7 +11,7 @@ import posttrain
 from posttrain.core import reader
 from posttrain.core.errors import DataError
 from posttrain.core.run import Model
-from posttrain.engine.build import build_module
+from posttrain.engine.tiny import build_module
 from posttrain.recipe.shipped import recipe
 from tests.tiny import MODEL
 
@@ -75,8 +75,22 @@ def start(folder: Path, family: str, *words: str) -> Path:
     module = build_module(Model(**{**MODEL.__dict__, "context": 512}), text, 0)
     module.save_pretrained(folder / "model")
     text.save_pretrained(folder / "model")
-    common = ("sft=none", "threads=1", "slots=8", "evaluation.samples=1", f"model={folder / 'model'}", f"env={folder / 'world.py'}:Twice")
-    stage = ("rl.steps=1", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "rl.checkpoint_every=0", "rl.sampling.max_tokens=3")
+    common = (
+        "sft=none",
+        "threads=1",
+        "slots=8",
+        "evaluation.samples=1",
+        f"model={folder / 'model'}",
+        f"env={folder / 'world.py'}:Twice",
+    )
+    stage = (
+        "rl.steps=1",
+        "rl.prompts=2",
+        "rl.siblings=2",
+        "rl.eval_every=0",
+        "rl.checkpoint_every=0",
+        "rl.sampling.max_tokens=3",
+    )
     posttrain.run(recipe("arithmetic"), *common, *stage, *words, out=folder / "run", quiet=True)
     return folder / "run"
 
@@ -103,5 +117,7 @@ def test_so_is_one_that_knows_no_answer_of_a_tool(tmp_path: Path) -> None:
     ],
     ids=["appends", "rewrite asked for", "one turn", "tools append"],
 )
-def test_what_can_be_one_sequence_or_was_asked_to_be_several_starts(tmp_path: Path, family: str, words: tuple[str, ...]) -> None:
+def test_what_can_be_one_sequence_or_was_asked_to_be_several_starts(
+    tmp_path: Path, family: str, words: tuple[str, ...]
+) -> None:
     assert [s.stage for s in reader.steps(start(tmp_path, family, *words))][-1] == "rl"

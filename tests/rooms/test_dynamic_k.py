@@ -1,4 +1,5 @@
-"""Over-sampling a group and aborting its rest: what is kept, what is counted, and the bias that it buys its speed with."""
+"""Over-sampling a group and aborting its rest: what is kept, what is counted, and the bias that it buys its speed
+with."""
 
 from __future__ import annotations
 
@@ -57,8 +58,8 @@ def test_a_run_keeps_as_many_siblings_as_it_asked_for(tmp_path: Path) -> None:
 
 
 def test_what_is_kept_is_shorter_than_what_is_said() -> None:
-    """By enumeration: lengths 1, 2 or 4 with probability 1/2, 1/4, 1/4, two siblings kept of four. The mean of the kept is below
-    the mean of all, and a reward that grows with length is underestimated; without extras it is not."""
+    """By enumeration: lengths 1, 2 or 4 with probability 1/2, 1/4, 1/4, two siblings kept of four. The mean of the kept
+    is below the mean of all, and a reward that grows with length is underestimated; without extras it is not."""
     lengths, chance = np.array([1, 2, 4]), np.array([0.5, 0.25, 0.25])
     truth = float(lengths @ chance)
 
@@ -72,15 +73,16 @@ def test_what_is_kept_is_shorter_than_what_is_said() -> None:
 
     assert kept_mean(2) == pytest.approx(truth)
     expected = sum(
-        float(np.mean(np.sort(lengths[list(d)])[:2])) * float(np.prod(chance[list(d)])) for d in itertools.product(range(3), repeat=4)
+        float(np.mean(np.sort(lengths[list(d)])[:2])) * float(np.prod(chance[list(d)]))
+        for d in itertools.product(range(3), repeat=4)
     )
     assert kept_mean(4) == pytest.approx(expected)
     assert expected < 0.75 * truth
 
 
 def test_the_bias_of_a_run_is_that_of_the_shortest(tmp_path: Path) -> None:
-    """Eight siblings kept of twelve in a real run whose policy hardly moves: their mean length is that of the eight shortest of twelve
-    drawn from the lengths of the run without extras, a third below them."""
+    """Eight siblings kept of twelve in a real run whose policy hardly moves: their mean length is that of the eight
+    shortest of twelve drawn from the lengths of the run without extras, a third below them."""
 
     def lengths(extra: int) -> np.ndarray:
         contract, still = Sampling(max_tokens=40), Optimizer(lr=1e-6, warmup=1)

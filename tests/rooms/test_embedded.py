@@ -25,10 +25,17 @@ __all__ = ["one_thread"]
 def test_greedy_is_generate(family: str) -> None:
     """Short prompts attend raggedly, the long ones densely; more requests than slots."""
     e, plain = engine(family, context=128), module(family)
-    asked = [*prompts(6), *prompts(2, seed=1, longest=3), np.arange(70, dtype=np.int32) % V, np.arange(90, dtype=np.int32) * 7 % V]
+    asked = [
+        *prompts(6),
+        *prompts(2, seed=1, longest=3),
+        np.arange(70, dtype=np.int32) % V,
+        np.arange(90, dtype=np.int32) * 7 % V,
+    ]
     for prompt, said in zip(asked, asyncio.run(ask(e, asked, sampling(greedy=True))), strict=True):
         ids = torch.from_numpy(prompt)[None].long()
-        out = plain.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0)
+        out = plain.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False, pad_token_id=0
+        )
         assert out[0, len(prompt) :].tolist() == said.ids.tolist()
         assert not said.logp.any()
     assert e.blocks_in_use == 0
@@ -54,8 +61,12 @@ def test_logp_is_that_of_a_full_forward(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_bfloat16_is_near_its_own_full_forward(family: str) -> None:
-    """Greedy text may differ where two tokens are as probable; log-probs differ by the rounding of one pass against many."""
-    e, plain = EmbeddedEngine(module(family, dtype=torch.bfloat16), slots=4, context=96), module(family, dtype=torch.bfloat16)
+    """Greedy text may differ where two tokens are as probable; log-probs differ by the rounding of one pass against
+    many."""
+    e, plain = (
+        EmbeddedEngine(module(family, dtype=torch.bfloat16), slots=4, context=96),
+        module(family, dtype=torch.bfloat16),
+    )
     asked = prompts(6)
     gaps = [
         np.abs(reference_logp(plain, prompt, said, sampling()) - said.logp)
@@ -68,7 +79,9 @@ def test_bfloat16_is_near_its_own_full_forward(family: str) -> None:
 
 def test_context_ends_a_turn() -> None:
     e = engine(context=32)
-    full, short = asyncio.run(ask(e, [np.ones(20, np.int32), np.ones(22, np.int32)], [sampling(max_tokens=20), sampling(max_tokens=10)]))
+    full, short = asyncio.run(
+        ask(e, [np.ones(20, np.int32), np.ones(22, np.int32)], [sampling(max_tokens=20), sampling(max_tokens=10)])
+    )
     assert (full.stop, len(full.ids)) == (Stop.CONTEXT, 12)
     assert (short.stop, len(short.ids)) == (Stop.LENGTH, 10)
 
@@ -195,7 +208,10 @@ def test_cancelled_requests_leave_nothing() -> None:
     e = engine(slots=2)
 
     async def main() -> None:
-        tasks = [asyncio.create_task(e.generate(np.arange(20, dtype=np.int32) + i // 3, sampling(max_tokens=60), i)) for i in range(9)]
+        tasks = [
+            asyncio.create_task(e.generate(np.arange(20, dtype=np.int32) + i // 3, sampling(max_tokens=60), i))
+            for i in range(9)
+        ]
         for _ in range(6):
             await asyncio.sleep(0)
         assert e.blocks_in_use
@@ -259,7 +275,13 @@ def test_a_small_cache_serves_everyone_in_turn() -> None:
     assert e.blocks_in_use == 0
     assert e.gauges()["engine/positions_linear"].mean >= 1
     with pytest.raises(EngineError, match="does not fit the key-value cache"):
-        asyncio.run(ask(engine(context=256, cache_bytes=12 * 16 * 2 * 2 * 16 * 4), [np.ones(150, np.int32)], sampling(max_tokens=90)))
+        asyncio.run(
+            ask(
+                engine(context=256, cache_bytes=12 * 16 * 2 * 2 * 16 * 4),
+                [np.ones(150, np.int32)],
+                sampling(max_tokens=90),
+            )
+        )
 
 
 def test_prompts_that_cannot_be_served() -> None:
@@ -280,7 +302,11 @@ def test_sequences_that_cannot_be_scored() -> None:
     assert asyncio.run(e.score(whole[:1])).shape == (0,)
     assert np.array_equal(asyncio.run(e.score(whole[:9].astype(np.uint64))), asyncio.run(e.score(whole[:9])))
     far = [np.array([1, i, 2]) for i in (V, -1, 10**6, 2**32 + 7, -(2**32) + 7)]
-    for ids, message in ((whole, "does not fit a context of 32"), (whole[:0], "non-empty"), (whole[None, :3], "non-empty")):
+    for ids, message in (
+        (whole, "does not fit a context of 32"),
+        (whole[:0], "non-empty"),
+        (whole[None, :3], "non-empty"),
+    ):
         with pytest.raises(DataError, match=message):
             asyncio.run(e.score(ids))
     for ids in far:
@@ -300,7 +326,10 @@ def test_models_that_cannot_be_served() -> None:
         EmbeddedEngine(mamba, slots=1, context=8)
     with pytest.raises(EngineError, match="exceeds the 256 positions"):
         engine(context=257)
-    dynamic = ROPE | {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}, "max_position_embeddings": 256}
+    dynamic = ROPE | {
+        "rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        "max_position_embeddings": 256,
+    }
     longer = tf.LlamaConfig(**dynamic, original_max_position_embeddings=64)
     with pytest.raises(EngineError, match="dynamic rope"):
         EmbeddedEngine(tf.LlamaForCausalLM(longer), slots=1, context=128)
@@ -321,7 +350,11 @@ def test_a_window_that_only_a_mask_knows_is_refused() -> None:
     with pytest.raises(EngineError, match="sliding_window=8"):
         check_read_out(windowed, read_out(windowed))
     EmbeddedEngine(windowed, slots=1, context=8)
-    for harmless in (phimoe(sliding_window=None), phimoe(sliding_window=8, max_position_embeddings=8), phimoe(sliding_window=256)):
+    for harmless in (
+        phimoe(sliding_window=None),
+        phimoe(sliding_window=8, max_position_embeddings=8),
+        phimoe(sliding_window=256),
+    ):
         harmless.set_attn_implementation(attention.NAME)
         check_read_out(harmless, read_out(harmless))
     windowed.config.sliding_window, windowed.config.attention_chunk_size = None, 16

@@ -35,10 +35,12 @@ def ladder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
 
 def posttrain_process(*words: str) -> subprocess.CompletedProcess[str]:
     env = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run([sys.executable, "-m", "posttrain.cli", *words], capture_output=True, text=True, check=False, env=env)
+    return subprocess.run(
+        [sys.executable, "-m", "posttrain.cli", *words], capture_output=True, text=True, check=False, env=env
+    )
 
 
-# --- the first success ---------------------------------------------------------------------------------------------------
+# --- the first success ------------------------------------------------------------------------------------------------
 
 
 def test_a_run_says_what_it_does_and_ends_with_a_table(ladder: tuple[Path, str]) -> None:
@@ -55,7 +57,9 @@ def test_a_run_says_what_it_does_and_ends_with_a_table(ladder: tuple[Path, str])
     ):
         assert part in said, part
     table = said[said.index("held-out accuracy after each stage") :]
-    assert all(len(line) <= 80 for line in table.splitlines() if not line.startswith(("run folder", "  posttrain", "* ")))
+    assert all(
+        len(line) <= 80 for line in table.splitlines() if not line.startswith(("run folder", "  posttrain", "* "))
+    )
     commands = [line.split("#")[0].split() for line in table.splitlines() if line.startswith("  posttrain ")]
     assert {c[1] for c in commands} == {"show", "eval", "export", "run"}
 
@@ -66,9 +70,15 @@ def test_show_eval_and_export(ladder: tuple[Path, str], tmp_path: Path, capsys: 
     assert "mean reward" in capsys.readouterr().out
     assert main(["eval", str(folder), "--samples", "4"]) == 0
     own = capsys.readouterr().out
-    assert all(part in own for part in ("accuracy (sampled)", "accuracy (greedy)", "pass@1", "pass@4", "[", "tokens a response"))
+    assert all(
+        part in own
+        for part in ("accuracy (sampled)", "accuracy (greedy)", "pass@1", "pass@4", "[", "tokens a response")
+    )
     assert main(["export", str(folder), str(model)]) == 0
-    assert main(["eval", str(model), "--samples", "4", "--max-tokens", "6", "threads=1", "slots=16", "env.heldout=20"]) == 0
+    assert (
+        main(["eval", str(model), "--samples", "4", "--max-tokens", "6", "threads=1", "slots=16", "env.heldout=20"])
+        == 0
+    )
     exported = capsys.readouterr().out
     numbers = [line for line in own.splitlines() if "│" in line or "tokens a response" in line]
     assert numbers == [line for line in exported.splitlines() if "│" in line or "tokens a response" in line], (
@@ -80,7 +90,9 @@ def test_show_eval_and_export(ladder: tuple[Path, str], tmp_path: Path, capsys: 
     assert main(["export", str(folder), str(model)]) == 5 and "not empty" in capsys.readouterr().err
 
 
-def test_a_finished_run_resumed_only_shows_its_table(ladder: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_resumed_only_shows_its_table(
+    ladder: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (ladder[0] / "steps.jsonl").read_bytes()
     assert main(["run", "--resume", str(ladder[0])]) == 0
     said = capsys.readouterr().out
@@ -102,7 +114,9 @@ def reward(task, text):
 """
 
 
-@pytest.mark.parametrize(("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.prove), (signal.SIGINT, 130)])
+@pytest.mark.parametrize(
+    ("number", "code"), [pytest.param(signal.SIGTERM, 143, marks=pytest.mark.prove), (signal.SIGINT, 130)]
+)
 def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
     number: signal.Signals, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -112,7 +126,9 @@ def test_a_signal_ends_with_a_checkpoint_and_the_run_goes_on(
     words = [w for w in words if w not in ("rl.steps=2", "rl.checkpoint_every=1")] + ["rl.steps=5"]
     cut = posttrain_process("run", *words, "--out", str(tmp_path / "run"))
     assert cut.returncode == code, cut.stderr
-    assert "the last checkpoint is complete" in cut.stderr and f"posttrain run --resume {tmp_path / 'run'}" in cut.stderr
+    assert (
+        "the last checkpoint is complete" in cut.stderr and f"posttrain run --resume {tmp_path / 'run'}" in cut.stderr
+    )
     assert "Traceback" not in cut.stderr
     done = len(rl_steps(tmp_path / "run"))
     assert 1 <= done < 5
@@ -129,12 +145,19 @@ def test_inside_a_running_event_loop(tmp_path: Path) -> None:
     assert result.folder == tmp_path / "run" and result.accuracy is not None
 
 
-# --- one's own model, environment, algorithm ---------------------------------------------------------------------------------
+# --- one's own model, environment, algorithm --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("arch", "tokenizer"),
-    [("qwen3", "bpe"), ("llama", "unigram"), ("gpt2", "byte_level"), ("gemma", "bpe"), ("llama", "byte_level"), ("qwen3", "characters")],
+    [
+        ("qwen3", "bpe"),
+        ("llama", "unigram"),
+        ("gpt2", "byte_level"),
+        ("gemma", "bpe"),
+        ("llama", "byte_level"),
+        ("qwen3", "characters"),
+    ],
 )
 def test_a_checkpoint_of_ones_own(arch: str, tokenizer: str, tmp_path: Path) -> None:
     model = model_at(tmp_path / "model", arch, tokenizer)
@@ -182,7 +205,9 @@ def test_every_algorithm_learns_something_finite(name: str, tmp_path: Path) -> N
     assert all(s.gauges["optim/steps"].sum == 4 for s in steps)
 
 
-@pytest.mark.parametrize("words", [("sampling.top_k=5",), ("sampling.top_p=0.8", "sampling.temperature=0.7"), ("sampling.min_p=0.05",)])
+@pytest.mark.parametrize(
+    "words", [("sampling.top_k=5",), ("sampling.top_p=0.8", "sampling.temperature=0.7"), ("sampling.min_p=0.05",)]
+)
 def test_truncated_sampling_is_on_policy(words: tuple[str, ...], tmp_path: Path) -> None:
     folder = play(tmp_path / "run", *mine(tmp_path / "data"), *words)
     assert moved(folder) and all(s.gauges["canary/logp_gap_worst"].mean < 1e-4 for s in rl_steps(folder))
@@ -195,7 +220,10 @@ def test_bfloat16(tmp_path: Path) -> None:
 
 def test_gradient_checkpointing_changes_nothing(tmp_path: Path) -> None:
     words = mine(tmp_path / "data")
-    plain, saving = (weights(play(tmp_path / f"run{on}", *words, f"model.gradient_checkpointing={on}"))[1] for on in ("false", "true"))
+    plain, saving = (
+        weights(play(tmp_path / f"run{on}", *words, f"model.gradient_checkpointing={on}"))[1]
+        for on in ("false", "true")
+    )
     assert all(torch.allclose(plain[n], saving[n], atol=1e-5) for n in plain)
 
 

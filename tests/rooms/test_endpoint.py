@@ -24,10 +24,19 @@ async def test_what_passes_is_tried_again() -> None:
 
 
 async def test_the_last_try_says_who_failed_and_how() -> None:
-    async with server(reply(503, {"error": {"message": "no worker"}})) as (url, asked), Endpoint(url, "judge", patience=QUICK) as e:
-        with pytest.raises(EndpointError, match=r"judge \(http.*\): POST /x: status 503: no worker \(tried 4 times\)") as failed:
+    async with (
+        server(reply(503, {"error": {"message": "no worker"}})) as (url, asked),
+        Endpoint(url, "judge", patience=QUICK) as e,
+    ):
+        with pytest.raises(
+            EndpointError, match=r"judge \(http.*\): POST /x: status 503: no worker \(tried 4 times\)"
+        ) as failed:
             await e.post("/x", {})
-        assert failed.value.status == 503 and failed.value.role == "judge" and failed.value.exit_code == EngineError.exit_code
+        assert (
+            failed.value.status == 503
+            and failed.value.role == "judge"
+            and failed.value.exit_code == EngineError.exit_code
+        )
         assert len(asked) == 4
 
 
@@ -83,7 +92,10 @@ async def test_what_cannot_be_unpacked_may_pass() -> None:
 
 async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(endpoint, "LONGEST", 3 << 20)
-    async with server(reply(200, '"' + "x" * (5 << 20) + '"')) as (url, asked), Endpoint(url, "judge", patience=QUICK) as e:
+    async with (
+        server(reply(200, '"' + "x" * (5 << 20) + '"')) as (url, asked),
+        Endpoint(url, "judge", patience=QUICK) as e,
+    ):
         with pytest.raises(EndpointError, match="the answer is longer than 3 MiB"):
             await e.get("/x")
         assert len(asked) == 1

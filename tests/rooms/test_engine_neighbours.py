@@ -1,4 +1,5 @@
-"""A request that cannot be served is refused or gets its own error, and those beside it say what they would have said without it."""
+"""A request that cannot be served is refused or gets its own error, and those beside it say what they would have said
+without it."""
 
 from __future__ import annotations
 
@@ -83,7 +84,9 @@ def test_what_cannot_be_written_down_fails_alone() -> None:
     e, prompt = engine(), prompts(1, seed=2)[0]
 
     async def three() -> list[Any]:
-        return await asyncio.gather(*[e.generate(prompt, sampling(), place) for place in (1, -1, 2)], return_exceptions=True)
+        return await asyncio.gather(
+            *[e.generate(prompt, sampling(), place) for place in (1, -1, 2)], return_exceptions=True
+        )
 
     first, failed, last = beside(e, three)
     assert isinstance(failed, ValueError)
@@ -117,7 +120,9 @@ def test_diverged_weights_fail_everyone_and_the_engine_takes_new_ones() -> None:
     e._module.get_input_embeddings().weight.data.fill_(float("nan"))
 
     async def all_of() -> list[Any]:
-        return await asyncio.gather(*[e.generate(p, sampling(), i) for i, p in enumerate(prompts(5))], return_exceptions=True)
+        return await asyncio.gather(
+            *[e.generate(p, sampling(), i) for i, p in enumerate(prompts(5))], return_exceptions=True
+        )
 
     got = asyncio.run(asyncio.wait_for(all_of(), 10))
     assert all(isinstance(x, EngineError) and "not finite" in str(x) for x in got)

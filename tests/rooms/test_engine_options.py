@@ -1,4 +1,5 @@
-"""The embedded engine's settings through the real command line: drafts of two kinds, a timeline, and what is refused."""
+"""The embedded engine's settings through the real command line: drafts of two kinds, a timeline, and what is
+refused."""
 
 from __future__ import annotations
 
@@ -24,7 +25,14 @@ def test_drafts_by_lookup_change_nothing(tmp_path: Path) -> None:
 
 def test_a_draft_model_and_a_timeline(tmp_path: Path) -> None:
     model = model_at(tmp_path / "model")
-    words = ("run", *mine(tmp_path / "task"), f"model.path={model}", f"engine.draft={model}", "engine.drafts=2", "engine.timeline=true")
+    words = (
+        "run",
+        *mine(tmp_path / "task"),
+        f"model.path={model}",
+        f"engine.draft={model}",
+        "engine.drafts=2",
+        "engine.timeline=true",
+    )
     folder = play(tmp_path / "run", *words[1:])
     assert all(0 < s.gauges["engine/accepted"].mean <= 1 for s in rl_steps(folder))
     events = json.loads((folder / "timeline.json").read_text())["traceEvents"]
@@ -41,8 +49,11 @@ def test_settings_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "tokenizer differs" in refused(capsys, "run", *words, f"engine.draft={other}", code=2)
 
 
-def test_a_run_says_by_which_code_it_computes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a compiler by compiled kernels; without one, or where it is told to, by torch's operations, and it says so."""
+def test_a_run_says_by_which_code_it_computes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a compiler by compiled kernels; without one, or where it is told to, by torch's operations, and it says
+    so."""
     play(tmp_path / "compiled", *mine(tmp_path / "task"))
     said = capsys.readouterr().out
     assert ("compiled kernels" in said) == isinstance(native.find(), native.Kernels)
@@ -52,4 +63,6 @@ def test_a_run_says_by_which_code_it_computes(tmp_path: Path, capsys: pytest.Cap
     play(tmp_path / "torch", *mine(tmp_path / "task"))
     assert "engine: embedded, torch's operations (no C compiler" in capsys.readouterr().out
     words = (*mine(tmp_path / "task"), "--out", str(tmp_path / "refused"), "engine.compiled=true")
-    assert "engine.compiled=true, but there are no compiled kernels: no C compiler" in refused(capsys, "run", *words, code=2)
+    assert "engine.compiled=true, but there are no compiled kernels: no C compiler" in refused(
+        capsys, "run", *words, code=2
+    )

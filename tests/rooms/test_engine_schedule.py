@@ -1,4 +1,5 @@
-"""What the engine does with its cache: finds beginnings again, cuts prefill into chunks, gives way, takes new weights on the way."""
+"""What the engine does with its cache: finds beginnings again, cuts prefill into chunks, gives way, takes new weights
+on the way."""
 
 from __future__ import annotations
 
@@ -90,7 +91,9 @@ def test_a_long_prompt_does_not_hold_up_who_is_speaking() -> None:
     heard: list[int] = []
 
     async def main() -> None:
-        first = asyncio.create_task(e.generate(long(5), sampling(max_tokens=60), 0, heard=lambda ids, logp: heard.append(len(ids))))
+        first = asyncio.create_task(
+            e.generate(long(5), sampling(max_tokens=60), 0, heard=lambda ids, logp: heard.append(len(ids)))
+        )
         await ticks(4)
         before = len(heard)
         second = asyncio.create_task(e.generate(long(150, 1), sampling(max_tokens=1), 1))
@@ -110,7 +113,9 @@ def test_who_is_heard_is_who_is_answered() -> None:
         def listen(i: int):
             return lambda ids, logp: heard[i].extend(zip(ids.tolist(), logp.tolist(), strict=True))
 
-        return await asyncio.gather(*[e.generate(p, sampling(stop_ids=(3,)), i, heard=listen(i)) for i, p in enumerate(prompts(5))])
+        return await asyncio.gather(
+            *[e.generate(p, sampling(stop_ids=(3,)), i, heard=listen(i)) for i, p in enumerate(prompts(5))]
+        )
 
     for i, said in enumerate(asyncio.run(main())):
         assert heard[i] == list(zip(said.ids.tolist(), said.logp.tolist(), strict=True))
@@ -162,7 +167,8 @@ def test_siblings_without_room_to_fork_take_turns() -> None:
 
 
 def test_a_sibling_is_not_admitted_to_a_prompt_that_makes_room_for_it() -> None:
-    """One long turn and the prompt fill the cache: each sibling waits for a block, and the prompt stays until the last has begun."""
+    """One long turn and the prompt fill the cache: each sibling waits for a block, and the prompt stays until the last
+    has begun."""
     e = engine(slots=2, context=64, cache_bytes=4 * BLOCK_BYTES)
 
     async def main() -> None:
@@ -178,8 +184,8 @@ def test_a_sibling_is_not_admitted_to_a_prompt_that_makes_room_for_it() -> None:
 
 
 def test_blocks_computed_twice_at_once_are_held_once() -> None:
-    """A prompt and one that begins with it are computed in one pass. The short turn ends, and its block is no spare one: the long
-    turn holds what comes after it."""
+    """A prompt and one that begins with it are computed in one pass. The short turn ends, and its block is no spare
+    one: the long turn holds what comes after it."""
     e = engine(slots=3, context=64, cache_bytes=5 * BLOCK_BYTES)
     whole = long(33)
     asked, contracts = [whole[:16], whole, long(5, 1)], [sampling(max_tokens=n) for n in (1, 25, 20)]
@@ -188,7 +194,8 @@ def test_blocks_computed_twice_at_once_are_held_once() -> None:
 
 
 def test_siblings_who_said_the_same_have_it_cached_once_and_go_on() -> None:
-    """Greedy siblings of other lengths: what the longer ones said after the shorter ones' end is found by their next turns too."""
+    """Greedy siblings of other lengths: what the longer ones said after the shorter ones' end is found by their next
+    turns too."""
     e, lengths = engine(slots=4, context=160), (20, 36, 60, 60)
     said = asyncio.run(ask(e, [long(21)] * 4, [sampling(greedy=True, max_tokens=n) for n in lengths]))
     e.gauges()
@@ -244,7 +251,10 @@ def test_stale_blocks_are_an_option_with_a_gap() -> None:
     gap = e.gauges()["engine/stale_gap"]
     assert gap.count == 2 and gap.mean > 1e-3
     newer = module(seed=1)
-    off = [np.abs(reference_logp(newer, p, s, sampling()) - s.logp)[s.version == 1].max() for p, s in zip(asked, said, strict=True)]
+    off = [
+        np.abs(reference_logp(newer, p, s, sampling()) - s.logp)[s.version == 1].max()
+        for p, s in zip(asked, said, strict=True)
+    ]
     assert min(off) > 1e-3
     again = [np.concatenate([p, s.ids]) for p, s in zip(asked, said, strict=True)]
     for p, s in zip(again, asyncio.run(ask(e, again, sampling())), strict=True):
@@ -266,7 +276,8 @@ def test_equal_weights_leave_no_stale_gap() -> None:
 
 
 def test_a_stale_block_would_be_seen() -> None:
-    """The tree is made to forget the version: a prompt cached before an update is found after it, and the log-probs are wrong."""
+    """The tree is made to forget the version: a prompt cached before an update is found after it, and the log-probs are
+    wrong."""
     prompt = np.concatenate([long(48), long(4, 1)])
     newer, off = module(seed=1), {}
     for planted in (False, True):
@@ -308,7 +319,8 @@ def test_the_cache_does_not_grow_with_what_has_ended() -> None:
 
 @pytest.mark.skipif(isinstance(native.find(), str), reason="lanes belong to the compiled kernels")
 def test_passes_fill_their_lanes_without_changing_a_word(tmp_path: Path) -> None:
-    """Where most of 64 slots speak, the beginnings of prompts come in whole vectors of positions; on 8 slots nothing of it applies."""
+    """Where most of 64 slots speak, the beginnings of prompts come in whole vectors of positions; on 8 slots nothing of
+    it applies."""
     e = engine(slots=64, timeline=True)
     lengths = np.random.default_rng(3).integers(10, 40, 120).tolist()
     asked, contracts = [long(7, seed=i) for i in range(120)], [sampling(max_tokens=n) for n in lengths]
@@ -348,8 +360,12 @@ def test_a_timeline_shows_who_gave_way(tmp_path: Path) -> None:
     assert sum(x["name"] == "queued" for x in phases) == 6 + gave_way
     assert all((x["tid"] == 0) == (x["name"] == "queued") for x in phases)
     for request in range(6):
-        told = [x["name"] for x in sorted((x for x in phases if x["args"]["request"] == request), key=lambda x: x["ts"])]
-        assert told == ["queued", "prefill", "speak"] or (told[0] == "queued" and told[-1] == "speak" and "queued" in told[1:])
+        told = [
+            x["name"] for x in sorted((x for x in phases if x["args"]["request"] == request), key=lambda x: x["ts"])
+        ]
+        assert told == ["queued", "prefill", "speak"] or (
+            told[0] == "queued" and told[-1] == "speak" and "queued" in told[1:]
+        )
     for row in range(1, 5):
         spans = sorted((x["ts"], x["ts"] + x["dur"]) for x in phases if x["tid"] == row)
         assert all(a[1] <= b[0] + 1e-3 for a, b in itertools.pairwise(spans))
@@ -357,7 +373,8 @@ def test_a_timeline_shows_who_gave_way(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_any_traffic_leaves_the_books_in_order(seed: int) -> None:
-    """Requests of all lengths, siblings, continuations, cancellations and weight updates on a cache that is too small."""
+    """Requests of all lengths, siblings, continuations, cancellations and weight updates on a cache that is too
+    small."""
     rng = np.random.default_rng(seed)
     update = ("drain", "inflight")[seed % 2]
     slots, blocks, budget = int(rng.integers(2, 6)), int(rng.integers(7, 13)), int(rng.integers(8, 60))

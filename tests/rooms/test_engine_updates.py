@@ -1,4 +1,5 @@
-"""New weights of an engine that lets its turns end first: they come whatever happens to those turns, and no turn is said by two."""
+"""New weights of an engine that lets its turns end first: they come whatever happens to those turns, and no turn is
+said by two."""
 
 from __future__ import annotations
 
@@ -70,11 +71,15 @@ def test_new_weights_that_wait_for_a_paused_engine_come_once_it_goes_on() -> Non
 
 
 def test_who_gave_way_ends_under_the_weights_it_began_with() -> None:
-    """Six turns in a cache for three: those that wait for a slot to go on in have begun as well, and new weights wait for them."""
+    """Six turns in a cache for three: those that wait for a slot to go on in have begun as well, and new weights wait
+    for them."""
     e = engine(slots=6, context=80, cache_bytes=8 * BLOCK_BYTES)
 
     async def main() -> None:
-        turns = [asyncio.create_task(e.generate(np.arange(5, dtype=np.int32) + i, sampling(max_tokens=60), i)) for i in range(6)]
+        turns = [
+            asyncio.create_task(e.generate(np.arange(5, dtype=np.int32) + i, sampling(max_tokens=60), i))
+            for i in range(6)
+        ]
         while e._scheduler.tally.preempted < 2:
             await ticks(1)
         late = asyncio.create_task(e.generate(prompts(1)[0], sampling(max_tokens=5), 9))
@@ -87,7 +92,8 @@ def test_who_gave_way_ends_under_the_weights_it_began_with() -> None:
 
 
 def test_who_gave_way_before_its_first_word_does_not_hold_up_who_has_spoken() -> None:
-    """At the head of the queue stands one that has said nothing and so waits for the new weights; behind it, one that they wait for."""
+    """At the head of the queue stands one that has said nothing and so waits for the new weights; behind it, one that
+    they wait for."""
     e = engine(slots=2, context=80, budget=4)
 
     async def main() -> None:

@@ -17,12 +17,12 @@ from posttrain.core.ports import Attempt
 from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict, outcome
-from posttrain.environment.build import environment
 from posttrain.environment.expression import evaluate
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.environment.gallery.calculator import Calculator, result
-from posttrain.environment.integers import last_integer
-from posttrain.environment.script import Script, attempt, judged
+from posttrain.environment.gallery.calculator import CalculatorEnv, result
+from posttrain.environment.make import environment
+from posttrain.environment.scripted import ScriptedPolicy, attempt, judged
+from posttrain.verifier.integers import last_integer
 
 MINUS = ["-", "\u2212", "\u2013", "\uff0d"]
 
@@ -65,7 +65,9 @@ def test_last_integer(text: str, wanted: str | None) -> None:
     st.sampled_from(["", "12 ", "5 is wrong: ", "a=", "3+4="]),
     st.sampled_from(["", ".", ".000", "!", " apples", ")"]),
 )
-def test_every_spelling_of_an_integer_reads_the_same(n: int, minus: str, zeros: int, separator: str, before: str, after: str) -> None:
+def test_every_spelling_of_an_integer_reads_the_same(
+    n: int, minus: str, zeros: int, separator: str, before: str, after: str
+) -> None:
     digits = f"{abs(n):,}".replace(",", separator) if separator else "0" * zeros + str(abs(n))
     assert last_integer(before + (minus if n < 0 else "") + digits + after) == str(n)
 
@@ -150,12 +152,12 @@ def test_the_share_of_false_demonstrations_is_the_one_asked_for() -> None:
 
 async def test_single_turn_ends_as_the_turn_did() -> None:
     env = Arithmetic()
-    talk = Script(["1"], Stop.LENGTH)
+    talk = ScriptedPolicy(["1"], Stop.LENGTH)
     assert await env.play(env.train.task(0), talk) is Stop.LENGTH
     assert talk.seen == [env.train.task(0).prompt]
 
 
-CALC = Calculator()
+CALC = CalculatorEnv()
 TASK = Task(id="t", prompt="<12*3>", answer="36", info={"op": "*", "left": 12, "right": 3})
 
 
@@ -171,8 +173,10 @@ TASK = Task(id="t", prompt="<12*3>", answer="36", info={"op": "*", "left": 12, "
         (["calc:12*3", "36"], [Stop.SAID, Stop.CONTEXT], ["<12*3>", "[36]"], Stop.CONTEXT, 1.0),
     ],
 )
-async def test_calculator_turns(turns: list[str], stop: Stop | list[Stop], seen: list[str], end: Stop, reward: float) -> None:
-    talk = Script(turns, stop)
+async def test_calculator_turns(
+    turns: list[str], stop: Stop | list[Stop], seen: list[str], end: Stop, reward: float
+) -> None:
+    talk = ScriptedPolicy(turns, stop)
     assert await CALC.play(TASK, talk) is end
     assert talk.seen == seen
     assert outcome(await CALC.judge(await attempt(CALC, TASK, turns, stop))) == reward
@@ -180,10 +184,10 @@ async def test_calculator_turns(turns: list[str], stop: Stop | list[Stop], seen:
 
 async def test_calculator_shows_its_tape_before_the_result() -> None:
     """The same for the same task and request, another for another; every line of it is true."""
-    env = Calculator(tape=3)
+    env = CalculatorEnv(tape=3)
 
     async def shown(request: str) -> str:
-        talk = Script([request, "36"])
+        talk = ScriptedPolicy([request, "36"])
         await env.play(TASK, talk)
         return str(talk.seen[1])
 
@@ -204,7 +208,9 @@ def test_calculator_shows_fractions_and_never_evaluates_code() -> None:
 
 async def test_a_users_reward_is_added_to_the_environments_own(tmp_path) -> None:
     (tmp_path / "short.py").write_text("def short(task, text):\n    return -len(text)\n")
-    env = environment(Env(rewards=(Reward(function=f"{tmp_path}/short.py:short", weight=0.1), Reward(function="exact"))), 0)
+    env = environment(
+        Env(rewards=(Reward(function=f"{tmp_path}/short.py:short", weight=0.1), Reward(function="exact"))), 0
+    )
     task = env.heldout[0]
     verdicts = await judged(env, task, [f"={task.answer}"])
     assert [(j.source, j.weight, j.verdict.score) for j in verdicts] == [
@@ -217,10 +223,11 @@ async def test_a_users_reward_is_added_to_the_environments_own(tmp_path) -> None
 
 def test_the_room_imports_no_torch_and_nothing_optional() -> None:
     code = (
-        "import sys, posttrain.environment.build, posttrain.environment.prompts, posttrain.environment.reward, posttrain.environment.render,"
-        "posttrain.environment.prove, posttrain.environment.adapters.reasoning_gym;"
-        "from posttrain.environment.gallery import GALLERY, gallery_class; [gallery_class(n) for n in GALLERY];"
-        "print([m for m in ('torch','transformers','datasets','pyarrow','reasoning_gym','math_verify','sympy') if m in sys.modules])"
+        "import sys, posttrain.environment.make, posttrain.environment.prompts, posttrain.verifier.functions,"
+        " posttrain.environment.render,posttrain.environment.prove, posttrain.environment.adapters.reasoning_gym;from"
+        " posttrain.environment.gallery import GALLERY, gallery_class; [gallery_class(n) for n in GALLERY];print([m for"
+        " m in ('torch','transformers','datasets','pyarrow','reasoning_gym','math_verify','sympy') if m in"
+        " sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"

@@ -1,4 +1,5 @@
-"""Sampler and learner agree on a random model of every family that is said to run, and every other is refused with its reason."""
+"""Sampler and learner agree on a random model of every family that is said to run, and every other is refused with its
+reason."""
 
 from __future__ import annotations
 
@@ -29,7 +30,15 @@ CONTEXT = 48
 AGREE = 1e-4
 """Largest difference of a log-prob in float32, as docs/models.md says; most are below 1e-6."""
 REFUSALS = [(f, says) for says, (_, names) in families.REFUSED.items() for f in names.split()]
-FIRST = {names.split()[0] for _, names in families.REFUSED.values()} | {"bloom", "xlnet", "doge", "gpt_oss", "mamba", "lfm2", "zaya"}
+FIRST = {names.split()[0] for _, names in families.REFUSED.values()} | {
+    "bloom",
+    "xlnet",
+    "doge",
+    "gpt_oss",
+    "mamba",
+    "lfm2",
+    "zaya",
+}
 
 
 def known(family: str) -> None:
@@ -131,7 +140,9 @@ def test_the_page_has_the_table() -> None:
         ("minimax_m3_vl_text", {"layer_types": ["minimax_m3_sparse", "full_attention"]}, "block_indices"),
     ],
 )
-def test_a_variant_that_needs_more_than_keys_and_values_is_refused(family: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:
+def test_a_variant_that_needs_more_than_keys_and_values_is_refused(
+    family: str, changes: dict[str, Any], says: str, tmp_path: Path
+) -> None:
     known(family)
     write(tmp_path, family, **changes)
     with pytest.raises(EngineError, match=says):
@@ -140,7 +151,8 @@ def test_a_variant_that_needs_more_than_keys_and_values_is_refused(family: str, 
 
 @pytest.mark.parametrize("family", ["gptj", "gpt_neo", "falcon", "stablelm", "nemotron", "xglm", "codegen"])
 def test_checkpointing_changes_no_gradient(family: str, tmp_path: Path) -> None:
-    """A layer computed again in the backward pass attends as it did in the forward, whatever was computed in between."""
+    """A layer computed again in the backward pass attends as it did in the forward, whatever was computed in
+    between."""
     write(tmp_path, family)
     packed = [Packed.of(say(load(tmp_path), Sampling(max_tokens=9, stop_ids=()), count)) for count in (2, 3)]
     grads: list[list[np.ndarray]] = []
@@ -150,26 +162,32 @@ def test_checkpointing_changes_no_gradient(family: str, tmp_path: Path) -> None:
         losses = [learner.forward(p, entropy=False, value=False).logp.sum() for p in packed]
         for loss in losses:
             loss.backward()
-        grads.append([p.grad.numpy() for n, p in learner.parameters().items() if "value_head" not in n and p.grad is not None])
+        grads.append(
+            [p.grad.numpy() for n, p in learner.parameters().items() if "value_head" not in n and p.grad is not None]
+        )
     assert len(grads[0]) > 5
     for one, other in zip(*grads, strict=True):
         np.testing.assert_allclose(one, other, atol=1e-5 * (1 + np.abs(one).max()))
 
 
-# --- context -----------------------------------------------------------------------------------------------------------
+# --- context ----------------------------------------------------------------------------------------------------------
 
 
 def test_context_is_honoured_for_a_model_at_a_path(tmp_path: Path) -> None:
     path = write(tmp_path, "qwen3")
     assert load(path, context=None).context == families.CONTEXT and load(path, context=17).context == 17
-    for wrong, says in ((65, "exceeds the 64 positions of Qwen3ForCausalLM. Set it to at most 64"), (1, "need at least 2")):
+    for wrong, says in (
+        (65, "exceeds the 64 positions of Qwen3ForCausalLM. Set it to at most 64"),
+        (1, "need at least 2"),
+    ):
         with pytest.raises(ConfigError, match=says):
             load(path, context=wrong)
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope"])
 def test_a_rope_that_changes_with_the_length_runs_up_to_where_it_does(kind: str, tmp_path: Path) -> None:
-    """Within the original length its frequencies are the plain ones: sampler, learner and the same model without it agree."""
+    """Within the original length its frequencies are the plain ones: sampler, learner and the same model without it
+    agree."""
     rope: dict[str, Any] = {"rope_type": kind, "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 32}
     if kind == "longrope":
         rope |= {"short_factor": [1.0] * 4, "long_factor": [3.0] * 4}

@@ -1,5 +1,5 @@
-"""The pieces of the family that live outside the loss, in real tiny runs: greedy answers, demonstrations, teachers, warm-ups,
-coefficients that adapt, references that are refreshed, curricula, stored top tokens, judged steps."""
+"""The pieces of the family that live outside the loss, in real tiny runs: greedy answers, demonstrations, teachers,
+warm-ups, coefficients that adapt, references that are refreshed, curricula, stored top tokens, judged steps."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.algorithm.steer import Memory, remember, steered
+from posttrain.algorithm.steer import AdaptiveState, remember, steered
 from posttrain.checks.noise import noise_band
-from posttrain.controller.house import Parts
+from posttrain.controller.parts import RunParts
 from posttrain.core import reader
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import ConfigError
@@ -56,7 +56,10 @@ def test_shown_siblings_are_learned_and_not_counted_as_rollout(tmp_path: Path) -
     assert len(shown) == 4 and all(r.episode.sibling == 3 and r.episode.reward == 1 for r in shown)
     assert all(np.all(s.version[s.mask] == SHOWN) for r in shown for s in r.episode.segments)
     own = [r.episode.reward for r in episodes if not r.episode.shown]
-    assert steps[-1].gauges["rollout/reward"].mean == pytest.approx(np.mean(own)) and steps[-1].gauges["rollout/reward"].count == 12
+    assert (
+        steps[-1].gauges["rollout/reward"].mean == pytest.approx(np.mean(own))
+        and steps[-1].gauges["rollout/reward"].count == 12
+    )
 
 
 def test_top_tokens_reach_the_loss(tmp_path: Path) -> None:
@@ -67,15 +70,23 @@ def test_top_tokens_reach_the_loss(tmp_path: Path) -> None:
         assert s.top is not None and s.top.ids.shape == (s.spoken, 3)
         said = s.ids[s.mask]
         among = s.top.ids == said[:, None]
-        assert np.allclose(s.top.logp[among], s.logp[s.mask][among.any(1)], atol=1e-6), "the said token has one log-prob"
+        assert np.allclose(s.top.logp[among], s.logp[s.mask][among.any(1)], atol=1e-6), (
+            "the said token has one log-prob"
+        )
         assert np.all(np.diff(s.top.logp, axis=1) <= 0)
 
 
 def test_steps_are_judged_one_by_one(tmp_path: Path) -> None:
     run = tiny_run(algorithm=GRPO_PROCESS)
-    run = replace(run, env=Env(name="arithmetic", args={"max_terms": 3, "max_operand": 4, "judge_steps": True}, heldout=6))
     run = replace(
-        run, stages=(replace(run.stages[0], style="cot"), replace(run.stages[1], sampling=replace(run.stages[1].sampling, max_tokens=14)))
+        run, env=Env(name="arithmetic", args={"max_terms": 3, "max_operand": 4, "judge_steps": True}, heldout=6)
+    )
+    run = replace(
+        run,
+        stages=(
+            replace(run.stages[0], style="cot"),
+            replace(run.stages[1], sampling=replace(run.stages[1].sampling, max_tokens=14)),
+        ),
     )  # type: ignore[call-arg]
     asyncio.run(play(tiny_parts(tmp_path / "r", run)))
     episodes = list(reader.episodes(tmp_path / "r", "rl", 3))
@@ -92,7 +103,18 @@ def test_the_policy_stands_still_while_values_warm_up(tmp_path: Path) -> None:
 
     async def load(version: int, tensors: Any) -> str:
         told = await real(version, tensors)
-        seen.append((told, float(sum(p.detach().double().abs().sum() for n, p in parts.learner.parameters().items() if "value_head" in n))))
+        seen.append(
+            (
+                told,
+                float(
+                    sum(
+                        p.detach().double().abs().sum()
+                        for n, p in parts.learner.parameters().items()
+                        if "value_head" in n
+                    )
+                ),
+            )
+        )
         return told
 
     parts.sampler.load = load  # type: ignore[method-assign]
@@ -118,17 +140,21 @@ def test_the_reference_is_refreshed_and_says_so(tmp_path: Path) -> None:
 
 
 def test_coefficients_follow_what_was_measured() -> None:
-    a = patch(GRPO, "steered", "-", pull=KL(coef=0.1, target=0.02, horizon=100), entropy=EntropyBonus(coef=0.0, target=0.2))
+    a = patch(
+        GRPO, "steered", "-", pull=KL(coef=0.1, target=0.02, horizon=100), entropy=EntropyBonus(coef=0.0, target=0.2)
+    )
     far = {"policy/kl_reference": Gauge(0.5, 1), "policy/entropy": Gauge(0.1, 1)}
-    memory = remember(a, Memory(), far, episodes=50)
+    memory = remember(a, AdaptiveState(), far, episodes=50)
     assert memory.pull == pytest.approx(0.1 * (1 + 0.2 * 50 / 100)) and memory.entropy == pytest.approx(0.005)
     now = steered(a, memory)
     assert now.pull.coef == memory.pull and now.entropy.coef == 0.005  # type: ignore[union-attr]
     near = {"policy/kl_reference": Gauge(0.018, 1), "policy/entropy": Gauge(0.3, 1)}
     memory = remember(a, memory, near, episodes=50)
     assert memory.pull == pytest.approx(0.11 * (1 - 0.1 * 0.5)) and memory.entropy == 0.0
-    assert steered(a, remember(a, replace(memory, entropy=0.02), near, episodes=1)).entropy.coef == 0.0, "no bonus above the target"  # type: ignore[union-attr]
-    assert steered(GRPO, Memory()) is GRPO
+    assert steered(a, remember(a, replace(memory, entropy=0.02), near, episodes=1)).entropy.coef == 0.0, (
+        "no bonus above the target"
+    )  # type: ignore[union-attr]
+    assert steered(GRPO, AdaptiveState()) is GRPO
 
 
 TASKS = Listed(tuple(Task(str(i), f"<{i}>") for i in range(6)))
@@ -183,16 +209,20 @@ def test_a_clip_narrower_than_the_noise_is_refused() -> None:
     mu = -rng.gamma(1.0, 0.5, 400)
     noisy = mu + rng.normal(size=400) * 1e-2
     sequence = np.repeat(np.arange(40), 10)
-    narrow = patch(GRPO, "narrow", "-", ratio="sequence_mean", clip=Clip(low=3e-4, high=4e-4), anchor="behaviour", pull=None)
+    narrow = patch(
+        GRPO, "narrow", "-", ratio="sequence_mean", clip=Clip(low=3e-4, high=4e-4), anchor="behaviour", pull=None
+    )
     with pytest.raises(ConfigError, match=r"would fall silent although no weight has moved.*anchor=start"):
         noise_band(narrow, mu, noisy, sequence, "bfloat16")
     wide = replace(narrow, clip=Clip())
     band = noise_band(wide, mu, noisy, sequence, "bfloat16")["mismatch/band"].mean
     assert 0.02 < band < 0.03
-    assert noise_band(replace(narrow, anchor="start"), mu, noisy, sequence, "bfloat16"), "the learner's own log-probs carry no such noise"
+    assert noise_band(replace(narrow, anchor="start"), mu, noisy, sequence, "bfloat16"), (
+        "the learner's own log-probs carry no such noise"
+    )
 
 
 def test_parts_know_their_teacher(tmp_path: Path) -> None:
-    parts: Parts = tiny_parts(tmp_path / "r")
+    parts: RunParts = tiny_parts(tmp_path / "r")
     with pytest.raises(ConfigError, match="no such directory"):
         parts.teacher(str(tmp_path / "nowhere"))

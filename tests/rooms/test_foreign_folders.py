@@ -21,12 +21,12 @@ from safetensors.torch import load_file
 
 import posttrain
 from posttrain.cli import main
-from posttrain.core import reader, tree, trust
+from posttrain.core import provenance, reader, tree
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.asks import DECIDED, HARMLESS, Kind, asks, decided, key, values
 from posttrain.core.checkpoint import find
 from posttrain.core.engines import VLLM, Embedded
-from posttrain.core.env import Reward, Where
+from posttrain.core.env import Reward, SandboxSettings
 from posttrain.core.errors import ConfigError, RunFolderError, UntrustedError
 from posttrain.core.open import alternatives
 from posttrain.core.pieces.piece import Piece
@@ -37,7 +37,10 @@ from posttrain.recipe.shipped import recipe as shipped
 from posttrain.role.weights import WEIGHTS
 
 MINE = ("arithmetic", "sft=none", *SMALL, *RL, "env.heldout=8")
-CODE = "from pathlib import Path\nPath({mark!r}).write_text('ran')\ndef reward(task, text):\n    return float(len(text) % 3)\n"
+CODE = (
+    "from pathlib import Path\nPath({mark!r}).write_text('ran')\ndef reward(task, text):\n    return float(len(text) %"
+    " 3)\n"
+)
 WAYS: dict[str, Callable[[Path], list[str]]] = {
     "resume": lambda run: ["run", "--resume", str(run)],
     "eval": lambda run: ["eval", str(run), "--samples", "1"],
@@ -48,7 +51,7 @@ WAYS: dict[str, Callable[[Path], list[str]]] = {
 """The commands that build something from a run folder."""
 
 
-# --- every field is decided ----------------------------------------------------------------------------------------------
+# --- every field is decided -------------------------------------------------------------------------------------------
 
 
 def fields(cls: type, seen: set[type]) -> Iterator[tuple[type, str, Any]]:
@@ -76,7 +79,9 @@ def leaves(declared: Any) -> set[Any]:
     for m in tree.members(declared):
         inner = [x for x in (tree.tuple_item(m), tree.mapping_item(m), *(tree.fixed_items(m) or ())) if x is not None]
         out |= set().union(*map(leaves, inner)) if inner else {m} if m in (str, bool, int, float, type(None)) else set()
-        assert inner or m in (str, bool, int, float, type(None)) or tree.choices(m) or dataclasses.is_dataclass(m), f"unknown type {m}"
+        assert inner or m in (str, bool, int, float, type(None)) or tree.choices(m) or dataclasses.is_dataclass(m), (
+            f"unknown type {m}"
+        )
     return out
 
 
@@ -88,9 +93,13 @@ def test_every_field_of_the_tree_is_decided() -> None:
     named = {key(cls, name) for cls, name in texts}
     assert not (DECIDED.keys() | HARMLESS) - named, "core/asks.py decides fields that are gone"
     assert not DECIDED.keys() & HARMLESS
-    assert not HARMLESS & {key(cls, name) for cls, name in texts if issubclass(cls, Piece)}, "a piece's fields are decided for all at once"
+    assert not HARMLESS & {key(cls, name) for cls, name in texts if issubclass(cls, Piece)}, (
+        "a piece's fields are decided for all at once"
+    )
     for kind in alternatives(Stage):
-        assert {*kind.harmless, *kind.models} <= tree.hints(kind).keys() - tree.hints(Stage).keys(), "a kind decides its own fields"
+        assert {*kind.harmless, *kind.models} <= tree.hints(kind).keys() - tree.hints(Stage).keys(), (
+            "a kind decides its own fields"
+        )
         assert not {*kind.harmless} & {*kind.models}
 
 
@@ -98,7 +107,9 @@ def test_pieces_hold_numbers_words_and_switches_alone() -> None:
     """Why a piece's field needs no decision of its own: it names nothing that could be opened, run or asked."""
     for cls, name, declared in fields(Algorithm, set()):
         if issubclass(cls, Piece):
-            assert leaves(declared) and not tree.pieces(declared) and tree.mapping_item(declared) is None, f"{cls.__name__}.{name}"
+            assert leaves(declared) and not tree.pieces(declared) and tree.mapping_item(declared) is None, (
+                f"{cls.__name__}.{name}"
+            )
 
 
 def test_a_new_field_would_be_found() -> None:
@@ -125,10 +136,16 @@ ASKING: dict[str, tuple[Kind, Callable[[Run], Run]]] = {
     "model.trust_remote_code": (Kind.CODE, lambda r: replace(r, model=Model(trust_remote_code=True))),
     "env.name": (Kind.CODE, lambda r: replace(r, env=Env(name="mine.py:Mine"))),
     "env.args.url": (Kind.CODE, lambda r: replace(r, env=Env(name="verifiers:theirs", args={"url": "http://there"}))),
-    "env.prompts": (Kind.OUTSIDE, lambda r: replace(r, env=Env(name="prompts", prompts="/etc/passwd", rewards=(Reward(function="math"),)))),
-    "env.rewards.1.function": (Kind.CODE, lambda r: replace(r, env=Env(rewards=(Reward(function="exact"), Reward(function="f.py:f"))))),
-    "env.sandbox.name": (Kind.ADDRESS, lambda r: replace(r, env=Env(sandbox=Where(name="http://there")))),
-    "env.sandbox.token": (Kind.SECRET, lambda r: replace(r, env=Env(sandbox=Where(token="HF_TOKEN")))),
+    "env.prompts": (
+        Kind.OUTSIDE,
+        lambda r: replace(r, env=Env(name="prompts", prompts="/etc/passwd", rewards=(Reward(function="math"),))),
+    ),
+    "env.rewards.1.function": (
+        Kind.CODE,
+        lambda r: replace(r, env=Env(rewards=(Reward(function="exact"), Reward(function="f.py:f")))),
+    ),
+    "env.sandbox.name": (Kind.ADDRESS, lambda r: replace(r, env=Env(sandbox=SandboxSettings(name="http://there")))),
+    "env.sandbox.token": (Kind.SECRET, lambda r: replace(r, env=Env(sandbox=SandboxSettings(token="HF_TOKEN")))),
     "rl.env.args.url": (Kind.CODE, lambda r: rl(r, env=Env(name="verifiers:theirs", args={"url": "http://there"}))),
     "rl.reference": (Kind.OUTSIDE, lambda r: rl(r, reference="some/model")),
     "engine.url": (Kind.ADDRESS, lambda r: replace(r, engine=VLLM(url="http://there"))),
@@ -148,7 +165,10 @@ def test_what_each_field_asks_for(path: str) -> None:
 
 def test_a_sandbox_that_contains_nothing_is_asked_for_and_named_ones_are_not() -> None:
     def wanted(name: str) -> list[Kind]:
-        return [a.kind for a in asks(replace(shipped("programs"), env=Env(name="programs", sandbox=Where(name=name))))]
+        return [
+            a.kind
+            for a in asks(replace(shipped("programs"), env=Env(name="programs", sandbox=SandboxSettings(name=name))))
+        ]
 
     assert [wanted(n) for n in ("none", "auto", "landlock")] == [[Kind.CODE], [], []]
 
@@ -158,7 +178,7 @@ def test_paths_are_those_that_overrides_use() -> None:
     assert {"rl.reference", "pretrain.style", "env.sandbox.token", "engine.draft", "model.path"} <= known.keys()
 
 
-# --- every way in --------------------------------------------------------------------------------------------------------
+# --- every way in -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -254,7 +274,10 @@ def test_nothing_is_run_and_nothing_is_sent(
         assert "secret   env.sandbox.token: sends the value of the environment variable MY_SECRET_KEY" in said
         assert "a very secret value" not in said
     else:
-        assert f"  code     env.{'rewards.0.function' if what == 'reward' else 'name'}: runs " in said and str(evil) in said
+        assert (
+            f"  code     env.{'rewards.0.function' if what == 'reward' else 'name'}: runs " in said
+            and str(evil) in said
+        )
 
 
 @pytest.mark.parametrize("way", ["resume", "eval", "serve", "ladder"])
@@ -273,15 +296,26 @@ def test_models_elsewhere_and_their_code_are_proposals(
 
 @pytest.mark.parametrize("way", ["resume", "eval"])
 def test_an_engine_elsewhere_is_a_proposal(
-    way: str, made: Path, tmp_path: Path, elsewhere: Path, listener: tuple[str, list[str]], capsys: pytest.CaptureFixture[str]
+    way: str,
+    made: Path,
+    tmp_path: Path,
+    elsewhere: Path,
+    listener: tuple[str, list[str]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     address, got = listener
     engine = tree.to_plain(replace(shipped("arithmetic"), engine=VLLM(url=address, key_env="PATH")))["engine"]
     said = refused(capsys, WAYS[way](copied(made, tmp_path, lambda run: run.update(engine=engine))))
-    assert not got and "engine.url" in said and "secret   engine.key_env: sends the value of the environment variable PATH" in said
+    assert (
+        not got
+        and "engine.url" in said
+        and "secret   engine.key_env: sends the value of the environment variable PATH" in said
+    )
 
 
-def test_trackers_post_under_nobodys_account(made: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trackers_post_under_nobodys_account(
+    made: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     said = refused(capsys, WAYS["resume"](copied(made, tmp_path, lambda run: run.update(trackers=["wandb"]))))
     assert "trackers: sends settings and numbers to Weights & Biases, under your account" in said
 
@@ -300,20 +334,27 @@ def test_from_python_too(made: Path, tmp_path: Path, elsewhere: Path) -> None:
         posttrain.run("arithmetic", trust=True)
 
 
-def test_what_only_reads_needs_no_trust(made: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`export`, `show`, and the ladder and server of a model that was built: they make nothing of what the environment names."""
+def test_what_only_reads_needs_no_trust(
+    made: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`export`, `show`, and the ladder and server of a model that was built: they make nothing of what the environment
+    names."""
     mark = tmp_path / "mark"
     (tmp_path / "evil.py").write_text(CODE.format(mark=str(mark)))
 
     def change(run: dict[str, Any]) -> None:
-        run["env"] |= {"name": f"{tmp_path}/evil.py:Evil", "args": {}, "rewards": [{"function": f"{tmp_path}/evil.py:reward"}]}
+        run["env"] |= {
+            "name": f"{tmp_path}/evil.py:Evil",
+            "args": {},
+            "rewards": [{"function": f"{tmp_path}/evil.py:reward"}],
+        }
         run["trackers"] = ["wandb"]
 
     theirs = copied(made, tmp_path, change)
     assert main(["show", str(theirs)]) == 0
     assert main(["export", str(theirs), str(tmp_path / "out")]) == 0
     assert main(["ladder", "--on", str(theirs), "--against", "rloo"]) == 0
-    from posttrain.recipe.serve import make_served
+    from posttrain.serve.command import make_served
 
     make_served(theirs, token=None)
     assert not mark.exists() and not capsys.readouterr().err.startswith("posttrain:")
@@ -339,7 +380,9 @@ def test_export_writes_what_the_run_learned(made: Path, tmp_path: Path) -> None:
     shutil.rmtree(base)
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     learned, written = load_file(find(run).folder / WEIGHTS), load_file(tmp_path / "out" / "model.safetensors")
-    same = [n for n in written if n in learned and np.array_equal(learned[n].float().numpy(), written[n].float().numpy())]
+    same = [
+        n for n in written if n in learned and np.array_equal(learned[n].float().numpy(), written[n].float().numpy())
+    ]
     assert same and len(same) == len(written)
     assert json.loads((tmp_path / "out" / "generation_config.json").read_text())["temperature"] == 0.7
 
@@ -350,13 +393,18 @@ def prompts(folder: Path) -> tuple[str, ...]:
     return (f"env.prompts={folder / 'p.jsonl'}", f"env.rewards={folder / 'r.py'}:reward", "env.heldout=2")
 
 
-def test_trust_lists_what_it_allows_and_does_it(made: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trust_lists_what_it_allows_and_does_it(
+    made: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     mark = tmp_path / "mark"
     (tmp_path / "r.py").write_text(CODE.format(mark=str(mark)))
     theirs = copied(made, tmp_path, lambda run: run["env"].update(rewards=[{"function": f"{tmp_path}/r.py:reward"}]))
     assert main([*WAYS["eval"](theirs), "--trust"]) == 0
     said = capsys.readouterr()
-    assert mark.exists() and f"  code     env.rewards.0.function: runs reward of the Python file {tmp_path}/r.py" in said.err
+    assert (
+        mark.exists()
+        and f"  code     env.rewards.0.function: runs reward of the Python file {tmp_path}/r.py" in said.err
+    )
     refused(capsys, WAYS["eval"](theirs))  # it was said for one command
 
 
@@ -366,7 +414,9 @@ def test_a_value_that_the_user_gives_is_no_proposal(
     """Neither where it takes the place of one, nor where there was none; what the folder says beside it still is."""
     (tmp_path / "mine.py").write_text("def reward(task, text):\n    return 1.0\n")
     theirs = copied(
-        made, tmp_path, lambda run: run["env"].update(rewards=[{"function": f"{tmp_path}/evil.py:f"}], sandbox={"token": "HF_TOKEN"})
+        made,
+        tmp_path,
+        lambda run: run["env"].update(rewards=[{"function": f"{tmp_path}/evil.py:f"}], sandbox={"token": "HF_TOKEN"}),
     )
     said = refused(capsys, [*WAYS["eval"](theirs), f"env.rewards={tmp_path}/mine.py:reward"])
     assert "rewards" not in said and "env.sandbox.token" in said
@@ -374,7 +424,7 @@ def test_a_value_that_the_user_gives_is_no_proposal(
     assert main([*WAYS["eval"](theirs), *mine]) == 0
 
 
-# --- the maker's note ----------------------------------------------------------------------------------------------------
+# --- the maker's note -------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
@@ -389,7 +439,9 @@ def more_steps(folder: Path, steps: int) -> Path:
     return edit(folder, lambda run: run["stages"][0].update(steps=steps))
 
 
-def test_a_run_of_ones_own_goes_on_when_copied_moved_and_edited(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_of_ones_own_goes_on_when_copied_moved_and_edited(
+    own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     moved = Path(shutil.copytree(own, tmp_path / "copy")).rename(tmp_path / "moved")
     assert main(["run", "--resume", str(moved)]) == 0
     assert "nothing is left to do" in capsys.readouterr().out
@@ -404,16 +456,20 @@ def test_a_run_of_ones_own_goes_on_when_copied_moved_and_edited(own: Path, tmp_p
 
 
 def test_an_edited_run_is_not_trusted_with_more(own: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    theirs = edit(Path(shutil.copytree(own, tmp_path / "r")), lambda run: run["env"].update(sandbox={"token": "HF_TOKEN"}))
+    theirs = edit(
+        Path(shutil.copytree(own, tmp_path / "r")), lambda run: run["env"].update(sandbox={"token": "HF_TOKEN"})
+    )
     said = refused(capsys, WAYS["resume"](theirs))
     assert "asks for more than when you made it" in said and "HF_TOKEN" in said and "r.py" not in said
 
 
-def test_the_same_name_in_another_folder_is_another_file(own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_same_name_in_another_folder_is_another_file(
+    own: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(own.parent)
     relative = edit(Path(shutil.copytree(own, tmp_path / "r")), lambda run: run["env"].update(prompts="p.jsonl"))
     wanted = {a.path: a.digest for a in asks(reader.run_file(relative).run)}
-    assert wanted["env.prompts"] in trust.recall(reader.run_file(own).identity).asked  # type: ignore[union-attr]
+    assert wanted["env.prompts"] in provenance.recall(reader.run_file(own).identity).asked  # type: ignore[union-attr]
     monkeypatch.chdir(tmp_path)
     assert {a.path: a.digest for a in asks(reader.run_file(relative).run)}["env.prompts"] != wanted["env.prompts"]
 
@@ -426,16 +482,19 @@ def test_a_note_that_others_can_write_says_nothing(own: Path, elsewhere: Path, n
     identity = str(reader.run_file(own).identity)
     shutil.copytree(notes_of_runs / "posttrain", elsewhere / "posttrain")
     note = elsewhere / "posttrain" / "runs" / f"{identity}.json"
-    assert trust.recall(identity) is not None and (note.stat().st_mode & 0o777, note.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    assert provenance.recall(identity) is not None and (
+        note.stat().st_mode & 0o777,
+        note.parent.stat().st_mode & 0o777,
+    ) == (0o600, 0o700)
     for path in (note, note.parent):
         before = path.stat().st_mode
         path.chmod(0o777)
-        assert trust.recall(identity) is None
+        assert provenance.recall(identity) is None
         path.chmod(before)
     note.rename(note.with_name("kept"))
     note.symlink_to("kept")
-    assert trust.recall(identity) is None
-    assert trust.recall("../../x") is None and trust.recall(None) is None and trust.recall(["a"]) is None
+    assert provenance.recall(identity) is None
+    assert provenance.recall("../../x") is None and provenance.recall(None) is None and provenance.recall(["a"]) is None
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
@@ -443,7 +502,7 @@ def test_a_note_of_somebody_else_says_nothing(own: Path, elsewhere: Path, notes_
     identity = str(reader.run_file(own).identity)
     shutil.copytree(notes_of_runs / "posttrain", elsewhere / "posttrain")
     os.chown(elsewhere / "posttrain" / "runs" / f"{identity}.json", 12345, -1)
-    assert trust.recall(identity) is None
+    assert provenance.recall(identity) is None
 
 
 def test_a_run_whose_note_cannot_be_written_says_so(
@@ -455,7 +514,7 @@ def test_a_run_whose_note_cannot_be_written_says_so(
     assert "note: going on with this run will need --trust" in capsys.readouterr().out
 
 
-# --- what else lies in a folder ------------------------------------------------------------------------------------------
+# --- what else lies in a folder ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["lock", "steps.jsonl", "episodes", "checkpoints", "kept", "timeline.json"])
@@ -479,7 +538,9 @@ def test_a_link_in_a_folder_is_followed_by_nobody_who_writes(
 
 
 @pytest.mark.parametrize("name", ["../../out", "/tmp/x", "a/b", "", ".hidden", "a\x1b[2Jb", "x" * 65])
-def test_a_stage_is_named_by_a_plain_word(name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_stage_is_named_by_a_plain_word(
+    name: str, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Files of the run are named by it."""
     theirs = copied(made, tmp_path, lambda run: run["stages"][0].update(name=name))
     assert main(["show", str(theirs)]) == 5
@@ -487,7 +548,8 @@ def test_a_stage_is_named_by_a_plain_word(name: str, made: Path, tmp_path: Path,
 
 
 @pytest.mark.parametrize(
-    "change", [{"file": "../../secret.npz"}, {"file": "/etc/passwd"}, {"kind": "../x"}, {"stage": "../rl"}, {"index": "1"}]
+    "change",
+    [{"file": "../../secret.npz"}, {"file": "/etc/passwd"}, {"kind": "../x"}, {"stage": "../rl"}, {"index": "1"}],
 )
 def test_an_index_names_episode_files_of_the_run_alone(
     change: dict[str, Any], made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -531,16 +593,21 @@ def test_code_in_the_tokenizer_and_the_configuration_is_not_run(made: Path, tmp_
 
 
 @pytest.mark.parametrize(
-    "change", [{"model_type": "mystery"}, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}]
+    "change",
+    [{"model_type": "mystery"}, {"quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}],
 )
 def test_export_of_a_model_with_code_of_its_own_asks_first(
     change: dict[str, Any], made: Path, tmp_path: Path, elsewhere: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Where the folder is not enough, the model it began with is a proposal like every other; a model that was built has no other."""
+    """Where the folder is not enough, the model it began with is a proposal like every other; a model that was built
+    has no other."""
     theirs, mark = copied(made, tmp_path), tmp_path / "mark"
     path, model = theirs / "model" / "config.json", model_at(tmp_path / "model")
     (model / "net.py").write_text(f"from pathlib import Path\nPath({str(mark)!r}).write_text('ran')\n")
-    own = json.loads((model / "config.json").read_text()) | {"model_type": "mystery", "auto_map": {"AutoConfig": "net.C"}}
+    own = json.loads((model / "config.json").read_text()) | {
+        "model_type": "mystery",
+        "auto_map": {"AutoConfig": "net.C"},
+    }
     (model / "config.json").write_text(json.dumps(own))
     path.write_text(json.dumps(json.loads(path.read_text()) | change))
     words = ["export", str(theirs), str(tmp_path / "out")]
@@ -548,7 +615,10 @@ def test_export_of_a_model_with_code_of_its_own_asks_first(
     assert "no model can be made of its config.json alone" in capsys.readouterr().err
     edit(theirs, lambda run: run["model"].update(path=str(model), trust_remote_code=True))
     said = refused(capsys, words)
-    assert "no model can be made of its config.json alone" in said and "runs the Python code that comes with the model" in said
+    assert (
+        "no model can be made of its config.json alone" in said
+        and "runs the Python code that comes with the model" in said
+    )
     assert not mark.exists()
     with contextlib.suppress(AttributeError):  # its code is not finished
         main([*words, "--trust"])
@@ -562,10 +632,14 @@ def test_a_reference_elsewhere_is_a_proposal(
     def change(run: dict[str, Any]) -> None:
         run["stages"][0]["reference"] = str(tmp_path)
 
-    assert f"  outside  rl.reference: loads the model in {tmp_path}" in refused(capsys, WAYS[way](copied(made, tmp_path, change)))
+    assert f"  outside  rl.reference: loads the model in {tmp_path}" in refused(
+        capsys, WAYS[way](copied(made, tmp_path, change))
+    )
 
 
-def test_another_tokenizer_in_the_folder_is_found(made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_another_tokenizer_in_the_folder_is_found(
+    made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     theirs = copied(made, tmp_path)
     path = theirs / "tokenizer" / "tokenizer.json"
     data = json.loads(path.read_text())

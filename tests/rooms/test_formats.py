@@ -14,11 +14,15 @@ from posttrain.core.env import Reward
 from posttrain.core.errors import DataError
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.environment.formats import answer_format, think_format, tool_call
-from posttrain.environment.reward import sources
+from posttrain.verifier.formats import answer_format, think_format, tool_call
+from posttrain.verifier.functions import sources
 
 GOLD = [{"name": "f", "arguments": {"a": 1, "b": 2}}]
-TWICE = [{"name": "f", "arguments": {}}, {"name": "g", "arguments": {"x": [1, {"y": None}]}}, {"name": "f", "arguments": {}}]
+TWICE = [
+    {"name": "f", "arguments": {}},
+    {"name": "g", "arguments": {"x": [1, {"y": None}]}},
+    {"name": "f", "arguments": {}},
+]
 
 
 def said(calls: Any, thought: str = "<think>so</think>") -> str:
@@ -87,7 +91,25 @@ def test_what_is_wanted_is_read_before_the_run() -> None:
 
 @given(
     st.lists(
-        st.sampled_from(["<think>", "</think>", "<tool_call>", "</tool_call>", "[", "]", "{", "}", '"name"', ":", "1", ",", "\\", "é", " "])
+        st.sampled_from(
+            [
+                "<think>",
+                "</think>",
+                "<tool_call>",
+                "</tool_call>",
+                "[",
+                "]",
+                "{",
+                "}",
+                '"name"',
+                ":",
+                "1",
+                ",",
+                "\\",
+                "é",
+                " ",
+            ]
+        )
     )
 )
 def test_no_text_raises(pieces: list[str]) -> None:

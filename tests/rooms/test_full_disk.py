@@ -1,4 +1,5 @@
-"""A disk that takes no more, at every writer by name and for real: a sentence, exit code 5, nothing lost, and `--resume` goes on."""
+"""A disk that takes no more, at every writer by name and for real: a sentence, exit code 5, nothing lost, and
+`--resume` goes on."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory, given: tuple[str, ...]
 
 
 class Disk:
-    """Full from the n-th write of a path that matches: half of what is written arrives, then the system refuses, as it does."""
+    """Full from the n-th write of a path that matches: half of what is written arrives, then the system refuses, as it
+    does."""
 
     def __init__(self, pattern: str, after: int) -> None:
         self.pattern, self.left, self.full, self.hit = re.compile(pattern), after, True, ""
@@ -160,7 +162,9 @@ def test_a_disk_full_at_any_writer_loses_nothing(
     assert not [p for p in folder.rglob("*") if p.name == "half.json" or p.name.endswith(".part")]
     assert main(["show", str(folder)]) in (0, 2, 5)
     capsys.readouterr()
-    assert "the disk is full" in refused(capsys, "run", "--resume", str(folder), code=5) or name == "the timeline", "still full"
+    assert "the disk is full" in refused(capsys, "run", "--resume", str(folder), code=5) or name == "the timeline", (
+        "still full"
+    )
     disk.full = False
     assert main(["run", "--resume", str(folder)]) == 0, "there is room again"
     assert reader.record_digest(folder) == undisturbed
@@ -192,15 +196,24 @@ def test_an_export_that_does_not_fit_leaves_an_empty_folder(
 def test_an_output_that_takes_no_more_ends_with_a_sentence(command: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "posttrain.cli", *command], stdout=full, stderr=subprocess.PIPE, text=True, check=False
+            [sys.executable, "-m", "posttrain.cli", *command],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
         )
-    assert done.returncode == 5 and done.stderr == "posttrain: the disk is full: the output was not written. Free some space\n"
+    assert (
+        done.returncode == 5
+        and done.stderr == "posttrain: the disk is full: the output was not written. Free some space\n"
+    )
     with open("/dev/full", "w") as full:
         done = subprocess.run([sys.executable, "-m", "posttrain.cli", *command], stdout=full, stderr=full, check=False)
     assert done.returncode == 5
 
 
-def test_a_cache_that_cannot_be_written_leaves_the_engine_without_its_kernels(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_written_leaves_the_engine_without_its_kernels(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     def full(compiler: str, library: Path) -> str:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -210,7 +223,7 @@ def test_a_cache_that_cannot_be_written_leaves_the_engine_without_its_kernels(mo
     assert isinstance(found, str) and ("No space left on device" in found or "no C compiler" in found)
 
 
-# --- for real -----------------------------------------------------------------------------------------------------------
+# --- for real ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
@@ -250,7 +263,9 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
     def size(kibibytes: int) -> Path:
         how = f"size={kibibytes}k" + (",remount" if os.path.ismount(where) else "")
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(where)], capture_output=True, check=False)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", how, "tmpfs", str(where)], capture_output=True, check=False
+        )
         if done.returncode:
             pytest.skip("mounting a small file system needs root")
         return where
@@ -262,7 +277,11 @@ def small_disk(tmp_path: Path) -> Iterator[Callable[[int], Path]]:
 
 @pytest.mark.parametrize("kibibytes", [8, 60, 150, 300])
 def test_a_small_disk(
-    small_disk: Callable[[int], Path], kibibytes: int, given: tuple[str, ...], undisturbed: str, capsys: pytest.CaptureFixture[str]
+    small_disk: Callable[[int], Path],
+    kibibytes: int,
+    given: tuple[str, ...],
+    undisturbed: str,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = small_disk(kibibytes) / "run"
     assert "the disk is full" in refused(capsys, "run", *given, "--out", str(folder), code=5)

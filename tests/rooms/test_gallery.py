@@ -19,11 +19,11 @@ from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.adapters.reasoning_gym import NO_GOLD, REFUSED, Gym
-from posttrain.environment.build import environment
 from posttrain.environment.expression import MAX_CHARACTERS, MAX_DEPTH, ExpressionError, evaluate
 from posttrain.environment.gallery import GALLERY, gallery_class
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.countdown import Countdown
+from posttrain.environment.make import environment
 from posttrain.environment.prove import prove
 
 SETTINGS: dict[str, list[dict[str, Scalar]]] = {
@@ -123,7 +123,9 @@ def test_the_parser_agrees_with_python_on_fractions(text: str) -> None:
         return
     got = evaluate(text)
     assert got.value == wanted
-    assert Counter(got.numbers) == Counter(n.value for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Constant))
+    assert Counter(got.numbers) == Counter(
+        n.value for n in ast.walk(ast.parse(text, mode="eval")) if isinstance(n, ast.Constant)
+    )
 
 
 @given(st.text(alphabet="0123456789+-*/() .xe_", max_size=40))
@@ -133,7 +135,21 @@ def test_the_parser_gives_a_value_or_its_own_error(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "1+", "(1", "1)", "1 2", "2**3", "1//2", "+3", "9" * 13, "1" * 201, "(" * (MAX_DEPTH + 2) + "1", "-" * 100 + "1"]
+    "text",
+    [
+        "",
+        "1+",
+        "(1",
+        "1)",
+        "1 2",
+        "2**3",
+        "1//2",
+        "+3",
+        "9" * 13,
+        "1" * 201,
+        "(" * (MAX_DEPTH + 2) + "1",
+        "-" * 100 + "1",
+    ],
 )
 def test_the_parser_is_bounded_and_strict(text: str) -> None:
     with pytest.raises(ExpressionError):
@@ -169,7 +185,8 @@ def gym_tasks() -> list[str]:
 
 @pytest.mark.prove
 async def test_every_gym_task_generates_and_scores() -> None:
-    """Exceptions by name: REFUSED (a mixture; a scorer that takes anything) and NO_GOLD (no answer to prove it with)."""
+    """Exceptions by name: REFUSED (a mixture; a scorer that takes anything) and NO_GOLD (no answer to prove it
+    with)."""
     wrong: list[str] = []
     for name in gym_tasks():
         if name in REFUSED:
@@ -209,8 +226,9 @@ def test_gym_training_goes_on_beyond_a_chunk_and_is_a_function_of_the_seed() -> 
 
 @pytest.mark.prove
 async def test_a_run_on_any_gym_task_passes_its_start_up_proofs() -> None:
-    """What is checked before the first step holds for every task of the package, those with partial credit or no answer included."""
-    from posttrain.recipe import proofs
+    """What is checked before the first step holds for every task of the package, those with partial credit or no answer
+    included."""
+    from posttrain.api import proofs
 
     for name in (n for n in gym_tasks() if n not in REFUSED):
         env = environment(Env(name=f"gym:{name}", heldout=2), 0)

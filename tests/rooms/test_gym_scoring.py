@@ -14,10 +14,10 @@ from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.adapters import gym_scoring
-from posttrain.environment.adapters.gym_scoring import FORMULAS, Asked, evaluate_literals_only, handler, scored
+from posttrain.environment.adapters.gym_scoring import FORMULAS, ScoringRequest, evaluate_literals_only, handler, scored
 from posttrain.environment.adapters.reasoning_gym import Gym
 
-ASKED = Asked("basic_arithmetic", (), 0, {}, "said", "gold")
+ASKED = ScoringRequest("basic_arithmetic", (), 0, {}, "said", "gold")
 
 
 def scorer(raises: str) -> Any:
@@ -31,11 +31,16 @@ def scorer(raises: str) -> Any:
 
 def test_a_scorer_that_raises_on_the_right_answer_too_is_an_outage() -> None:
     broken = scored(scorer("said gold"), ASKED)
-    assert (broken.state, broken.kind) == (State.FAILED, "raised") and "on the right answer too: OSError: no space left" in broken.why
+    assert (broken.state, broken.kind) == (
+        State.FAILED,
+        "raised",
+    ) and "on the right answer too: OSError: no space left" in broken.why
     own = scored(scorer("said"), ASKED)
     assert (own.score, own.kind) == (0.0, "unparsable") and own.why.startswith("OSError: no space left")
     assert scored(scorer(""), ASKED) == Verdict.value(0.25)
-    assert scored(SimpleNamespace(score_answer=lambda a, e: True), ASKED) == Verdict.value(1.0), "by the package's own rules a number"
+    assert scored(SimpleNamespace(score_answer=lambda a, e: True), ASKED) == Verdict.value(1.0), (
+        "by the package's own rules a number"
+    )
 
 
 @pytest.mark.parametrize(
@@ -48,11 +53,13 @@ def test_a_scorer_that_raises_on_the_right_answer_too_is_an_outage() -> None:
         (Verdict.value(0.5), Verdict.failed("raised", "not asked"), State.VALUE),
     ],
 )
-async def test_what_ends_the_scorer_is_the_answers_fault_if_the_right_answer_is_scored(said: Verdict, gold: Verdict, state: State) -> None:
+async def test_what_ends_the_scorer_is_the_answers_fault_if_the_right_answer_is_scored(
+    said: Verdict, gold: Verdict, state: State
+) -> None:
     """Another item's answer, which is all that a pool knows by itself, says nothing about this item's scorer."""
 
     class Workers:
-        async def ask(self, asked: Asked) -> Verdict:
+        async def ask(self, asked: ScoringRequest) -> Verdict:
             return gold if asked.answer == "gold" else said
 
     found = await gym_scoring.verdict(Workers(), ASKED)  # type: ignore[arg-type]
@@ -64,7 +71,8 @@ def attempt(env: Gym, text: str) -> Attempt:
 
 
 async def test_an_answer_without_end_is_killed_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A power of powers keeps the interpreter's lock as long as it lasts, so in a thread not even its time-out would come."""
+    """A power of powers keeps the interpreter's lock as long as it lasts, so in a thread not even its time-out would
+    come."""
     monkeypatch.setattr(gym_scoring, "SECONDS", 1)
     env = Gym.of("countdown", {}, heldout_count=1)
     right = str(env.train.task(0).answer)
@@ -102,7 +110,11 @@ def test_no_scorer_runs_what_an_answer_says(task: str, tmp_path: Path) -> None:
         gold = answer(env._asked(Attempt(t, (str(t.answer),), Stop.SAID)))
         assert gold["score"] == 1.0, gold
     spelled = "+".join(f"chr({ord(c)})" for c in f"__import__('os').mkdir({str(target)!r})")
-    for text in (f"__import__('os').mkdir({str(target)!r})", f"[__import__('os').mkdir({str(target)!r})]", f"eval({spelled})"):
+    for text in (
+        f"__import__('os').mkdir({str(target)!r})",
+        f"[__import__('os').mkdir({str(target)!r})]",
+        f"eval({spelled})",
+    ):
         seen = answer(env._asked(attempt(env, text)))
         assert seen["state"] == "value" and seen["score"] < 1.0 and not target.exists(), seen
 

@@ -1,4 +1,5 @@
-"""The hostile cases that no other file tests, and the list of all of them (docs/hostile-cases.md): each names tests that exist."""
+"""The hostile cases that no other file tests, and the list of all of them (docs/hostile-cases.md): each names tests
+that exist."""
 
 from __future__ import annotations
 
@@ -17,21 +18,23 @@ from posttrain.core.run import Env
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.environment.build import environment
-from posttrain.environment.builtin import BUILTIN
+from posttrain.environment.make import environment
 from posttrain.environment.prompts import read
-from posttrain.environment.reward import as_verdict
-from posttrain.environment.sandbox.choose import open_sandbox
-from posttrain.environment.sandbox.port import Limits, SandboxUnavailableError
-from posttrain.environment.sandbox.selftest import attacks, bait
-from posttrain.environment.sandbox.worker import Job, Worker
+from posttrain.sandbox.choose import open_sandbox
+from posttrain.sandbox.port import ProgramLimits, SandboxUnavailableError
+from posttrain.sandbox.selftest import attacks, bait
+from posttrain.sandbox.worker import Job, SandboxWorker
+from posttrain.verifier.builtin import BUILTIN
+from posttrain.verifier.functions import as_verdict
 from tests.rooms.sandbox_parts import backend, gone, living, ran
 
 ROOT = Path(__file__).parents[2]
 LIST = ROOT / "docs" / "hostile-cases.md"
 ROW = re.compile(r"^\| ([HVAI]-[0-9]{2}|trap [0-9]+) \|.*\| ([^|]*) \|$", re.MULTILINE)
 ROWS = {
-    f"{letter}-{i:02}" for letter, first, last in (("H", 0, 36), ("V", 1, 16), ("A", 1, 14), ("I", 1, 14)) for i in range(first, last + 1)
+    f"{letter}-{i:02}"
+    for letter, first, last in (("H", 0, 36), ("V", 1, 16), ("A", 1, 14), ("I", 1, 14))
+    for i in range(first, last + 1)
 }
 TRAPS = {f"trap {i}" for i in range(1, 15)}
 
@@ -44,19 +47,28 @@ def named(file: str) -> tuple[frozenset[str], str]:
     """Test functions of a file, and all its strings: ids of cases are among them."""
     (path,) = sorted(ROOT.glob(f"tests/*/{file}.py"))
     tree = ast.parse(path.read_text(encoding="utf-8"))
-    tests = {n.name for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")}
+    tests = {
+        n.name
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef) and n.name.startswith("test_")
+    }
     strings = [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
     return frozenset(tests), "\n".join(strings)
 
 
 def missing(cell: str) -> list[str]:
-    """What a row names and no file has: `file::test`, or `file::test[beginning of an id]`; no test at all is missing too."""
+    """What a row names and no file has: `file::test`, or `file::test[beginning of an id]`; no test at all is missing
+    too."""
     tests = re.findall(r"`([^`]+)`", cell)
     out = [] if tests else ["any test"]
     for test in tests:
         file, _, rest = test.partition("::")
         function, _, case = rest.removesuffix("]").partition("[")
-        if not list(ROOT.glob(f"tests/*/{file}.py")) or function not in named(file)[0] or (case and case not in named(file)[1]):
+        if (
+            not list(ROOT.glob(f"tests/*/{file}.py"))
+            or function not in named(file)[0]
+            or (case and case not in named(file)[1])
+        ):
             out.append(test)
     return out
 
@@ -71,7 +83,9 @@ def test_the_list_can_be_wrong() -> None:
     assert missing("-") == ["any test"]
     assert missing("`test_hostile_cases::test_nothing`") == ["test_hostile_cases::test_nothing"]
     assert missing("`test_nowhere::test_x`") == ["test_nowhere::test_x"]
-    assert missing("`test_sandbox::test_an_attack_achieves_nothing[H-99]`") == ["test_sandbox::test_an_attack_achieves_nothing[H-99]"]
+    assert missing("`test_sandbox::test_an_attack_achieves_nothing[H-99]`") == [
+        "test_sandbox::test_an_attack_achieves_nothing[H-99]"
+    ]
     assert missing("`test_sandbox::test_an_attack_achieves_nothing[H-01]`") == []
 
 
@@ -79,8 +93,8 @@ def test_the_list_can_be_wrong() -> None:
 
 
 @pytest.fixture(scope="module", params=["namespaces", pytest.param("landlock", marks=pytest.mark.prove)])
-def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
-    sandbox = Worker(backend(request.param))
+def worker(request: pytest.FixtureRequest) -> Iterator[SandboxWorker]:
+    sandbox = SandboxWorker(backend(request.param))
     yield sandbox
     assert ran(sandbox, "print('well')").stdout == b"well\n"
     sandbox.close()
@@ -96,15 +110,26 @@ def test_root_is_refused_an_unconfined_program(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_no_hostile_program_runs_unconfined_in_these_tests() -> None:
-    """H-00: `Unconfined` is named in these files alone: to be refused, to be found out, and as an ordinary user on a harmless program."""
-    users = {p.name for p in ROOT.glob("tests/**/*.py") if re.search(r"Unconfined\(|open_sandbox\(\"none\"", p.read_text(encoding="utf-8"))}
+    """H-00: `Unconfined` is named in these files alone: to be refused, to be found out, and as an ordinary user on a
+    harmless program."""
+    users = {
+        p.name
+        for p in ROOT.glob("tests/**/*.py")
+        if re.search(r"Unconfined\(|open_sandbox\(\"none\"", p.read_text(encoding="utf-8"))
+    }
     assert users <= {"test_check.py", "test_hostile_cases.py", "test_sandbox_long.py"}
 
 
-def test_secrets_and_projects_on_disk_cannot_be_read(worker: Worker, tmp_path: Path) -> None:
+def test_secrets_and_projects_on_disk_cannot_be_read(worker: SandboxWorker, tmp_path: Path) -> None:
     """H-02: where keys and tokens usually lie, whatever of it this machine has, and this project."""
     home = Path.home()
-    places = [home, *(home / p for p in (".ssh", ".netrc", ".aws/credentials", ".cache/huggingface/token", ".bashrc", ".gitconfig"))]
+    places = [
+        home,
+        *(
+            home / p
+            for p in (".ssh", ".netrc", ".aws/credentials", ".cache/huggingface/token", ".bashrc", ".gitconfig")
+        ),
+    ]
     (tmp_path / "secret").write_text("x")
     tmp_path.chmod(0o755)
     places += [
@@ -128,8 +153,9 @@ def test_secrets_and_projects_on_disk_cannot_be_read(worker: Worker, tmp_path: P
     assert ran(worker, source).said == "tried\n"
 
 
-def test_no_name_is_resolved_and_no_address_reached(worker: Worker, tmp_path: Path) -> None:
-    """H-06: loopback, the metadata service, other machines, DNS, IPv6; H-07: sockets that are files, such as Docker's."""
+def test_no_name_is_resolved_and_no_address_reached(worker: SandboxWorker, tmp_path: Path) -> None:
+    """H-06: loopback, the metadata service, other machines, DNS, IPv6; H-07: sockets that are files, such as
+    Docker's."""
     door = tmp_path / "docker.sock"
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(str(door))
@@ -158,11 +184,12 @@ CALLS = {
         "sched_setaffinity": 203, "setpriority": 141, "timer_create": 222, "chown": 92, "mknod": 133, "setxattr": 188,
     },
 }  # fmt: skip
-"""Calls by their numbers, asked with arguments that are all zero: the list refuses them before the kernel looks at those."""
+"""Calls by their numbers, asked with arguments that are all zero: the list refuses them before the kernel looks at
+those."""
 
 
 @pytest.mark.parametrize("row", CALLS)
-def test_rare_calls_never_reach_the_kernel(worker: Worker, row: str) -> None:
+def test_rare_calls_never_reach_the_kernel(worker: SandboxWorker, row: str) -> None:
     source = f"""
 import ctypes
 libc = ctypes.CDLL(None, use_errno=True)
@@ -176,7 +203,8 @@ print("tried")
 
 
 def test_memory_in_threads_and_children_is_bounded() -> None:
-    """H-10, trap 8: threads share the limit; children, where they are allowed, have each their own, so the sum is bounded."""
+    """H-10, trap 8: threads share the limit; children, where they are allowed, have each their own, so the sum is
+    bounded."""
     threads = """
 import threading
 held, refused = [], []
@@ -199,37 +227,41 @@ for _ in range(4):
     refused += os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 9
 print(refused)
 """
-    worker = Worker(backend("namespaces"))
+    worker = SandboxWorker(backend("namespaces"))
     held, refused = map(int, ran(worker, threads, memory=512 << 20).said.split())
     assert held <= 4 and held + refused == 12
     assert ran(worker, "import os; os.fork()").complaint.startswith("PermissionError")
     worker.close()
-    limits = Limits(memory=192 << 20, processes=2, wall=20.0)
-    alone = Worker(backend("namespaces"), limits)
+    limits = ProgramLimits(memory=192 << 20, processes=2, wall=20.0)
+    alone = SandboxWorker(backend("namespaces"), limits)
     assert alone.run(Job(children.encode(), limits=limits)).said == "4\n"
     assert all(gone(pid) for pid in alone.pids)
 
 
-def test_numpy_is_the_next_programs_own_again(worker: Worker) -> None:
+def test_numpy_is_the_next_programs_own_again(worker: SandboxWorker) -> None:
     """H-26."""
     if not worker.backend.packages:  # type: ignore[attr-defined]
         pytest.skip("this interpreter has no numpy")
-    ran(worker, "import numpy as np; np.allclose = lambda *a, **k: True; np.random.seed(5); np.set_printoptions(precision=1)")
+    ran(
+        worker,
+        "import numpy as np; np.allclose = lambda *a, **k: True; np.random.seed(5); np.set_printoptions(precision=1)",
+    )
     assert ran(worker, "import numpy as np; print(np.allclose(1, 2), np.array([1 / 3]))").said == "False [0.33333333]\n"
 
 
 def test_nothing_of_ours_is_in_the_environment_of_what_contains(monkeypatch: pytest.MonkeyPatch) -> None:
     """H-01, trap 2: not even in that of bubblewrap itself, which a program could find under /proc."""
     monkeypatch.setenv("POSTTRAIN_SECRET", "sk-verysecret")
-    worker = Worker(backend("namespaces"))
+    worker = SandboxWorker(backend("namespaces"))
     assert [Path(f"/proc/{pid}/environ").read_bytes() for pid in worker.pids] == [b"", b""]
     assert ran(worker, "import os; print(sorted(os.environ))").said.find("POSTTRAIN") < 0
     worker.close()
 
 
 def test_the_root_that_a_program_sees_holds_one_python_and_cannot_be_written() -> None:
-    """Trap 3: what bubblewrap makes for binds can be entered after the user changed; trap 4: no writable root, no /dev/shm."""
-    worker = Worker(backend("namespaces"))
+    """Trap 3: what bubblewrap makes for binds can be entered after the user changed; trap 4: no writable root, no
+    /dev/shm."""
+    worker = SandboxWorker(backend("namespaces"))
     source = """
 import os
 print(sorted(os.listdir("/")), sorted(os.listdir("/dev")), os.path.exists("/proc"))
@@ -240,7 +272,12 @@ for folder in ("/", "/dev", "/python", "/python/lib", "/inside", "/inside/cell",
 open("/tmp/x", "w").close()
 """
     root, modes, *wrote = ran(worker, source).said.splitlines()
-    assert "'dev', 'etc', 'inside'" in root and "['null', 'urandom'] False" in root and "home" not in root and "root" not in root
+    assert (
+        "'dev', 'etc', 'inside'" in root
+        and "['null', 'urandom'] False" in root
+        and "home" not in root
+        and "root" not in root
+    )
     assert modes == "{'0o755'}" and wrote == []
     worker.close()
 
@@ -248,7 +285,7 @@ open("/tmp/x", "w").close()
 def test_no_mount_of_a_sandbox_is_ours() -> None:
     """Nothing left behind: mounts belong to a space that goes with the sandbox."""
     before = Path("/proc/self/mountinfo").read_text()
-    worker = Worker(backend("namespaces"))
+    worker = SandboxWorker(backend("namespaces"))
     ran(worker, "open('/tmp/x', 'w').close()")
     during = Path("/proc/self/mountinfo").read_text()
     worker.close()
@@ -256,7 +293,7 @@ def test_no_mount_of_a_sandbox_is_ours() -> None:
     assert not [line for pid in worker.pids for line in living(f" {pid} ")]
 
 
-def test_attacks_that_come_one_after_another_find_no_trace_of_each_other(worker: Worker) -> None:
+def test_attacks_that_come_one_after_another_find_no_trace_of_each_other(worker: SandboxWorker) -> None:
     """H-27, and the pool healthy after: the second time everything fails as it did the first."""
     with bait() as target:
         first, second = (ran(worker, attacks(target), wall=30.0, cpu=20.0).said for _ in range(2))
@@ -283,7 +320,10 @@ def test_what_a_judge_says_is_checked_and_bounded() -> None:
 
 def test_a_line_of_many_megabytes_is_read_or_refused_with_its_place(tmp_path: Path) -> None:
     """I-01."""
-    for length, why in ((12_000_000, "p.jsonl:2: not JSON"), (20_000_000, "p.jsonl:1: the line has more than 16,777,216 bytes")):
+    for length, why in (
+        (12_000_000, "p.jsonl:2: not JSON"),
+        (20_000_000, "p.jsonl:1: the line has more than 16,777,216 bytes"),
+    ):
         long = "x" * length
         (tmp_path / "p.jsonl").write_text('{"prompt": "' + long + '"}\n{"prompt": "' + long + "\n")
         with pytest.raises(DataError, match=why) as refused:
@@ -301,7 +341,12 @@ def test_an_answer_without_room_is_refused() -> None:
 IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "I-09": (
         ("yaml", "ruamel", "marshal", "shelve", "dill", "joblib", "pickle"),
-        ("environment/workers/process.py", "environment/workers/worker.py", "environment/templates.py", "engine/checkpoint.py"),
+        (
+            "environment/workers/process.py",
+            "environment/workers/worker.py",
+            "environment/templates.py",
+            "engine/checkpoint.py",
+        ),
     ),
     "I-12": (("tarfile", "gzip", "bz2", "lzma", "zipfile"), ("core/record.py",)),
     "I-13": (
@@ -317,8 +362,9 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-"""Row -> (modules that could do the harm, where they may be imported). A worker's pickle travels to a child of ours; the record names an
-exception of numpy's; what speaks HTTP speaks with the address that the user configured, and no task, tool or policy names one."""
+"""Row -> (modules that could do the harm, where they may be imported). A worker's pickle travels to a child of ours;
+the record names an exception of numpy's; what speaks HTTP speaks with the address that the user configured, and no
+task, tool or policy names one."""
 
 
 @cache
@@ -334,7 +380,8 @@ def imports() -> dict[str, set[str]]:
 
 @pytest.mark.parametrize("row", IMPORTS)
 def test_no_code_of_ours_could_do_it(row: str) -> None:
-    """Configuration is typed fields and JSON, no archive is opened, nothing is fetched from an address found in data."""
+    """Configuration is typed fields and JSON, no archive is opened, nothing is fetched from an address found in
+    data."""
     modules, allowed = IMPORTS[row]
     users = {path for path, names in imports().items() if names & set(modules)}
     assert users and {u for u in users if not u.startswith(allowed)} == set()

@@ -1,4 +1,5 @@
-"""Model directories that somebody broke, or made to break us: each ends with a sentence, in little time and memory, and nothing of theirs runs."""
+"""Model directories that somebody broke, or made to break us: each ends with a sentence, in little time and memory, and
+nothing of theirs runs."""
 
 from __future__ import annotations
 
@@ -95,7 +96,10 @@ OTHER = {
     "no dtype": (config(dtype="x"), "describes no model"),
     "no activation": (config(hidden_act="x"), "no causal LM could be loaded"),
     "kind a list": (config(model_type=["x"]), "names no architecture"),
-    "stops nested": (written("generation_config.json", b'{"eos_token_id": [[1]]}'), "is no token id and no list of them"),
+    "stops nested": (
+        written("generation_config.json", b'{"eos_token_id": [[1]]}'),
+        "is no token id and no list of them",
+    ),
     "stops text": (written("generation_config.json", b'{"eos_token_id": "x"}'), "is no token id and no list of them"),
     "stops a list": (written("generation_config.json", b"[]"), r"generation_config\.json is damaged"),
     "stops anything": (written("generation_config.json", b"x"), r"generation_config\.json is damaged"),
@@ -107,9 +111,15 @@ OTHER = {
     "pipe": (special("config.json", os.mkfifo), r"config\.json is a pipe"),
     "pipe of weights": (special("model.safetensors", os.mkfifo), r"model\.safetensors is a pipe"),
     "pipe of a template": (special("chat_template.jinja", os.mkfifo), r"chat_template\.jinja is a pipe"),
-    "device": (special("tokenizer.json", lambda p: p.symlink_to("/dev/zero")), r"tokenizer\.json is a pipe, a socket or a device"),
+    "device": (
+        special("tokenizer.json", lambda p: p.symlink_to("/dev/zero")),
+        r"tokenizer\.json is a pipe, a socket or a device",
+    ),
     "directory": (special("generation_config.json", lambda p: p.mkdir()), r"generation_config\.json is a directory"),
-    "link to nothing": (special("chat_template.jinja", lambda p: p.symlink_to("nowhere")), r"cannot read .*chat_template\.jinja"),
+    "link to nothing": (
+        special("chat_template.jinja", lambda p: p.symlink_to("nowhere")),
+        r"cannot read .*chat_template\.jinja",
+    ),
 }
 
 
@@ -164,7 +174,9 @@ def test_weights_that_are_cut_are_refused_whatever_their_digest_says(tmp_path: P
         load_weights(tmp_path, Learner())  # type: ignore[arg-type]
 
 
-def test_commands_on_a_broken_run_folder_end_with_exit_code_5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_on_a_broken_run_folder_end_with_exit_code_5(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One run, broken in several ways: resume, eval, export and show say what is damaged and what is whole."""
     folder = play(tmp_path / "run", *LADDER, "keep_checkpoints=4")
     places = sorted(p for p in (folder / "checkpoints").iterdir() if p.is_dir())

@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 
-from posttrain.checks.judges import GOLD, Judges
+from posttrain.checks.gold import GOLD, VerifierChecks
 from posttrain.core.env import Env, Reward
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.build import environment
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.environment.gallery.calculator import Calculator
+from posttrain.environment.gallery.calculator import CalculatorEnv
+from posttrain.environment.make import environment
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,8 +32,8 @@ class Moody(Arithmetic):
         return (Judged(self.name, 1.0, Verdict.value(paid * (self.verify(attempt).score or 0.0))),)
 
 
-async def begun(env: Any) -> Judges:
-    judges = Judges()
+async def begun(env: Any) -> VerifierChecks:
+    judges = VerifierChecks()
     await judges.begin(env, 0)
     return judges
 
@@ -60,11 +60,13 @@ async def test_one_slip_is_asked_again_and_an_outage_is_no_wrong_answer() -> Non
     assert await judges.after(env, []) == ()
     env.mood["down"] = True
     assert await judges.after(env, []) == ()
-    assert (await begun(Moody(heldout_count=20, mood={"down": True})))._gold, "an outage at the start stops nothing either"
+    assert (await begun(Moody(heldout_count=20, mood={"down": True})))._gold, (
+        "an outage at the start stops nothing either"
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
-class Counter(Calculator):
+class Counter(CalculatorEnv):
     """A calculator whose key breaks."""
 
     mood: dict[str, str] = field(default_factory=dict)
@@ -75,7 +77,11 @@ class Counter(Calculator):
         return await super().play(task, talk)
 
     def verify(self, attempt: Attempt) -> Verdict:
-        return Verdict.value(0.0, "tool", "the tool is gone") if self.mood.get("breaks") == "lies" else super().verify(attempt)
+        return (
+            Verdict.value(0.0, "tool", "the tool is gone")
+            if self.mood.get("breaks") == "lies"
+            else super().verify(attempt)
+        )
 
 
 async def test_the_right_answer_is_played_anew_through_its_world() -> None:
@@ -95,7 +101,12 @@ async def test_nothing_is_demanded_where_nobody_vouches(tmp_path: Any) -> None:
     (tmp_path / "mine.jsonl").write_text("".join(f'{{"prompt": "say {n}", "answer": "{n}"}}\n' for n in range(9)))
     (tmp_path / "mine.py").write_text("def reward(task, text):\n    return 3.0 * len(text)\n")
     env = environment(
-        Env(name="prompts", prompts=str(tmp_path / "mine.jsonl"), rewards=(Reward(function=f"{tmp_path / 'mine.py'}:reward"),)), 0
+        Env(
+            name="prompts",
+            prompts=str(tmp_path / "mine.jsonl"),
+            rewards=(Reward(function=f"{tmp_path / 'mine.py'}:reward"),),
+        ),
+        0,
     )
     judges = await begun(env)
     assert judges._gold and await judges.after(env, []) == ()

@@ -16,8 +16,8 @@ from posttrain.core.ports import Attempt
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Segment, Stop, Task
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.environment.reward import source
-from posttrain.role.judging import Bench
+from posttrain.role.judging import SiblingVerdicts
+from posttrain.verifier.functions import source
 
 TASK = Task("t", "1+1=", "2")
 
@@ -41,11 +41,11 @@ class Counting:
         return float(next(self.calls))
 
 
-def bench() -> Bench:
-    return Bench(replace(Arithmetic(), rewards=(source(Counting(), name="count"),)))
+def bench() -> SiblingVerdicts:
+    return SiblingVerdicts(replace(Arithmetic(), rewards=(source(Counting(), name="count"),)))
 
 
-async def ask(b: Bench, *asked: tuple[Attempt, Segment]) -> list[float]:
+async def ask(b: SiblingVerdicts, *asked: tuple[Attempt, Segment]) -> list[float]:
     """What the wavering source says of each, all asked at once."""
     found = await asyncio.gather(*(b.judge(attempt, (segment,)) for attempt, segment in asked))
     await b.close()
@@ -57,7 +57,12 @@ async def test_the_same_tokens_share_one_verdict() -> None:
     one = Attempt(TASK, ("2",), Stop.SAID)
     same = await ask(bench(), (one, said(5, 0)), (one, said(5, 0)), (one, said(5, 0)))
     assert len(set(same)) == 1
-    other = [(one, said(5, 0)), (one, said(6, 0)), (replace(one, stop=Stop.LENGTH), said(5, 0)), (one, said(5, 0, seen=4))]
+    other = [
+        (one, said(5, 0)),
+        (one, said(6, 0)),
+        (replace(one, stop=Stop.LENGTH), said(5, 0)),
+        (one, said(5, 0, seen=4)),
+    ]
     assert len(set(await ask(bench(), *other))) == 4
 
 
@@ -78,7 +83,7 @@ async def test_a_sibling_that_is_given_up_takes_no_verdict_along() -> None:
         await go.wait()
         return 0.5
 
-    b = Bench(replace(Arithmetic(), rewards=(source(slow, name="slow"),)))
+    b = SiblingVerdicts(replace(Arithmetic(), rewards=(source(slow, name="slow"),)))
     attempt = Attempt(TASK, ("2",), Stop.SAID)
     first = asyncio.ensure_future(b.judge(attempt, (said(5, 0),)))
     await asked.wait()
@@ -102,7 +107,7 @@ async def test_closing_ends_what_nobody_waits_for() -> None:
             ended.set()
         return 0.0
 
-    b = Bench(replace(Arithmetic(), rewards=(source(forever, name="forever"),)))
+    b = SiblingVerdicts(replace(Arithmetic(), rewards=(source(forever, name="forever"),)))
     waiting = asyncio.ensure_future(b.judge(Attempt(TASK, ("2",), Stop.SAID), (said(5, 0),)))
     await asyncio.sleep(0.05)
     waiting.cancel()

@@ -1,4 +1,5 @@
-"""The learner: packing changes nothing, every token is scored by the model transformers would run, the optimizer is AdamW."""
+"""The learner: packing changes nothing, every token is scored by the model transformers would run, the optimizer is
+AdamW."""
 
 from __future__ import annotations
 
@@ -32,7 +33,9 @@ def separately(p: Policy, batch: Packed, temperature: float = 1.0) -> np.ndarray
         with torch.no_grad():
             logp = (module(input_ids=ids[None], use_cache=False).logits[0].float() / temperature).log_softmax(-1)
         at = batch.segment_M == s
-        out.append(logp[torch.from_numpy(batch.source_M[at] - start), torch.from_numpy(batch.target_M[at].astype(np.int64))])
+        out.append(
+            logp[torch.from_numpy(batch.source_M[at] - start), torch.from_numpy(batch.target_M[at].astype(np.int64))]
+        )
     return torch.cat(out).numpy()
 
 
@@ -40,7 +43,9 @@ def gradients(learner: HFLearner, parts: list[Packed]) -> dict[str, Tensor]:
     """Of a loss that reads log-probs, entropies and values, summed over parts."""
     for part in parts:
         scores = learner.forward(part, entropy=True, value=True)
-        (scores.logp * torch.from_numpy(np.sin(part.target_M.astype(float))) + 0.3 * scores.entropy + scores.value**2).sum().backward()
+        (
+            scores.logp * torch.from_numpy(np.sin(part.target_M.astype(float))) + 0.3 * scores.entropy + scores.value**2
+        ).sum().backward()
     out = {n: p.grad.clone() for n, p in learner.parameters().items()}
     for p in learner.parameters().values():
         p.grad = None
@@ -79,7 +84,10 @@ def test_temperature_and_forward_agree_with_score() -> None:
     scores = learner.forward(batch, entropy=True, value=True)
     assert np.abs(learner.score(batch) - separately(p, batch, 0.6)).max() < 3e-6
     assert np.array_equal(scores.logp.detach().numpy(), learner.score(batch))
-    assert np.array_equal(scores.value.detach().numpy(), np.zeros(batch.spoken, np.float32)) and learner.value(batch).dtype == np.float32
+    assert (
+        np.array_equal(scores.value.detach().numpy(), np.zeros(batch.spoken, np.float32))
+        and learner.value(batch).dtype == np.float32
+    )
     assert bool((scores.entropy >= 0).all())
 
 
@@ -88,7 +96,8 @@ def test_kept_sets_are_carried_through_splits() -> None:
     whole = learner.score(batch)
     parts = np.concatenate([learner.score(part) for part in batch.split(30)])
     assert np.abs(whole - parts).max() < 2e-6
-    assert np.all(whole >= HFLearner(policy()).score(packed(6)) - 1e-6)  # renormalising over fewer tokens only raises log-probs
+    # renormalising over fewer tokens only raises log-probs
+    assert np.all(whole >= HFLearner(policy()).score(packed(6)) - 1e-6)
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -155,7 +164,10 @@ def test_positions_beyond_the_context_are_refused() -> None:
 
 def weights(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     g = torch.Generator().manual_seed(5)
-    return {n: torch.randn(*s, generator=g).to(dtype).requires_grad_() for n, s in {"a": (4, 3), "b": (5,), "idle": (2,)}.items()}
+    return {
+        n: torch.randn(*s, generator=g).to(dtype).requires_grad_()
+        for n, s in {"a": (4, 3), "b": (5,), "idle": (2,)}.items()
+    }
 
 
 def feed(parameters: dict[str, Tensor], step: int) -> None:
@@ -224,11 +236,16 @@ def test_an_infinite_norm_moves_nothing(bad: float) -> None:
     adam = AdamW(p, Optimizer())
     feed(p, 0)
     adam.step()
-    before, state = {n: t.detach().clone() for n, t in p.items()}, {n: t.clone() for n, t in adam.state_tensors().items()}
+    before, state = (
+        {n: t.detach().clone() for n, t in p.items()},
+        {n: t.clone() for n, t in adam.state_tensors().items()},
+    )
     feed(p, 1)
     p["b"].grad[0] = bad  # type: ignore[index]
     assert not math.isfinite(adam.step())
-    assert all(torch.equal(before[n], p[n]) for n in p) and all(torch.equal(t, adam.state_tensors()[n]) for n, t in state.items())
+    assert all(torch.equal(before[n], p[n]) for n in p) and all(
+        torch.equal(t, adam.state_tensors()[n]) for n, t in state.items()
+    )
     assert p["a"].grad is None
 
 

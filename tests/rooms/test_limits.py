@@ -1,4 +1,5 @@
-"""Limits of an episode on a real engine: each has its own reason, holds for every environment, and leaves a learnable episode."""
+"""Limits of an episode on a real engine: each has its own reason, holds for every environment, and leaves a learnable
+episode."""
 
 from __future__ import annotations
 
@@ -16,18 +17,18 @@ from posttrain.core.ladder import GIGPO, MT_GRPO, PPO
 from posttrain.core.pieces.baseline import ToGo
 from posttrain.core.ports import Attempt, Talk
 from posttrain.core.record import from_columns, of_groups, to_columns
-from posttrain.core.request import Request
+from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Env, Reinforce, Run
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Episode, Stop, Task
 from posttrain.core.verdict import Verdict
-from posttrain.environment.gallery.calculator import Calculator
+from posttrain.environment.gallery.calculator import CalculatorEnv
 from posttrain.environment.single import graded
 from tests.tiny import MODEL, only_rl, play, tiny_parts, tiny_run
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chatter(Calculator):
+class Chatter(CalculatorEnv):
     """Answers whatever is said until a limit ends it, pays every turn, and keeps count of what it opened and closed."""
 
     opened: list[int]
@@ -56,9 +57,11 @@ class Chatter(Calculator):
         return graded(bool(attempt.state and attempt.state["turns"] > 1), attempt.state, "two turns")
 
 
-def episodes(tmp_path: Path, limits: Limits, **chatter: Any) -> tuple[list[Episode], Chatter]:
+def episodes(tmp_path: Path, limits: EpisodeLimits, **chatter: Any) -> tuple[list[Episode], Chatter]:
     run = only_rl(tiny_run())
-    parts = tiny_parts(tmp_path, replace(run, env=Env(name="calculator", heldout=6, limits=limits), model=replace(MODEL, context=96)))
+    parts = tiny_parts(
+        tmp_path, replace(run, env=Env(name="calculator", heldout=6, limits=limits), model=replace(MODEL, context=96))
+    )
     env = Chatter(opened=[], heldout_count=6, **chatter)
     rollout = replace(parts.rollout, environment=env)
     assert rollout.limits == limits
@@ -66,7 +69,10 @@ def episodes(tmp_path: Path, limits: Limits, **chatter: Any) -> tuple[list[Episo
 
     async def go() -> list[Episode]:
         groups = await asyncio.gather(
-            *(rollout.group(env.train.task(i), 0, Request(groups=1, siblings=2), parts.sampling(stage), "test") for i in range(3))
+            *(
+                rollout.group(env.train.task(i), 0, RolloutRequest(groups=1, siblings=2), parts.sampling(stage), "test")
+                for i in range(3)
+            )
         )
         return [e for g in groups for e in g.episodes]
 
@@ -78,12 +84,12 @@ def episodes(tmp_path: Path, limits: Limits, **chatter: Any) -> tuple[list[Episo
 @pytest.mark.parametrize(
     ("limits", "stop"),
     [
-        (Limits(turns=3), Stop.TURNS),
-        (Limits(tokens=9), Stop.TOKENS),
-        (Limits(), Stop.CONTEXT),
+        (EpisodeLimits(turns=3), Stop.TURNS),
+        (EpisodeLimits(tokens=9), Stop.TOKENS),
+        (EpisodeLimits(), Stop.CONTEXT),
     ],
 )
-def test_each_limit_ends_the_episode_by_its_own_reason(tmp_path: Path, limits: Limits, stop: Stop) -> None:
+def test_each_limit_ends_the_episode_by_its_own_reason(tmp_path: Path, limits: EpisodeLimits, stop: Stop) -> None:
     for e in episodes(tmp_path, limits)[0]:
         assert e.stop is stop and not e.error
         (segment,) = e.segments
@@ -98,53 +104,59 @@ def test_each_limit_ends_the_episode_by_its_own_reason(tmp_path: Path, limits: L
 
 
 def test_the_clock_ends_an_episode_and_its_world_cleans_up(tmp_path: Path) -> None:
-    said, env = episodes(tmp_path, Limits(seconds=0.3), slow=30.0)
+    said, env = episodes(tmp_path, EpisodeLimits(seconds=0.3), slow=30.0)
     assert {e.stop for e in said} == {Stop.TIME} and sum(env.opened) == 0 and len(env.opened) == 12
     assert all(e.state == {"turns": 1} and e.reward == 0.25 and e.spoken for e in said), "what was said before counts"
 
 
 def test_a_turn_may_be_shorter_than_the_contract(tmp_path: Path) -> None:
-    for e in episodes(tmp_path, Limits(turns=2), most=2)[0]:
+    for e in episodes(tmp_path, EpisodeLimits(turns=2), most=2)[0]:
         assert e.spoken <= 4 and e.stop is Stop.TURNS
 
 
 def test_an_episode_with_paid_turns_and_a_state_is_recorded_whole(tmp_path: Path) -> None:
     from posttrain.core.types import Group
 
-    said, _ = episodes(tmp_path, Limits(turns=2))
+    said, _ = episodes(tmp_path, EpisodeLimits(turns=2))
     group = Group(said[0].task, 0, tuple(said[:2]))
     back = [r.episode for r in from_columns(to_columns(of_groups([group])))]
-    assert [(e.state, e.verdicts, e.reward, e.stop) for e in back] == [(e.state, e.verdicts, e.reward, e.stop) for e in said[:2]]
+    assert [(e.state, e.verdicts, e.reward, e.stop) for e in back] == [
+        (e.state, e.verdicts, e.reward, e.stop) for e in said[:2]
+    ]
 
 
 def test_pay_follows_a_turn() -> None:
     from posttrain.role.talk import Conversation
 
-    talk = Conversation(None, None, None, Limits(), int)  # type: ignore[arg-type]
+    talk = Conversation(None, None, None, EpisodeLimits(), int)  # type: ignore[arg-type]
     with pytest.raises(InvariantError, match="before the policy said anything"):
         talk.pay("x", 1.0)
 
 
 @pytest.mark.parametrize(
-    "bad", [{"turns": 0}, {"tokens": -1}, {"seconds": 0.0}, {"tool_seconds": 0.0}, {"tool_timeouts": 0}, {"observation": 3}]
+    "bad",
+    [{"turns": 0}, {"tokens": -1}, {"seconds": 0.0}, {"tool_seconds": 0.0}, {"tool_timeouts": 0}, {"observation": 3}],
 )
 def test_a_limit_of_nothing_is_refused(bad: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match=f"env.limits.{next(iter(bad))}="):
-        Limits(**bad)
+        EpisodeLimits(**bad)
 
 
 def tool_run(name: str, style: str, **rl: Any) -> Run:
     """A few steps of imitation of several turns, and a few of reinforcement."""
     run = tiny_run(**rl)
     sft, stage = run.stages
-    return replace(run, env=Env(name=name, heldout=6), model=replace(MODEL, context=256), stages=(replace(sft, style=style), stage))
+    return replace(
+        run, env=Env(name=name, heldout=6), model=replace(MODEL, context=256), stages=(replace(sft, style=style), stage)
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "style", "algorithm"), [("calculator", "tool", PPO), ("shop", "tools", MT_GRPO), ("shop", "tools", GIGPO)]
 )
 def test_a_run_with_tools_from_imitation_on(tmp_path: Path, name: str, style: str, algorithm: Any) -> None:
-    """Every canary holds: turns end in one stop token each, observations are masked, credit has a second opinion or none."""
+    """Every canary holds: turns end in one stop token each, observations are masked, credit has a second opinion or
+    none."""
     results = asyncio.run(play(tiny_parts(tmp_path, tool_run(name, style, algorithm=algorithm))))
     assert [r.name for r in results] == ["sft", "rl"]
 
@@ -178,7 +190,8 @@ def test_a_run_whose_turns_are_paid(tmp_path: Path, algorithm: Any) -> None:
 
 
 def test_a_demonstration_of_several_turns_is_played(tmp_path: Path) -> None:
-    """Its turns are imitated, what the world answers between them is masked, and an episode of another length is refused."""
+    """Its turns are imitated, what the world answers between them is masked, and an episode of another length is
+    refused."""
     from posttrain.role.demonstrate import recited
 
     parts = tiny_parts(tmp_path, tool_run("shop", "tools"))
@@ -188,7 +201,11 @@ def test_a_demonstration_of_several_turns_is_played(tmp_path: Path) -> None:
     def recite(turns: Any) -> Any:
         from posttrain.core.sampling import Sampling
 
-        return asyncio.run(recited(env, parts.renderer, parts.rollout.dialogue(task.id), task, task.prompt, turns, Sampling(stop_ids=())))
+        return asyncio.run(
+            recited(
+                env, parts.renderer, parts.rollout.dialogue(task.id), task, task.prompt, turns, Sampling(stop_ids=())
+            )
+        )
 
     gold = env.gold(task)
     said = recite(gold)
@@ -197,7 +214,9 @@ def test_a_demonstration_of_several_turns_is_played(tmp_path: Path) -> None:
     runs = np.flatnonzero(np.diff(segment.mask.astype(np.int8), prepend=0, append=0)).reshape(-1, 2)
     assert [parts.renderer.text(segment.ids[a:b]) for a, b in runs] == list(gold)
     before = sum(b - a for a, b in runs[:-1])
-    assert [said.spoken_upto(n) for n in range(len(gold[-1]) + 1)] == [before + n for n in range(len(gold[-1]) + 1)], "a token a character"
+    assert [said.spoken_upto(n) for n in range(len(gold[-1]) + 1)] == [before + n for n in range(len(gold[-1]) + 1)], (
+        "a token a character"
+    )
     with pytest.raises(DataError, match="has 1 turns, and the episode goes on"):
         recite(gold[:1])
     with pytest.raises(DataError, match="has 4 turns and its episode ended after 3"):
@@ -206,18 +225,23 @@ def test_a_demonstration_of_several_turns_is_played(tmp_path: Path) -> None:
 
 
 def test_stage_limits_reach_the_environment() -> None:
-    from posttrain.environment.build import environment
+    from posttrain.environment.make import environment
 
-    env = environment(Env(name="shop", heldout=6, limits=Limits(tool_seconds=3.0)), 0)
+    env = environment(Env(name="shop", heldout=6, limits=EpisodeLimits(tool_seconds=3.0)), 0)
     assert env.limits.tool_seconds == 3.0 and isinstance(tool_run("shop", "tools").stages[1], Reinforce)
 
 
 def test_what_is_shown_past_the_context_ends_the_episode_and_is_cut_there(tmp_path: Path) -> None:
-    """A tool's answer of two million characters: its tokens are not all made, and the episode, which may be trained on, ends with the context."""
+    """A tool's answer of two million characters: its tokens are not all made, and the episode, which may be trained on,
+    ends with the context."""
     tracemalloc.start()
-    said, _ = episodes(tmp_path, Limits(), shows="12+" * 700_000)
+    said, _ = episodes(tmp_path, EpisodeLimits(), shows="12+" * 700_000)
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert said and most < 100 << 20
     for e in said:
-        assert e.stop is Stop.CONTEXT and sum(len(s.ids) for s in e.segments) == 96 and 0 < sum(s.spoken for s in e.segments) < 96
+        assert (
+            e.stop is Stop.CONTEXT
+            and sum(len(s.ids) for s in e.segments) == 96
+            and 0 < sum(s.spoken for s in e.segments) < 96
+        )

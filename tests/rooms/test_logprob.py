@@ -32,7 +32,12 @@ class Case:
 
     def arguments(self) -> dict[str, Any]:
         sampling = Sampling(temperature=self.temperature, top_k=4 if self.truncated else 0)
-        return {"sampling": sampling, "kept": kept_sets() if self.truncated else None, "softcap": self.softcap, "scale": self.scale}
+        return {
+            "sampling": sampling,
+            "kept": kept_sets() if self.truncated else None,
+            "softcap": self.softcap,
+            "scale": self.scale,
+        }
 
 
 CASES = [
@@ -57,7 +62,10 @@ def kept_sets() -> Kept:
 
 def inputs(dtype: torch.dtype = torch.float64, bias: bool = True) -> tuple[Tensor, Tensor, Tensor | None]:
     g = torch.Generator().manual_seed(0)
-    h, w, b = (torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_() for shape in ((M, H), (V, H), (V,)))
+    h, w, b = (
+        torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).requires_grad_()
+        for shape in ((M, H), (V, H), (V,))
+    )
     return h, w, b if bias else None
 
 
@@ -67,7 +75,9 @@ def plain(h: Tensor, w: Tensor, b: Tensor | None, case: Case) -> tuple[Tensor, T
     z = z if case.softcap is None else case.softcap * torch.tanh(z / case.softcap)
     outside = torch.zeros(M, V, dtype=torch.bool)
     if case.truncated:
-        outside = ~torch.stack([torch.isin(torch.arange(V), torch.from_numpy(s.astype(np.int64))) for s in kept_sets().sets()])
+        outside = ~torch.stack(
+            [torch.isin(torch.arange(V), torch.from_numpy(s.astype(np.int64))) for s in kept_sets().sets()]
+        )
     logp = (z / case.temperature).masked_fill(outside, float("-inf")).log_softmax(-1)
     entropy = -(logp.exp() * logp.masked_fill(outside, 0)).sum(-1)
     return logp.gather(1, targets()[:, None])[:, 0], entropy
@@ -95,7 +105,9 @@ def test_gradcheck(case: Case) -> None:
     h, w, b = inputs(bias=case.bias)
 
     def both(*x: Tensor) -> tuple[Tensor, ...]:
-        logp, entropy = logprobs(x[0], x[1], x[2] if case.bias else None, targets(), **case.arguments(), want_entropy=True, chunk=3)
+        logp, entropy = logprobs(
+            x[0], x[1], x[2] if case.bias else None, targets(), **case.arguments(), want_entropy=True, chunk=3
+        )
         assert entropy is not None
         return logp, entropy
 
@@ -114,11 +126,17 @@ def test_low_precision_weights_have_float32_logits() -> None:
     h, w, b = inputs(torch.bfloat16)
     assert b is not None
     logp, _ = logprobs(h, w, b, targets(), sampling=Sampling())
-    exact = torch.nn.functional.linear(h.double(), w.double(), b.double()).log_softmax(-1).gather(1, targets()[:, None])[:, 0]
+    exact = (
+        torch.nn.functional.linear(h.double(), w.double(), b.double())
+        .log_softmax(-1)
+        .gather(1, targets()[:, None])[:, 0]
+    )
     assert logp.dtype == torch.float32
     torch.testing.assert_close(logp.double(), exact, rtol=0, atol=2e-6)
     logp.sum().backward()
-    assert h.grad is not None and h.grad.dtype == torch.bfloat16 and w.grad is not None and w.grad.dtype == torch.bfloat16
+    assert (
+        h.grad is not None and h.grad.dtype == torch.bfloat16 and w.grad is not None and w.grad.dtype == torch.bfloat16
+    )
 
 
 def test_large_logits_stay_finite() -> None:
@@ -126,7 +144,12 @@ def test_large_logits_stay_finite() -> None:
     logp, entropy = logprobs(h * 1e4, w, b, targets(), sampling=Sampling(), want_entropy=True)
     assert entropy is not None
     (logp.sum() + entropy.sum()).backward()
-    assert torch.isfinite(logp).all() and torch.isfinite(entropy).all() and h.grad is not None and torch.isfinite(h.grad).all()
+    assert (
+        torch.isfinite(logp).all()
+        and torch.isfinite(entropy).all()
+        and h.grad is not None
+        and torch.isfinite(h.grad).all()
+    )
 
 
 def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,4 +258,8 @@ def test_energy_is_the_squared_gradient(case: Case, monkeypatch: pytest.MonkeyPa
     (gradient,) = torch.autograd.grad(said.log().sum(), z)
     found = energies(h, w, b, targets(), **how)
     assert torch.allclose(found, gradient.nan_to_num().square().sum(1), atol=1e-12)
-    assert torch.allclose(found, 1 - 2 * said + p.square().sum(1), atol=1e-12) and float(found.min()) >= 0 and float(found.max()) < 2
+    assert (
+        torch.allclose(found, 1 - 2 * said + p.square().sum(1), atol=1e-12)
+        and float(found.min()) >= 0
+        and float(found.max()) < 2
+    )

@@ -21,12 +21,12 @@ from posttrain.core.ports import Attempt
 from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
-from posttrain.environment.build import environment
-from posttrain.environment.math.extract import final
-from posttrain.environment.math.grade import gold_of, grade
-from posttrain.environment.math.reading import Number, read
-from posttrain.environment.math.source import MathSource, math_source
-from posttrain.environment.math.spelling import spelled
+from posttrain.environment.make import environment
+from posttrain.verifier.math.extract import final
+from posttrain.verifier.math.grade import gold_of, grade
+from posttrain.verifier.math.reading import Number, read
+from posttrain.verifier.math.source import MathSource, math_source
+from posttrain.verifier.math.spelling import spelled
 
 
 @pytest.fixture(scope="module")
@@ -80,7 +80,14 @@ def here(gold: str, response: str) -> float | None:
             "C01 a pair for a list",
             "C01 its order",
         ),
-        *("C01 no contains match", "C01 the last number", "C01 answer lists", "C01 units", "C01 trailing zeros", "C01 percent"),
+        *(
+            "C01 no contains match",
+            "C01 the last number",
+            "C01 answer lists",
+            "C01 units",
+            "C01 trailing zeros",
+            "C01 percent",
+        ),
     ],
 )
 def test_cases_of_c01(gold: str, response: str, score: float) -> None:
@@ -178,7 +185,12 @@ def test_a_right_last_box_after_another_one_is_marked(reward: MathSource) -> Non
 
 
 def test_kinds_can_be_counted(reward: MathSource) -> None:
-    cases = {"wrong": boxed("5"), "unparsable": "no idea\nsorry", "unevaluated": boxed("3+4"), "too_large": boxed("9^{9^{9}}")}
+    cases = {
+        "wrong": boxed("5"),
+        "unparsable": "no idea\nsorry",
+        "unevaluated": boxed("3+4"),
+        "too_large": boxed("9^{9^{9}}"),
+    }
     for kind, text in cases.items():
         v = judged(reward, "7", text)
         assert (v.score, v.kind) == (0.0, kind) and v.why
@@ -233,7 +245,11 @@ def notations(x: Fraction) -> list[str]:
         ]
     if (10**6 % d) == 0:
         exact = f"{n * 10**6 // d / 10**6:.6f}"
-        out += [sign + exact, sign + exact.rstrip("0"), f"{sign}{n * 100 * 10**6 // d // 10**6}\\%" if (n * 100) % d == 0 else sign + exact]
+        out += [
+            sign + exact,
+            sign + exact.rstrip("0"),
+            f"{sign}{n * 100 * 10**6 // d // 10**6}\\%" if (n * 100) % d == 0 else sign + exact,
+        ]
     return [o.replace("-", "−") if i % 2 else o for i, o in enumerate(out)]
 
 
@@ -305,9 +321,14 @@ def test_no_answer_is_evaluated_as_python(reward: MathSource, tmp_path: Path, mo
     ):
         assert judged(reward, "x^2+2", boxed(text)).score == 0.0
     assert not target.exists()
-    from posttrain.environment.math import algebra
+    from posttrain.verifier.math import algebra
 
-    for name in ("sympy.parsing.sympy_parser", "sympy.parsing", "math_verify.parser", "latex2sympy2_extended.latex2sympy2"):
+    for name in (
+        "sympy.parsing.sympy_parser",
+        "sympy.parsing",
+        "math_verify.parser",
+        "latex2sympy2_extended.latex2sympy2",
+    ):
         module = importlib.import_module(name)
         monkeypatch.setattr(module, "parse_expr", module.parse_expr)  # put back after the test
     algebra.handler()
@@ -320,7 +341,9 @@ def rows(tmp_path: Path, *answers: object) -> Env:
     import json
 
     path = tmp_path / "rows.jsonl"
-    path.write_text("\n".join(json.dumps({"prompt": f"p{i}", "answer": a, "id": f"row{i}"}) for i, a in enumerate(answers)))
+    path.write_text(
+        "\n".join(json.dumps({"prompt": f"p{i}", "answer": a, "id": f"row{i}"}) for i, a in enumerate(answers))
+    )
     return Env(name="prompts", prompts=str(path), rewards=(Reward(function="math"),))
 
 
@@ -332,7 +355,18 @@ def test_a_gold_answer_that_cannot_be_read_is_refused_at_load(tmp_path: Path) ->
 
 
 async def test_the_reward_of_a_users_prompts(tmp_path: Path) -> None:
-    answers = ["3", 4, 2.5, r"\frac{1}{2}", r"\sqrt{2}", "He has 3 left.\n#### 72", r"So \boxed{(1,2)}", "Tuesday", "1,000", "x=5"]
+    answers = [
+        "3",
+        4,
+        2.5,
+        r"\frac{1}{2}",
+        r"\sqrt{2}",
+        "He has 3 left.\n#### 72",
+        r"So \boxed{(1,2)}",
+        "Tuesday",
+        "1,000",
+        "x=5",
+    ]
     env = environment(rows(tmp_path, *answers), 0)
     tasks = [*env.heldout, *(env.train.task(i) for i in range(env.train.count or 0))]
     assert len(tasks) == len(answers)

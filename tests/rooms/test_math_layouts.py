@@ -1,4 +1,5 @@
-"""The math reward on what models and data sets really write: layouts, units, bases, unions, choices with values, times of day."""
+"""The math reward on what models and data sets really write: layouts, units, bases, unions, choices with values, times
+of day."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import pytest
 pytest.importorskip("math_verify")
 
 from posttrain.core.types import Task
-from posttrain.environment.math.source import MathSource, math_source
+from posttrain.verifier.math.source import MathSource, math_source
 
 UNION = r"(-\infty,1)\cup(2,\infty)"
 CLOSED = r"(-\infty,1]\cup[2,\infty)"
@@ -25,7 +26,20 @@ CHOICES = [
     r"\textbf{C}\ 12",
     r"\textbf{(C)}\ $12$",
 ]
-MULTIPLIED = ["million", "thousand", "dozen", "half", "squared", "hundred", "billion", "trillion", "cubed", "halves", "thirds", "factorial"]
+MULTIPLIED = [
+    "million",
+    "thousand",
+    "dozen",
+    "half",
+    "squared",
+    "hundred",
+    "billion",
+    "trillion",
+    "cubed",
+    "halves",
+    "thirds",
+    "factorial",
+]
 
 PAIRS: dict[str, list[tuple[str, str, int]]] = {
     "units after pi and roots": [

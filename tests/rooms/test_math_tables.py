@@ -13,7 +13,7 @@ from layout_parts import table
 
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.environment.math.source import SECONDS, MathSource, math_source
+from posttrain.verifier.math.source import SECONDS, MathSource, math_source
 
 SLOWEST = 3.0
 """Seconds of one verdict, the algebra's time-out among them."""
@@ -27,7 +27,8 @@ def reward() -> Iterator[MathSource]:
 
 
 def score(reward: MathSource, gold: str, response: str) -> float | None:
-    """The score; the verdict has to come in time by this process's clock, and the worker's is bounded by its time-out."""
+    """The score; the verdict has to come in time by this process's clock, and the worker's is bounded by its
+    time-out."""
     began = time.process_time()
     verdict = reward.verdict(Task(id="t", prompt="p", answer=gold), response)
     assert time.process_time() - began < SLOWEST and verdict.state is State.VALUE, verdict
@@ -50,9 +51,14 @@ def test_what_is_no_right_answer_earns_nothing(reward: MathSource, gold: str, re
      "one hundred ", "and ", "(A) ", "C is correct ", "\\boxed{1} and ", "\\boxed{1}, ", "答案是", "1, ", "not ", "perhaps ", "\\begin{aligned}", "\\log_e ", "1 1/", "% ", "wait the answer is "],
 )  # fmt: skip
 def test_repeated_pieces_are_quick(reward: MathSource, piece: str) -> None:
-    """No pattern reads the same text in two ways: what the run's own process does with a long response takes linear time."""
+    """No pattern reads the same text in two ways: what the run's own process does with a long response takes linear
+    time."""
     began = time.process_time()
-    for text in (piece * (200_000 // len(piece)), f"answer is {piece * (9_000 // len(piece))}", f"\\boxed{{{piece * (900 // len(piece))}"):
+    for text in (
+        piece * (200_000 // len(piece)),
+        f"answer is {piece * (9_000 // len(piece))}",
+        f"\\boxed{{{piece * (900 // len(piece))}",
+    ):
         score(reward, "7", text + " 7")
     score(reward, "7", f"\\boxed{{{piece * (900 // len(piece))}7}}")
     assert time.process_time() - began < SLOWEST

@@ -27,12 +27,16 @@ from transformers import (
 from posttrain.core.errors import ConfigError, DataError, EngineError, InvariantError
 from posttrain.core.run import Model
 from posttrain.engine import attention
-from posttrain.engine.build import build_module
 from posttrain.engine.fingerprint import ROW, fingerprint, fingerprints
 from posttrain.engine.models import Policy, check_read_out, load_policy, named_tensors, read_out, resolve_stops
+from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters, raw_bytes, train_bpe, train_byte_level, train_unigram
 
-TEXTS = ["the cat sat on the mat, and 12 + 30 = 42.", "a dog ran over the hill; 7 * 6 = 42!", "über naïve cafés\n\ttwo  spaces"] * 20
+TEXTS = [
+    "the cat sat on the mat, and 12 + 30 = 42.",
+    "a dog ran over the hill; 7 * 6 = 42!",
+    "über naïve cafés\n\ttwo  spaces",
+] * 20
 TOKENIZERS: dict[str, Callable[[], PreTrainedTokenizerFast]] = {
     "bpe": lambda: train_bpe(TEXTS, 400),
     "unigram": lambda: train_unigram(TEXTS, 120),
@@ -88,7 +92,11 @@ def test_characters_and_bytes() -> None:
     letters, octets = characters(ALPHABET), raw_bytes()
     assert [ALPHABET[i] for i in letters.encode(text)] == list(text) and letters.decode(letters.encode(text)) == text
     wild = "naïve 雪\x00\r\n  <pad"
-    assert len(octets.encode(wild)) == len(wild.encode()) and octets.decode(octets.encode(wild)) == wild and len(octets) == 258
+    assert (
+        len(octets.encode(wild)) == len(wild.encode())
+        and octets.decode(octets.encode(wild)) == wild
+        and len(octets) == 258
+    )
     for tokenizer in (letters, octets):
         assert len({tokenizer.eos_token_id, tokenizer.pad_token_id, None}) == 3
     with pytest.raises(Exception, match="UNK"):
@@ -135,7 +143,10 @@ def test_round_trip(arch: str, kind: str, tmp_path: Path) -> None:
         first.tokenizer_digest,
         first.template_digest,
     )
-    module, words = AutoModelForCausalLM.from_pretrained(tmp_path / "ours"), AutoTokenizer.from_pretrained(tmp_path / "ours")
+    module, words = (
+        AutoModelForCausalLM.from_pretrained(tmp_path / "ours"),
+        AutoTokenizer.from_pretrained(tmp_path / "ours"),
+    )
     ids = torch.tensor([words.encode("the cat sat")])
     said = module.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=8)[0]
     ours = first.greedy(ids[0], len(said) - ids.shape[1])
@@ -331,7 +342,11 @@ def tensors() -> dict[str, torch.Tensor]:
     g = torch.Generator().manual_seed(0)
     shapes = {"small": (7,), "matrix": (33, 65), "rows": (3 * ROW * 2 + 5,), "scalar": (), "empty": (0, 4)}
     out = {n: torch.randn(s, generator=g) for n, s in shapes.items()}
-    return out | {"half": torch.randn(9, 11, generator=g).bfloat16(), "count": torch.arange(5), "flag": torch.tensor([True, False, True])}
+    return out | {
+        "half": torch.randn(9, 11, generator=g).bfloat16(),
+        "count": torch.arange(5),
+        "flag": torch.tensor([True, False, True]),
+    }
 
 
 def test_a_fingerprint_sees_every_bit() -> None:

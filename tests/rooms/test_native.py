@@ -13,7 +13,7 @@ from posttrain.engine.accept import LayerShape
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded import native, sampler
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
-from posttrain.engine.embedded.cache import CachedLayout, Pool
+from posttrain.engine.embedded.cache import CachedLayout, CachePool
 from posttrain.engine.embedded.fused import FusedDecoder
 from posttrain.engine.readout import read_out
 
@@ -26,9 +26,9 @@ class Layer:
     layer_idx = 0
 
 
-def pools(heads: int, key: int, value: int, blocks: int) -> list[Pool]:
+def pools(heads: int, key: int, value: int, blocks: int) -> list[CachePool]:
     """The same random cache twice, attended by kernels and by torch."""
-    both = [Pool([LayerShape(heads, key, value)], torch.float32, CPU, compiled) for compiled in (True, False)]
+    both = [CachePool([LayerShape(heads, key, value)], torch.float32, CPU, compiled) for compiled in (True, False)]
     for pool in both:
         pool.grow(blocks)
     for x, y in zip((both[0].keys[0], both[0].values[0]), (both[1].keys[0], both[1].values[0]), strict=True):
@@ -49,11 +49,14 @@ def tables(lengths: list[int], rng: np.random.Generator) -> list[np.ndarray]:
 
 @needs_kernels
 @pytest.mark.parametrize(
-    ("heads", "kv_heads", "key", "value"), [(4, 4, 32, 32), (6, 2, 64, 64), (4, 1, 20, 12), (2, 2, 48, 80), (8, 4, 128, 128)]
+    ("heads", "kv_heads", "key", "value"),
+    [(4, 4, 32, 32), (6, 2, 64, 64), (4, 1, 20, 12), (2, 2, 48, 80), (8, 4, 128, 128)],
 )
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (19, None), (None, 4.0)])
 @torch.inference_mode()
-def test_attention_is_torchs(heads: int, kv_heads: int, key: int, value: int, window: int | None, softcap: float | None) -> None:
+def test_attention_is_torchs(
+    heads: int, kv_heads: int, key: int, value: int, window: int | None, softcap: float | None
+) -> None:
     torch.manual_seed(0)
     lengths = [1, 40, 16, 17, 130, 64]
     rows = tables(lengths, np.random.default_rng(0))
@@ -62,7 +65,9 @@ def test_attention_is_torchs(heads: int, kv_heads: int, key: int, value: int, wi
     both = pools(kv_heads, key, value, sum(map(blocks_for, lengths)))
     q, k, v = (torch.randn(1, h, count, d) for h, d in ((heads, key), (kv_heads, key), (kv_heads, value)))
     seen = [
-        CachedLayout(p, np.array([r[-1] for r in rows]), np.concatenate(rows), np.array([*lengths, *[0] * idle]), None).attend(
+        CachedLayout(
+            p, np.array([r[-1] for r in rows]), np.concatenate(rows), np.array([*lengths, *[0] * idle]), None
+        ).attend(
             Layer(),  # type: ignore[arg-type]
             q,
             k,
@@ -96,7 +101,9 @@ def test_attention_bits_know_no_neighbour_and_no_thread() -> None:
             np.array([lengths[i] for i in which]),
             None,
         )
-        return layout.attend(Layer(), q[:, :, which], k[:, :, which], v[:, :, which], scaling=0.125, sliding_window=None, softcap=None)[0]  # type: ignore[arg-type]
+        return layout.attend(
+            Layer(), q[:, :, which], k[:, :, which], v[:, :, which], scaling=0.125, sliding_window=None, softcap=None
+        )[0]  # type: ignore[arg-type]
 
     threads = torch.get_num_threads()
     try:
@@ -157,11 +164,20 @@ def test_decoder_bits_know_no_neighbour_and_no_thread() -> None:
     """Widths on both sides of every way the product is cut: 1 to 130 positions, 1 and 3 threads."""
     torch.manual_seed(0)
     config = AutoConfig.for_model(
-        "qwen3", vocab_size=97, hidden_size=200, intermediate_size=712, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2
+        "qwen3",
+        vocab_size=97,
+        hidden_size=200,
+        intermediate_size=712,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
     )
     attention.register()
     decoder = FusedDecoder(
-        model := AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval(), read_out(model), 64, True
+        model := AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME).eval(),
+        read_out(model),
+        64,
+        True,
     )
     ids, at = torch.randint(97, (130,)), torch.arange(130) % 64
     threads = torch.get_num_threads()

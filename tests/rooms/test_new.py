@@ -1,4 +1,5 @@
-"""`posttrain new env NAME`: what it writes passes its own test, the check and two steps of training, and overwrites nothing."""
+"""`posttrain new env NAME`: what it writes passes its own test, the check and two steps of training, and overwrites
+nothing."""
 
 from __future__ import annotations
 
@@ -9,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import posttrain
+from posttrain.api.new import new_env
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
-from posttrain.recipe.new import new_env
 from posttrain.recipe.shipped import recipe
 
 SMALL = (
@@ -25,7 +26,14 @@ SMALL = (
     "sft.steps=2",
     "sft.batch=8",
 )
-RL = ("rl.steps=2", "rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "rl.checkpoint_every=0", "rl.sampling.max_tokens=6")
+RL = (
+    "rl.steps=2",
+    "rl.prompts=2",
+    "rl.siblings=2",
+    "rl.eval_every=0",
+    "rl.checkpoint_every=0",
+    "rl.sampling.max_tokens=6",
+)
 
 
 def test_it_writes_two_files_and_says_what_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,7 +41,9 @@ def test_it_writes_two_files_and_says_what_next(tmp_path: Path, capsys: pytest.C
     said = capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["sort_letters.py", "test_sort_letters.py"]
     assert f"posttrain check {tmp_path}/mine/sort_letters.py:SortLetters" in said and "sft.style=answer" in said
-    assert "__" not in (tmp_path / "mine" / "sort_letters.py").read_text().replace("__future__", "").replace("__post_init__", "")
+    assert "__" not in (tmp_path / "mine" / "sort_letters.py").read_text().replace("__future__", "").replace(
+        "__post_init__", ""
+    )
 
 
 def test_its_own_test_passes_and_finds_a_verifier_that_was_broken(tmp_path: Path) -> None:
@@ -49,7 +59,15 @@ def test_it_is_trained_on_by_its_path(tmp_path: Path) -> None:
     env, _ = new_env("sort_letters", tmp_path)
     where = f"env={env}:SortLetters"
     posttrain.run(
-        recipe("arithmetic"), where, "env.args.length=3", "env.heldout=8", "sft.style=answer", *SMALL, *RL, out=tmp_path / "run", quiet=True
+        recipe("arithmetic"),
+        where,
+        "env.args.length=3",
+        "env.heldout=8",
+        "sft.style=answer",
+        *SMALL,
+        *RL,
+        out=tmp_path / "run",
+        quiet=True,
     )
     assert [s.stage for s in reader.steps(tmp_path / "run")].count("rl") == 2
     assert reader.run_file(tmp_path / "run").run.env.name.endswith("sort_letters.py:SortLetters")
@@ -63,7 +81,8 @@ def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.parametrize(
-    ("name", "says"), [("Two Words", "sort_letters"), ("Caps", "lower-case"), ("class", "cannot name"), ("test_x", "leave out test_")]
+    ("name", "says"),
+    [("Two Words", "sort_letters"), ("Caps", "lower-case"), ("class", "cannot name"), ("test_x", "leave out test_")],
 )
 def test_a_name_that_is_none(name: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["new", "env", name, "--folder", str(tmp_path)]) == 2
@@ -76,8 +95,14 @@ def test_a_name_that_is_none(name: str, says: str, tmp_path: Path, capsys: pytes
         ("x = 1", "no such class; "),
         ("def Mine(): ...", "is a function, not a class"),
         ("class Mine: ...", "derive it from posttrain.environment.single.SingleTurn"),
-        ("from posttrain.environment.single import SingleTurn\nclass Mine(SingleTurn):\n    n: int = 1", "@dataclass\\(frozen=True"),
-        ("from posttrain.environment.single import SingleTurn\nclass Mine(SingleTurn): ...", "does not say alphabet, distractor, gold"),
+        (
+            "from posttrain.environment.single import SingleTurn\nclass Mine(SingleTurn):\n    n: int = 1",
+            "@dataclass\\(frozen=True",
+        ),
+        (
+            "from posttrain.environment.single import SingleTurn\nclass Mine(SingleTurn): ...",
+            "does not say alphabet, distractor, gold",
+        ),
         ("import nowhere_at_all", "cannot be imported: ModuleNotFoundError"),
     ],
 )

@@ -1,4 +1,5 @@
-"""A loss is one file: this one is added from outside, reads pairs of answers, and is trained with by the trainer's one verb."""
+"""A loss is one file: this one is added from outside, reads pairs of answers, and is trained with by the trainer's one
+verb."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def pairs() -> Batch:
 
 def trainer(micro_tokens: int, lr: float = 0.0) -> Trainer:
     learner = HFLearner(policy(dtype=torch.float64))
-    return Trainer(learner, AdamW(learner.parameters(), Optimizer(lr=lr or 1e-9, warmup=0, clip=math.inf)), micro_tokens)
+    return Trainer(
+        learner, AdamW(learner.parameters(), Optimizer(lr=lr or 1e-9, warmup=0, clip=math.inf)), micro_tokens
+    )
 
 
 class Heard(Observer):

@@ -1,6 +1,7 @@
 """A kind of stage lives in one file: this one adds a kind from outside, and runs, cuts, resumes and evaluates it.
 
-And what every kind can say of itself: where it starts, on what it plays, how long, and whether the run goes on with its weights.
+And what every kind can say of itself: where it starts, on what it plays, how long, and whether the run goes on with its
+weights.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import torch
 from safetensors.torch import load_file
 
 import posttrain
+from posttrain.api.build import distinct, make_environment, own_environments
+from posttrain.api.overrides import apply, surface
+from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.stages import Progress, Stages, where
 from posttrain.controller.stages.driver import DRIVERS, Driver
 from posttrain.controller.stages.progress import StageState
-from posttrain.controller.stop import Interrupted, Stopper
 from posttrain.core import files, reader
 from posttrain.core.asks import Kind, asks, decided
 from posttrain.core.checkpoint import find, scan
@@ -30,15 +33,14 @@ from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage, come_to, starts
 from posttrain.core.tree import from_plain, to_plain
 from posttrain.core.types import Gauge, Step
-from posttrain.recipe.build import distinct, make_environment, own_environments
-from posttrain.recipe.overrides import apply, surface
 from posttrain.role.weights import WEIGHTS
 from tests.tiny import only_rl, tiny_parts, tiny_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Average(Stage):
-    """Pull the weights toward those of an earlier stage, a share of the way a step (2203.05482: what lies between two fine-tuned models)."""
+    """Pull the weights toward those of an earlier stage, a share of the way a step (2203.05482: what lies between two
+    fine-tuned models)."""
 
     harmless = ("toward",)
 
@@ -109,10 +111,13 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 def plain_state(folder: Path) -> Any:
     """The last checkpoint's state without its clock."""
     state = dict(find(folder).state)
-    return {**state, "results": [{k: v for k, v in r.items() if k not in ("seconds", "roles")} for r in state["results"]]}
+    return {
+        **state,
+        "results": [{k: v for k, v in r.items() if k not in ("seconds", "roles")} for r in state["results"]],
+    }
 
 
-# --- a kind from outside -------------------------------------------------------------------------------------------------
+# --- a kind from outside ----------------------------------------------------------------------------------------------
 
 
 def test_it_runs_is_measured_and_is_written_down(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +126,12 @@ def test_it_runs_is_measured_and_is_written_down(tmp_path: Path, capsys: pytest.
     assert done.stages[-1].accuracy is not None and done.accuracy == done.stages[-1].accuracy[0]
     assert done.stages[-1].before == (done.stages[-2].accuracy or (None,))[0] is not None
     steps = [s for s in reader.steps(tmp_path / "run") if s.stage == "mean"]
-    assert [s.index for s in steps] == [1, 2, 3, 4] and ["eval/accuracy" in s.gauges for s in steps] == [False, True, False, False]
+    assert [s.index for s in steps] == [1, 2, 3, 4] and ["eval/accuracy" in s.gauges for s in steps] == [
+        False,
+        True,
+        False,
+        False,
+    ]
     assert not equal(weights(tmp_path / "run"), weights(tmp_path / "run", "rl"))
     assert equal(weights(tmp_path / "run"), weights(tmp_path / "run", "mean"))
     assert "mean: pulled toward sft" in capsys.readouterr().out
@@ -186,7 +196,10 @@ def test_the_state_of_another_kind_is_damage(tmp_path: Path) -> None:
         ({"running": {**state["running"], "type": "Nothing"}}, "type=Nothing"),
         ({"running": {**state["running"], "way": "far"}}, "running.way"),
     ):
-        with pytest.raises(RunFolderError, match=f"state.json is damaged: .*{why}"), reader.damage_is_named("state.json"):
+        with (
+            pytest.raises(RunFolderError, match=f"state.json is damaged: .*{why}"),
+            reader.damage_is_named("state.json"),
+        ):
             where(with_average(), {**state, **harm})
 
 
@@ -209,7 +222,9 @@ async def test_a_stage_cut_behind_its_last_evaluation_is_gone_on_with(tmp_path: 
     assert "the last checkpoint is complete" in await interrupted(tmp_path / "cut", run)
     done = posttrain.run(resume=tmp_path / "cut", quiet=True)
     whole = posttrain.run(run, out=tmp_path / "whole", quiet=True)
-    assert [(r.why, r.accuracy, r.pass_at) for r in done.stages] == [(r.why, r.accuracy, r.pass_at) for r in whole.stages]
+    assert [(r.why, r.accuracy, r.pass_at) for r in done.stages] == [
+        (r.why, r.accuracy, r.pass_at) for r in whole.stages
+    ]
     assert reader.record_digest(tmp_path / "cut") == reader.record_digest(tmp_path / "whole")
     assert equal(weights(tmp_path / "cut"), weights(tmp_path / "whole"))
 
@@ -225,7 +240,9 @@ def test_what_cannot_be_resumed_is_left_closed(tmp_path: Path) -> None:
     """In one process the same sentence is said twice, and the folder is free for others."""
     posttrain.run(with_average(), out=tmp_path / "run", quiet=True)
     last = find(tmp_path / "run")
-    (last.folder / "state.json").write_text(json.dumps({**json.loads((last.folder / "state.json").read_text()), "state": {"stage": 7}}))
+    (last.folder / "state.json").write_text(
+        json.dumps({**json.loads((last.folder / "state.json").read_text()), "state": {"stage": 7}})
+    )
     digests = json.loads((last.folder / "digests.json").read_text())
     digests["state.json"] = files.digest(last.folder / "state.json")
     (last.folder / "digests.json").write_text(json.dumps(digests))
@@ -234,11 +251,12 @@ def test_what_cannot_be_resumed_is_left_closed(tmp_path: Path) -> None:
             posttrain.run(resume=tmp_path / "run", quiet=True)
 
 
-# --- what every kind can say -----------------------------------------------------------------------------------------------
+# --- what every kind can say ------------------------------------------------------------------------------------------
 
 
 def test_weights_that_are_handed_to_nobody(tmp_path: Path) -> None:
-    """They are kept under their own name and compared; the run ends with those from before, and a later stage may start from them."""
+    """They are kept under their own name and compared; the run ends with those from before, and a later stage may start
+    from them."""
     sft, rl = tiny_run(steps=2, checkpoint_every=0).stages
     other = replace(sft, name="other", start="sft", time_of="rl", hands_on=False, steps=2, eval=True)
     more = replace(sft, name="more", start="other", steps=1, hands_on=False, eval=True)
@@ -266,7 +284,11 @@ def test_an_environment_of_its_own(tmp_path: Path) -> None:
     run = replace(run, model=replace(run.model, context=128), stages=(sft, rl, elsewhere, replace(rl, name="again")))
     done = posttrain.run(run, out=tmp_path / "run", quiet=True)
     env = make_environment(run)
-    for name, source in (("rl", env.train), ("elsewhere", own_environments(run, env)["elsewhere"].train), ("again", env.train)):
+    for name, source in (
+        ("rl", env.train),
+        ("elsewhere", own_environments(run, env)["elsewhere"].train),
+        ("again", env.train),
+    ):
         asked = {str(e.episode.task.prompt) for e in reader.episodes(tmp_path / "run", name, 1)}
         assert asked <= {str(source.task(i).prompt) for i in range(8)}, name
     held = {s: len(reader.episodes(tmp_path / "run", s, 0, "eval")) for s in ("rl", "elsewhere")}
@@ -276,7 +298,8 @@ def test_an_environment_of_its_own(tmp_path: Path) -> None:
 
 
 def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
-    """A stage on tasks of its own, or without evaluation, moves the weights: what was measured before is no measure of them."""
+    """A stage on tasks of its own, or without evaluation, moves the weights: what was measured before is no measure of
+    them."""
     run = tiny_run()
     sft = replace(run.stages[0], eval=True, steps=2)
     for folder, aside in (
@@ -293,7 +316,8 @@ def test_what_was_not_measured_is_not_known(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_names_another_is_evaluated_alone(tmp_path: Path) -> None:
-    """`posttrain eval` asks under the stage's contract, whatever it started from, and whether or not the run went on with it."""
+    """`posttrain eval` asks under the stage's contract, whatever it started from, and whether or not the run went on
+    with it."""
     sft, rl = tiny_run(steps=1, checkpoint_every=0).stages
     run = replace(tiny_run(), stages=(sft, replace(rl, start="sft", time_of="sft", hands_on=False)))
     posttrain.run(run, out=tmp_path / "run", quiet=True)
@@ -320,7 +344,13 @@ def test_equal_environments_are_built_once() -> None:
     sft, rl = run.stages
     own = Env(name="arithmetic", args={"max_terms": 3}, heldout=4)
     run = replace(
-        run, stages=(sft, replace(rl, name="a", env=own), replace(rl, name="b", env=replace(own)), replace(rl, name="c", env=run.env))
+        run,
+        stages=(
+            sft,
+            replace(rl, name="a", env=own),
+            replace(rl, name="b", env=replace(own)),
+            replace(rl, name="c", env=run.env),
+        ),
     )
     env = make_environment(run)
     others = own_environments(run, env)
@@ -340,10 +370,16 @@ SFT, RL = Supervised(name="sft", style="answer"), Reinforce(name="rl")
         ((SFT, replace(RL, time_of="rl")), "time_of='rl' must name an earlier stage"),
         ((SFT, replace(RL, time_of="start")), "time_of='start' must name an earlier stage"),
         ((replace(SFT, name="start"),), "cannot be called 'start'"),
-        ((SFT, replace(SFT, name="x", eval=False, hands_on=False)), "nothing is measured of it and no later stage starts from it"),
+        (
+            (SFT, replace(SFT, name="x", eval=False, hands_on=False)),
+            "nothing is measured of it and no later stage starts from it",
+        ),
         ((replace(SFT, hands_on=False),), "no stage hands its weights on"),
         ((replace(SFT, time_of="rl"), RL), "must name an earlier stage, and there is none; set sft.time_of=none"),
-        ((SFT, replace(RL, target=0.5, env=Env(heldout=0))), "rl.target is never measured with rl.env.heldout=0: set rl.env.heldout"),
+        (
+            (SFT, replace(RL, target=0.5, env=Env(heldout=0))),
+            "rl.target is never measured with rl.env.heldout=0: set rl.env.heldout",
+        ),
     ],
 )
 def test_what_means_nothing_is_refused(stages: tuple[Stage, ...], why: str) -> None:

@@ -1,4 +1,5 @@
-"""Endpoints as samplers: by tokens and by text, over our own server; and over prepared answers for what ours never says."""
+"""Endpoints as samplers: by tokens and by text, over our own server; and over prepared answers for what ours never
+says."""
 
 from __future__ import annotations
 
@@ -15,20 +16,20 @@ import pytest
 from http_parts import QUICK, reply, server
 from serve_parts import TOKEN, Up, save_model, up
 
+from posttrain.api.build import make_environment
+from posttrain.api.endpoint import EndpointOptions, remote_rollout, remote_run
+from posttrain.api.main import evaluate
 from posttrain.cli import main as cli
 from posttrain.core import seeds
 from posttrain.core.errors import ConfigError, DataError, EndpointError, EngineError, InvariantError
-from posttrain.core.request import Request
+from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Env, Evaluation
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import OUTSIDE, Message, Said, Stop, Top
 from posttrain.engine.endpoint import Endpoint
-from posttrain.engine.openai import Look, Pieces, TextSampler, TokenSampler, look
+from posttrain.engine.openai import RemoteModel, TextSampler, TextVocabulary, TokenSampler, discover
 from posttrain.engine.openai.body import fields
-from posttrain.recipe.build import make_environment
-from posttrain.recipe.main import evaluate
-from posttrain.recipe.remote import Remote, remote_rollout, remote_run
 from posttrain.role.evaluate import evaluate as measure
 
 ENV = Env(name="arithmetic", args={"max_terms": 2, "max_operand": 4}, heldout=6)
@@ -45,17 +46,25 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def endpoint(u: Up | str) -> Endpoint:
-    return Endpoint(u if isinstance(u, str) else u.url, "rollout", key_env=None if isinstance(u, str) else "TEST_KEY", patience=QUICK)
+    return Endpoint(
+        u if isinstance(u, str) else u.url,
+        "rollout",
+        key_env=None if isinstance(u, str) else "TEST_KEY",
+        patience=QUICK,
+    )
 
 
-# --- by tokens ---------------------------------------------------------------------------------------------------------------
+# --- by tokens --------------------------------------------------------------------------------------------------------
 
 
 async def test_min_tokens_beyond_the_context_end_with_it(model: Path) -> None:
     """Six positions are left of the ten that must be said: as in the engine itself, the context ends the turn."""
     async with up(model) as u, endpoint(u) as e:
-        contract, prompt = Sampling(max_tokens=20, min_tokens=10, stop_ids=tuple(range(60, 120))), np.full(90, 5, np.int32)
-        got = await TokenSampler(e, await look(e)).generate(prompt, contract, 3)
+        contract, prompt = (
+            Sampling(max_tokens=20, min_tokens=10, stop_ids=tuple(range(60, 120))),
+            np.full(90, 5, np.int32),
+        )
+        got = await TokenSampler(e, await discover(e)).generate(prompt, contract, 3)
         own = await u.engine.generate(prompt, contract, seeds.key(3, "serve", 0))
         assert got.ids.tolist() == own.ids.tolist() and len(got.ids) == 6
         assert got.stop is own.stop is Stop.CONTEXT
@@ -76,7 +85,7 @@ async def test_min_tokens_beyond_the_context_end_with_it(model: Path) -> None:
 )
 async def test_tokens_come_as_the_engine_says_them(model: Path, contract: Sampling) -> None:
     async with up(model) as u, endpoint(u) as e:
-        sampler = TokenSampler(e, await look(e))
+        sampler = TokenSampler(e, await discover(e))
         contract = contract.resolve(u.served.renderer.stop_ids)
         for place in (3, 2**127 + 5):
             ids = np.int32([5, 7, 11])
@@ -85,15 +94,21 @@ async def test_tokens_come_as_the_engine_says_them(model: Path, contract: Sampli
             assert got.ids.tolist() == own.ids.tolist() and got.stop is own.stop
             assert np.array_equal(got.logp, own.logp) and got.version.tolist() == [0] * len(own.ids)
             if contract.top:
-                assert got.top is not None and np.array_equal(got.top.ids, own.top.ids) and np.array_equal(got.top.logp, own.top.logp)
+                assert (
+                    got.top is not None
+                    and np.array_equal(got.top.ids, own.top.ids)
+                    and np.array_equal(got.top.logp, own.top.logp)
+                )
         assert sampler.context == 96 and not sampler.keeps_sets
         assert sampler.gauges()["engine/requests"].sum == 2 and sampler.gauges()["engine/requests"].sum == 0
-        assert np.array_equal(await sampler.score(np.int32([5, 7, 11, 3])), await u.engine.score(np.int32([5, 7, 11, 3])))
+        assert np.array_equal(
+            await sampler.score(np.int32([5, 7, 11, 3])), await u.engine.score(np.int32([5, 7, 11, 3]))
+        )
 
 
 async def test_what_by_tokens_cannot_be_asked(model: Path) -> None:
     async with up(model) as u, endpoint(u) as e:
-        found = await look(e)
+        found = await discover(e)
         sampler = TokenSampler(e, found)
         with pytest.raises(DataError, match="leaves no room"):
             await sampler.generate(np.zeros(96, np.int32), Sampling(stop_ids=()), 0)
@@ -109,9 +124,11 @@ async def test_what_by_tokens_cannot_be_asked(model: Path) -> None:
             await sampler.generate(np.int32([5000]), Sampling(stop_ids=()), 0)
 
 
-async def test_training_is_admitted_only_where_log_probs_are_those_of_the_draws(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_training_is_admitted_only_where_log_probs_are_those_of_the_draws(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with up(model) as u, endpoint(u) as e:
-        sampler = TokenSampler(e, await look(e))
+        sampler = TokenSampler(e, await discover(e))
         await sampler.for_training(Sampling(stop_ids=()))
         with pytest.raises(ConfigError, match="does not store the kept sets"):
             await sampler.for_training(Sampling(top_p=0.9, stop_ids=()))
@@ -134,12 +151,16 @@ async def test_truncation_is_asked_for_and_never_believed(model: Path) -> None:
     run = replace(remote_run("x"), env=ENV)
     contract = Sampling(max_tokens=6, top_k=1)
     async with up(model) as u:
-        how = Remote(key_env="TEST_KEY", tokenizer=str(model))
-        async with remote_rollout(u.url, how, make_environment(run), contract, connections=4, seed=0) as (rollout, told, _):
+        how = EndpointOptions(key_env="TEST_KEY", tokenizer=str(model))
+        async with remote_rollout(u.url, how, make_environment(run), contract, connections=4, seed=0) as (
+            rollout,
+            told,
+            _,
+        ):
             assert not told.truncated
             task = rollout.environment.heldout[0]
-            group = await rollout.group(task, 0, Request(groups=1, siblings=3), told, "x")
-            greedy = await rollout.group(task, 0, Request(groups=1, siblings=1), replace(told, greedy=True), "x")
+            group = await rollout.group(task, 0, RolloutRequest(groups=1, siblings=3), told, "x")
+            greedy = await rollout.group(task, 0, RolloutRequest(groups=1, siblings=1), replace(told, greedy=True), "x")
     assert {tuple(e.segments[0].ids.tolist()) for e in (*group.episodes, *greedy.episodes)} == {
         tuple(greedy.episodes[0].segments[0].ids.tolist())
     }
@@ -147,13 +168,13 @@ async def test_truncation_is_asked_for_and_never_believed(model: Path) -> None:
     assert set(spoken.version[spoken.mask].tolist()) == {OUTSIDE}
 
 
-# --- by text -----------------------------------------------------------------------------------------------------------------
+# --- by text ----------------------------------------------------------------------------------------------------------
 
 
 async def test_a_conversation_by_text(model: Path) -> None:
     async with up(model) as u, endpoint(u) as e:
-        found = await look(e)
-        pieces = Pieces()
+        found = await discover(e)
+        pieces = TextVocabulary()
         contract = Sampling(max_tokens=6, stop_ids=(), greedy=True)
         chat, plain = TextSampler(e, found, pieces), TextSampler(e, found, pieces, way="completions")
 
@@ -166,14 +187,19 @@ async def test_a_conversation_by_text(model: Path) -> None:
                 turns.append(dialogue.said(said.ids))
             return turns, transcript
 
-        first, later = [Message(role="system", content="s"), Message(role="user", content="one")], [Message(role="user", content="two")]
+        first, later = (
+            [Message(role="system", content="s"), Message(role="user", content="one")],
+            [Message(role="user", content="two")],
+        )
         turns, transcript = await talk(chat, first, later)
         messages: list[Any] = [*first, {"role": "assistant", "content": turns[0]}, *later]
         own = await u.client.chat.completions.create(model="tiny", messages=messages, max_tokens=6, temperature=0)
         assert turns[1] == own.choices[0].message.content
         assert transcript.segment().spoken == 12, "tokens are counted as the endpoint counts them"
         turns, _ = await talk(plain, "user says", " and then")
-        own = await u.client.completions.create(model="tiny", prompt=f"user says{turns[0]} and then", max_tokens=6, temperature=0)
+        own = await u.client.completions.create(
+            model="tiny", prompt=f"user says{turns[0]} and then", max_tokens=6, temperature=0
+        )
         assert turns[1] == own.choices[0].text
         turns, _ = await talk(chat, "user says")
         own = await u.client.chat.completions.create(
@@ -205,7 +231,7 @@ def test_tokens_of_a_foreign_server_enter_no_batch() -> None:
         _batch([Credit(foreign)], np.ones(1))  # type: ignore[list-item]
 
 
-# --- evaluation --------------------------------------------------------------------------------------------------------------
+# --- evaluation -------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -228,10 +254,19 @@ def serving(model: Path) -> Iterator[str]:
     thread.join()
 
 
-def test_an_address_is_evaluated_like_the_model_behind_it(serving: str, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_address_is_evaluated_like_the_model_behind_it(
+    serving: str, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     words = ("env.heldout=6", "env.args.max_terms=2", "env.args.max_operand=4", "slots=8", "threads=1")
     here = evaluate(model, *words, samples=2, max_tokens=8, quiet=True)
-    there = evaluate(serving, *words, samples=2, max_tokens=8, quiet=True, remote=Remote(key_env="TEST_KEY", tokenizer=str(model)))
+    there = evaluate(
+        serving,
+        *words,
+        samples=2,
+        max_tokens=8,
+        quiet=True,
+        remote=EndpointOptions(key_env="TEST_KEY", tokenizer=str(model)),
+    )
     assert here.greedy == there.greedy and here.accuracy.prompts == there.accuracy.prompts == 6
     command = ["eval", serving, *words, "--samples", "2", "--max-tokens", "8", "--key-env", "TEST_KEY"]
     assert cli(command) == 0
@@ -244,13 +279,16 @@ def test_an_address_is_evaluated_like_the_model_behind_it(serving: str, model: P
         (["eval.sampling.bad_words=x"], "knows no sampling.bad_words"),
     ):
         assert cli([*command, *more]) == 2 and message in capsys.readouterr().err
-    assert cli(["eval", str(model), "--api", "completions", *words]) == 2 and "belongs to an endpoint" in capsys.readouterr().err
+    assert (
+        cli(["eval", str(model), "--api", "completions", *words]) == 2
+        and "belongs to an endpoint" in capsys.readouterr().err
+    )
     assert cli([*command[:-2]]) == 6 and "no key was sent" in capsys.readouterr().err
 
 
-# --- requests and answers ----------------------------------------------------------------------------------------------------
+# --- requests and answers ---------------------------------------------------------------------------------------------
 
-SEEN = Look("m", "vllm", 100, "vllm")
+SEEN = RemoteModel("m", "vllm", 100, "vllm")
 
 
 def test_every_field_is_sent_and_unknown_ones_are_refused_by_name() -> None:
@@ -271,7 +309,12 @@ def test_every_field_is_sent_and_unknown_ones_are_refused_by_name() -> None:
     }
     assert fields(s, replace(SEEN, dialect="openai"), 0, chat=True)["max_completion_tokens"] == 64
     full = fields(replace(s, min_tokens=3, repetition_penalty=1.1, top_k=4, allowed_ids=(1, 2)), SEEN, 0, chat=False)
-    assert full["top_k"] == 4 and full["min_tokens"] == 3 and full["repetition_penalty"] == 1.1 and full["allowed_token_ids"] == [1, 2]
+    assert (
+        full["top_k"] == 4
+        and full["min_tokens"] == 3
+        and full["repetition_penalty"] == 1.1
+        and full["allowed_token_ids"] == [1, 2]
+    )
     assert full["skip_special_tokens"] is False and full["include_stop_str_in_output"] is True
     greedy = fields(Sampling(greedy=True, top_k=3, top_p=0.5), SEEN, 0, chat=False)
     assert (greedy["temperature"], greedy["top_p"], greedy["top_k"]) == (0.0, 1.0, 0)
@@ -313,7 +356,11 @@ BROKEN: list[tuple[bytes, Sampling, str]] = [
     (answer(), replace(GOOD, max_tokens=3), "2 tokens ended with reason 'length'"),
     (answer(), replace(GOOD, max_tokens=1), "said 2 tokens where at most 1"),
     (answer(), replace(GOOD, top=2), "fewer than 2 alternatives"),
-    (answer(logprobs={"token_logprobs": [-1, -2], "top_logprobs": [{"a": -1}, {"b": -2}]}), replace(GOOD, top=1), "by their text"),
+    (
+        answer(logprobs={"token_logprobs": [-1, -2], "top_logprobs": [{"a": -1}, {"b": -2}]}),
+        replace(GOOD, top=1),
+        "by their text",
+    ),
     (reply(200, {"choices": []}), GOOD, "without exactly one choice"),
     (reply(200, [1]), GOOD, "without exactly one choice"),
     (reply(200, {"choices": [{}]}), GOOD, "without usage.completion_tokens"),
@@ -329,7 +376,12 @@ async def test_answers_that_cannot_be_right_are_refused() -> None:
         said = await TokenSampler(e, SEEN).generate(np.int32([1]), GOOD, 0)
         body = json.loads(asked[0].partition("\r\n\r\n")[2])
     assert said.ids.tolist() == [4, 5] and said.stop is Stop.LENGTH
-    assert body["stop_token_ids"] == [9] and body["ignore_eos"] is True and body["prompt"] == [1] and body["return_token_ids"] is True
+    assert (
+        body["stop_token_ids"] == [9]
+        and body["ignore_eos"] is True
+        and body["prompt"] == [1]
+        and body["return_token_ids"] is True
+    )
     async with server(answer(finish_reason="stop")) as (url, _), endpoint(url) as e:
         assert (await TokenSampler(e, SEEN).generate(np.int32([1]), replace(GOOD, stop=("x",)), 0)).stop is Stop.STRING
 
@@ -337,12 +389,16 @@ async def test_answers_that_cannot_be_right_are_refused() -> None:
 async def test_text_answers_that_cannot_be_right() -> None:
     def text(**choice: Any) -> bytes:
         return reply(
-            200, {"choices": [{"finish_reason": "stop", "message": {"content": "hi"}} | choice], "usage": {"completion_tokens": 3}}
+            200,
+            {
+                "choices": [{"finish_reason": "stop", "message": {"content": "hi"}} | choice],
+                "usage": {"completion_tokens": 3},
+            },
         )
 
     async def say(said: bytes) -> Said:
         async with server(said) as (url, _), endpoint(url) as e:
-            sampler = TextSampler(e, replace(SEEN, dialect="compatible"), Pieces())
+            sampler = TextSampler(e, replace(SEEN, dialect="compatible"), TextVocabulary())
             ids = sampler.dialogue("t").see("hello")
             out = await sampler.generate(ids, Sampling(stop_ids=()), 0)
             assert sampler.dialogue("t").said(out.ids) in ("hi", "")
@@ -363,27 +419,31 @@ async def test_looking_at_endpoints() -> None:
 
     vllm = {"id": "a", "owned_by": "vllm", "max_model_len": 50}
     cases: list[tuple[bytes, dict[str, Any], Any]] = [
-        (models(vllm), {}, Look("a", "vllm", 50, "vllm")),
-        (models(vllm), {"dialect": "compatible"}, Look("a", "compatible", 50, "vllm")),
-        (models({"id": "b", "owned_by": "me"}), {"model": "b"}, Look("b", "compatible", 2**31 - 1, "me")),
+        (models(vllm), {}, RemoteModel("a", "vllm", 50, "vllm")),
+        (models(vllm), {"dialect": "compatible"}, RemoteModel("a", "compatible", 50, "vllm")),
+        (models({"id": "b", "owned_by": "me"}), {"model": "b"}, RemoteModel("b", "compatible", 2**31 - 1, "me")),
         (models(vllm, {"id": "b"}), {}, "serves 2 models; say which with --model: a, b"),
         (models(vllm), {"model": "A"}, "has no such model"),
         (reply(200, {"object": "list"}), {}, "lists no models"),
     ]
     for said, how, expected in cases:
         async with server(said) as (url, _), endpoint(url) as e:
-            if isinstance(expected, Look):
-                assert await look(e, **how) == expected
+            if isinstance(expected, RemoteModel):
+                assert await discover(e, **how) == expected
             else:
                 with pytest.raises((ConfigError, EndpointError), match=expected):
-                    await look(e, **how)
+                    await discover(e, **how)
 
 
 async def test_an_evaluation_over_a_server_that_dies_is_an_error_not_a_score(model: Path) -> None:
     run = replace(remote_run("x"), env=ENV)
     dying = reply(200, {"data": [{"id": "m", "owned_by": "me"}]})
     async with server(dying, reply(500, "out of memory")) as (url, _):
-        how = Remote(patience=QUICK)
-        async with remote_rollout(url, how, make_environment(run), Sampling(max_tokens=4), connections=2, seed=0) as (rollout, told, _):
+        how = EndpointOptions(patience=QUICK)
+        async with remote_rollout(url, how, make_environment(run), Sampling(max_tokens=4), connections=2, seed=0) as (
+            rollout,
+            told,
+            _,
+        ):
             with pytest.raises(EndpointError, match=r"rollout .*status 500: out of memory \(tried 4 times\)"):
                 await measure(rollout, rollout.environment.heldout, told, Evaluation(samples=1))

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from posttrain.api.overrides import address, apply, surface
 from posttrain.core import algorithm as A
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
@@ -19,13 +20,16 @@ from posttrain.core.pieces.shape import Overlong, Signed
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.pieces.trust import Clip
 from posttrain.core.run import Env, Reinforce, Run, Supervised
-from posttrain.recipe.overrides import address, apply, surface
 from posttrain.recipe.shipped import recipe
 
 RUN = Run(
     recipe="test",
     env=Env(name="arithmetic", args={"terms": 3}, heldout=64),
-    stages=(Supervised(name="pretrain", style="document"), Supervised(name="sft", style="answer"), Reinforce(name="rl")),
+    stages=(
+        Supervised(name="pretrain", style="document"),
+        Supervised(name="sft", style="answer"),
+        Reinforce(name="rl"),
+    ),
 )
 
 
@@ -50,13 +54,23 @@ def test_stage_paths_and_keys_of_one_stage() -> None:
     assert rl("rl.steps=50").steps == 50
     assert rl("sampling.temperature=0.8").sampling.temperature == 0.8
     assert rl("rl.wall_time=none").wall_time is None and rl("rl.wall_time=90").wall_time == 90.0
-    changed = apply(RUN, ["seed=3", "evaluation.greedy=false", "trackers=tensorboard,wandb", "sft.wrong=0.5", "threads=2"])
-    assert (changed.seed, changed.evaluation.greedy, changed.trackers, changed.threads) == (3, False, ("tensorboard", "wandb"), 2)
+    changed = apply(
+        RUN, ["seed=3", "evaluation.greedy=false", "trackers=tensorboard,wandb", "sft.wrong=0.5", "threads=2"]
+    )
+    assert (changed.seed, changed.evaluation.greedy, changed.trackers, changed.threads) == (
+        3,
+        False,
+        ("tensorboard", "wandb"),
+        2,
+    )
     assert changed.stage("sft").wrong == 0.5 and RUN.seed == 0
 
 
 def test_a_key_of_several_stages_lists_the_full_paths() -> None:
-    assert refused("steps=50") == "steps=50: 3 stages have 'steps'; say which: pretrain.steps=50, sft.steps=50, rl.steps=50"
+    assert (
+        refused("steps=50")
+        == "steps=50: 3 stages have 'steps'; say which: pretrain.steps=50, sft.steps=50, rl.steps=50"
+    )
     assert "pretrain.style=cot, sft.style=cot" in refused("style=cot")
     assert "rl.optimizer.lr=1" in refused("optimizer.lr=1")
 
@@ -67,13 +81,20 @@ def test_one_word_for_a_branch() -> None:
     assert apply(RUN, ["model=P", "model.device=cuda"]).model.device == "cuda"
     env = apply(RUN, ["env=prompts", "env.prompts=data.jsonl", "env.rewards=my.py:score,other.py:f"]).env
     assert env == Env(
-        name="prompts", prompts="data.jsonl", rewards=(Reward(function="my.py:score"), Reward(function="other.py:f")), heldout=64
+        name="prompts",
+        prompts="data.jsonl",
+        rewards=(Reward(function="my.py:score"), Reward(function="other.py:f")),
+        heldout=64,
     )
-    assert apply(RUN, ["env.rewards=my.py:score", "env.rewards.0.weight=0.5"]).env.rewards == (Reward(function="my.py:score", weight=0.5),)
+    assert apply(RUN, ["env.rewards=my.py:score", "env.rewards.0.weight=0.5"]).env.rewards == (
+        Reward(function="my.py:score", weight=0.5),
+    )
 
 
 def test_environment_arguments_take_any_name_and_the_plainest_type() -> None:
-    args = apply(RUN, ["env.args.terms=4", "env.args.p=0.5", "env.args.fast=true", "env.args.op=+", "env.args.n=1e3"]).env.args
+    args = apply(
+        RUN, ["env.args.terms=4", "env.args.p=0.5", "env.args.fast=true", "env.args.op=+", "env.args.n=1e3"]
+    ).env.args
     assert args == {"terms": 4, "p": 0.5, "fast": True, "op": "+", "n": 1000}
     assert [type(v) for v in args.values()] == [int, float, bool, str, int]
 
@@ -165,7 +186,9 @@ def test_refusals(override: str, message: str) -> None:
 
 
 def test_parts_of_nothing_say_how_to_get_it() -> None:
-    assert "rl.algorithm.pull is none; choose it first, for example rl.algorithm.pull=kl" in refused("algorithm=dapo", "pull.coef=1")
+    assert "rl.algorithm.pull is none; choose it first, for example rl.algorithm.pull=kl" in refused(
+        "algorithm=dapo", "pull.coef=1"
+    )
 
 
 def test_one_place_given_twice_is_refused_unless_equal() -> None:
@@ -208,7 +231,11 @@ def test_no_word_ever_raises_anything_but_a_config_error(word: str, path: str) -
 @settings(deadline=None, max_examples=60)
 @given(st.sampled_from(sorted(LADDER)), st.floats(0, 1), st.integers(1, 500))
 def test_what_is_asked_for_is_what_is_there(name: str, high: float, steps: int) -> None:
-    words = [f"algorithm={name}", f"rl.steps={steps}", *([f"clip.high={high!r}"] if LADDER[name].clip == Clip() else [])]
+    words = [
+        f"algorithm={name}",
+        f"rl.steps={steps}",
+        *([f"clip.high={high!r}"] if LADDER[name].clip == Clip() else []),
+    ]
     words += ["rl.reference=teacher"] if LADDER[name].rewards == "none" else []
     stage = rl(*words)
     assert stage.steps == steps and stage.algorithm.lineage()[0].name == "reinforce"

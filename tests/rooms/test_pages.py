@@ -7,21 +7,25 @@ from pathlib import Path
 import pytest
 from run_parts import mine, play
 
+from posttrain.api.pages import PAGES
 from posttrain.core import reader
 from posttrain.diagnose.gauges import REGISTRY, definition
-from posttrain.recipe.pages import PAGES
 
 DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", PAGES)
 def test_generated_pages_are_current(name: str) -> None:
-    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `python -m posttrain.recipe.pages`"
+    assert (DOCS / name).read_text(encoding="utf-8") == PAGES[name](), "run `python -m posttrain.api.pages`"
 
 
 @pytest.mark.parametrize(
     "words",
-    [("algorithm=ppo", "entropy=entropybonus"), ("algorithm=grpo", "rl.minibatches=2", "correction=truncate"), ("algorithm=rloo",)],
+    [
+        ("algorithm=ppo", "entropy=entropybonus"),
+        ("algorithm=grpo", "rl.minibatches=2", "correction=truncate"),
+        ("algorithm=rloo",),
+    ],
     ids=["ppo", "grpo", "rloo"],
 )
 def test_every_gauge_of_a_run_is_defined(words: tuple[str, ...], tmp_path: Path) -> None:
@@ -44,7 +48,8 @@ def test_every_definition_is_whole() -> None:
 
 
 def test_sources_are_told_apart_and_paid_turns_summed() -> None:
-    """Raw scores, an episode at a time: an abstention is no score, steps of a process judge have no part, and weights none."""
+    """Raw scores, an episode at a time: an abstention is no score, steps of a process judge have no part, and weights
+    none."""
     from posttrain.core.types import Episode, Stop, Task
     from posttrain.core.verdict import Judged, Verdict
     from posttrain.diagnose.gauges import components

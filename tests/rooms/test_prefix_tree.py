@@ -1,4 +1,5 @@
-"""Blocks and the prefix tree: what is found is what was put in, under its own version, and nothing is lost or owned twice."""
+"""Blocks and the prefix tree: what is found is what was put in, under its own version, and nothing is lost or owned
+twice."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from posttrain.core.errors import InvariantError
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
-from posttrain.engine.embedded.tree import PrefixTree
+from posttrain.engine.embedded.prefix_tree import PrefixTree
 
 
 def tokens(n: int, start: int = 0) -> np.ndarray:
@@ -101,8 +102,8 @@ def test_a_block_is_released_as_often_as_it_is_owned() -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 60), st.integers(0, 3)), max_size=30))
 def test_any_history_keeps_the_books(history: list[tuple[int, int, int]]) -> None:
-    """Sequences over few beginnings come, share what is found, are cached and go; blocks always add up, and what is found is
-    exactly what some cached sequence began with."""
+    """Sequences over few beginnings come, share what is found, are cached and go; blocks always add up, and what is
+    found is exactly what some cached sequence began with."""
     blocks, tree = made(64)
     cached: list[np.ndarray] = []
     for beginning, length, evicted in history:

@@ -13,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from posttrain.api import overrides
+from posttrain.api.build import make_environment, make_policy
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.run import Env
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.build import environment
+from posttrain.environment.make import environment
 from posttrain.environment.prompts import PromptsEnv, read
-from posttrain.environment.script import judged
-from posttrain.recipe import overrides
-from posttrain.recipe.build import make_environment, make_policy
+from posttrain.environment.scripted import judged
 from posttrain.recipe.shipped import recipe
 
 EXACT = (Reward(function="exact"),)
@@ -101,9 +101,15 @@ BAD = [
     ([b'{"prompt":"b","answer":[1, -Infinity]}'], r"p.jsonl:1: 'answer' is -inf"),
     ([b'{"prompt":"b","answer":1e999}'], r"p.jsonl:1: 'answer' is inf"),
     ([b'{"prompt":"a","answer":"1","prompt":"b"}'], r"p.jsonl:1: key 'prompt' is given twice"),
-    ([b'{"prompt":"a"}', b'{"prompt":[{"role":"user","content":"a","role":"system"}]}'], r"p.jsonl:2: key 'role' is given twice"),
+    (
+        [b'{"prompt":"a"}', b'{"prompt":[{"role":"user","content":"a","role":"system"}]}'],
+        r"p.jsonl:2: key 'role' is given twice",
+    ),
     ([b'[{"prompt":"a","x":{"y":1,"y":2}}]'], r"p.jsonl.*: key 'y' is given twice"),
-    ([b'{"prompt":[{"role":"usr","content":"a"}]}'], r"p.jsonl:1: message 1 of 'prompt' has role 'usr'.*did you mean 'user'"),
+    (
+        [b'{"prompt":[{"role":"usr","content":"a"}]}'],
+        r"p.jsonl:1: message 1 of 'prompt' has role 'usr'.*did you mean 'user'",
+    ),
     (
         [b'{"prompt":"a","answer":"1"}', b'{"prompt":"b","answer":"1"}', b'{"prompt":"a","answer":"2"}'],
         r"p.jsonl:3: 'answer' is '2', and the same prompt has '1' at .*p.jsonl:1",
@@ -140,7 +146,9 @@ rows_strategy = st.lists(
 
 
 @given(rows_strategy)
-def test_any_json_rows_are_read_or_refused_with_their_place(tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]) -> None:
+def test_any_json_rows_are_read_or_refused_with_their_place(
+    tmp_path_factory: pytest.TempPathFactory, rows: list[dict[str, Any]]
+) -> None:
     path = tmp_path_factory.getbasetemp() / "any.jsonl"
     write(path, rows)
     try:
@@ -159,7 +167,11 @@ def test_any_bytes_are_read_or_refused(tmp_path_factory: pytest.TempPathFactory,
         read(str(path))
 
 
-@given(st.lists(st.text(alphabet="abcd", min_size=1, max_size=3), min_size=12, max_size=60), st.integers(1, 20), st.randoms())
+@given(
+    st.lists(st.text(alphabet="abcd", min_size=1, max_size=3), min_size=12, max_size=60),
+    st.integers(1, 20),
+    st.randoms(),
+)
 def test_equal_prompts_stay_together_and_the_split_ignores_the_order(
     tmp_path_factory: pytest.TempPathFactory, prompts: list[str], count: int, random: Any
 ) -> None:
@@ -188,14 +200,20 @@ def test_one_prompt_cannot_be_split_but_may_be_trained_on(tmp_path: Path) -> Non
 
 def test_messages_and_their_last_assistant_turn(tmp_path: Path) -> None:
     user, said = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}
-    path = write(tmp_path / "p.jsonl", [{"messages": [user, said], "answer": "a"}, {"prompt": [user], "completion": [said], "answer": "a"}])
+    path = write(
+        tmp_path / "p.jsonl",
+        [{"messages": [user, said], "answer": "a"}, {"prompt": [user], "completion": [said], "answer": "a"}],
+    )
     one, two = read(path)
-    assert one.task.prompt == two.task.prompt == (user,) and one.completion == two.completion == "a" and one.key == two.key
+    assert (
+        one.task.prompt == two.task.prompt == (user,) and one.completion == two.completion == "a" and one.key == two.key
+    )
 
 
 def test_columns_can_be_named(tmp_path: Path) -> None:
     path = write(
-        tmp_path / "p.jsonl", [{"q": f"{i}", "gold": str(i), "answer": "no", "prompt": 3, "key": f"k{i}", "sft": "x"} for i in range(10)]
+        tmp_path / "p.jsonl",
+        [{"q": f"{i}", "gold": str(i), "answer": "no", "prompt": 3, "key": f"k{i}", "sft": "x"} for i in range(10)],
     )
     args = {"prompt_column": "q", "answer_column": "gold", "id_column": "key", "completion_column": "sft"}
     e = env(path, args=args)
@@ -207,7 +225,10 @@ def test_columns_can_be_named(tmp_path: Path) -> None:
 
 
 def test_completions_are_imitated_and_never_shown_to_rewards(tmp_path: Path) -> None:
-    path = write(tmp_path / "p.jsonl", [{"prompt": f"{i}", "answer": "1", **({"completion": "c"} if i else {})} for i in range(4)])
+    path = write(
+        tmp_path / "p.jsonl",
+        [{"prompt": f"{i}", "answer": "1", **({"completion": "c"} if i else {})} for i in range(4)],
+    )
     e = env(path, heldout=0)
     assert e.styles == ("completion",) and "completion" not in e.train.task(1).info
     with pytest.raises(DataError, match="has no completion to imitate"):
@@ -220,7 +241,9 @@ def test_completions_are_imitated_and_never_shown_to_rewards(tmp_path: Path) -> 
 
 
 def test_only_the_users_rewards_judge(tmp_path: Path) -> None:
-    (tmp_path / "r.py").write_text("def long(prompts, completions, level, **columns):\n    return [level[0] * len(completions[0])]\n")
+    (tmp_path / "r.py").write_text(
+        "def long(prompts, completions, level, **columns):\n    return [level[0] * len(completions[0])]\n"
+    )
     path = write(tmp_path / "p.jsonl", [{"prompt": f"{i}", "answer": "no", "level": 2} for i in range(6)])
     e = env(path, rewards=(Reward(function=f"{tmp_path}/r.py:long", weight=0.5), *EXACT))
     assert asyncio.run(judged(e, e.heldout[0], ["yes"])) == (
@@ -241,7 +264,10 @@ def test_a_run_on_prompts_needs_rewards_and_the_columns_they_read(tmp_path: Path
 
 def test_one_answer_written_in_two_ways_is_one(tmp_path: Path) -> None:
     """Repeated rows are fine, and so are a number and its text, and a row without an answer beside one with it."""
-    rows = [{"prompt": "a", "answer": a} for a in ("1", 1, "1", None)] + [{"prompt": "b", "answer": 1.0}, {"prompt": "b", "answer": 1}]
+    rows = [{"prompt": "a", "answer": a} for a in ("1", 1, "1", None)] + [
+        {"prompt": "b", "answer": 1.0},
+        {"prompt": "b", "answer": 1},
+    ]
     assert len(read(write(tmp_path / "p.jsonl", rows))) == 6
 
 
@@ -259,8 +285,16 @@ SMALL = (
 @pytest.mark.parametrize(
     ("row", "says", "words"),
     [
-        ({"prompt": "x" * 32, "answer": "1"}, r"p.jsonl:7: task '\w+': the prompt has 32 tokens, and a context of 32", ()),
-        ({"prompt": "x" * 20, "answer": "1", "completion": "y" * 20}, r"p.jsonl:7: the prompt and its completion have 41 tokens", ()),
+        (
+            {"prompt": "x" * 32, "answer": "1"},
+            r"p.jsonl:7: task '\w+': the prompt has 32 tokens, and a context of 32",
+            (),
+        ),
+        (
+            {"prompt": "x" * 20, "answer": "1", "completion": "y" * 20},
+            r"p.jsonl:7: the prompt and its completion have 41 tokens",
+            (),
+        ),
         ({"prompt": "x" * 20, "answer": "1", "completion": "y" * 20}, "", ("sft=none",)),
         ({"prompt": [{"role": "user", "content": "a"}], "answer": "1"}, r"p.jsonl:7: .*no chat template", ()),
     ],
@@ -299,6 +333,8 @@ def test_data_sets_saved_in_a_folder_or_as_parquet(tmp_path: Path) -> None:
 
 def test_bad_rows_of_a_data_set_are_named_by_number(tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
-    datasets.Dataset.from_list([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}]).save_to_disk(str(tmp_path / "d"))
+    datasets.Dataset.from_list([{"prompt": "a", "id": "x"}, {"prompt": "b", "id": "x"}]).save_to_disk(
+        str(tmp_path / "d")
+    )
     with pytest.raises(DataError, match=r"d row 2: id 'x' was already given at .*d row 1"):
         read(str(tmp_path / "d"))

@@ -1,4 +1,5 @@
-"""The Python tool: variables stay, limits are the episode's, and nobody is blamed for waiting or left with another's interpreter."""
+"""The Python tool: variables stay, limits are the episode's, and nobody is blamed for waiting or left with another's
+interpreter."""
 
 from __future__ import annotations
 
@@ -8,15 +9,15 @@ from typing import Any
 
 import pytest
 
-from posttrain.core.stop import Limits
-from posttrain.environment.calling import ToolCall
-from posttrain.environment.sandbox.choose import open_sandbox
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.tools.offered import Offered
-from posttrain.environment.tools.python import LOST, Desk, Python
+from posttrain.core.stop import EpisodeLimits
+from posttrain.environment.tools.offered import OfferedTools
+from posttrain.environment.tools.python import LOST, InterpreterSeats, Python
 from posttrain.environment.tools.tool import Toolbox
+from posttrain.sandbox.choose import open_sandbox
+from posttrain.sandbox.pool import Sandbox
+from posttrain.verifier.calling import ToolCall
 
-LIMITS = Limits()
+LIMITS = EpisodeLimits()
 
 
 @pytest.fixture(scope="module")
@@ -25,13 +26,13 @@ def sandbox() -> Iterator[Sandbox]:
         yield found
 
 
-async def call(box: Toolbox, code: str, limits: Limits = LIMITS) -> tuple[str, str]:
+async def call(box: Toolbox, code: str, limits: EpisodeLimits = LIMITS) -> tuple[str, str]:
     seen = await box.call(ToolCall("python", {"code": code}), limits)
     return seen.kind, seen.text
 
 
 async def test_python_keeps_its_variables_and_ends_with_the_episode(sandbox: Sandbox) -> None:
-    async with Python(Desk(sandbox, 10.0)) as box:
+    async with Python(InterpreterSeats(sandbox, 10.0)) as box:
         assert await call(box, "x = 6") == ("ok", "(nothing was printed)")
         assert await call(box, "print('hi'); x * 7") == ("ok", "hi\n42")
         kind, text = await call(box, "1 / 0")
@@ -42,20 +43,22 @@ async def test_python_keeps_its_variables_and_ends_with_the_episode(sandbox: San
 
 
 async def test_a_piece_that_takes_too_long_is_the_policys_and_the_next_one_runs(sandbox: Sandbox) -> None:
-    """A little before the call's own time: the policy is told why. Where the call's time is up first, it is told with the next one."""
-    async with Python(Desk(sandbox, 1.0)) as box:
-        kind, text = await call(box, "while True: pass", Limits(tool_seconds=5.0))
+    """A little before the call's own time: the policy is told why. Where the call's time is up first, it is told with
+    the next one."""
+    async with Python(InterpreterSeats(sandbox, 1.0)) as box:
+        kind, text = await call(box, "while True: pass", EpisodeLimits(tool_seconds=5.0))
         assert kind == "refused" and "timeout" in text and LOST in text
-        assert await call(box, "y = 1", Limits(tool_seconds=5.0)) == ("ok", "(nothing was printed)")
-    async with Python(Desk(sandbox, 60.0)) as box:
-        assert (await call(box, "import time; time.sleep(50)", Limits(tool_seconds=0.3)))[0] == "timeout"
+        assert await call(box, "y = 1", EpisodeLimits(tool_seconds=5.0)) == ("ok", "(nothing was printed)")
+    async with Python(InterpreterSeats(sandbox, 60.0)) as box:
+        assert (await call(box, "import time; time.sleep(50)", EpisodeLimits(tool_seconds=0.3)))[0] == "timeout"
         assert await call(box, "1 + 1") == ("ok", f"{LOST}\n2")
         assert await call(box, "2 + 2") == ("ok", "4")
 
 
 async def test_an_episode_waits_for_its_seat_and_no_call_runs_out_of_time_for_another(sandbox: Sandbox) -> None:
-    """Six episodes on two seats: each has an interpreter of its own from its first piece to its last, and no call times out."""
-    desk = Desk(sandbox, 5.0, seats=2)
+    """Six episodes on two seats: each has an interpreter of its own from its first piece to its last, and no call times
+    out."""
+    desk = InterpreterSeats(sandbox, 5.0, seats=2)
     sitting = most = 0
 
     async def episode(number: int) -> list[Any]:
@@ -63,13 +66,19 @@ async def test_an_episode_waits_for_its_seat_and_no_call_runs_out_of_time_for_an
         async with Python(desk) as box:
             sitting += 1
             most = max(most, sitting)
-            out = [await call(box, f"mine = {number}"), await call(box, "import time; time.sleep(0.1)"), await call(box, "mine")]
+            out = [
+                await call(box, f"mine = {number}"),
+                await call(box, "import time; time.sleep(0.1)"),
+                await call(box, "mine"),
+            ]
             sitting -= 1
             return out
 
     said = await asyncio.gather(*(episode(i) for i in range(6)))
     assert most == 2
-    assert [kind for out in said for kind, _ in out] == ["ok"] * 18 and [out[-1][1] for out in said] == [str(i) for i in range(6)]
+    assert [kind for out in said for kind, _ in out] == ["ok"] * 18 and [out[-1][1] for out in said] == [
+        str(i) for i in range(6)
+    ]
     waiting = asyncio.create_task(episode(7))
     await asyncio.sleep(0)
     waiting.cancel()
@@ -78,7 +87,7 @@ async def test_an_episode_waits_for_its_seat_and_no_call_runs_out_of_time_for_an
 
 
 def test_it_is_offered_within_the_limits_of_the_episode() -> None:
-    offered = Offered.of("python", seconds=5.0)
+    offered = OfferedTools.of("python", seconds=5.0)
     try:
         assert offered.desk.limits.wall == 4.0 and offered.contained
     finally:

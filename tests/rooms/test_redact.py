@@ -1,4 +1,5 @@
-"""Secrets of the environment reach no record: not by verdicts, errors, observations, the world's state, notes or the command line."""
+"""Secrets of the environment reach no record: not by verdicts, errors, observations, the world's state, notes or the
+command line."""
 
 from __future__ import annotations
 
@@ -12,12 +13,12 @@ import posttrain
 from posttrain.core import reader
 from posttrain.core.env import Reward
 from posttrain.core.ports import Attempt, Talk
+from posttrain.core.redact import scrubbed, scrubbed_data
 from posttrain.core.run import Env, Model
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.gallery import GALLERY
 from posttrain.environment.gallery.arithmetic import Arithmetic
-from posttrain.environment.redact import scrubbed, scrubbed_data
 from posttrain.role.talk import Conversation
 from tests.tiny import MODEL, only_rl, tiny_run
 
@@ -59,12 +60,15 @@ def test_no_record_of_a_run_holds_a_secret(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv(NAME, SECRET)
     monkeypatch.setattr(sys, "argv", ["posttrain", "run", f"key={SECRET}"])
     (tmp_path / "r.py").write_text(
-        "import os\ndef reward(task, text):\n    raise RuntimeError('no answer for ' + os.environ['MY_JUDGE_API_KEY'])\n"
+        "import os\ndef reward(task, text):\n    raise RuntimeError('no answer for ' +"
+        " os.environ['MY_JUDGE_API_KEY'])\n"
     )
     run = only_rl(tiny_run(steps=2, max_failed=1.0, eval_every=1))
     rewards = (Reward(function=f"{tmp_path / 'r.py'}:reward", weight=0.0),)
     env = Env(name="leaks", args={"max_terms": 2, "max_operand": 4}, heldout=6, rewards=rewards)
-    posttrain.run(replace(run, env=env, model=Model(**{**MODEL.__dict__, "context": 128})), out=tmp_path / "run", quiet=True)
+    posttrain.run(
+        replace(run, env=env, model=Model(**{**MODEL.__dict__, "context": 128})), out=tmp_path / "run", quiet=True
+    )
     found: list[str] = []
     seen = ""
     for path in (p for p in (tmp_path / "run").rglob("*") if p.is_file()):

@@ -11,14 +11,18 @@ from transformers import PreTrainedTokenizerFast
 
 from posttrain.core.errors import DataError, InvariantError
 from posttrain.engine.vocabulary import characters
-from posttrain.environment.render import Dialogue, Renderer
+from posttrain.environment.render import RenderedDialogue, Renderer
 
 ALPHABET = [chr(c) for c in range(32, 127)] + ["\n"]
 SPECIALS = ["<bos>", "<eos>", "<|end|>", "<|user|>", "<|assistant|>"]
-CHATML = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt"
+    " %}<|assistant|>{% endif %}"
+)
 TRIMS = CHATML.replace("{{ m['content'] }}", "{{ m['content'] | trim }}")
 DROPS = CHATML.replace(
-    "{{ m['content'] }}", "{{ m['content'].split('#')[-1] if m['role'] == 'assistant' and not loop.last else m['content'] }}"
+    "{{ m['content'] }}",
+    "{{ m['content'].split('#')[-1] if m['role'] == 'assistant' and not loop.last else m['content'] }}",
 )
 CLOSES = CHATML.replace("<|assistant|>{% endif %}", "<|assistant|>##{% endif %}")
 
@@ -110,7 +114,7 @@ def test_text_drops_only_the_stop_that_ended_the_turn() -> None:
 
 
 def test_a_text_observation_is_encoded_on_its_own_without_specials() -> None:
-    d = Dialogue(Renderer(tokenizer(), (1,)))
+    d = RenderedDialogue(Renderer(tokenizer(), (1,)))
     assert d.see("ab").tolist() == [0, *ids("ab")]
     assert d.said([*ids("x"), 1]) == "x"
     assert d.see("cd").tolist() == ids("cd")
@@ -120,7 +124,7 @@ def test_a_text_observation_is_encoded_on_its_own_without_specials() -> None:
 @pytest.mark.parametrize("said", ["calc:1+2", " padded ", ""])
 def test_chat_turns_append_to_the_tokens_the_policy_said(template: str, said: str) -> None:
     r = Renderer(tokenizer(template), (2,))
-    d = Dialogue(r)
+    d = RenderedDialogue(r)
     whole = d.see([{"role": "user", "content": "q"}]).tolist()
     for n in range(3):
         turn = [*ids(said), 2]
@@ -132,14 +136,14 @@ def test_chat_turns_append_to_the_tokens_the_policy_said(template: str, said: st
 
 
 def test_a_turn_cut_by_length_is_closed_by_the_world() -> None:
-    d = Dialogue(Renderer(tokenizer(CHATML), (2,)))
+    d = RenderedDialogue(Renderer(tokenizer(CHATML), (2,)))
     d.see([{"role": "user", "content": "q"}])
     d.said(ids("cut"))
     assert d.see([{"role": "user", "content": "r"}]).tolist() == ids("<|end|>\n<|user|>r<|end|>\n<|assistant|>")
 
 
 def test_a_template_that_drops_earlier_reasoning_is_refused() -> None:
-    d = Dialogue(Renderer(tokenizer(DROPS), (2,)), "t1")
+    d = RenderedDialogue(Renderer(tokenizer(DROPS), (2,)), "t1")
     d.see([{"role": "user", "content": "q"}])
     d.said([*ids("think#answer"), 2])
     with pytest.raises(DataError, match=r"t1.*rewrites history"):
@@ -147,7 +151,7 @@ def test_a_template_that_drops_earlier_reasoning_is_refused() -> None:
 
 
 def test_a_template_whose_generation_prompt_vanishes_is_refused() -> None:
-    d = Dialogue(Renderer(tokenizer(CLOSES), (2,)))
+    d = RenderedDialogue(Renderer(tokenizer(CLOSES), (2,)))
     d.see([{"role": "user", "content": "q"}])
     d.said([*ids("a"), 2])
     with pytest.raises(DataError, match="rewrites history"):
@@ -155,7 +159,7 @@ def test_a_template_whose_generation_prompt_vanishes_is_refused() -> None:
 
 
 def test_text_and_messages_do_not_mix() -> None:
-    d = Dialogue(Renderer(tokenizer(CHATML), (2,)))
+    d = RenderedDialogue(Renderer(tokenizer(CHATML), (2,)))
     d.see([{"role": "user", "content": "q"}])
     with pytest.raises(InvariantError, match="not both"):
         d.see("text")

@@ -18,8 +18,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
-from posttrain.environment.builtin import BUILTIN
-from posttrain.environment.reward import source, sources
+from posttrain.verifier.builtin import BUILTIN
+from posttrain.verifier.functions import source, sources
 
 TASK = Task(id="t1", prompt="what?", answer="12", info={"level": 3})
 CHAT = Task(id="t2", prompt=({"role": "user", "content": "what?"},), answer="12", info={"level": 3})
@@ -49,7 +49,12 @@ class AsyncJudge:
 
 
 def trl_plain(completions: list[str], **kwargs: Any) -> list[float]:
-    assert kwargs["prompts"] == ["what?"] and kwargs["level"] == [3] and kwargs["answer"] == ["12"] and kwargs["id"] == ["t1"]
+    assert (
+        kwargs["prompts"] == ["what?"]
+        and kwargs["level"] == [3]
+        and kwargs["answer"] == ["12"]
+        and kwargs["id"] == ["t1"]
+    )
     return [float(len(c)) for c in completions]
 
 
@@ -93,7 +98,10 @@ def test_conversations_are_handed_over_as_messages() -> None:
         return [1.0]
 
     verdict(reward, task=CHAT)
-    assert seen == {"prompts": [[{"role": "user", "content": "what?"}]], "completions": [[{"role": "assistant", "content": "12"}]]}
+    assert seen == {
+        "prompts": [[{"role": "user", "content": "what?"}]],
+        "completions": [[{"role": "assistant", "content": "12"}]],
+    }
 
 
 @pytest.mark.parametrize("function", [lambda task, text: None, lambda prompts, completions: [None]])
@@ -203,7 +211,9 @@ def test_a_signature_that_is_neither_is_refused_at_once(function: Any, message: 
 
 
 def test_what_trl_also_passes_may_be_optional() -> None:
-    assert verdict(lambda completions, completion_ids=None, **kw: [1.0 if completion_ids is None else 0.0]) == Verdict.value(1.0)
+    assert verdict(
+        lambda completions, completion_ids=None, **kw: [1.0 if completion_ids is None else 0.0]
+    ) == Verdict.value(1.0)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +227,9 @@ def test_what_trl_also_passes_may_be_optional() -> None:
         ("raise SystemExit('no')", "r.py:reward", r"SystemExit: no \(r.py:1\)"),
     ],
 )
-def test_a_reward_that_cannot_be_found_says_what_exists(tmp_path: Path, content: str | None, function: str, message: str) -> None:
+def test_a_reward_that_cannot_be_found_says_what_exists(
+    tmp_path: Path, content: str | None, function: str, message: str
+) -> None:
     (tmp_path / "other.py").write_text("")
     if content is not None:
         (tmp_path / "r.py").write_text(content)
@@ -243,8 +255,8 @@ def test_names_are_unique_and_weights_are_numbers(tmp_path: Path) -> None:
 def test_a_reward_may_import_its_neighbours_and_hold_state(tmp_path: Path) -> None:
     (tmp_path / "neighbour_of_reward.py").write_text("BONUS = 0.5\n")
     (tmp_path / "r.py").write_text(
-        "from dataclasses import dataclass\nfrom neighbour_of_reward import BONUS\n@dataclass\nclass S:\n    n: int = 0\nS_ = S()\n"
-        "async def reward(task, text):\n    S_.n += 1\n    return BONUS * S_.n\n"
+        "from dataclasses import dataclass\nfrom neighbour_of_reward import BONUS\n@dataclass\nclass S:\n    n: int ="
+        " 0\nS_ = S()\nasync def reward(task, text):\n    S_.n += 1\n    return BONUS * S_.n\n"
     )
     (s,) = sources((Reward(function=f"{tmp_path}/r.py:reward", weight=2.0),))
     judged = [asyncio.run(s(said("x"))) for _ in range(2)]

@@ -20,8 +20,8 @@ from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Kept, Said, Segment, Stop
+from posttrain.engine.logit_rules import LogitRules, banned_here, seen_before
 from posttrain.engine.logprob import candidates, logprobs, most_probable
-from posttrain.engine.rules import Rules, banned_here, seen_before
 
 V, H = 13, 6
 STOPS = (11, 12)
@@ -46,7 +46,8 @@ def banned(s: Sampling, said: list[int]) -> set[int]:
 
 
 def distribution(logits_V: Tensor, s: Sampling, sequence: list[int], said: list[int]) -> Tensor:
-    """[V] log-probs after `sequence`, of which the current turn has said `said`; steps 1 to 4 and 6 of `core.sampling`."""
+    """[V] log-probs after `sequence`, of which the current turn has said `said`; steps 1 to 4 and 6 of
+    `core.sampling`."""
     z = list(logits_V)
     for i, x in s.logit_bias:
         z[i] = z[i] + x
@@ -58,8 +59,8 @@ def distribution(logits_V: Tensor, s: Sampling, sequence: list[int], said: list[
 
 
 def walk(rng: np.random.Generator, s: Sampling, segments: int = 3) -> list[Segment]:
-    """Segments of one to three turns each, some with nothing seen between them, that the contract could have said. Few ids,
-    so that tokens repeat and bad sequences come up."""
+    """Segments of one to three turns each, some with nothing seen between them, that the contract could have said. Few
+    ids, so that tokens repeat and bad sequences come up."""
     out: list[Segment] = []
     for _ in range(segments):
         t = Transcript(s)
@@ -67,11 +68,14 @@ def walk(rng: np.random.Generator, s: Sampling, segments: int = 3) -> list[Segme
         for _ in range(rng.integers(1, 4)):
             said: list[int] = []
             for _ in range(rng.integers(1, 6)):
-                pool = np.setdiff1d(np.append(np.arange(4), STOPS) if rng.random() < 0.8 else np.arange(V), list(banned(s, said)))
+                pool = np.setdiff1d(
+                    np.append(np.arange(4), STOPS) if rng.random() < 0.8 else np.arange(V), list(banned(s, said))
+                )
                 said.append(int(rng.choice(pool if len(pool) else np.setdiff1d(np.arange(V), list(banned(s, said))))))
             n = len(said)
             sets = [
-                np.union1d(np.setdiff1d(rng.integers(0, V, 5), list(banned(s, said[:i]))), [said[i]]).astype(np.int32) for i in range(n)
+                np.union1d(np.setdiff1d(rng.integers(0, V, 5), list(banned(s, said[:i]))), [said[i]]).astype(np.int32)
+                for i in range(n)
             ]
             kept = Kept.of(sets) if s.truncated else None
             t.say(Said(np.array(said, np.int32), np.full(n, -1, np.float32), np.zeros(n, np.int32), Stop.LENGTH, kept))
@@ -105,14 +109,16 @@ def textbook(h: Tensor, w: Tensor, segments: list[Segment], softcap: float | Non
 
 def inputs(spoken: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     g = torch.Generator().manual_seed(seed)
-    return tuple(torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in ((spoken, H), (V, H)))  # type: ignore[return-value]
+    return tuple(
+        torch.randn(*shape, generator=g, dtype=torch.float64).requires_grad_() for shape in ((spoken, H), (V, H))
+    )  # type: ignore[return-value]
 
 
 def check(s: Sampling, seed: int, chunk: int = 3, softcap: float | None = None) -> None:
     """Values and gradients of log-prob and entropy, in float64; candidates and most probable tokens beside them."""
     segments = walk(np.random.default_rng(seed), s)
     packed = Packed.of(segments)
-    rules = Rules.of(packed, V, CPU)
+    rules = LogitRules.of(packed, V, CPU)
     assert (rules is not None) == s.rules
     ours, theirs = inputs(packed.spoken, seed), inputs(packed.spoken, seed)
     how: dict[str, Any] = {"sampling": s, "kept": packed.kept, "rules": rules, "softcap": softcap}
@@ -155,7 +161,9 @@ def test_each_option_equals_the_textbook_with_its_gradient(name: str, chunk: int
     softcap=st.sampled_from([None, 2.0]),
     seed=st.integers(0, 10_000),
 )
-def test_options_together_equal_the_textbook(names: set[str], temperature: float, top_k: int, softcap: float | None, seed: int) -> None:
+def test_options_together_equal_the_textbook(
+    names: set[str], temperature: float, top_k: int, softcap: float | None, seed: int
+) -> None:
     fields: dict[str, Any] = {}
     for name in sorted(names):
         for field, value in OPTIONS[name].items():
@@ -166,7 +174,7 @@ def test_options_together_equal_the_textbook(names: set[str], temperature: float
 def test_the_slope_of_a_penalty_changes_at_zero() -> None:
     """Worked by hand: z = (2, -2, 0), all seen, p = 2 gives (1, -4, 0) with slopes (1/2, 2, 1/2)."""
     packed = Packed.of([_segment(Sampling(repetition_penalty=2.0, stop_ids=()), [0, 1, 2], [0])])
-    rules = Rules.of(packed, 3, CPU)
+    rules = LogitRules.of(packed, 3, CPU)
     assert rules is not None
     z = torch.tensor([[2.0, -2.0, 0.0]])
     penalised = rules.adjust(z, 0)
@@ -178,7 +186,11 @@ def _segment(s: Sampling, seen: list[int], *turns: list[int]) -> Segment:
     t = Transcript(s)
     t.see(seen)
     for said in turns:
-        t.say(Said(np.array(said, np.int32), np.full(len(said), -1, np.float32), np.zeros(len(said), np.int32), Stop.LENGTH))
+        t.say(
+            Said(
+                np.array(said, np.int32), np.full(len(said), -1, np.float32), np.zeros(len(said), np.int32), Stop.LENGTH
+            )
+        )
     return t.segment()
 
 
@@ -199,18 +211,27 @@ def test_a_turn_begins_anew_after_another_with_nothing_between() -> None:
     assert list(zip(rows.tolist(), ids.tolist(), strict=True)) == [(0, 11), (0, 12), (2, 11), (2, 12)]
     one = _segment(s, [0, 1], [2, 1, 3])
     rows, ids = banned_here(Packed.of([one]))
-    assert list(zip(rows.tolist(), ids.tolist(), strict=True)) == [(0, 11), (0, 12), (2, 2)], "1 was just said, so 2 is banned"
-    assert Rules.of(Packed.of([segment]), V, CPU) is not None
+    assert list(zip(rows.tolist(), ids.tolist(), strict=True)) == [(0, 11), (0, 12), (2, 2)], (
+        "1 was just said, so 2 is banned"
+    )
+    assert LogitRules.of(Packed.of([segment]), V, CPU) is not None
 
 
 @pytest.mark.parametrize(
     ("fields", "said"),
-    [({"allowed_ids": (1, 2)}, [1, 3]), ({"bad_ids": ((3,),)}, [3]), ({"bad_ids": ((1, 3),)}, [1, 3]), ({"min_tokens": 2}, [1, 11])],
+    [
+        ({"allowed_ids": (1, 2)}, [1, 3]),
+        ({"bad_ids": ((3,),)}, [3]),
+        ({"bad_ids": ((1, 3),)}, [1, 3]),
+        ({"min_tokens": 2}, [1, 11]),
+    ],
 )
 def test_a_token_that_was_said_against_its_contract_is_found(fields: dict[str, Any], said: list[int]) -> None:
     packed = Packed.of([_segment(Sampling(stop_ids=STOPS, **fields), [0], said)])
-    with pytest.raises(InvariantError, match=f"spoken token {len(said) - 1} has id {said[-1]}, which its contract bans"):
-        Rules.of(packed, V, CPU)
+    with pytest.raises(
+        InvariantError, match=f"spoken token {len(said) - 1} has id {said[-1]}, which its contract bans"
+    ):
+        LogitRules.of(packed, V, CPU)
 
 
 def test_rules_and_contract_go_together() -> None:
@@ -218,10 +239,10 @@ def test_rules_and_contract_go_together() -> None:
     h, w = inputs(1)
     with pytest.raises(InvariantError, match="exactly where the contract has some"):
         logprobs(h, w, None, torch.tensor([1]), sampling=s)
-    rules = Rules.of(Packed.of([_segment(s, [0], [1])]), V, CPU)
+    rules = LogitRules.of(Packed.of([_segment(s, [0], [1])]), V, CPU)
     with pytest.raises(InvariantError, match="exactly where the contract has some"):
         logprobs(h, w, None, torch.tensor([1]), sampling=Sampling(), rules=rules)
-    assert Rules.of(Packed.of([_segment(Sampling(stop_ids=(), stop=("x",)), [0], [1])]), V, CPU) is None
+    assert LogitRules.of(Packed.of([_segment(Sampling(stop_ids=(), stop=("x",)), [0], [1])]), V, CPU) is None
 
 
 def test_positions_in_a_turn_are_kept_where_they_are_read() -> None:
@@ -241,7 +262,7 @@ def test_memory_of_a_penalty_is_that_of_what_was_seen() -> None:
     """A vocabulary of 150,000: the rules of 300 tokens hold a few thousand numbers, not 300 rows."""
     s = Sampling(repetition_penalty=1.1, bad_ids=((1, 2),), stop_ids=())
     packed = Packed.of([_segment(s, list(range(3, 203)), [5] * 300)])
-    rules = Rules.of(packed, 150_000, CPU)
+    rules = LogitRules.of(packed, 150_000, CPU)
     assert rules is not None and rules.seen is not None and rules.never_V is None and rules.now is None
     assert len(rules.seen._ids) == 200
     assert len(rules.seen.places(0, 300, 150_000)) == 300 * 200

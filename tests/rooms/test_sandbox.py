@@ -14,23 +14,23 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.environment.sandbox import probes
-from posttrain.environment.sandbox.port import Ran
-from posttrain.environment.sandbox.selftest import attacks, bait
-from posttrain.environment.sandbox.worker import Worker
+from posttrain.sandbox import probes
+from posttrain.sandbox.port import Ran
+from posttrain.sandbox.selftest import attacks, bait
+from posttrain.sandbox.worker import SandboxWorker
 from tests.rooms.sandbox_parts import backend, ran
 
 
 @pytest.fixture(scope="module", params=["namespaces", pytest.param("landlock", marks=pytest.mark.prove)])
-def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
-    sandbox = Worker(backend(request.param))
+def worker(request: pytest.FixtureRequest) -> Iterator[SandboxWorker]:
+    sandbox = SandboxWorker(backend(request.param))
     yield sandbox
     sandbox.close()
     assert not any(Path(f"/proc/{pid}").exists() for pid in sandbox.pids)
 
 
 @pytest.fixture(scope="module")
-def got_out(worker: Worker) -> list[str]:
+def got_out(worker: SandboxWorker) -> list[str]:
     """What the attacks of the self-test achieved."""
     with bait() as target:
         done = ran(worker, attacks(target), wall=30.0, cpu=20.0)
@@ -111,7 +111,11 @@ ENDS: list[tuple[str, str, str]] = [
         "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\nwhile True: pass",
         "timeout",
     ),
-    ("H-24 ignores the cpu limit", "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass", "timeout"),
+    (
+        "H-24 ignores the cpu limit",
+        "import signal; signal.signal(signal.SIGXCPU, signal.SIG_IGN)\nwhile True: pass",
+        "timeout",
+    ),
     (
         "H-25 writes to every descriptor",
         "import os\nfor fd in range(3, 64):\n try: os.write(fd, b'{\"ran\":true}')\n except OSError: pass",
@@ -133,7 +137,7 @@ ENDS: list[tuple[str, str, str]] = [
 
 
 @pytest.mark.parametrize(("source", "why"), [pytest.param(s, w, id=i) for i, s, w in ENDS])
-def test_how_a_program_ends_and_that_the_next_one_is_well(worker: Worker, source: str, why: str) -> None:
+def test_how_a_program_ends_and_that_the_next_one_is_well(worker: SandboxWorker, source: str, why: str) -> None:
     slow = "timeout" in why
     start = time.monotonic()
     done = ran(worker, source, wall=0.25 if slow else 20.0, cpu=20.0)
@@ -144,17 +148,17 @@ def test_how_a_program_ends_and_that_the_next_one_is_well(worker: Worker, source
     assert ran(worker, "print('well')").stdout == b"well\n"
 
 
-def test_bad_bytes_and_ten_megabytes_of_source(worker: Worker) -> None:
+def test_bad_bytes_and_ten_megabytes_of_source(worker: SandboxWorker) -> None:
     assert ran(worker, b"x = '\xff\xfe'").why == "error"
     assert ran(worker, b"# " + b"x" * 10_000_000 + b"\nprint('end')", wall=30.0).said == "end\n"
 
 
-def test_the_cpu_limit_alone_ends_a_program(worker: Worker) -> None:
+def test_the_cpu_limit_alone_ends_a_program(worker: SandboxWorker) -> None:
     done = ran(worker, "while True: pass", wall=60.0, cpu=1.0)
     assert done.why == "timeout" and done.exit == -signal.SIGXCPU and done.seconds < 30
 
 
-def test_threads_are_limited_and_end_with_the_program(worker: Worker) -> None:
+def test_threads_are_limited_and_end_with_the_program(worker: SandboxWorker) -> None:
     """H-09, and trap 10: with one malloc arena the address space holds dozens of threads, not a dozen."""
     source = """
 import threading, time
@@ -170,7 +174,7 @@ print(started, flush=True)
     assert 20 <= int(done.stdout.split()[0]) < 100, done
 
 
-def test_files_are_bounded_and_not_there_for_the_next(worker: Worker) -> None:
+def test_files_are_bounded_and_not_there_for_the_next(worker: SandboxWorker) -> None:
     """H-10 (a full disk), H-27, and H-04: no link to anything."""
     fill = """
 import os
@@ -197,17 +201,21 @@ except OSError: pass
         assert b"PermissionError" in ran(worker, f"import os; {link}").stderr
 
 
-def test_files_are_bounded_in_number_where_root_could_ask_for_that(worker: Worker) -> None:
+def test_files_are_bounded_in_number_where_root_could_ask_for_that(worker: SandboxWorker) -> None:
     if not worker.notes["inodes"]:
         pytest.skip("an ordinary user cannot bound the number of files; the time limit bounds it")
-    done = ran(worker, "n = 0\ntry:\n while True: open(str(n), 'w').close(); n += 1\nexcept OSError: print(n)", wall=20.0)
+    done = ran(
+        worker, "n = 0\ntry:\n while True: open(str(n), 'w').close(); n += 1\nexcept OSError: print(n)", wall=20.0
+    )
     assert 1000 < int(done.stdout) <= 4096
 
 
-def test_one_program_poisons_only_itself(worker: Worker) -> None:
-    """H-26: builtins, modules and the random state are the next program's own again; trap 11: and the same each time."""
+def test_one_program_poisons_only_itself(worker: SandboxWorker) -> None:
+    """H-26: builtins, modules and the random state are the next program's own again; trap 11: and the same each
+    time."""
     poison = (
-        "import builtins, json, random, os\nbuiltins.len = lambda x: 0\njson.dumps = None\nos._exit = None\nrandom.seed(5)\nprint = None"
+        "import builtins, json, random, os\nbuiltins.len = lambda x: 0\njson.dumps = None\nos._exit ="
+        " None\nrandom.seed(5)\nprint = None"
     )
     ran(worker, poison)
     fresh = "import json, random; print(len([1, 2]), json.dumps(1), random.random())"
@@ -215,7 +223,7 @@ def test_one_program_poisons_only_itself(worker: Worker) -> None:
     assert first.stdout.startswith(b"2 1 ") and first.stdout == second.stdout
 
 
-def test_numpy_is_there_at_no_cost_and_seeded(worker: Worker) -> None:
+def test_numpy_is_there_at_no_cost_and_seeded(worker: SandboxWorker) -> None:
     if not worker.backend.packages:  # type: ignore[attr-defined]
         pytest.skip("this interpreter has no numpy")
     source = "import numpy as np; print(np.random.rand(), np.linalg.det(np.eye(2)))"
@@ -223,13 +231,16 @@ def test_numpy_is_there_at_no_cost_and_seeded(worker: Worker) -> None:
     assert ran(worker, "import torch").why == "error", "nothing but the packages asked for"
 
 
-def test_sockets_of_every_family_are_refused_and_asyncio_still_runs(worker: Worker) -> None:
-    source = "import socket\nfor f in (1, 2, 10, 16, 17, 40):\n try: socket.socket(f, 1); print(f)\n except PermissionError: pass"
+def test_sockets_of_every_family_are_refused_and_asyncio_still_runs(worker: SandboxWorker) -> None:
+    source = (
+        "import socket\nfor f in (1, 2, 10, 16, 17, 40):\n try: socket.socket(f, 1); print(f)\n except PermissionError:"
+        " pass"
+    )
     assert ran(worker, source).stdout == b""
     assert ran(worker, "import asyncio\nasync def f(): print('ran')\nasyncio.run(f())").stdout == b"ran\n"
 
 
-def test_a_limit_cannot_be_raised_by_a_pointer_whose_low_half_is_zero(worker: Worker) -> None:
+def test_a_limit_cannot_be_raised_by_a_pointer_whose_low_half_is_zero(worker: SandboxWorker) -> None:
     """Trap 7: a filter that compares 32 bits takes this pointer for null."""
     source = """
 import ctypes
@@ -244,38 +255,41 @@ print(libc.syscall(ctypes.c_long(302), 0, 7, ctypes.c_void_p(at), None), ctypes.
     assert ran(worker, source).stdout == b"-1 1\n"
 
 
-def test_tracebacks_name_no_file_of_ours(worker: Worker) -> None:
+def test_tracebacks_name_no_file_of_ours(worker: SandboxWorker) -> None:
     """Trap 13."""
     done = ran(worker, "def f():\n    return 1 / 0\nf()")
     text = done.stderr.decode()
     assert (
-        text.count("File") == 2 == text.count('File "<program>"') and "cell" not in text and done.complaint.startswith("ZeroDivisionError")
+        text.count("File") == 2 == text.count('File "<program>"')
+        and "cell" not in text
+        and done.complaint.startswith("ZeroDivisionError")
     )
 
 
-def test_control_characters_are_kept_raw_and_shown_escaped(worker: Worker) -> None:
+def test_control_characters_are_kept_raw_and_shown_escaped(worker: SandboxWorker) -> None:
     """H-35."""
     done: Ran = ran(worker, "import sys; print('\\x1b[31mred\\r'); sys.stderr.write('\\x1b[2J\\u202eabc')")
     assert b"\x1b[31m" in done.stdout
     assert done.complaint == "\\x1b[2J\\u202eabc"
 
 
-def test_the_environment_of_the_sandbox_itself_is_empty_of_ours(worker: Worker) -> None:
+def test_the_environment_of_the_sandbox_itself_is_empty_of_ours(worker: SandboxWorker) -> None:
     """Trap 2: bubblewrap's own process shows what it was started with."""
     os.environ["POSTTRAIN_SECRET_CANARY"] = "x"
     try:
-        fresh = Worker(worker.backend)
-        with contextlib.suppress(PermissionError):  # a process that gave up being dumped shows nothing to anyone but root
+        fresh = SandboxWorker(worker.backend)
+        # a process that gave up being dumped shows nothing to anyone but root
+        with contextlib.suppress(PermissionError):
             assert b"POSTTRAIN_SECRET_CANARY" not in Path(f"/proc/{fresh.pids[0]}/environ").read_bytes()
         fresh.close()
     finally:
         del os.environ["POSTTRAIN_SECRET_CANARY"]
 
 
-def test_no_zombie_is_left_by_closing_or_destroying(worker: Worker) -> None:
+def test_no_zombie_is_left_by_closing_or_destroying(worker: SandboxWorker) -> None:
     """Trap 12: whoever is orphaned is left to process 1, which may not bury it."""
-    for end in (Worker.close, Worker.destroy):
-        sandbox = Worker(worker.backend)
+    for end in (SandboxWorker.close, SandboxWorker.destroy):
+        sandbox = SandboxWorker(worker.backend)
         ran(sandbox, "print(1)")
         end(sandbox)
         assert [pid for pid in sandbox.pids if Path(f"/proc/{pid}").exists()] == []

@@ -19,9 +19,9 @@ import pytest
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.net import LINES
-from posttrain.environment.sandbox import callers, serve
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.serve import Executor
+from posttrain.sandbox import callers, reference_server
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.reference_server import Executor
 from tests.rooms.sandbox_parts import made
 
 SECRET = "a-token-of-some-length"
@@ -45,7 +45,9 @@ def executor(connections: int = 512, per_address: int = 256) -> Iterator[Executo
 
 @contextmanager
 def connected(server: Executor, sent: bytes = b"", source: str = "127.0.0.1") -> Iterator[socket.socket]:
-    with socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=30, source_address=(source, 0)) as wire:
+    with socket.create_connection(
+        ("127.0.0.1", server.server_address[1]), timeout=30, source_address=(source, 0)
+    ) as wire:
         wire.sendall(sent)
         yield wire
 
@@ -79,7 +81,9 @@ def asked(server: Executor, sent: bytes, source: str = "127.0.0.1") -> int:
         ("idle", ABOUT.replace(b"Connection: close\r\n", b""), b""),
     ],
 )
-def test_what_does_not_end_is_hung_up_on(monkeypatch: pytest.MonkeyPatch, phase: callers.Phase, sent: bytes, piece: bytes) -> None:
+def test_what_does_not_end_is_hung_up_on(
+    monkeypatch: pytest.MonkeyPatch, phase: callers.Phase, sent: bytes, piece: bytes
+) -> None:
     """Also where a byte comes now and then, which a time-out for each read never sees."""
     monkeypatch.setitem(callers.SECONDS, phase, 1.0)
     with executor() as server, connected(server, sent) as wire:
@@ -107,9 +111,11 @@ def test_a_new_caller_displaces_one_that_asks_for_nothing(monkeypatch: pytest.Mo
         assert time.monotonic() - start < 20 and len(server.callers) <= 8
 
 
-def test_one_address_cannot_have_all_connections(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+def test_one_address_cannot_have_all_connections(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     go = threading.Event()
-    monkeypatch.setattr(serve.Handler, "_done", lambda *_: go.wait(60) and {})
+    monkeypatch.setattr(reference_server.Handler, "_done", lambda *_: go.wait(60) and {})
     with executor(per_address=3) as server, contextlib.ExitStack() as stack:
         held = [stack.enter_context(connected(server, ABOUT)) for _ in range(3)]
         while sum(phase == "answer" for _, phase, _ in list(server.callers._held.values())) < 3:
@@ -127,7 +133,9 @@ def test_one_address_cannot_have_all_connections(monkeypatch: pytest.MonkeyPatch
 def test_many_honest_callers_wait_for_each_other() -> None:
     with executor(connections=16) as server:
         words = [sys.executable, "-I", str(CALLERS), "ask", "127.0.0.1", str(server.server_address[1]), "200"]
-        done = subprocess.run([*words, ABOUT.decode().encode("unicode_escape")], capture_output=True, timeout=120, check=True)
+        done = subprocess.run(
+            [*words, ABOUT.decode().encode("unicode_escape")], capture_output=True, timeout=120, check=True
+        )
         said = json.loads(done.stdout)
         assert said["status"] == {"200": 200} and not said["errors"], said
 
@@ -135,7 +143,16 @@ def test_many_honest_callers_wait_for_each_other() -> None:
 def test_no_file_left_is_no_spin(caplog: pytest.LogCaptureFixture) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with executor() as server:
-        words = [sys.executable, "-I", str(CALLERS), "hold", "127.0.0.1", str(server.server_address[1]), "60", "GET / HTTP/1.1"]
+        words = [
+            sys.executable,
+            "-I",
+            str(CALLERS),
+            "hold",
+            "127.0.0.1",
+            str(server.server_address[1]),
+            "60",
+            "GET / HTTP/1.1",
+        ]
         with socket.socket() as probe:
             free = probe.fileno()
         child = subprocess.Popen(words, stdin=-1, stdout=-1)
@@ -171,7 +188,9 @@ def test_no_file_left_is_no_spin(caplog: pytest.LogCaptureFixture) -> None:
         (b"\x16\x03\x01 \x00 \x01\r\n\r\n", 400),
     ],
 )
-def test_odd_bytes_are_refused_as_json_and_without_a_line(sent: bytes, status: int, capfd: pytest.CaptureFixture[str]) -> None:
+def test_odd_bytes_are_refused_as_json_and_without_a_line(
+    sent: bytes, status: int, capfd: pytest.CaptureFixture[str]
+) -> None:
     with executor() as server:
         assert asked(server, sent) == status
         assert asked(server, ABOUT) == 200
@@ -179,7 +198,7 @@ def test_odd_bytes_are_refused_as_json_and_without_a_line(sent: bytes, status: i
 
 
 def test_bodies_are_bounded_all_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(serve, "MOST_HELD", 1_000_000)
+    monkeypatch.setattr(reference_server, "MOST_HELD", 1_000_000)
     head = b"POST /v1/run HTTP/1.0\r\n" + AUTH + b"Content-Length: %d\r\n\r\n"
     with executor() as server:
         with connected(server, head % 900_000):
@@ -192,14 +211,14 @@ def test_bodies_are_bounded_all_together(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_a_bug_is_told_so_often_a_minute(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(serve.Handler, "_done", None)
+    monkeypatch.setattr(reference_server.Handler, "_done", None)
     with executor() as server:
         for _ in range(2 * LINES):
             with connected(server, ABOUT) as wire:
                 rest(wire)
-    assert len([r for r in caplog.records if r.name == serve.LOG.name]) == LINES
+    assert len([r for r in caplog.records if r.name == reference_server.LOG.name]) == LINES
     with caplog.at_level(logging.WARNING):
-        serve.LOG.warning("after")
+        reference_server.LOG.warning("after")
     assert caplog.records[-1].getMessage() == "after"
     with pytest.raises(ConfigError, match="at least 1"), Sandbox(made("namespaces"), workers=1) as box:
         Executor(box, SECRET, connections=0)

@@ -1,4 +1,5 @@
-"""The sandbox as a service: refused where nothing contains, lost and found again, cancelled, interrupted, left clean."""
+"""The sandbox as a service: refused where nothing contains, lost and found again, cancelled, interrupted, left
+clean."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.errors import ConfigError
-from posttrain.environment.sandbox.backends import ALLOW, Landlock, Namespaces, Start, Unconfined
-from posttrain.environment.sandbox.choose import ORDER, choose, first
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Call, Limits, SandboxBroken, SandboxUnavailableError
-from posttrain.environment.sandbox.selftest import selftest
-from posttrain.environment.sandbox.value import heard, same
-from posttrain.environment.sandbox.worker import Job, Worker
+from posttrain.sandbox.backends import ALLOW, Landlock, Namespaces, Start, Unconfined
+from posttrain.sandbox.choose import ORDER, choose, first
+from posttrain.sandbox.comparison import heard, same
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.port import Call, ProgramLimits, SandboxBroken, SandboxUnavailableError
+from posttrain.sandbox.selftest import selftest
+from posttrain.sandbox.worker import Job, SandboxWorker
 from tests.rooms.sandbox_parts import NAMES, backend, gone, interpreter, living, made, patched, ran
 
 
@@ -60,7 +61,9 @@ def test_a_call_gets_arguments_and_gives_a_value(pool: Sandbox) -> None:
 
 def test_a_cancelled_question_ends_its_program(pool: Sandbox) -> None:
     async def main() -> float:
-        tasks = [asyncio.create_task(pool.run("while True: pass", limits=Limits(wall=30, cpu=30))) for _ in range(4)]
+        tasks = [
+            asyncio.create_task(pool.run("while True: pass", limits=ProgramLimits(wall=30, cpu=30))) for _ in range(4)
+        ]
         await asyncio.sleep(0.3)
         for task in tasks:
             task.cancel()
@@ -102,7 +105,7 @@ class Fails:
     name: str = "fails"
     processes: bool = False
 
-    def start(self, control: int, limits: Limits) -> Start:
+    def start(self, control: int, limits: ProgramLimits) -> Start:
         if self.broken.exists():
             raise SandboxUnavailableError("the kernel feature is gone")
         return self.inner.start(control, limits)
@@ -117,7 +120,7 @@ def test_a_backend_that_breaks_in_mid_run_is_our_failure_and_never_a_weaker_sand
         assert sandbox.run_sync("print(1)").why == "ok"
         (tmp_path / "broken").touch()
         with pytest.raises(SandboxUnavailableError, match="feature is gone"):
-            sandbox.run_sync("print(1)", limits=Limits(processes=1))
+            sandbox.run_sync("print(1)", limits=ProgramLimits(processes=1))
         assert sandbox.run_sync("print(1)").why == "ok"
     with pytest.raises(SandboxBroken, match="closed"):
         sandbox.run_sync("print(1)")
@@ -132,7 +135,7 @@ def test_a_job_that_cannot_be_confined_does_not_run(tmp_path: Path) -> None:
         "    if rules is not None:\n        checked",
         "    raise OSError('no lock')\n    if rules is not None:\n        checked",
     )
-    worker = Worker(made("namespaces", cell))
+    worker = SandboxWorker(made("namespaces", cell))
     with pytest.raises(SandboxBroken, match="did not run: OSError: no lock"):
         worker.run(Job(b"print(1)"))
     worker.close()
@@ -160,7 +163,8 @@ PLANTED = [
     pytest.param(
         "namespaces",
         "syscalls.py",
-        "    return arg(0) + op(SET, NEW_NAMESPACE, 0, 1) + refuse + op(SET, CLONE_THREAD, 1, 0) + refuse + op(RETURN, ALLOW)",
+        "    return arg(0) + op(SET, NEW_NAMESPACE, 0, 1) + refuse + op(SET, CLONE_THREAD, 1, 0) + refuse + op(RETURN,"
+        " ALLOW)",
         "    return op(RETURN, ALLOW)",
         "can: fork",
         id="clone without a look at its flags",
@@ -275,15 +279,16 @@ def test_without_a_sandbox_only_by_two_switches_and_never_as_root(monkeypatch: p
     with pytest.raises(ConfigError, match="did you mean 'namespaces'"):
         choose("namespace")
     with pytest.raises(ConfigError, match="memory=0 must be more than 0"):
-        Limits(memory=0)
+        ProgramLimits(memory=0)
 
 
 def test_no_sandbox_outlives_a_killed_harness() -> None:
     """H-30."""
     sandbox = backend("namespaces")
     source = (
-        "import time\nfrom posttrain.environment.sandbox.backends import *\nfrom posttrain.environment.sandbox.worker import *\n"
-        "w = Worker(Namespaces(()))\nprint(*w.pids, flush=True)\nw.run(Job(b'while True: pass', limits=Limits(wall=60, cpu=60)))"
+        "import time\nfrom posttrain.sandbox.backends import *\nfrom posttrain.sandbox.worker import *\nw ="
+        " Worker(Namespaces(()))\nprint(*w.pids, flush=True)\nw.run(Job(b'while True: pass', limits=Limits(wall=60,"
+        " cpu=60)))"
     )
     harness = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     assert harness.stdout is not None and sandbox.name == "namespaces"
@@ -309,12 +314,13 @@ print("left", flush=True)
 
 
 def test_children_are_counted_and_none_survives_even_with_our_pipe_open() -> None:
-    """H-08, H-12, H-13: allowed children are bounded in number, end with the program, and nobody waits for their output."""
+    """H-08, H-12, H-13: allowed children are bounded in number, end with the program, and nobody waits for their
+    output."""
     inner = backend("namespaces")
     marker = str(10**8 + secrets.randbelow(10**8))
-    worker = Worker(inner, Limits(processes=4))
+    worker = SandboxWorker(inner, ProgramLimits(processes=4))
     start = time.monotonic()
-    done = worker.run(Job(DETACHED.format(marker=marker).encode(), limits=Limits(processes=4, wall=20)))
+    done = worker.run(Job(DETACHED.format(marker=marker).encode(), limits=ProgramLimits(processes=4, wall=20)))
     assert done.stdout.startswith(b"left\n") and time.monotonic() - start < 10
     assert living(marker) == [] and all(gone(pid) for pid in worker.pids)
 
@@ -322,29 +328,36 @@ def test_children_are_counted_and_none_survives_even_with_our_pipe_open() -> Non
 def test_a_fork_bomb_is_bounded() -> None:
     """H-08, trap 1: for root too."""
     with Sandbox(backend("namespaces"), workers=1) as pool:
-        bomb = "import os, time\nn = 0\nfor _ in range(60):\n try:\n  pid = os.fork()\n  if pid == 0: time.sleep(60)\n  n += 1\n except OSError: pass\nprint(n)"
+        bomb = (
+            "import os, time\nn = 0\nfor _ in range(60):\n try:\n  pid = os.fork()\n  if pid == 0: time.sleep(60)\n  n"
+            " += 1\n except OSError: pass\nprint(n)"
+        )
         assert pool.run_sync("import os; os.fork()").why == "error"
-        done = pool.run_sync(bomb, limits=Limits(processes=6))
+        done = pool.run_sync(bomb, limits=ProgramLimits(processes=6))
         assert done.why == "ok" and 1 <= int(done.stdout) <= 8
-        shell = pool.run_sync("import subprocess; print(subprocess.check_output(['sh', '-c', 'echo hi']))", limits=Limits(processes=4))
+        shell = pool.run_sync(
+            "import subprocess; print(subprocess.check_output(['sh', '-c', 'echo hi']))",
+            limits=ProgramLimits(processes=4),
+        )
         assert shell.stdout == b"b'hi\\n'\n"
 
 
 def test_the_attacks_fail_with_processes_too() -> None:
-    from posttrain.environment.sandbox.selftest import attacks, bait
+    from posttrain.sandbox.selftest import attacks, bait
 
-    worker = Worker(backend("namespaces"), Limits(processes=2))
+    worker = SandboxWorker(backend("namespaces"), ProgramLimits(processes=2))
     with bait() as target:
-        done = worker.run(Job(attacks(target, processes=True), limits=Limits(processes=2, wall=30, cpu=20)))
+        done = worker.run(Job(attacks(target, processes=True), limits=ProgramLimits(processes=2, wall=30, cpu=20)))
     assert done.why == "ok" and not any(done.said.splitlines()[1:]), done.said
 
 
 @pytest.mark.parametrize("version", [7, 2])
 def test_a_program_with_processes_cannot_end_the_one_who_tells_on_it(tmp_path: Path, version: int) -> None:
-    """Or its crash would look like ours, and cost it nothing; whether Landlock (from 6 on) or the list of calls forbids it."""
+    """Or its crash would look like ours, and cost it nothing; whether Landlock (from 6 on) or the list of calls forbids
+    it."""
     backend("namespaces")
-    limits = Limits(processes=3, wall=20)
-    worker = Worker(made("namespaces", patched(tmp_path, "confine.py", VERSION, f"return {version}")), limits)
+    limits = ProgramLimits(processes=3, wall=20)
+    worker = SandboxWorker(made("namespaces", patched(tmp_path, "confine.py", VERSION, f"return {version}")), limits)
     source = """
 import os, signal
 for pid in (os.getppid(), -os.getpgid(os.getppid()), 1, -1):
@@ -374,12 +387,12 @@ def test_closing_refuses_what_waits() -> None:
 
 def test_landlock_refuses_processes() -> None:
     with pytest.raises(SandboxUnavailableError, match="only namespaces can"):
-        Worker(backend("landlock"), Limits(processes=1))
+        SandboxWorker(backend("landlock"), ProgramLimits(processes=1))
 
 
 def test_endless_output_does_not_grow_the_host() -> None:
     """H-14."""
-    worker = Worker(backend("namespaces"))
+    worker = SandboxWorker(backend("namespaces"))
     before = int(Path("/proc/self/statm").read_text().split()[1])
     for _ in range(5):
         done = ran(worker, "import os\nwhile True: os.write(1, b'x' * 10**7); os.write(2, b'x' * 10**7)")
@@ -389,8 +402,11 @@ def test_endless_output_does_not_grow_the_host() -> None:
 
 
 def test_limits_reach_the_program() -> None:
-    worker = Worker(backend("namespaces"))
-    source = "import resource as r; print(r.getrlimit(r.RLIMIT_AS)[1], r.getrlimit(r.RLIMIT_FSIZE)[1], r.getrlimit(r.RLIMIT_NOFILE)[1], r.getrlimit(r.RLIMIT_CORE)[1])"
-    limits = replace(Limits(), memory=300 << 20, file_size=1 << 20, open_files=20)
+    worker = SandboxWorker(backend("namespaces"))
+    source = (
+        "import resource as r; print(r.getrlimit(r.RLIMIT_AS)[1], r.getrlimit(r.RLIMIT_FSIZE)[1],"
+        " r.getrlimit(r.RLIMIT_NOFILE)[1], r.getrlimit(r.RLIMIT_CORE)[1])"
+    )
+    limits = replace(ProgramLimits(), memory=300 << 20, file_size=1 << 20, open_files=20)
     assert worker.run(Job(source.encode(), limits=limits)).said.split() == [str(300 << 20), str(1 << 20), "20", "0"]
     worker.close()

@@ -9,14 +9,14 @@ from collections.abc import Iterator
 import pytest
 
 from posttrain.core.types import Task
-from posttrain.environment.code import Code
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Limits, Ran
-from posttrain.environment.sandbox.worker import Worker
 from posttrain.role.rollout import settled
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.port import ProgramLimits, Ran
+from posttrain.sandbox.worker import SandboxWorker
+from posttrain.verifier.code.source import Code
 from tests.rooms.sandbox_parts import backend
 
-LIMITS = Limits(wall=20.0, cpu=10.0)
+LIMITS = ProgramLimits(wall=20.0, cpu=10.0)
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ async def test_a_cancelled_program_that_had_ended_takes_no_other_with_it(one: Sa
     first = asyncio.create_task(one.run("import time; time.sleep(0.05)"))
     second = asyncio.create_task(one.run("import time; time.sleep(0.5); print('second')"))
     await asyncio.sleep(0.02)
-    time.sleep(0.3)  # the event loop is busy: the first ends meanwhile, which nobody has heard yet, and the second begins
+    # the event loop is busy: the first ends meanwhile, which nobody has heard yet, and the second begins
+    time.sleep(0.3)
     first.cancel()
     _, ran = await asyncio.gather(first, second, return_exceptions=True)
     assert isinstance(ran, Ran) and (ran.why, ran.said) == ("ok", "second\n")
@@ -50,19 +51,21 @@ async def test_siblings_that_are_given_up_cost_no_right_answer() -> None:
         other = asyncio.create_task(busy())
         sleeps = "import time\ntime.sleep(0.02)\ndef f(x): return x + x"
         for _ in range(2):
-            groups = await asyncio.gather(*(settled([code.verdict(task, sleeps) for _ in range(12)], 8) for _ in range(4)))
+            groups = await asyncio.gather(
+                *(settled([code.verdict(task, sleeps) for _ in range(12)], 8) for _ in range(4))
+            )
             assert [v.score for group in groups for v in group if v is not None] == [1.0] * 32
         other.cancel()
 
 
 async def test_an_ended_session_stops_nobody_elses(one: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
-    stop = Worker.stop
+    stop = SandboxWorker.stop
 
-    def late(self: Worker) -> None:
+    def late(self: SandboxWorker) -> None:
         time.sleep(0.3)  # whoever ends a session loses its turn here
         stop(self)
 
-    monkeypatch.setattr(Worker, "stop", late)
+    monkeypatch.setattr(SandboxWorker, "stop", late)
     first, second = one.session(), one.session()
     assert (await first.run("1 + 1")).said == "2\n"
     waits = asyncio.create_task(second.run("import time; time.sleep(1); 'second'"))

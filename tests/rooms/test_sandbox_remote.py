@@ -1,4 +1,5 @@
-"""Programs on an executor over HTTP: the same answers, the same attacks, and every way in which it may fail is our failure."""
+"""Programs on an executor over HTTP: the same answers, the same attacks, and every way in which it may fail is our
+failure."""
 
 from __future__ import annotations
 
@@ -22,19 +23,19 @@ import pytest
 from posttrain.core.errors import ConfigError
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
-from posttrain.environment.code import Code
-from posttrain.environment.sandbox import remote, serve
-from posttrain.environment.sandbox.choose import choose, examined
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Call, Limits, SandboxBroken, SandboxUnavailableError
-from posttrain.environment.sandbox.remote import TOKEN, Remote
-from posttrain.environment.sandbox.selftest import selftest
-from posttrain.environment.sandbox.serve import Executor
-from posttrain.environment.sandbox.value import heard, same
+from posttrain.sandbox import reference_server, remote
+from posttrain.sandbox.choose import choose, examined
+from posttrain.sandbox.comparison import heard, same
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.port import Call, ProgramLimits, SandboxBroken, SandboxUnavailableError
+from posttrain.sandbox.reference_server import Executor
+from posttrain.sandbox.remote import TOKEN, RemoteExecutor
+from posttrain.sandbox.selftest import selftest
+from posttrain.verifier.code.source import Code
 from tests.rooms.sandbox_parts import backend, gone
 
 SECRET = "a-token-of-some-length"
-LIMITS = Limits(wall=20.0, cpu=10.0)
+LIMITS = ProgramLimits(wall=20.0, cpu=10.0)
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +51,7 @@ def executor() -> Iterator[Executor]:
 @pytest.fixture
 def far(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> Iterator[Sandbox]:
     monkeypatch.setenv(TOKEN, SECRET)
-    with Sandbox(Remote(executor.url), workers=4, limits=LIMITS, sessions=2) as box:
+    with Sandbox(RemoteExecutor(executor.url), workers=4, limits=LIMITS, sessions=2) as box:
         yield box
 
 
@@ -61,10 +62,10 @@ def test_the_same_answers_as_at_home(far: Sandbox) -> None:
     assert same(heard(ran.result), {1: ("ä\ud800", b"\0")})
     assert far.run_sync("x = bytearray(1 << 30)").why == "memory"
     assert far.run_sync("while True: print('x' * 1000)").why == "output"
-    assert far.run_sync("while True: pass", limits=Limits(wall=0.3)).why == "timeout"
+    assert far.run_sync("while True: pass", limits=ProgramLimits(wall=0.3)).why == "timeout"
     assert far.run_sync(b"x = '\xff'").why == "error"
     assert far.run_sync("import socket\ntry: socket.socket()\nexcept OSError: pass").network == 1
-    assert far.run_sync("import os; print(os.fork() >= 0)", limits=Limits(processes=2)).said.startswith("True")
+    assert far.run_sync("import os; print(os.fork() >= 0)", limits=ProgramLimits(processes=2)).said.startswith("True")
 
     async def main() -> None:
         done = await asyncio.gather(*(far.run(f"print({i})") for i in range(40)))
@@ -75,13 +76,13 @@ def test_the_same_answers_as_at_home(far: Sandbox) -> None:
 
 def test_it_is_admitted_by_the_self_test_through_the_wire(executor: Executor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TOKEN, SECRET)
-    assert selftest(Remote(executor.url)) == []
+    assert selftest(RemoteExecutor(executor.url)) == []
     assert choose(executor.url).name == "remote"
 
 
 def test_sessions_live_over_there(far: Sandbox, executor: Executor) -> None:
     async def main() -> None:
-        async with far.session(limits=Limits(wall=1.0)) as session:
+        async with far.session(limits=ProgramLimits(wall=1.0)) as session:
             assert (await session.run("x = 6")).why == "ok"
             assert (await session.run("print('so'); x * 7")).said == "so\n42\n"
             assert (await session.run("while True: pass")).lost
@@ -125,7 +126,10 @@ REPLIES: dict[str, tuple[int, bytes]] = {
     "A-12 another why": (200, json.dumps(GOOD | {"why": "passed"}).encode()),
     "A-12 a status as text": (200, json.dumps(GOOD | {"exit": "0"}).encode()),
     "A-12 no base64": (200, json.dumps(GOOD | {"stdout": "%%%"}).encode()),
-    "A-12 more than was asked for": (200, json.dumps(GOOD | {"stdout": base64.b64encode(bytes(100_000)).decode()}).encode()),
+    "A-12 more than was asked for": (
+        200,
+        json.dumps(GOOD | {"stdout": base64.b64encode(bytes(100_000)).decode()}).encode(),
+    ),
     "A-12 uncontained": (200, json.dumps(GOOD | {"sandbox": "none"}).encode()),
     "A-12 fewer than no attempts": (200, json.dumps(GOOD | {"network": -1}).encode()),
     "A-12 NaN": (200, json.dumps(GOOD | {"seconds": "x"}).encode()),
@@ -171,9 +175,11 @@ def test_an_outage_is_asked_again_and_is_never_a_score(liar: tuple[str, dict[str
     url, told = liar
     told["run"] = REPLIES[reply]
     task = Task("t", "p", info={"tests": [{"stdin": "", "stdout": "3"}]})
-    with Sandbox(Remote(url), workers=1) as box:
+    with Sandbox(RemoteExecutor(url), workers=1) as box:
         verdict = asyncio.run(Code(box).verdict(task, "print(3)"))
-        assert (verdict.state, verdict.score, verdict.kind, told["asked"]) == (State.FAILED, None, "sandbox", 3), verdict
+        assert (verdict.state, verdict.score, verdict.kind, told["asked"]) == (State.FAILED, None, "sandbox", 3), (
+            verdict
+        )
         told["run"] = (200, json.dumps(GOOD | {"stdout": base64.b64encode(b"3\n").decode()}).encode())
         assert asyncio.run(Code(box).verdict(task, "print(3)")).score == 1.0
 
@@ -182,23 +188,28 @@ def test_silence_is_an_outage_after_its_time(liar: tuple[str, dict[str, Any]], m
     url, told = liar
     monkeypatch.setattr(remote, "PATIENCE", 0.2)
     told["run"] = lambda: time.sleep(1.0)
-    with Sandbox(Remote(url), workers=1, limits=Limits(wall=0.1)) as box, pytest.raises(SandboxBroken, match="timed out"):
+    with (
+        Sandbox(RemoteExecutor(url), workers=1, limits=ProgramLimits(wall=0.1)) as box,
+        pytest.raises(SandboxBroken, match="timed out"),
+    ):
         box.run_sync("print(1)")
 
 
-def test_an_executor_that_is_not_one_is_refused_at_the_start(liar: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_executor_that_is_not_one_is_refused_at_the_start(
+    liar: tuple[str, dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     url, told = liar
     for about in ({}, {"version": "2", "sandbox": "x"}, {"version": "1", "sandbox": "none"}):
         told["about"] = about
-        (why,) = selftest(Remote(url))
+        (why,) = selftest(RemoteExecutor(url))
         assert "no executor of version 1 with a sandbox" in why
     examined.cache_clear()
     with pytest.raises(SandboxUnavailableError, match="remote: .*no executor"):
         choose(url)
-    (why,) = selftest(Remote("http://127.0.0.1:9"))
+    (why,) = selftest(RemoteExecutor("http://127.0.0.1:9"))
     assert "refused" in why
     monkeypatch.delenv(TOKEN)
-    (why,) = selftest(Remote(url))
+    (why,) = selftest(RemoteExecutor(url))
     assert f"environment variable {TOKEN} with its token is not set" in why
 
 
@@ -227,10 +238,17 @@ def asked(executor: Executor, method: str, path: str, body: bytes = b"", **heade
     return reply.status, told
 
 
-@pytest.mark.parametrize("given", ["", "Bearer ", "Bearer wrong", f"Basic {SECRET}", SECRET, f"Bearer {SECRET}x", "Bearer \xff"])
+@pytest.mark.parametrize(
+    "given", ["", "Bearer ", "Bearer wrong", f"Basic {SECRET}", SECRET, f"Bearer {SECRET}x", "Bearer \xff"]
+)
 def test_nobody_runs_programs_without_the_token(executor: Executor, given: str) -> None:
     before = executor.sandbox.counts.why.total()
-    for method, path in (("GET", "/v1/about"), ("POST", "/v1/run"), ("POST", "/v1/session"), ("DELETE", "/v1/session/x")):
+    for method, path in (
+        ("GET", "/v1/about"),
+        ("POST", "/v1/run"),
+        ("POST", "/v1/session"),
+        ("DELETE", "/v1/session/x"),
+    ):
         assert asked(executor, method, path, Authorization=given) == (401, {"error": "wrong or missing token"})
     assert executor.sandbox.counts.why.total() == before
 
@@ -261,7 +279,7 @@ def test_what_is_not_understood_is_refused(executor: Executor, path: str, body: 
 
 
 def test_a_body_without_end_is_not_read(executor: Executor) -> None:
-    assert asked(executor, "POST", "/v1/run", **{"Content-Length": str(serve.MOST_BODY + 1)})[0] == 400
+    assert asked(executor, "POST", "/v1/run", **{"Content-Length": str(reference_server.MOST_BODY + 1)})[0] == 400
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
@@ -269,7 +287,17 @@ def test_the_command_serves_this_machine_alone_and_leaves_nothing(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], number: signal.Signals
 ) -> None:
     """It ends when told to, also where it was started in the background by a shell that has signals ignored."""
-    command = [sys.executable, "-m", "posttrain.environment.sandbox.serve", "--port", "0", "--workers", "1", "--packages", ""]
+    command = [
+        sys.executable,
+        "-m",
+        "posttrain.sandbox.reference_server",
+        "--port",
+        "0",
+        "--workers",
+        "1",
+        "--packages",
+        "",
+    ]
     env = {**os.environ, TOKEN: SECRET, "PYTHONPATH": str(Path(__file__).parents[2])}
     deaf = ["sh", "-c", 'trap "" INT TERM; exec "$@"', "sh", *command]
     server = subprocess.Popen(deaf, env=env, stdout=subprocess.PIPE, text=True)
@@ -277,7 +305,7 @@ def test_the_command_serves_this_machine_alone_and_leaves_nothing(
     name, _, where = server.stdout.readline().split()
     assert where.startswith("127.0.0.1:")
     monkeypatch.setenv(TOKEN, SECRET)
-    with Sandbox(Remote(f"http://{where}"), workers=1) as box:
+    with Sandbox(RemoteExecutor(f"http://{where}"), workers=1) as box:
         assert box.run_sync("print(7)").sandbox == f"remote:{name}"
     server.send_signal(number)
     assert server.wait(60) == 128 + number and gone(server.pid)
@@ -289,7 +317,7 @@ def test_the_command_serves_this_machine_alone_and_leaves_nothing(
     for words, before, says in refusals:
         before()
         with pytest.raises(SystemExit):
-            serve.main(words)
+            reference_server.main(words)
         assert says in capsys.readouterr().err
     with pytest.raises(ConfigError, match="at least 16 characters"):
         Executor(Sandbox(backend("namespaces"), workers=1), "short")

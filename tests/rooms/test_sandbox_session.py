@@ -1,4 +1,5 @@
-"""Sessions: what one piece defines the next one sees, each piece within its limits, contained as a program is, nothing left."""
+"""Sessions: what one piece defines the next one sees, each piece within its limits, contained as a program is, nothing
+left."""
 
 from __future__ import annotations
 
@@ -14,12 +15,12 @@ from pathlib import Path
 import pytest
 
 from posttrain.core.errors import ConfigError
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Limits, Ran, SandboxBroken
-from posttrain.environment.sandbox.selftest import ATTACK, attacks, bait
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken
+from posttrain.sandbox.selftest import ATTACK, attacks, bait
 from tests.rooms.sandbox_parts import backend, living
 
-LIMITS = Limits(wall=20.0, cpu=10.0)
+LIMITS = ProgramLimits(wall=20.0, cpu=10.0)
 
 
 @pytest.fixture(scope="module", params=["namespaces", pytest.param("landlock", marks=pytest.mark.prove)])
@@ -40,7 +41,7 @@ def mine() -> list[str]:
     return found
 
 
-def told(box: Sandbox, *pieces: str, limits: Limits = LIMITS) -> list[Ran]:
+def told(box: Sandbox, *pieces: str, limits: ProgramLimits = LIMITS) -> list[Ran]:
     """The answers of one session."""
 
     async def main() -> list[Ran]:
@@ -99,9 +100,13 @@ ENDS = [
 
 @pytest.mark.parametrize(("piece", "why"), ENDS)
 def test_a_piece_that_ends_the_process_says_so_and_the_next_begins_anew(box: Sandbox, piece: str, why: str) -> None:
-    _, bad, fresh, again = told(box, "kept = 1", piece, "kept", "kept = 2; kept", limits=Limits(wall=0.3))
+    _, bad, fresh, again = told(box, "kept = 1", piece, "kept", "kept = 2; kept", limits=ProgramLimits(wall=0.3))
     assert (bad.why, bad.lost) == (why, True), bad
-    assert fresh.complaint == "NameError: name 'kept' is not defined" and (again.why, again.said, again.lost) == ("ok", "2\n", False)
+    assert fresh.complaint == "NameError: name 'kept' is not defined" and (again.why, again.said, again.lost) == (
+        "ok",
+        "2\n",
+        False,
+    )
 
 
 def test_too_much_memory_is_an_error_of_the_piece(box: Sandbox) -> None:
@@ -112,19 +117,22 @@ def test_too_much_memory_is_an_error_of_the_piece(box: Sandbox) -> None:
 def test_processor_time_is_by_the_piece_and_no_program_can_ignore_its_end(box: Sandbox) -> None:
     """Two threads use two seconds of it in one; five pieces may each use what one may."""
     busy = "import time\nend = time.process_time() + 0.3\nwhile time.process_time() < end: pass"
-    several = told(box, *[busy] * 5, limits=Limits(wall=20, cpu=0.6))
+    several = told(box, *[busy] * 5, limits=ProgramLimits(wall=20, cpu=0.6))
     assert [r.why for r in several] == ["ok"] * 5 and all(0.25 < r.cpu < 0.6 for r in several)
     source = (
         "import signal, threading\nsignal.signal(signal.SIGXCPU, signal.SIG_IGN)\ndef f():\n while True: pass\n"
         "threading.Thread(target=f, daemon=True).start()\nf()"
     )
-    (stopped,) = told(box, source, limits=Limits(wall=60, cpu=0.5))
+    (stopped,) = told(box, source, limits=ProgramLimits(wall=60, cpu=0.5))
     assert (stopped.why, stopped.lost) == ("timeout", True) and stopped.seconds < 55
 
 
 def test_it_stands_still_between_pieces(box: Sandbox) -> None:
     """What a thread counts while nobody asks is nothing: the process uses no processor time then."""
-    counting = "import threading, time\ndef f():\n while True: time.sleep(0.001)\nthreading.Thread(target=f, daemon=True).start()"
+    counting = (
+        "import threading, time\ndef f():\n while True: time.sleep(0.001)\nthreading.Thread(target=f,"
+        " daemon=True).start()"
+    )
 
     async def main() -> tuple[float, float]:
         async with box.session() as session:
@@ -138,14 +146,15 @@ def test_it_stands_still_between_pieces(box: Sandbox) -> None:
 
 
 def test_waits_that_a_pause_interrupted_go_on(box: Sandbox) -> None:
-    """The kernel resumes a timed wait by a system call of its own, which the list of allowed ones has to name: a lock's wait
-    that is refused there ends the process."""
+    """The kernel resumes a timed wait by a system call of its own, which the list of allowed ones has to name: a lock's
+    wait that is refused there ends the process."""
     waits = (
-        "import queue, select, threading, time\nended = []\n"
-        "def sleeps(): time.sleep(0.2)\ndef locks():\n k = threading.Lock(); k.acquire(); k.acquire(timeout=0.2)\n"
-        "def polls(): select.select([], [], [], 0.2)\ndef gets():\n try: queue.Queue().get(timeout=0.2)\n except queue.Empty: pass\n"
-        "def tell(f):\n try: f(); ended.append(f.__name__)\n except BaseException as e: ended.append(repr(e))\n"
-        "them = [threading.Thread(target=tell, args=(f,), daemon=True) for f in (sleeps, locks, polls, gets)]\n[t.start() for t in them]; time.sleep(0.05)"
+        "import queue, select, threading, time\nended = []\ndef sleeps(): time.sleep(0.2)\ndef locks():\n k ="
+        " threading.Lock(); k.acquire(); k.acquire(timeout=0.2)\ndef polls(): select.select([], [], [], 0.2)\ndef"
+        " gets():\n try: queue.Queue().get(timeout=0.2)\n except queue.Empty: pass\ndef tell(f):\n try: f();"
+        " ended.append(f.__name__)\n except BaseException as e: ended.append(repr(e))\nthem ="
+        " [threading.Thread(target=tell, args=(f,), daemon=True) for f in (sleeps, locks, polls, gets)]\n[t.start() for"
+        " t in them]; time.sleep(0.05)"
     )
     began, *_, after = told(box, waits, *["time.sleep(0.01)"] * 4, "[t.join() for t in them]; sorted(ended)")
     assert (began.why, after.lost, after.said) == ("ok", False, "['gets', 'locks', 'polls', 'sleeps']\n"), after
@@ -153,7 +162,10 @@ def test_waits_that_a_pause_interrupted_go_on(box: Sandbox) -> None:
 
 def test_forged_answers_are_the_sessions_own_trouble(box: Sandbox) -> None:
     forged, sleeps, well = told(
-        box, "import os, time; os.write(3, b'x\\n99 0\\n1 zero\\n'); print('one')", "time.sleep(0.05); 2", "os.write(3, b'1 0\\n2 1\\n'); 3"
+        box,
+        "import os, time; os.write(3, b'x\\n99 0\\n1 zero\\n'); print('one')",
+        "time.sleep(0.05); 2",
+        "os.write(3, b'1 0\\n2 1\\n'); 3",
     )
     assert [r.said for r in (forged, sleeps, well)] == ["one\n", "2\n", "8\n3\n"[2:]] and well.why == "ok"
 
@@ -161,7 +173,7 @@ def test_forged_answers_are_the_sessions_own_trouble(box: Sandbox) -> None:
 def test_the_attacks_fail_in_a_session_too(box: Sandbox) -> None:
     with bait() as target:
         source = attacks(target)
-        (done,) = told(box, source.decode(), limits=Limits(wall=30, cpu=20))
+        (done,) = told(box, source.decode(), limits=ProgramLimits(wall=30, cpu=20))
     said = done.said.splitlines()
     assert done.why == "ok" and said[0] == f"tried {source.count(ATTACK)}", done
     assert said[1:] in ([], [""])
@@ -282,12 +294,15 @@ def test_closing_the_sandbox_ends_every_session() -> None:
 
     start = time.monotonic()
     first, second = asyncio.run(main())
-    assert (isinstance(first, SandboxBroken) or (isinstance(first, Ran) and first.lost)) and isinstance(second, SandboxBroken)
+    assert (isinstance(first, SandboxBroken) or (isinstance(first, Ran) and first.lost)) and isinstance(
+        second, SandboxBroken
+    )
     assert time.monotonic() - start < 10 and mine() == others
 
 
 def test_sessions_one_after_another_leave_nothing() -> None:
-    """A hundred here and thousands in `make prove`: descriptors as before, no sandbox but the one, no file of another."""
+    """A hundred here and thousands in `make prove`: descriptors as before, no sandbox but the one, no file of
+    another."""
     others = mine()
     with Sandbox(backend("namespaces"), workers=1, sessions=1, limits=LIMITS) as box:
         told(box, "1")
@@ -303,7 +318,7 @@ def test_sessions_one_after_another_leave_nothing() -> None:
 
 def test_what_cannot_be_asked_is_refused(box: Sandbox) -> None:
     with pytest.raises(ConfigError, match="cannot have processes"):
-        box.session(limits=Limits(processes=1))
+        box.session(limits=ProgramLimits(processes=1))
     with pytest.raises(ConfigError, match="idle=0 must be more than 0"):
         box.session(idle=0)
     with pytest.raises(ConfigError, match="sessions=0 must be 1 or more"):

@@ -59,12 +59,20 @@ async def test_chat_shows_the_policy_what_a_rollout_shows_it(model: Path) -> Non
     async with up(model) as u:
         r = u.served.renderer
         said = await u.client.chat.completions.create(
-            model="tiny", messages=CHAT, max_tokens=9, seed=1, logprobs=True, top_logprobs=3, extra_body={"return_token_ids": True}
+            model="tiny",
+            messages=CHAT,
+            max_tokens=9,
+            seed=1,
+            logprobs=True,
+            top_logprobs=3,
+            extra_body={"return_token_ids": True},
         )
         extra: Any = said.model_extra
         assert extra["prompt_token_ids"] == r.encode("system: be brief<eos>user: naïve café?<eos>assistant: ").tolist()
         own = await u.engine.generate(
-            np.int32(extra["prompt_token_ids"]), Sampling(max_tokens=9, top=3, stop_ids=r.stop_ids), seeds.key(1, "serve", 0)
+            np.int32(extra["prompt_token_ids"]),
+            Sampling(max_tokens=9, top=3, stop_ids=r.stop_ids),
+            seeds.key(1, "serve", 0),
         )
     choice = said.choices[0]
     assert choice.message.role == "assistant" and choice.message.content == r.text(own.ids)
@@ -81,7 +89,9 @@ async def test_chat_shows_the_policy_what_a_rollout_shows_it(model: Path) -> Non
     assert both[0].choices[0].message == both[1].choices[0].message
 
 
-@pytest.mark.parametrize("options", [{}, {"logprobs": 2}, {"temperature": 0}, {"stop": ["a", "\n", "ca"]}, {"stop": "e", "logprobs": 1}])
+@pytest.mark.parametrize(
+    "options", [{}, {"logprobs": 2}, {"temperature": 0}, {"stop": ["a", "\n", "ca"]}, {"stop": "e", "logprobs": 1}]
+)
 async def test_a_stream_is_the_same_answer_in_pieces(model: Path, options: dict[str, Any]) -> None:
     asked = {"model": "tiny", "prompt": ["user says", "日本語"], "max_tokens": 24, "n": 2, "seed": 3, **FREE, **options}
     async with up(model) as u:
@@ -89,7 +99,9 @@ async def test_a_stream_is_the_same_answer_in_pieces(model: Path, options: dict[
         text, ids, logp, finish = dict.fromkeys(range(4), ""), {i: [] for i in range(4)}, {i: [] for i in range(4)}, {}
         chunks = 0
         usage = None
-        async for chunk in await u.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}):
+        async for chunk in await u.client.completions.create(
+            **asked, stream=True, stream_options={"include_usage": True}
+        ):
             usage = chunk.usage or usage
             for c in chunk.choices:
                 chunks += 1
@@ -101,7 +113,11 @@ async def test_a_stream_is_the_same_answer_in_pieces(model: Path, options: dict[
                 if c.finish_reason:
                     finish[c.index] = c.finish_reason
     for c in whole.choices:
-        assert text[c.index] == c.text and ids[c.index] == c.model_extra["token_ids"] and finish[c.index] == c.finish_reason
+        assert (
+            text[c.index] == c.text
+            and ids[c.index] == c.model_extra["token_ids"]
+            and finish[c.index] == c.finish_reason
+        )
         assert logp[c.index] == (c.logprobs.token_logprobs if c.logprobs else [])
     assert usage == whole.usage
     if not options:
@@ -109,7 +125,15 @@ async def test_a_stream_is_the_same_answer_in_pieces(model: Path, options: dict[
 
 
 async def test_chat_streams_too(model: Path) -> None:
-    asked = {"model": "tiny", "messages": CHAT, "max_completion_tokens": 12, "seed": 4, "temperature": 0, "logprobs": True, **FREE}
+    asked = {
+        "model": "tiny",
+        "messages": CHAT,
+        "max_completion_tokens": 12,
+        "seed": 4,
+        "temperature": 0,
+        "logprobs": True,
+        **FREE,
+    }
     async with up(model) as u:
         whole = await u.client.chat.completions.create(**asked)
         deltas = [c async for c in await u.client.chat.completions.create(**asked, stream=True)]
@@ -135,7 +159,10 @@ async def test_seeds(model: Path) -> None:
 
         alone = await say("user says", seed=11)
         crowd = await asyncio.gather(
-            say("user says", seed=11), say(["the", "user says"], seed=11), say("user says", seed=12), say("user says", seed=11, n=4)
+            say("user says", seed=11),
+            say(["the", "user says"], seed=11),
+            say("user says", seed=12),
+            say("user says", seed=11, n=4),
         )
         assert crowd[0] == alone and crowd[1][1] == alone[0] and crowd[2] != alone and crowd[3][0] == alone[0]
         assert len({(await say("user says"))[0] for _ in range(4)}) > 1
@@ -146,10 +173,15 @@ async def test_stop_strings_end_the_answer_and_free_the_slot(model: Path) -> Non
         free = await u.client.completions.create(model="tiny", prompt="user", max_tokens=60, seed=2, **FREE)
         text = free.choices[0].text
         stop = text[5:8]
-        said = await u.client.completions.create(model="tiny", prompt="user", max_tokens=60, seed=2, stop=["never!", stop], **FREE)
+        said = await u.client.completions.create(
+            model="tiny", prompt="user", max_tokens=60, seed=2, stop=["never!", stop], **FREE
+        )
         choice = said.choices[0]
         assert choice.text == text[: text.index(stop)] and choice.finish_reason == "stop"
-        assert choice.model_extra["token_ids"] == free.choices[0].model_extra["token_ids"][: len(choice.model_extra["token_ids"])]
+        assert (
+            choice.model_extra["token_ids"]
+            == free.choices[0].model_extra["token_ids"][: len(choice.model_extra["token_ids"])]
+        )
         assert stop in u.served.words.text(choice.model_extra["token_ids"]) and said.usage.completion_tokens < 60
         assert stop not in u.served.words.text(choice.model_extra["token_ids"][:-1])
         assert not u.engine._scheduler.busy
@@ -237,7 +269,11 @@ async def test_the_token_is_asked_for(model: Path) -> None:
             with pytest.raises(openai.AuthenticationError, match="a wrong token"):
                 await u.client.with_options(api_key=key).models.list()
         bare = await plain.get(f"{u.url}/models")
-        assert bare.status_code == 401 and bare.headers["www-authenticate"] == "Bearer" and "no token" in bare.json()["error"]["message"]
+        assert (
+            bare.status_code == 401
+            and bare.headers["www-authenticate"] == "Bearer"
+            and "no token" in bare.json()["error"]["message"]
+        )
         assert (await plain.get(u.url.replace("/v1", "/health"))).json() == {"status": "ok"}
         models = (await u.client.models.list()).data
         assert [m.id for m in models] == ["tiny"] and models[0].model_extra["max_model_len"] == 96
@@ -252,7 +288,9 @@ async def test_without_a_token_only_this_machine_is_served(model: Path) -> None:
         for host in ("localhost", "localhost:8000", "127.0.0.1", "[::1]:8000", "[::1]"):
             assert (await plain.get(f"{u.url}/models", headers={"Host": host})).status_code == 200
         body = json.dumps({"model": "tiny", "prompt": "x"})
-        assert (await plain.post(f"{u.url}/completions", content=body, headers={"Content-Type": "text/plain"})).status_code == 415
+        assert (
+            await plain.post(f"{u.url}/completions", content=body, headers={"Content-Type": "text/plain"})
+        ).status_code == 415
 
 
 BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
@@ -293,7 +331,11 @@ BAD_COMPLETIONS: list[tuple[dict[str, Any], str | None, str]] = [
 BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ({"messages": []}, "messages", "at least 1 item"),
     ({"messages": [{"role": "user"}]}, "messages.0.content", "missing"),
-    ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content", "'image_url' are not supported"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        "messages.0.content",
+        "'image_url' are not supported",
+    ),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "no role wizard"),
     ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages.0.nmae", "unknown parameter"),
     ({"tools": [{"type": "function"}]}, "tools", "not supported"),
@@ -321,7 +363,13 @@ async def test_what_asks_for_nothing_is_accepted(model: Path) -> None:
             model="tiny", prompt="x", presence_penalty=0, echo=False, best_of=1, suffix="", user="me", stop=None
         )
         await u.client.chat.completions.create(
-            model="tiny", messages=CHAT, max_tokens=2, frequency_penalty=0, response_format={"type": "text"}, tools=[], top_p=None
+            model="tiny",
+            messages=CHAT,
+            max_tokens=2,
+            frequency_penalty=0,
+            response_format={"type": "text"},
+            tools=[],
+            top_p=None,
         )
 
 
@@ -329,7 +377,9 @@ async def test_other_refusals(model: Path, tmp_path: Path) -> None:
     async with up(model) as u:
         with pytest.raises(openai.NotFoundError, match="no model 'gpt'.*only 'tiny'"):
             await u.client.completions.create(model="gpt", prompt="x")
-        async with httpx2.AsyncClient(headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}) as plain:
+        async with httpx2.AsyncClient(
+            headers={"Authorization": f"Bearer {TOKEN}", "Content-Type": "application/json"}
+        ) as plain:
             for method, path, content, status in (
                 ("GET", "/nowhere", None, 404),
                 ("GET", "/completions", None, 405),
@@ -351,7 +401,9 @@ async def test_a_client_that_leaves_frees_its_slots(model: Path, stream: bool) -
     async with up(model) as u:
         body = {"model": "tiny", "prompt": "user", "max_tokens": 90, "n": 8, "stream": stream, "ignore_eos": True}
         async with httpx2.AsyncClient() as plain, asyncio.timeout(60):
-            call = asyncio.create_task(plain.post(f"{u.url}/completions", json=body, headers={"Authorization": f"Bearer {TOKEN}"}))
+            call = asyncio.create_task(
+                plain.post(f"{u.url}/completions", json=body, headers={"Authorization": f"Bearer {TOKEN}"})
+            )
             while not u.engine._scheduler.busy:
                 await asyncio.sleep(0)
             call.cancel()
@@ -376,7 +428,9 @@ async def test_sixty_four_at_once(model: Path) -> None:
         got = await asyncio.gather(*[one(i) for i in range(64)])
         for i, ids in enumerate(got):
             contract = Sampling(max_tokens=8 + i % 9, stop_ids=())
-            own = await u.engine.generate(u.served.renderer.prompt(f"user says {i}"), contract, seeds.key(i, "serve", 0))
+            own = await u.engine.generate(
+                u.served.renderer.prompt(f"user says {i}"), contract, seeds.key(i, "serve", 0)
+            )
             assert ids == own.ids.tolist()
 
 
@@ -393,7 +447,10 @@ async def test_an_engine_that_fails_is_a_server_error(model: Path) -> None:
 async def test_leaving_ends_what_is_running(model: Path) -> None:
     """Requests in flight end when the server does; the second signal ends them at once."""
     async with up(model, "model.context=96") as u:
-        streams = [await u.client.completions.create(model="tiny", prompt="user", max_tokens=90, stream=True, **FREE) for _ in range(3)]
+        streams = [
+            await u.client.completions.create(model="tiny", prompt="user", max_tokens=90, stream=True, **FREE)
+            for _ in range(3)
+        ]
         assert len(u.server.running) == 3
         u.server.cut()
         for stream in streams:

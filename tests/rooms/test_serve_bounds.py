@@ -1,4 +1,5 @@
-"""Numbers at and beyond the bounds of a request, with another request beside; and where in the text each token stands."""
+"""Numbers at and beyond the bounds of a request, with another request beside; and where in the text each token
+stands."""
 
 from __future__ import annotations
 
@@ -99,7 +100,14 @@ async def test_a_stream_and_a_whole_answer_tell_the_same_offsets(model: Path) ->
     """Random tokens of a byte-level vocabulary: many are parts of characters, and some never become one."""
     async with up(model) as u:
         for seed in range(20):
-            asked: dict[str, Any] = {"model": "tiny", "prompt": "日本", "max_tokens": 40, "seed": seed, "logprobs": 0, "temperature": 1.5}
+            asked: dict[str, Any] = {
+                "model": "tiny",
+                "prompt": "日本",
+                "max_tokens": 40,
+                "seed": seed,
+                "logprobs": 0,
+                "temperature": 1.5,
+            }
             asked["extra_body"] = {"ignore_eos": True}
             answer = (await u.client.completions.create(**asked)).choices[0]
             offsets: list[int] = []

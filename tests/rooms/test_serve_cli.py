@@ -66,7 +66,12 @@ def test_a_model_is_served_and_ctrl_c_lets_requests_end(model: Path) -> None:
         assert json.loads(curl.stdout)["choices"][0]["message"]["role"] == "assistant"
         client = openai.OpenAI(base_url=said["url"], api_key=said["token"], max_retries=0)
         stream = client.completions.create(
-            model="my-model", prompt="user", max_tokens=400, seed=0, stream=True, extra_body={"ignore_eos": True, "return_token_ids": True}
+            model="my-model",
+            prompt="user",
+            max_tokens=400,
+            seed=0,
+            stream=True,
+            extra_body={"ignore_eos": True, "return_token_ids": True},
         )
         ids = list(next(iter(stream)).choices[0].model_extra["token_ids"])
         child.send_signal(signal.SIGINT)
@@ -83,7 +88,11 @@ def test_a_run_is_served_and_a_second_signal_ends_at_once(tmp_path: Path) -> Non
     """A run folder without a saved model: its weights, its own tokenizer of digits, no chat."""
     assert main(["run", *LADDER, "--out", str(tmp_path / "mine")]) == 0
     with serving(str(tmp_path / "mine"), "--no-token", "--name", "digits", "engine.compiled=false") as (child, said):
-        assert "no chat" in said["text"] and "token: none" in said["text"] and "engine: embedded, torch's operations" in said["text"]
+        assert (
+            "no chat" in said["text"]
+            and "token: none" in said["text"]
+            and "engine: embedded, torch's operations" in said["text"]
+        )
         client = openai.OpenAI(base_url=said["url"], api_key="any", max_retries=0)
         with pytest.raises(openai.BadRequestError, match="this tokenizer has no token for some of"):
             client.completions.create(model="digits", prompt="no letters here")

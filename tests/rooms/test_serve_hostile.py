@@ -24,8 +24,8 @@ from serve_parts import TOKEN, Up, save_model, up
 from posttrain.core.errors import ConfigError
 from posttrain.core.net import LINES, network, raise_file_limit
 from posttrain.core.types import Said, Stop
-from posttrain.serve import connections, intake, run
-from posttrain.serve.limits import Limits, most_connections, read_limits
+from posttrain.serve import connections, intake, listen
+from posttrain.serve.limits import CallerLimits, most_connections, read_limits
 from posttrain.serve.quiet import LOG
 
 CALLERS = Path(__file__).with_name("hostile_callers.py")
@@ -69,11 +69,21 @@ class Brief:
         return Said(np.array([70], np.int32), np.zeros(1, np.float32), np.zeros(1, np.int32), Stop.LENGTH)
 
 
-def post(body: bytes | dict[str, Any], *headers: str, path: str = "completions", token: bytes = TOKEN.encode()) -> bytes:
+def post(
+    body: bytes | dict[str, Any], *headers: str, path: str = "completions", token: bytes = TOKEN.encode()
+) -> bytes:
     """A whole request on a connection that is closed after it."""
     raw = body if isinstance(body, bytes) else json.dumps({"model": "tiny"} | body).encode()
-    given = [*headers] if any(h.lower().startswith("content-type") for h in headers) else ["Content-Type: application/json", *headers]
-    length = [] if any(h.lower().startswith(("content-length", "transfer-encoding")) for h in headers) else [f"Content-Length: {len(raw)}"]
+    given = (
+        [*headers]
+        if any(h.lower().startswith("content-type") for h in headers)
+        else ["Content-Type: application/json", *headers]
+    )
+    length = (
+        []
+        if any(h.lower().startswith(("content-length", "transfer-encoding")) for h in headers)
+        else [f"Content-Length: {len(raw)}"]
+    )
     lines = [f"POST /v1/{path} HTTP/1.1", "Host: localhost", "Connection: close", *given, *length]
     return "\r\n".join(lines).encode("latin-1") + b"\r\nAuthorization: Bearer " + token + b"\r\n\r\n" + raw
 
@@ -123,19 +133,20 @@ async def until(true: Any, seconds: float = 20) -> None:
             await asyncio.sleep(0.01)
 
 
-# ------------------------------------------------------------------------------------------------------------------- times
+# -------------------------------------------------------------------------------------------------------------------
+# times
 
 
 def test_the_defaults_are_what_the_page_says() -> None:
     page = (Path(__file__).parents[2] / "docs" / "serve.md").read_text()
-    for name, value in vars(Limits()).items():
+    for name, value in vars(CallerLimits()).items():
         assert f"| `{name}` | {value:g} |" in page
-    assert Limits().header_seconds == 10 and Limits().per_address >= 1800
+    assert CallerLimits().header_seconds == 10 and CallerLimits().per_address >= 1800
 
 
 @pytest.mark.parametrize("trickle", [False, True])
 async def test_headers_that_do_not_end_are_cut_off(model: Path, trickle: bool) -> None:
-    async with up(model, limits=Limits(header_seconds=1)) as u, caller(u) as c:
+    async with up(model, limits=CallerLimits(header_seconds=1)) as u, caller(u) as c:
         start = time.monotonic()
         await c.send(HALF)
         rest = asyncio.create_task(c.rest(20))
@@ -148,7 +159,11 @@ async def test_headers_that_do_not_end_are_cut_off(model: Path, trickle: bool) -
 
 
 async def test_a_connection_that_was_kept_is_closed_when_idle_and_its_next_headers_have_their_time(model: Path) -> None:
-    async with up(model, limits=Limits(header_seconds=1, idle_seconds=4)) as u, caller(u) as idle, caller(u) as half:
+    async with (
+        up(model, limits=CallerLimits(header_seconds=1, idle_seconds=4)) as u,
+        caller(u) as idle,
+        caller(u) as half,
+    ):
         for c in (idle, half):
             await c.send(GET)
             assert (await c.reader.readline()).startswith(b"HTTP/1.1 200")
@@ -164,7 +179,7 @@ async def test_a_connection_that_was_kept_is_closed_when_idle_and_its_next_heade
 @pytest.mark.parametrize("how", ["Content-Length: 1000", "Transfer-Encoding: chunked"])
 async def test_a_body_that_does_not_end_is_refused_in_time(model: Path, how: str) -> None:
     piece = b" " if how.startswith("Content") else b"1\r\n \r\n"
-    async with up(model, limits=Limits(body_seconds=1)) as u, caller(u) as c:
+    async with up(model, limits=CallerLimits(body_seconds=1)) as u, caller(u) as c:
         start = time.monotonic()
         await c.send(post(b"", how))
         rest = asyncio.create_task(c.rest(20))
@@ -178,7 +193,7 @@ async def test_a_body_that_does_not_end_is_refused_in_time(model: Path, how: str
 
 
 async def test_a_chunked_body_without_end_is_refused_by_its_bytes(model: Path) -> None:
-    async with up(model, limits=Limits(body_mib=0.25)) as u, caller(u) as c:
+    async with up(model, limits=CallerLimits(body_mib=0.25)) as u, caller(u) as c:
         await c.send(post(b"", "Transfer-Encoding: chunked"))
         rest = asyncio.create_task(c.rest(20))
         sent = 0
@@ -194,7 +209,7 @@ async def test_a_chunked_body_without_end_is_refused_by_its_bytes(model: Path) -
 
 async def test_a_caller_that_does_not_read_is_cut_off_and_its_answers_end(model: Path) -> None:
     engine = Endless()
-    async with up(model, sampler=engine, limits=Limits(write_seconds=1)) as u, caller(u, limit=1024) as c:
+    async with up(model, sampler=engine, limits=CallerLimits(write_seconds=1)) as u, caller(u, limit=1024) as c:
         c.writer.transport.pause_reading()  # type: ignore[attr-defined]
         await c.send(post({"prompt": "user", "stream": True, "max_tokens": 2**31 - 1, "logprobs": 0, "n": 4}))
         await until(lambda: engine.speaking == 4)
@@ -208,7 +223,7 @@ async def test_a_caller_that_does_not_read_is_cut_off_and_its_answers_end(model:
 async def test_a_caller_that_reads_slowly_is_served(model: Path) -> None:
     """What is taken at some kilobytes a second goes on longer than `write_seconds`."""
     engine = Endless()
-    async with up(model, sampler=engine, limits=Limits(write_seconds=4)) as u, caller(u, limit=4096) as c:
+    async with up(model, sampler=engine, limits=CallerLimits(write_seconds=4)) as u, caller(u, limit=4096) as c:
         await c.send(post({"prompt": "user", "stream": True, "max_tokens": 2**31 - 1, "n": 8}))
         start, got = time.monotonic(), 0
         while time.monotonic() - start < 9:
@@ -217,12 +232,16 @@ async def test_a_caller_that_reads_slowly_is_served(model: Path) -> None:
         assert engine.speaking == 8 and got > 1 << 18
 
 
-# ------------------------------------------------------------------------------------------------------------------- counts
+# -------------------------------------------------------------------------------------------------------------------
+# counts
 
 
 async def test_a_new_caller_displaces_one_that_asks_for_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "YOUNG", 0.2)
-    async with up(model, sampler=Brief(), limits=Limits(connections=20, header_seconds=60)) as u, contextlib.AsyncExitStack() as stack:
+    async with (
+        up(model, sampler=Brief(), limits=CallerLimits(connections=20, header_seconds=60)) as u,
+        contextlib.AsyncExitStack() as stack,
+    ):
         held = [await stack.enter_async_context(caller(u)) for _ in range(60)]
         for c in held[::2]:
             with contextlib.suppress(ConnectionError):
@@ -234,9 +253,10 @@ async def test_a_new_caller_displaces_one_that_asks_for_nothing(model: Path, mon
 
 
 async def test_one_address_cannot_have_all_connections(model: Path) -> None:
-    """Where all of an address's connections are being answered, the next one is told so; others' callers are not asked to wait."""
+    """Where all of an address's connections are being answered, the next one is told so; others' callers are not asked
+    to wait."""
     engine = Endless()
-    async with up(model, sampler=engine, limits=Limits(per_address=5)) as u, contextlib.AsyncExitStack() as stack:
+    async with up(model, sampler=engine, limits=CallerLimits(per_address=5)) as u, contextlib.AsyncExitStack() as stack:
         for _ in range(5):
             c = await stack.enter_async_context(caller(u))
             await c.send(post({"prompt": "user", "max_tokens": 9}))
@@ -253,7 +273,7 @@ async def test_one_address_cannot_have_all_connections(model: Path) -> None:
 
 async def test_answers_that_wait_are_bounded(model: Path) -> None:
     engine = Endless()
-    async with up(model, sampler=engine, limits=Limits(answers=100)) as u, caller(u) as c:
+    async with up(model, sampler=engine, limits=CallerLimits(answers=100)) as u, caller(u) as c:
         await c.send(post({"prompt": "user", "n": 99}))
         await until(lambda: engine.speaking == 99)
         status, body = await answered(u, post({"prompt": "user", "n": 2}))
@@ -261,7 +281,7 @@ async def test_answers_that_wait_are_bounded(model: Path) -> None:
 
 
 async def test_bodies_are_bounded_all_together(model: Path) -> None:
-    async with up(model, limits=Limits(bodies_mib=1)) as u, caller(u) as a, caller(u) as b:
+    async with up(model, limits=CallerLimits(bodies_mib=1)) as u, caller(u) as a, caller(u) as b:
         for c in (a, b):
             await c.send(post(b" " * 500_000, "Content-Length: 600000"))
         await until(lambda: u.server._intake._held == 1_000_000)
@@ -276,7 +296,11 @@ async def test_bodies_are_bounded_all_together(model: Path) -> None:
 
 def test_an_ipv6_caller_is_its_network() -> None:
     assert network("2001:db8::1") == network("2001:db8::ffff:1") != network("2001:db8:0:1::1")
-    assert network("::ffff:10.0.0.1") == "10.0.0.1" and network("::1") == "::1" and network("fe80::1%eth0") == network("fe80::2")
+    assert (
+        network("::ffff:10.0.0.1") == "10.0.0.1"
+        and network("::1") == "::1"
+        and network("fe80::1%eth0") == network("fe80::2")
+    )
 
 
 @asynccontextmanager
@@ -301,7 +325,8 @@ async def heard(child: asyncio.subprocess.Process) -> dict[str, Any]:
 
 
 async def test_eighteen_hundred_honest_callers_at_once_under_attack(model: Path) -> None:
-    """All are answered while others hold half-sent headers; as many as this user may open files, where those are fewer."""
+    """All are answered while others hold half-sent headers; as many as this user may open files, where those are
+    fewer."""
     count = min(1800, resource.getrlimit(resource.RLIMIT_NOFILE)[1] - 64)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
@@ -320,8 +345,8 @@ async def test_eighteen_hundred_honest_callers_at_once_under_attack(model: Path)
 async def test_no_file_left_is_no_spin_and_no_flood(model: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Sockets beyond the limit on files wait; a few log lines, little time, and an honest caller gets through."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    async with up(model, sampler=Brief(), limits=Limits(header_seconds=4)) as u:
-        opened = connections.most_connections(Limits(connections=10**9))
+    async with up(model, sampler=Brief(), limits=CallerLimits(header_seconds=4)) as u:
+        opened = connections.most_connections(CallerLimits(connections=10**9))
         room = soft - opened - 128 + 12  # twelve files more than are open
         async with crowd(u, "hold", 100, HALF) as attack:
             try:
@@ -341,7 +366,10 @@ async def test_no_file_left_is_no_spin_and_no_flood(model: Path, caplog: pytest.
 
 async def test_few_files_make_callers_wait_not_fail(model: Path) -> None:
     """With room for 16 connections, 200 honest callers are all answered: the backlog holds them."""
-    async with up(model, sampler=Brief(), limits=Limits(connections=16)) as u, crowd(u, "ask", 200, post({"prompt": "user"})) as callers:
+    async with (
+        up(model, sampler=Brief(), limits=CallerLimits(connections=16)) as u,
+        crowd(u, "ask", 200, post({"prompt": "user"})) as callers,
+    ):
         said = await heard(callers)
         assert said["status"] == {"200": 200} and not said["errors"]
 
@@ -350,14 +378,15 @@ def test_connections_fit_the_limit_on_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, 512), hard))
-        assert 16 <= most_connections(Limits()) < 512 - 128
+        assert 16 <= most_connections(CallerLimits()) < 512 - 128
         assert raise_file_limit() >= hard > 0 or hard == resource.RLIM_INFINITY
         assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == hard
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-# ------------------------------------------------------------------------------------------------------------------- bytes
+# -------------------------------------------------------------------------------------------------------------------
+# bytes
 
 JSON = "Content-Type: application/json"
 ODD: dict[str, tuple[bytes, int]] = {
@@ -388,8 +417,14 @@ ODD: dict[str, tuple[bytes, int]] = {
     "an answer count without end": (post({"prompt": "x", "n": 10**12}), 400),
     "a million unknown fields": (post({f"a{i}": 1 for i in range(400_000)}), 400),
     "a million wrong messages": (post({"messages": [1] * 1_000_000}, path="chat/completions"), 400),
-    "a message of many fields": (post({"messages": [{f"a{i}": 1 for i in range(300_000)}]}, path="chat/completions"), 400),
-    "many empty messages": (post({"messages": [{"role": "user", "content": ""}] * 50_000}, path="chat/completions"), 400),
+    "a message of many fields": (
+        post({"messages": [{f"a{i}": 1 for i in range(300_000)}]}, path="chat/completions"),
+        400,
+    ),
+    "many empty messages": (
+        post({"messages": [{"role": "user", "content": ""}] * 50_000}, path="chat/completions"),
+        400,
+    ),
     "a million wrong ids": (post({"prompt": "x", "stop_token_ids": ["a"] * 1_000_000}), 400),
     "a million wrong biases": (post({"prompt": "x", "logit_bias": {str(i): "a" for i in range(300_000)}}), 400),
     "biases out of bounds": (post({"prompt": "x", "logit_bias": {str(i): 1000 for i in range(300_000)}}), 400),
@@ -407,7 +442,10 @@ ODD: dict[str, tuple[bytes, int]] = {
     "very many headers": (GET[:-2] + b"".join(b"X-%d: y\r\n" % i for i in range(20_000)) + b"\r\n", 400),
     "a header of a megabyte": (GET[:-2] + b"X: " + b"y" * 1_000_000 + b"\r\n\r\n", 400),
     "an address of a megabyte": (b"GET /" + b"a" * 1_000_000 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n", 400),
-    "an address of odd bytes": (b"GET /v1/models/%ff%00%1b[31m HTTP/1.0\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n", 404),
+    "an address of odd bytes": (
+        b"GET /v1/models/%ff%00%1b[31m HTTP/1.0\r\nAuthorization: Bearer " + TOKEN.encode() + b"\r\n\r\n",
+        404,
+    ),
     "no HTTP": (b"\x16\x03\x01\x02\x00\x01" * 50 + b"\r\n\r\n", 400),
     "an unknown method": (b"BREW /health HTTP/1.1\r\nConnection: close\r\nHost: localhost\r\n\r\n", 400),
     "another method": (b"PATCH /health HTTP/1.1\r\nConnection: close\r\nHost: localhost\r\n\r\n", 405),
@@ -417,7 +455,10 @@ ODD: dict[str, tuple[bytes, int]] = {
     "a version to come": (b"GET /health HTTP/9.9\r\nHost: localhost\r\nConnection: close\r\n\r\n", 400),
     "the head alone": (b"HEAD /health HTTP/1.0\r\n\r\n", 200),
     "an expectation": (post({"prompt": "x"}, "Expect: the-moon"), 417),
-    "an upgrade": (b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n", 200),
+    "an upgrade": (
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n",
+        200,
+    ),
 }
 
 
@@ -452,9 +493,15 @@ async def test_a_text_far_over_the_context_is_not_tokenized(model: Path, monkeyp
         monkeypatch.setattr(u.served.renderer, "prompt", lambda *_: pytest.fail("it was tokenized"))
         for status, body in [
             await answered(u, post({"prompt": "cat " * 1000})),
-            await answered(u, post({"messages": [{"role": "user", "content": "cat " * 1000}]}, path="chat/completions")),
+            await answered(
+                u, post({"messages": [{"role": "user", "content": "cat " * 1000}]}, path="chat/completions")
+            ),
         ]:
-            assert status == 400 and body["error"]["code"] == "context_length_exceeded" and "4,0" in body["error"]["message"]
+            assert (
+                status == 400
+                and body["error"]["code"] == "context_length_exceeded"
+                and "4,0" in body["error"]["message"]
+            )
         monkeypatch.undo()
         longest = 96 * max(16, u.served.words.longest)
         status, body = await answered(u, post({"prompt": "user says" * 2}))
@@ -464,7 +511,8 @@ async def test_a_text_far_over_the_context_is_not_tokenized(model: Path, monkeyp
 
 
 async def test_tokenizing_holds_up_nobody(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While one large prompt is read, small ones and the server itself answer; and the tokenizer lets other threads run."""
+    """While one large prompt is read, small ones and the server itself answer; and the tokenizer lets other threads
+    run."""
     async with up(model, sampler=Brief(context=1 << 20)) as u:
         go, prompt = threading.Event(), u.served.renderer.prompt
 
@@ -490,7 +538,8 @@ async def test_tokenizing_holds_up_nobody(model: Path, monkeypatch: pytest.Monke
 
 
 async def test_large_requests_leave_time_to_small_ones(model: Path) -> None:
-    """Reading megabytes of JSON keeps every other thread from running; before their thread rested, a small request waited half a minute."""
+    """Reading megabytes of JSON keeps every other thread from running; before their thread rested, a small request
+    waited half a minute."""
     junk = post(b'{"model": "tiny", "prompt": [' + b",".join([b"300"] * 900_000) + b"]}")
     async with up(model) as u:
 
@@ -508,7 +557,8 @@ async def test_large_requests_leave_time_to_small_ones(model: Path) -> None:
             task.cancel()
 
 
-# ------------------------------------------------------------------------------------------------------- leaving, and logs
+# ------------------------------------------------------------------------------------------------------- leaving, and
+# logs
 
 
 @pytest.mark.parametrize("ahead", [1, 20, 200])
@@ -517,15 +567,20 @@ async def test_a_caller_that_sends_ahead_and_leaves_frees_its_slots(model: Path,
     engine = Endless()
     async with up(model, sampler=engine) as u:
         async with caller(u) as c:
-            await c.send(post({"prompt": "user", "max_tokens": 10**6}).replace(b"Connection: close\r\n", b"") + GET * ahead)
+            await c.send(
+                post({"prompt": "user", "max_tokens": 10**6}).replace(b"Connection: close\r\n", b"") + GET * ahead
+            )
             await until(lambda: engine.speaking == 1 or u.server._intake._held == 0)
             await asyncio.sleep(0.2)
         await until(lambda: not engine.speaking and not u.server.running)
 
 
-async def test_leaving_with_open_connections_takes_its_time_and_no_longer(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Silent, half-sent, not reading, and being answered without end: the server ends `GRACE` seconds after it was asked to."""
-    monkeypatch.setattr(run, "GRACE", 1.0)
+async def test_leaving_with_open_connections_takes_its_time_and_no_longer(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silent, half-sent, not reading, and being answered without end: the server ends `GRACE` seconds after it was
+    asked to."""
+    monkeypatch.setattr(listen, "GRACE", 1.0)
     engine = Endless()
     async with contextlib.AsyncExitStack() as stack:
         async with up(model, sampler=engine) as u:
@@ -559,7 +614,7 @@ async def test_a_log_line_is_not_a_callers_to_repeat(
 
 
 def test_limits_are_read_and_refused_by_name() -> None:
-    assert read_limits(["connections=10", "body_mib=0.5"]) == Limits(connections=10, body_mib=0.5)
+    assert read_limits(["connections=10", "body_mib=0.5"]) == CallerLimits(connections=10, body_mib=0.5)
     for word, said in (
         ("conections=3", "did you mean 'connections'"),
         ("connections=x", "a whole number"),

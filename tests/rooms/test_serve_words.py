@@ -11,22 +11,23 @@ from run_parts import TOKENIZERS
 from transformers import PreTrainedTokenizerFast
 
 from posttrain.engine.vocabulary import raw_bytes
-from posttrain.serve.words import HALF, Decoder, Stops, Words
+from posttrain.serve.detokenize import HALF, Decoder, Stops, TokenText
 
 KINDS = {**TOKENIZERS, "raw_bytes": raw_bytes}
 
 
 @cache
-def made(kind: str) -> tuple[PreTrainedTokenizerFast, Words]:
+def made(kind: str) -> tuple[PreTrainedTokenizerFast, TokenText]:
     t = KINDS[kind]()
-    return t, Words(t)
+    return t, TokenText(t)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_pieces_are_the_whole(kind: str, data: st.DataObject) -> None:
-    """Any ids at all, most of them no valid UTF-8. Byte-fallback decoders take back a character that invalid bytes follow."""
+    """Any ids at all, most of them no valid UTF-8. Byte-fallback decoders take back a character that invalid bytes
+    follow."""
     tokenizer, words = made(kind)
     ids = data.draw(st.lists(st.integers(0, len(tokenizer) - 1), max_size=40))
     decoder = Decoder(words)

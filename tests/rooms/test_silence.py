@@ -1,4 +1,5 @@
-"""Whatever a model adds at random while it trains is silenced at load, said, and gone from the learner; what cannot be is refused."""
+"""Whatever a model adds at random while it trains is silenced at load, said, and gone from the learner; what cannot be
+is refused."""
 
 from __future__ import annotations
 
@@ -62,7 +63,8 @@ def test_the_learner_stays_what_it_is_whatever_the_generators(name: str, tmp_pat
 
 
 def test_layers_still_know_that_they_train(tmp_path: Path) -> None:
-    """Silencing the module that drops layers leaves the layers' own training mode, which activation checkpointing reads."""
+    """Silencing the module that drops layers leaves the layers' own training mode, which activation checkpointing
+    reads."""
     policy = load(write(tmp_path, "opt", layerdrop=0.5))
     learner = HFLearner(policy, gradient_checkpointing=True)
     learner.train_mode(True)
@@ -84,7 +86,7 @@ def test_a_quiet_model_has_no_note_and_moves_no_generator(tmp_path: Path) -> Non
     )
 
 
-# --- noise of every kind, put into a layer -------------------------------------------------------------------------------
+# --- noise of every kind, put into a layer ----------------------------------------------------------------------------
 
 
 class Noisy(nn.Module):
@@ -124,7 +126,9 @@ def test_every_generator_is_watched(draw: str) -> None:
     learner.train_mode(True)
     assert not built.module.model.layers[1].mlp.training and built.module.model.layers[1].mlp.inner.training
     batch = packed(3)
-    np.testing.assert_allclose(learner.forward(batch, entropy=False, value=False).logp.detach().numpy(), learner.score(batch), atol=1e-5)
+    np.testing.assert_allclose(
+        learner.forward(batch, entropy=False, value=False).logp.detach().numpy(), learner.score(batch), atol=1e-5
+    )
 
 
 def test_noise_of_a_part_that_asks_its_child_is_silenced_with_the_child() -> None:
@@ -137,7 +141,8 @@ def test_noise_of_a_part_that_asks_its_child_is_silenced_with_the_child() -> Non
 def test_what_stays_random_is_refused_by_name() -> None:
     built = with_part(lambda mlp: Noisy(mlp, DRAWS["torch"], lambda part: True))
     with pytest.raises(
-        EngineError, match=r"Noisy \(model.layers.1.mlp\) draws random numbers in training mode, and in evaluation mode too"
+        EngineError,
+        match=r"Noisy \(model.layers.1.mlp\) draws random numbers in training mode, and in evaluation mode too",
     ):
         silence(built.module, read_out(built.module))
 

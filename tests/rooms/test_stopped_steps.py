@@ -1,4 +1,5 @@
-"""A step that is stopped is in the record: which step, which episodes, and why. What is written has the user's umask."""
+"""A step that is stopped is in the record: which step, which episodes, and why. What is written has the user's
+umask."""
 
 from __future__ import annotations
 
@@ -26,8 +27,11 @@ def stopped(folder: Path, capsys: pytest.CaptureFixture[str], *words: str, code:
     return capsys.readouterr().err.strip().splitlines()[-1]
 
 
-def test_a_gradient_that_is_no_number_names_step_and_episodes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rewards that overflow float32 in some groups: the message names their episodes and no others, and the step is recorded with them."""
+def test_a_gradient_that_is_no_number_names_step_and_episodes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rewards that overflow float32 in some groups: the message names their episodes and no others, and the step is
+    recorded with them."""
     prompts = {str(a) for a in range(0, 20, 2)}
     words = mine(tmp_path, reward=HUGE.replace("{wanted}", repr(prompts)))
     said = stopped(tmp_path / "run", capsys, *words, "algorithm=dr_grpo", "seed=3")
@@ -49,10 +53,21 @@ def test_a_gradient_that_is_no_number_names_step_and_episodes(tmp_path: Path, ca
 
 def test_weights_that_run_away_are_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A learning rate that breaks the weights: every episode makes it, and supervised steps are recorded too."""
-    said = stopped(tmp_path / "rl", capsys, *mine(tmp_path), *("rl.optimizer.lr=1e30", "rl.optimizer.warmup=0", "rl.minibatches=2"))
+    said = stopped(
+        tmp_path / "rl", capsys, *mine(tmp_path), *("rl.optimizer.lr=1e30", "rl.optimizer.warmup=0", "rl.minibatches=2")
+    )
     assert "(rl step 1)" in said and "Every one of the batch's" in said
     assert [s.index for s in reader.steps(tmp_path / "rl")] == [1] and reader.episodes(tmp_path / "rl", "rl", 1)
-    said = stopped(tmp_path / "sft", capsys, "arithmetic", *SMALL, "sft.steps=4", "sft.batch=6", "sft.optimizer.lr=1e30", "env.heldout=0")
+    said = stopped(
+        tmp_path / "sft",
+        capsys,
+        "arithmetic",
+        *SMALL,
+        "sft.steps=4",
+        "sft.batch=6",
+        "sft.optimizer.lr=1e30",
+        "env.heldout=0",
+    )
     assert "(sft step 2)" in said and "demonstration 0" in said
     last = reader.steps(tmp_path / "sft")[-1]
     assert (last.stage, last.index) == ("sft", 2) and last.notes[0].startswith("stopped: the gradient norm is nan")
@@ -81,7 +96,11 @@ def test_what_is_written_has_the_users_umask(tmp_path: Path, mask: int) -> None:
         os.umask(before)
     files = [p for d in ("run", "model") for p in (tmp_path / d).rglob("*") if p.is_file()]
     assert any(p.suffix == ".safetensors" for p in files)
-    wrong = {str(p.relative_to(tmp_path)): oct(stat.S_IMODE(p.stat().st_mode)) for p in files if stat.S_IMODE(p.stat().st_mode) & mask}
+    wrong = {
+        str(p.relative_to(tmp_path)): oct(stat.S_IMODE(p.stat().st_mode))
+        for p in files
+        if stat.S_IMODE(p.stat().st_mode) & mask
+    }
     assert not wrong
     private = {p.name for p in files if not stat.S_IMODE(p.stat().st_mode) & 0o040} if mask != 0o077 else set()
     assert not private

@@ -62,14 +62,18 @@ def test_the_end_is_that_of_the_definition(family: str, data: st.DataObject) -> 
     """Written text of long runs of multi-byte characters, and tokens in no order at all, which cut them."""
     r = renderer(family)
     size = len(r.tokenizer)  # type: ignore[arg-type]
-    words = st.sampled_from(["the ", "stop", ";", " ", "\n\n", "終わり", "。", "é", "🙂", "</ans", "wer>", "end", "🚀", "ж"])
+    words = st.sampled_from(
+        ["the ", "stop", ";", " ", "\n\n", "終わり", "。", "é", "🙂", "</ans", "wer>", "end", "🚀", "ж"]
+    )
     written = st.lists(words, max_size=14).map(lambda w: r.encode("".join(w)).tolist())
     random = st.lists(st.integers(0, size - 1), max_size=12)
     ids = np.array([*data.draw(random), *data.draw(written), *data.draw(random), *data.draw(written)], np.int32)
     stop = tuple(
         data.draw(
             st.lists(
-                st.sampled_from(["stop", ";", "\n\n", "。", "わり", "🙂", "ж", "🚀ж", "</answer>", "p;", "e s"]), min_size=1, max_size=3
+                st.sampled_from(["stop", ";", "\n\n", "。", "わり", "🙂", "ж", "🚀ж", "</answer>", "p;", "e s"]),
+                min_size=1,
+                max_size=3,
             )
         )
     )
@@ -98,7 +102,9 @@ def test_a_string_across_tokens_inside_one_and_of_bytes() -> None:
     assert len(moon) == 5 and found_end("bytes", moon, ("終",)) == 5 and found_end("bytes", moon[:4], ("終",)) is None
     for family in ("bytes", "byte_level", "bpe"):
         cut = renderer(family).encode("🚀" * 9 + "ж")
-        assert found_end(family, cut, ("ж",)) == len(cut) >= 20, "behind a long run of bytes of which a part reads as nothing"
+        assert found_end(family, cut, ("ж",)) == len(cut) >= 20, (
+            "behind a long run of bytes of which a part reads as nothing"
+        )
 
 
 def test_special_tokens_are_text_and_empty_tokens_do_not_hide_one() -> None:
@@ -132,7 +138,14 @@ def test_the_engine_ends_a_turn_and_says_why() -> None:
         got = asyncio.run(ask(engine(text=read, slots=6), asked, mixed))
         ended = 0
         for one, whole, s in zip(got, free, mixed, strict=True):
-            n = next((n for n in range(least + 1, 21) if any(read(whole.ids[:n]).find(x, max(0, least - 1)) >= 0 for x in stop)), 20)
+            n = next(
+                (
+                    n
+                    for n in range(least + 1, 21)
+                    if any(read(whole.ids[:n]).find(x, max(0, least - 1)) >= 0 for x in stop)
+                ),
+                20,
+            )
             n = n if s.stop else 20
             cut = s.stop and any(x in read(whole.ids[max(0, least - 1) : n]) for x in stop)
             assert one.ids.tolist() == whole.ids[:n].tolist() and np.allclose(one.logp, whole.logp[:n], atol=1e-5)
@@ -160,7 +173,8 @@ def test_min_tokens_keeps_stop_ids_from_being_said() -> None:
 
 
 def test_a_request_that_loses_its_slot_goes_on_under_its_rules() -> None:
-    """A cache too small for all: whoever gives way reads its past again where it goes on, bit for bit under determinism."""
+    """A cache too small for all: whoever gives way reads its past again where it goes on, bit for bit under
+    determinism."""
     rules = (
         sampling(max_tokens=40, repetition_penalty=1.5),
         sampling(max_tokens=40, bad_ids=tuple((a, b) for a in range(V) for b in range(a % 3, V, 3)), top_k=9),
@@ -197,7 +211,8 @@ def test_a_request_with_nothing_left_to_say_fails_alone() -> None:
     async def together() -> list[object]:
         contracts = [dead_end if i in (1, 4) else sampling() for i in range(6)]
         return await asyncio.gather(
-            *[e.generate(x, s, i) for i, (x, s) in enumerate(zip(asked, contracts, strict=True))], return_exceptions=True
+            *[e.generate(x, s, i) for i, (x, s) in enumerate(zip(asked, contracts, strict=True))],
+            return_exceptions=True,
         )
 
     for i, one in enumerate(asyncio.run(together())):

@@ -16,7 +16,7 @@ from template_parts import FAMILIES, tokenizer
 from posttrain.core.errors import DataError, LimitError
 from posttrain.core.types import Message
 from posttrain.environment import templates
-from posttrain.environment.render import Dialogue, Renderer
+from posttrain.environment.render import RenderedDialogue, Renderer
 
 TALK: list[dict[str, Any]] = [
     {"role": "user", "content": "hi 🙂\0\ufdd0 é"},
@@ -41,7 +41,9 @@ def test_the_process_apart_writes_what_transformers_writes(name: str, generate: 
     for given in (TALK[:1], TALK):
         for listed in ([], tools):
             try:
-                wanted = made.apply_chat_template(given, tokenize=False, add_generation_prompt=generate, tools=listed or None)
+                wanted = made.apply_chat_template(
+                    given, tokenize=False, add_generation_prompt=generate, tools=listed or None
+                )
             except Exception as error:
                 with pytest.raises(templates.RefusedError) as told:
                     templates.apply(made, given, generate=generate, tools=listed)
@@ -96,7 +98,7 @@ def test_a_template_that_loops_only_later_or_at_a_word_of_the_policy_is_stopped_
     for condition in ("messages | length > 2", "'magic' in messages[-1]['content']"):
         made = words(f"{{% if {condition} %}}{LOOP}{{% endif %}}{plain}")
         stop = int(made.convert_tokens_to_ids("<|im_end|>"))
-        dialogue = Dialogue(Renderer(made, [stop], history="rewrite"), "t")
+        dialogue = RenderedDialogue(Renderer(made, [stop], history="rewrite"), "t")
         dialogue.see([Message(role="user", content="hi")])
         dialogue.said([*made.encode("a"), stop])
         with pytest.raises(LimitError, match="processor time"):
@@ -127,11 +129,17 @@ def test_a_forked_child_has_a_process_of_its_own() -> None:
 
 
 @pytest.mark.parametrize(
-    ("template", "says"), [(LOOP, "the chat template was stopped"), ("{{ raise_exception('no') }}", "the chat template refused")]
+    ("template", "says"),
+    [(LOOP, "the chat template was stopped"), ("{{ raise_exception('no') }}", "the chat template refused")],
 )
-def test_a_run_with_such_a_template_does_not_start(template: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_with_such_a_template_does_not_start(
+    template: str, says: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     given = mine(tmp_path / "data")
-    rows = [{"prompt": [{"role": "user", "content": f"say {a}: "}], "answer": str(a), "completion": str(a)} for a in range(12)]
+    rows = [
+        {"prompt": [{"role": "user", "content": f"say {a}: "}], "answer": str(a), "completion": str(a)}
+        for a in range(12)
+    ]
     (tmp_path / "data" / "mine.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     model = model_at(tmp_path / "model", tokenizer="byte_level")
     (model / "chat_template.jinja").write_text(template)

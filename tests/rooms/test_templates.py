@@ -1,4 +1,5 @@
-"""Chat templates turn by turn: what appends is one sequence, token for token; what rewrites is refused, or several sequences."""
+"""Chat templates turn by turn: what appends is one sequence, token for token; what rewrites is refused, or several
+sequences."""
 
 from __future__ import annotations
 
@@ -12,19 +13,19 @@ from template_parts import FAMILIES, Family, renderer, tokenizer
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import DataError
-from posttrain.core.request import Request
+from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.engine.build import build_module
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
-from posttrain.environment.calling import ToolCall, parse
+from posttrain.engine.tiny import build_module
 from posttrain.environment.chat import WEATHER
-from posttrain.environment.render import Dialogue, Renderer
+from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.role.rollout import Rollout
+from posttrain.verifier.calling import ToolCall, parse
 
 USER = [Message(role="user", content="What is the weather?")]
 CALLS = [n for n, f in FAMILIES.items() if f.call and not f.tool]
@@ -50,11 +51,13 @@ def test_tools_that_move_behind_the_last_question_rewrite_history() -> None:
 
 def test_a_template_that_writes_differently_each_time_proves_nothing() -> None:
     words = tokenizer(FAMILIES["phi"])
-    words.chat_template = words.chat_template.replace("{{ m['content'] }}", "{{ m['content'] }}{{ range(10**9) | random }}")
+    words.chat_template = words.chat_template.replace(
+        "{{ m['content'] }}", "{{ m['content'] }}{{ range(10**9) | random }}"
+    )
     assert Renderer(words, (words.convert_tokens_to_ids("<|end|>"),)).template.proof("user") != ""
 
 
-def said_by(f: Family, number: int, dialogue: Dialogue) -> tuple[list[int], Message]:
+def said_by(f: Family, number: int, dialogue: RenderedDialogue) -> tuple[list[int], Message]:
     """A turn of a family's model that calls a tool: its ids, and how a serving stack would send it back."""
     r = renderer(f)
     text = f.thought + f.call
@@ -74,7 +77,7 @@ def test_a_conversation_with_tools_is_one_sequence_token_for_token(name: str) ->
     """What was shown and said, put together, is what the template makes of the whole conversation."""
     f = FAMILIES[name]
     r = renderer(f)
-    dialogue = Dialogue(r)
+    dialogue = RenderedDialogue(r)
     ids = dialogue.see(USER, [WEATHER]).tolist()
     history: list[Message] = list(USER)
     for number in range(3):
@@ -94,7 +97,7 @@ def test_a_conversation_with_tools_is_one_sequence_token_for_token(name: str) ->
 def test_a_conversation_with_a_user_is_one_sequence(name: str) -> None:
     f = FAMILIES[name]
     r = renderer(f)
-    dialogue = Dialogue(r)
+    dialogue = RenderedDialogue(r)
     ids = dialogue.see(USER).tolist()
     history: list[Message] = list(USER)
     for number in range(3):
@@ -122,7 +125,7 @@ def test_two_results_of_one_turn_and_a_result_of_a_malformed_call(name: str) -> 
     r = renderer(f)
     results = [Message(role="tool", content=c, name="look_up", tool_call_id=f"call0000{i}") for i, c in enumerate("ab")]
     for new in (results, results[:1]):
-        dialogue = Dialogue(r)
+        dialogue = RenderedDialogue(r)
         dialogue.see(USER, [WEATHER])
         dialogue.said(r.encode("no call at all" + f.stops[0]))
         seen = r.decode(dialogue.see(new))
@@ -138,38 +141,42 @@ def test_no_word_of_the_policy_upsets_a_template_that_appends(name: str, data: s
     stop = r.stop_ids[0]
     said = [i for i in data.draw(st.lists(st.integers(0, 255), max_size=12)) if i not in r.stop_ids]
     ended = data.draw(st.booleans())
-    dialogue = Dialogue(r)
+    dialogue = RenderedDialogue(r)
     dialogue.see(USER)
     dialogue.said([*said, stop] if ended else said)
     seen = r.decode(dialogue.see([Message(role="user", content="next")]))
     assert seen.count("next") == 1 and USER[0]["content"] not in seen
 
 
-# --- history that is rewritten -----------------------------------------------------------------------------------------------
+# --- history that is rewritten ----------------------------------------------------------------------------------------
 
 
 def test_reasoning_that_the_template_drops_is_refused_or_a_new_sequence() -> None:
     f = FAMILIES["qwen3"]
     turn = "<think>\nlong thoughts\n</think>\n\nrain<|im_end|>"
     question = [Message(role="user", content="sure?")]
-    strict = Dialogue(renderer(f), "t7")
+    strict = RenderedDialogue(renderer(f), "t7")
     strict.see(USER)
     strict.said(renderer(f).encode(turn))
     with pytest.raises(DataError, match=r"task 't7': this chat template rewrites history.*model.history=rewrite"):
         strict.see(question)
     r = renderer(f, "rewrite")
-    dialogue = Dialogue(r)
+    dialogue = RenderedDialogue(r)
     dialogue.see(USER)
     dialogue.said(r.encode(turn))
     ids = dialogue.see(question)
     assert dialogue.restarted
-    whole = "<|im_start|>user\nWhat is the weather?<|im_end|>\n<|im_start|>assistant\nrain<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    whole = (
+        "<|im_start|>user\nWhat is the"
+        " weather?<|im_end|>\n<|im_start|>assistant\nrain<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+    )
     assert r.decode(ids) == whole
     dialogue.said(r.encode("<think>\nagain\n</think>\n\n" + f.call + "<|im_end|>"))
     seen = dialogue.see([Message(role="tool", content="dry")])
     assert (
         not dialogue.restarted
-        and r.decode(seen) == "\n<|im_start|>user\n<tool_response>\ndry\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
+        and r.decode(seen)
+        == "\n<|im_start|>user\n<tool_response>\ndry\n</tool_response><|im_end|>\n<|im_start|>assistant\n"
     )
 
 
@@ -189,7 +196,9 @@ class Insists:
         return (Judged("x", 1.0, Verdict.value(float(len(attempt.turns)))),)
 
 
-@pytest.mark.parametrize(("name", "history", "segments"), [("deepseek", "rewrite", 3), ("qwen2.5", "rewrite", 1), ("llama3", "append", 1)])
+@pytest.mark.parametrize(
+    ("name", "history", "segments"), [("deepseek", "rewrite", 3), ("qwen2.5", "rewrite", 1), ("llama3", "append", 1)]
+)
 async def test_an_episode_has_a_segment_for_each_history(name: str, history: Any, segments: int) -> None:
     """Each with the log-probs of what was said behind the history it was said behind: the learner finds the same."""
     f = FAMILIES[name]
@@ -199,9 +208,11 @@ async def test_an_episode_has_a_segment_for_each_history(name: str, history: Any
     r = renderer(f, history)
     engine = EmbeddedEngine(build_module(model, words, 0), slots=8, context=512)
     policy = Policy(module.eval(), words, r.stop_ids, 512, "", "", "here")
-    rollout = Rollout(engine, Insists(), lambda task: Dialogue(r, task), 0)  # type: ignore[arg-type]
+    rollout = Rollout(engine, Insists(), lambda task: RenderedDialogue(r, task), 0)  # type: ignore[arg-type]
     sampling = Sampling(max_tokens=9, stop_ids=r.stop_ids, allowed_ids=(*range(60, 120), *r.stop_ids))
-    group = await rollout.group(Task(id="t", prompt=tuple(USER)), 0, Request(groups=1, siblings=4), sampling, "s")
+    group = await rollout.group(
+        Task(id="t", prompt=tuple(USER)), 0, RolloutRequest(groups=1, siblings=4), sampling, "s"
+    )
     for episode in group.episodes:
         assert len(episode.segments) == segments and episode.reward == 3.0
         assert episode.spoken == sum(s.spoken for s in episode.segments) > 3
@@ -231,6 +242,8 @@ def test_control_tokens_in_what_others_wrote_are_text(name: str) -> None:
     assert specials and shown == plain and evil in text
     if name not in TALKS:
         return
-    harmless, harmful = (r.template.between([Message(role="user", content="hi")], [Message(role="user", content=c)]) for c in ("x", evil))
+    harmless, harmful = (
+        r.template.between([Message(role="user", content="hi")], [Message(role="user", content=c)]) for c in ("x", evil)
+    )
     count = [[int(i) for i in r.encode(found.text) if int(i) in ids] for found in (harmless, harmful)]
     assert count[0] == count[1]

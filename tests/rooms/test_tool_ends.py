@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.core.stop import Limits
-from posttrain.environment.calling.parse import ToolCall
+from posttrain.verifier.calling.parse import ToolCall
 from posttrain.environment.gallery.calculator import Calculator
 from posttrain.environment.tools.offered import Offered
 from posttrain.role.talk import Conversation
@@ -52,18 +52,34 @@ def below(pid: int) -> set[int]:
     return found | {p for child in found for p in below(child)}
 
 
-@pytest.mark.parametrize(("how", "times"), [pytest.param("SIGINT", 1, marks=pytest.mark.prove), ("SIGTERM", 2), ("SIGKILL", 1)])
+@pytest.mark.parametrize(
+    ("how", "times"), [pytest.param("SIGINT", 1, marks=pytest.mark.prove), ("SIGTERM", 2), ("SIGKILL", 1)]
+)
 def test_no_interpreter_outlives_its_run(tmp_path: Path, how: str, times: int) -> None:
     """One signal ends a run at its next step, a second one at once, and the last kind asks nobody."""
     file = tmp_path / "world.py"
     file.write_text(WORLD)
-    words = ["arithmetic", "sft=none", *SMALL, *RL, f"env.name={file}:World", "env.heldout=2", "--out", str(tmp_path / "run")]
+    words = [
+        "arithmetic",
+        "sft=none",
+        *SMALL,
+        *RL,
+        f"env.name={file}:World",
+        "env.heldout=2",
+        "--out",
+        str(tmp_path / "run"),
+    ]
     start = (
-        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from posttrain.cli import main; raise SystemExit(main())"
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); from posttrain.cli import main; raise"
+        " SystemExit(main())"
     )
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, "-c", start, "run", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env
+        [sys.executable, "-c", start, "run", *words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=env,
     ) as run:
         until = time.monotonic() + 120
         while not file.with_suffix(".at").exists() and run.poll() is None and time.monotonic() < until:

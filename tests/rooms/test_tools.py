@@ -1,4 +1,5 @@
-"""Tools: what the policy is told of them, what happens to what it sends, the loop, and that nothing of an episode stays."""
+"""Tools: what the policy is told of them, what happens to what it sends, the loop, and that nothing of an episode
+stays."""
 
 from __future__ import annotations
 
@@ -16,19 +17,19 @@ from hypothesis import strategies as st
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Env
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Message, Stop, Task
-from posttrain.environment.build import environment
-from posttrain.environment.calling import Malformed, ToolCall
 from posttrain.environment.gallery.shop import Shop
-from posttrain.environment.script import Script, attempt, judged
+from posttrain.environment.make import environment
+from posttrain.environment.scripted import ScriptedPolicy, attempt, judged
 from posttrain.environment.tools.boxes import MOST_BYTES, Calculator, Files, KeyValue
 from posttrain.environment.tools.database import Database
 from posttrain.environment.tools.loop import Loop
-from posttrain.environment.tools.offered import Offered
-from posttrain.environment.tools.tool import Bench, Toolbox, ToolError, tool
+from posttrain.environment.tools.offered import OfferedTools
+from posttrain.environment.tools.tool import Toolbox, Toolboxes, ToolError, tool
+from posttrain.verifier.calling import Malformed, ToolCall
 
-LIMITS = Limits()
+LIMITS = EpisodeLimits()
 
 
 class Odd(Toolbox):
@@ -120,7 +121,10 @@ async def test_arguments_are_checked_by_type(arguments: dict[str, Any], said: tu
 
 async def test_nothing_a_policy_calls_raises() -> None:
     box = Odd()
-    assert await call(box, "ad") == ("unknown", "error: no tool 'ad': did you mean 'add'? (valid: add, wait, refuse, late, much)")
+    assert await call(box, "ad") == (
+        "unknown",
+        "error: no tool 'ad': did you mean 'add'? (valid: add, wait, refuse, late, much)",
+    )
     assert await call(box, "refuse") == ("refused", "error: not today")
     seen = await box.call(Malformed("{", "not valid JSON"), LIMITS)
     assert (seen.kind, seen.text) == ("malformed", "error: this is no call: not valid JSON")
@@ -132,7 +136,12 @@ async def test_nothing_a_policy_calls_raises() -> None:
 
 async def test_long_results_keep_their_ends_and_secrets_stay_out(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = await Odd().call(ToolCall("much", {"n": 5000}), replace(LIMITS, observation=100))
-    assert len(seen.text) <= 100 and seen.text.startswith("abcd") and seen.text.endswith("efgh") and "4900 characters left out" in seen.text
+    assert (
+        len(seen.text) <= 100
+        and seen.text.startswith("abcd")
+        and seen.text.endswith("efgh")
+        and "4900 characters left out" in seen.text
+    )
     monkeypatch.setenv("JUDGE_API_KEY", "abcdefghijkl")
     assert (await Odd().call(ToolCall("much", {"n": 14}), LIMITS)).text == "[JUDGE_API_KEY]mn"
 
@@ -161,10 +170,10 @@ def test_a_tool_that_cannot_be_told_is_refused() -> None:
         with pytest.raises(ConfigError, match="parameter 'a' needs a type, and to be given by name"):
             _ = box.tools
     with pytest.raises(ConfigError, match="two tools are called 'add'"):
-        Bench([Odd(), Odd()])
+        Toolboxes([Odd(), Odd()])
 
 
-# --- the loop ------------------------------------------------------------------------------------------------------------
+# --- the loop ---------------------------------------------------------------------------------------------------------
 
 
 @dataclass
@@ -172,13 +181,15 @@ class Play:
     """One scripted episode of a loop."""
 
     stop: Stop
-    talk: Script
+    talk: ScriptedPolicy
     box: Odd
     loop: Loop = field(repr=False)
 
 
-async def played(turns: Sequence[str], *, prompt: Any = "go", most: int = 4, limits: Limits = LIMITS, stop: Any = Stop.SAID) -> Play:
-    box, talk, loop = Odd(), Script(turns, stop), Loop(limits, most)
+async def played(
+    turns: Sequence[str], *, prompt: Any = "go", most: int = 4, limits: EpisodeLimits = LIMITS, stop: Any = Stop.SAID
+) -> Play:
+    box, talk, loop = Odd(), ScriptedPolicy(turns, stop), Loop(limits, most)
     async with box:
         end = await loop.converse(talk, prompt, box)
     return Play(end, talk, box, loop)
@@ -194,9 +205,12 @@ async def test_the_loop_in_text() -> None:
 
 
 async def test_the_loop_in_messages() -> None:
-    """Schemas go into the prompt; calls are read as the template writes them; results are messages with the tool's name."""
+    """Schemas go into the prompt; calls are read as the template writes them; results are messages with the tool's
+    name."""
     prompt = (Message(role="user", content="go"),)
-    p = await played(['<think>hm</think><tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>', "5"], prompt=prompt)
+    p = await played(
+        ['<think>hm</think><tool_call>{"name": "add", "arguments": {"a": 4}}</tool_call>', "5"], prompt=prompt
+    )
     assert [t["function"]["name"] for t in p.talk.tools] == list(p.box.tools)
     assert p.talk.seen == [prompt, (Message(role="tool", name="add", content="5", tool_call_id="call00000"),)]
     p = await played(["<tool_call>{add}</tool_call>", "sorry"], prompt=prompt)
@@ -208,21 +222,23 @@ async def test_every_limit_has_its_reason() -> None:
     assert p.stop is Stop.TURNS and p.talk.seen == ["go", "[2]", "[2]", "[2]"] and len(p.box.calls) == 4, (
         "the last call counts, its result is not shown"
     )
-    p = await played(["[wait(seconds=9.0)]"] * 4, limits=Limits(tool_seconds=0.01, tool_timeouts=2))
+    p = await played(["[wait(seconds=9.0)]"] * 4, limits=EpisodeLimits(tool_seconds=0.01, tool_timeouts=2))
     assert p.stop is Stop.TOOLS and len(p.talk.said) == 2 and p.box.closed == 1
-    p = await played(["[" + ",".join(["wait(seconds=9.0)"] * 50) + "]"], limits=Limits(tool_seconds=0.01, tool_timeouts=3))
+    p = await played(
+        ["[" + ",".join(["wait(seconds=9.0)"] * 50) + "]"], limits=EpisodeLimits(tool_seconds=0.01, tool_timeouts=3)
+    )
     assert p.stop is Stop.TOOLS and p.loop.gauges()["tools/timeout"].sum == 3, "a turn of many calls is no way around"
     p = await played(["[add(a=1)]", "[add(a="], stop=[Stop.SAID, Stop.LENGTH])
     assert p.stop is Stop.LENGTH and p.talk.state == ["add"], "what was cut off is no call"
 
 
 async def test_what_breaks_closes_the_tools_and_leaves_their_state() -> None:
-    box, talk = Odd(), Script(["[add(a=1)]", "[late()]"])
+    box, talk = Odd(), ScriptedPolicy(["[add(a=1)]", "[late()]"])
     with pytest.raises(TimeoutError):
         async with box:
             await Loop(LIMITS, 4).converse(talk, "go", box)
     assert box.closed == 1 and talk.state == ["add"]
-    box, talk = Odd(), Script(["[add(a=1)]", "[wait(seconds=60.0)]"])
+    box, talk = Odd(), ScriptedPolicy(["[add(a=1)]", "[wait(seconds=60.0)]"])
 
     async def episode() -> None:
         async with box:
@@ -243,11 +259,11 @@ async def test_a_bench_closes_all_whatever_one_does() -> None:
 
     last = Odd()
     with pytest.raises(OSError, match="stuck"):
-        await Bench([Broken(), last]).close()
+        await Toolboxes([Broken(), last]).close()
     assert last.closed == 1
 
 
-# --- the boxes -----------------------------------------------------------------------------------------------------------
+# --- the boxes --------------------------------------------------------------------------------------------------------
 
 
 async def test_calculator_and_store() -> None:
@@ -270,7 +286,10 @@ async def test_files() -> None:
     assert await call(box, "write_file", path="b", text="x") == ("ok", "ok")
     assert (await call(box, "write_file", path="b/c", text="x"))[1] == "error: 'b/c' cannot be a file and a folder"
     assert (await call(box, "write_file", path="notes", text="x"))[0] == "refused"
-    assert await call(box, "delete_file", path="b") == ("ok", "ok") and await call(box, "list_files") == ("ok", '["notes/a.txt"]')
+    assert await call(box, "delete_file", path="b") == ("ok", "ok") and await call(box, "list_files") == (
+        "ok",
+        '["notes/a.txt"]',
+    )
     assert box.state() == {"notes/a.txt": "one two"}
     for path in ("../x", "a/../../x", "..", "", "/", "a//b", "a\0b", "a/./b", "x" * 300):
         assert (await call(box, "write_file", path=path, text="x"))[0] == "refused", path
@@ -348,23 +367,31 @@ async def test_whatever_a_policy_makes_of_its_tables_can_be_looked_at() -> None:
 
 async def test_a_full_database_says_so() -> None:
     async with Database("CREATE TABLE t (a);") as box:
-        fill = "INSERT INTO t SELECT zeroblob(900000) FROM (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n WHERE i < 40) SELECT i FROM n)"
+        fill = (
+            "INSERT INTO t SELECT zeroblob(900000) FROM (WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i + 1 FROM n"
+            " WHERE i < 40) SELECT i FROM n)"
+        )
         assert (await call(box, "query", sql=fill))[1] == "error: database or disk is full"
 
 
-# --- tools for prompts of one's own, and the shop ---------------------------------------------------------------------------
+# --- tools for prompts of one's own, and the shop ---------------------------------------------------------------------
 
 
 def prompts(tmp_path: Any, rows: str, reward: str = "", **args: Any) -> Any:
     (tmp_path / "p.jsonl").write_text(rows)
     (tmp_path / "r.py").write_text(
-        reward or "def kept(prompts, completions, state, want, **_):\n    return [float(s['files'] == w) for s, w in zip(state, want)]\n"
+        reward
+        or "def kept(prompts, completions, state, want, **_):\n    return [float(s['files'] == w) for s, w in zip(state, want)]\n"
     )
     from posttrain.core.env import Reward
 
     return environment(
         Env(
-            name="prompts", prompts=str(tmp_path / "p.jsonl"), heldout=0, args=args, rewards=(Reward(function=f"{tmp_path / 'r.py'}:kept"),)
+            name="prompts",
+            prompts=str(tmp_path / "p.jsonl"),
+            heldout=0,
+            args=args,
+            rewards=(Reward(function=f"{tmp_path / 'r.py'}:kept"),),
         ),
         0,
     )
@@ -421,5 +448,5 @@ def test_shop_settings() -> None:
 
 def test_offered_refuses_twice() -> None:
     with pytest.raises(ConfigError, match="twice"):
-        Offered.of("files,files")
-    assert Offered(("files",)).box(Task("t", "?", info={"files": {"a": "b"}})).state() == {"files": {"a": "b"}}
+        OfferedTools.of("files,files")
+    assert OfferedTools(("files",)).box(Task("t", "?", info={"files": {"a": "b"}})).state() == {"files": {"a": "b"}}

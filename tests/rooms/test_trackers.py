@@ -10,17 +10,19 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.api.trackers import Guarded, check_trackers, make_trackers, scalars
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.types import Gauge, Step
-from posttrain.recipe.trackers import Guarded, check_trackers, make_trackers, scalars
 
 
 def run_with(*names: str) -> Run:
     return Run(recipe="r", stages=(Reinforce(name="rl"),), trackers=names)  # pyright: ignore[reportArgumentType]
 
 
-STEPS = [Step("rl", i, i, {"rollout/reward": Gauge(i, 4), "bad": Gauge(math.nan, 1)}, {"learn": 0.5}, ()) for i in (1, 2)]
+STEPS = [
+    Step("rl", i, i, {"rollout/reward": Gauge(i, 4), "bad": Gauge(math.nan, 1)}, {"learn": 0.5}, ()) for i in (1, 2)
+]
 
 
 def drive(name: str, folder: Path) -> None:
@@ -47,7 +49,9 @@ def test_tensorboard_reads_back(tmp_path: Path) -> None:
     assert events.Scalars("final/rl")[0].value == 0.75 and "rl/bad" not in events.Tags()["scalars"]
 
 
-def test_wandb_offline_and_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_wandb_offline_and_resumed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -74,7 +78,10 @@ def test_trackio_locally(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 def test_a_missing_package_is_said_with_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        ConfigError, match=r"trackers=tensorboard,wandb: tensorboard wandb is not installed\. Run: .* -m pip install tensorboard wandb"
+        ConfigError,
+        match=(
+            r"trackers=tensorboard,wandb: tensorboard wandb is not installed\. Run: .* -m pip install tensorboard wandb"
+        ),
     ):
         check_trackers(run_with("tensorboard", "wandb"))
     assert make_trackers(run_with(), Path()) == []
@@ -100,6 +107,7 @@ def test_a_failing_tracker_is_reported_once_and_left_out(capsys: pytest.CaptureF
     guarded.log(STEPS[1])
     guarded.close({})
     assert failing.calls == 1
-    assert capsys.readouterr().err == (
-        "tracker wandb failed and is left out from here on (steps.jsonl has everything): ConnectionError('gone')\n"
+    assert (
+        capsys.readouterr().err
+        == "tracker wandb failed and is left out from here on (steps.jsonl has everything): ConnectionError('gone')\n"
     )

@@ -35,12 +35,18 @@ def algorithms(draw: st.DrawFn) -> A.Algorithm:
     """A ladder entry, sometimes with a user's patch on top that is legal for every one of them."""
     base = draw(
         st.sampled_from(
-            [a for a in LADDER.values() if a.rewards == "sum" and a.shown is None and not a.shape and not isinstance(a.baseline, StepMean)]
+            [
+                a
+                for a in LADDER.values()
+                if a.rewards == "sum" and a.shown is None and not a.shape and not isinstance(a.baseline, StepMean)
+            ]
         )
     )
     changes = {
         "entropy": EntropyBonus(coef=draw(positive)),
-        "shape": draw(st.lists(st.sampled_from([Signed(), Overlong(cache=0.5), DropTruncated()]), min_size=1).map(tuple)),
+        "shape": draw(
+            st.lists(st.sampled_from([Signed(), Overlong(cache=0.5), DropTruncated()]), min_size=1).map(tuple)
+        ),
         "pull": SequenceL2(coef=draw(positive)),
     }
     keep = {k: v for k, v in changes.items() if draw(st.booleans()) and getattr(base, k) != v}
@@ -72,7 +78,12 @@ envs = st.builds(
 )
 supervised = st.builds(Supervised, name=st.just("sft"), style=text, optimizer=optimizers, eval=st.booleans())
 reinforce = st.builds(
-    Reinforce, name=st.just("rl"), algorithm=algorithms(), sampling=samplings, optimizer=optimizers, wall_time=st.none() | positive
+    Reinforce,
+    name=st.just("rl"),
+    algorithm=algorithms(),
+    sampling=samplings,
+    optimizer=optimizers,
+    wall_time=st.none() | positive,
 )
 runs = st.builds(
     Run,
@@ -127,7 +138,11 @@ def broken(path: str, value: object) -> dict[str, object]:
 @pytest.mark.parametrize(
     ("path", "value", "message"),
     [
-        ("stages.1.algorithm.clip.hihg", 0.3, r"Run\.stages\.1\.algorithm\.clip\.hihg: Clip has no such field; did you mean 'high'"),
+        (
+            "stages.1.algorithm.clip.hihg",
+            0.3,
+            r"Run\.stages\.1\.algorithm\.clip\.hihg: Clip has no such field; did you mean 'high'",
+        ),
         ("stages.1.prompts", "many", r"Run\.stages\.1\.prompts: 'many' is not valid here; expected a whole number"),
         ("stages.1.prompts", True, "expected a whole number"),
         ("stages.1.prompts", 3.0, "expected a whole number"),

@@ -14,20 +14,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.core.stop import Limits
-from posttrain.environment.calling import ToolCall
+from posttrain.core.stop import EpisodeLimits
 from posttrain.environment.tools import database
 from posttrain.environment.tools.database import Database
-from posttrain.environment.tools.tool import Observed, Toolbox, tool
-from posttrain.environment.tools.turns import AT_ONCE, SLICE, Job, Line
+from posttrain.environment.tools.fair_queue import AT_ONCE, SLICE, FairQueue, QueuedWork
+from posttrain.environment.tools.tool import Observation, Toolbox, tool
+from posttrain.verifier.calling import ToolCall
 
-LIMITS = Limits()
+LIMITS = EpisodeLimits()
 ENDLESS = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x+1 FROM c) SELECT count(*) FROM c"
 COUNT = "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x+1 FROM c WHERE x < {n}) SELECT count(*) FROM c"
 TABLE = "CREATE TABLE t(a); INSERT INTO t VALUES (1)"
 
 
-async def query(box: Toolbox, sql: str, seconds: float = 10.0) -> Observed:
+async def query(box: Toolbox, sql: str, seconds: float = 10.0) -> Observation:
     return await box.call(ToolCall("query", {"sql": sql}), replace(LIMITS, tool_seconds=seconds))
 
 
@@ -43,11 +43,14 @@ def nothing_is_left() -> Iterator[None]:
 
 
 async def test_endless_queries_of_others_stop_nobody_else() -> None:
-    """Eight episodes ask what has no end; six change one row, and one computes for longer than its share of the clock allows."""
+    """Eight episodes ask what has no end; six change one row, and one computes for longer than its share of the clock
+    allows."""
     slow, quick, long = [Database() for _ in range(8)], [Database(TABLE) for _ in range(6)], Database()
     hogs = [asyncio.create_task(query(b, ENDLESS, 0.5)) for b in slow]
     await asyncio.sleep(0.1)
-    seen = await asyncio.gather(*(query(b, "UPDATE t SET a=2", 0.5) for b in quick), query(long, COUNT.format(n=200_000), 0.5))
+    seen = await asyncio.gather(
+        *(query(b, "UPDATE t SET a=2", 0.5) for b in quick), query(long, COUNT.format(n=200_000), 0.5)
+    )
     assert [o.kind for o in seen] == ["ok"] * 7 and [b.state() for b in quick] == [{"t": [[2]]}] * 6
     for o in await asyncio.gather(*hogs):
         assert (o.kind, o.text) == ("timeout", "error: query took longer than 0.5 s and was stopped")
@@ -78,20 +81,25 @@ async def test_what_was_stopped_has_no_effect_for_good() -> None:
 
 
 async def test_a_transaction_that_is_lost_with_a_statement_is_told() -> None:
-    """SQLite undoes the open transaction when a change inside it is interrupted: then that is said, and the state says the same."""
+    """SQLite undoes the open transaction when a change inside it is interrupted: then that is said, and the state says
+    the same."""
     async with Database(TABLE) as box:
         for sql in ("BEGIN", "UPDATE t SET a = 2"):
             assert (await query(box, sql)).kind == "ok"
         assert box.state() == {"t": [[2]]}
         seen = await query(box, ENDLESS, 0.1)
-        assert (seen.kind, "undone" in seen.text, box.state()) == ("timeout", False, {"t": [[2]]}), "a look loses nothing"
+        assert (seen.kind, "undone" in seen.text, box.state()) == ("timeout", False, {"t": [[2]]}), (
+            "a look loses nothing"
+        )
         seen = await query(box, f"UPDATE t SET a = ({ENDLESS} WHERE x > t.a)", 0.1)
-        assert seen.text == "error: query took longer than 0.1 s and was stopped; the transaction that was open was undone"
+        assert (
+            seen.text == "error: query took longer than 0.1 s and was stopped; the transaction that was open was undone"
+        )
         assert box.state() == {"t": [[1]]}
 
 
 async def test_a_call_that_was_stopped_before_its_turn_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    line = Line(1)
+    line = FairQueue(1)
     monkeypatch.setattr(database, "LINE", line)
     turn = line.ask(0.0)
     async with Database(TABLE) as box:
@@ -147,11 +155,11 @@ async def test_a_tool_without_a_clock_of_its_own_is_stopped_on_the_wall() -> Non
     assert (seen.kind, seen.text) == ("timeout", "error: wait took longer than 0.02 s and was stopped")
 
 
-# --- the line ------------------------------------------------------------------------------------------------------------
+# --- the line ---------------------------------------------------------------------------------------------------------
 
 
 def test_who_used_least_goes_first() -> None:
-    line = Line(1)
+    line = FairQueue(1)
     running = line.ask(0.0)
     turns = {used: line.ask(used) for used in (0.3, 0.1, 0.2)}
     assert running.done() and not any(t.done() for t in turns.values())
@@ -162,10 +170,13 @@ def test_who_used_least_goes_first() -> None:
     assert line._free == 1
 
 
-@given(at_once=st.integers(1, 3), moves=st.lists(st.tuples(st.sampled_from(["ask", "leave", "cancel"]), st.integers(0, 9)), max_size=40))
+@given(
+    at_once=st.integers(1, 3),
+    moves=st.lists(st.tuples(st.sampled_from(["ask", "leave", "cancel"]), st.integers(0, 9)), max_size=40),
+)
 @settings(max_examples=100, deadline=None)
 def test_turns_are_neither_lost_nor_given_twice(at_once: int, moves: list[tuple[str, int]]) -> None:
-    line, asked, held = Line(at_once), list[Future[None]](), 0
+    line, asked, held = FairQueue(at_once), list[Future[None]](), 0
     for move, i in moves:
         if move == "ask":
             asked.append(line.ask(i / 10))
@@ -181,10 +192,11 @@ def test_turns_are_neither_lost_nor_given_twice(at_once: int, moves: list[tuple[
 
 
 async def test_jobs_take_turns_and_many_at_once_all_end() -> None:
-    """Hundreds more than run at once, each asking to be let go first now and then; some are stopped, some cancelled on their way."""
-    line = Line(2)
+    """Hundreds more than run at once, each asking to be let go first now and then; some are stopped, some cancelled on
+    their way."""
+    line = FairQueue(2)
 
-    def spin(job: list[Job], seconds: float) -> Any:
+    def spin(job: list[QueuedWork], seconds: float) -> Any:
         until = time.thread_time() + seconds
         while time.thread_time() < until:
             if job[0].tick():
@@ -192,8 +204,8 @@ async def test_jobs_take_turns_and_many_at_once_all_end() -> None:
         return seconds
 
     async def one(i: int) -> Any:
-        job: list[Job] = []
-        job.append(Job(line, lambda: spin(job, (3 if i % 10 == 0 else 0.1) * SLICE), lambda: None))
+        job: list[QueuedWork] = []
+        job.append(QueuedWork(line, lambda: spin(job, (3 if i % 10 == 0 else 0.1) * SLICE), lambda: None))
         return await job[0].run(SLICE if i % 20 == 0 else 10.0)
 
     tasks = [asyncio.create_task(one(i)) for i in range(300)]

@@ -1,4 +1,5 @@
-"""What could not be judged is seen: on the progress line, in notes, gauges and the summary, failures apart from abstentions."""
+"""What could not be judged is seen: on the progress line, in notes, gauges and the summary, failures apart from
+abstentions."""
 
 from __future__ import annotations
 
@@ -45,10 +46,15 @@ def test_a_reward_that_raises_now_and_then_is_seen(tmp_path: Path, capsys: pytes
 
 @pytest.mark.parametrize(
     ("body", "word"),
-    [("raise OSError('the judge is down')", "failed: reward: raised x 4"), ("return None", "4 abstained: no source gave a score")],
+    [
+        ("raise OSError('the judge is down')", "failed: reward: raised x 4"),
+        ("return None", "4 abstained: no source gave a score"),
+    ],
     ids=["all failed", "all abstained"],
 )
-def test_nothing_judged_is_no_pass_rate(tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, word: str) -> None:
+def test_nothing_judged_is_no_pass_rate(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], body: str, word: str
+) -> None:
     """No 0.0 %, no advice to teach it more: nothing is known, and why. The table has no number either."""
     reward = f"def reward(task, text):\n    {body}\n"
     folder = play(tmp_path / "run", *mine(tmp_path, reward=reward), *WORDS)
@@ -62,8 +68,11 @@ def test_nothing_judged_is_no_pass_rate(tmp_path: Path, capsys: pytest.CaptureFi
     assert result.accuracy is None and result.reward is None
 
 
-def test_a_graded_reward_and_accuracy_have_names_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Half points are no right answers: accuracy is pass@1, the mean of what was paid is the mean reward, in tables, record and results."""
+def test_a_graded_reward_and_accuracy_have_names_of_their_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half points are no right answers: accuracy is pass@1, the mean of what was paid is the mean reward, in tables,
+    record and results."""
     graded = "def reward(task, text):\n    return (0.0, 0.5, 1.0)[sum(map(ord, text)) % 3]\n"
     own = [w for w in mine(tmp_path, reward=graded) if not w.startswith("env.heldout")]
     folder = play(tmp_path / "run", *own, "env.heldout=8")
@@ -73,7 +82,9 @@ def test_a_graded_reward_and_accuracy_have_names_of_their_own(tmp_path: Path, ca
     table = capsys.readouterr().out
     assert "mean reward (sampled)" in table and "accuracy (sampled)" in table
     assert found.accuracy == found.pass_at[1] and found.reward.mean != found.accuracy.mean and found.graded
-    assert {"eval/accuracy", "eval/reward", "eval/greedy", "eval/greedy_reward", "eval/pass_at_1"} <= set(found.gauges())
+    assert {"eval/accuracy", "eval/reward", "eval/greedy", "eval/greedy_reward", "eval/pass_at_1"} <= set(
+        found.gauges()
+    )
     outcomes = [r for g in found.groups for r in g.rewards]
     assert found.reward.mean == pytest.approx(sum(outcomes) / len(outcomes))
     assert found.accuracy.mean == pytest.approx(sum(r == 1 for r in outcomes) / len(outcomes))

@@ -1,4 +1,5 @@
-"""`verifiers:ID`: environments of the real package, of one turn, several and with tools, on our engine and under our rules."""
+"""`verifiers:ID`: environments of the real package, of one turn, several and with tools, on our engine and under our
+rules."""
 
 from __future__ import annotations
 
@@ -19,14 +20,14 @@ from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Attempt
 from posttrain.core.run import Env, Model
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Stop
 from posttrain.core.verdict import State, outcome
-from posttrain.engine.build import build_module
+from posttrain.engine.tiny import build_module
 from posttrain.environment.adapters.verifiers import Verifiers
-from posttrain.environment.build import environment
 from posttrain.environment.check import Mark, check
-from posttrain.environment.script import Script, judged
+from posttrain.environment.make import environment
+from posttrain.environment.scripted import ScriptedPolicy, judged
 from posttrain.recipe.shipped import recipe
 from tests.tiny import MODEL
 
@@ -123,7 +124,9 @@ def load_environment():
 GROUP = SINGLE.replace("def breaks(completion, answer):", "def breaks(completions, answers) -> list[float]:")
 
 
-def loaded(folder: Path, source: str, name: str = "mine", limits: Limits = Limits(), **args: Any) -> Verifiers:
+def loaded(
+    folder: Path, source: str, name: str = "mine", limits: EpisodeLimits = EpisodeLimits(), **args: Any
+) -> Verifiers:
     file = folder / f"{name}.py"
     file.write_text(source)
     env = environment(Env(name=f"verifiers:{file}", args=args, heldout=3, limits=limits), 0)
@@ -131,22 +134,26 @@ def loaded(folder: Path, source: str, name: str = "mine", limits: Limits = Limit
     return env
 
 
-async def ended(env: Verifiers, number: int, *turns: str, stop: Stop = Stop.SAID) -> tuple[Script, Stop, dict[str, float | None], Attempt]:
+async def ended(
+    env: Verifiers, number: int, *turns: str, stop: Stop = Stop.SAID
+) -> tuple[ScriptedPolicy, Stop, dict[str, float | None], Attempt]:
     """A scripted episode: what was shown, why it ended, what its sources said."""
     task = env.train.task(number)
-    talk = Script(turns, stop)
+    talk = ScriptedPolicy(turns, stop)
     end = await env.play(task, talk)
     attempt = Attempt(task, tuple(talk.said), end, int, talk.state)
     return talk, end, {j.source: j.verdict.score for j in await env.judge(attempt)}, attempt
 
 
-# --- one turn ----------------------------------------------------------------------------------------------------------------
+# --- one turn ---------------------------------------------------------------------------------------------------------
 
 
 async def test_one_turn_is_shown_judged_and_weighted(tmp_path: Path) -> None:
     env = loaded(tmp_path, SINGLE)
     talk, end, scores, attempt = await ended(env, 3, "4")
-    assert talk.seen == [({"role": "system", "content": "Add."}, {"role": "user", "content": "3+1?"})] and end is Stop.SAID
+    assert (
+        talk.seen == [({"role": "system", "content": "Add."}, {"role": "user", "content": "3+1?"})] and end is Stop.SAID
+    )
     assert {k: scores[k] for k in ("right", "short", "breaks")} == {"right": 1.0, "short": 0.5, "breaks": 0.0}
     verdicts = await judged(env, env.train.task(3), ("4",))
     assert outcome(verdicts) == pytest.approx(1.05)
@@ -159,7 +166,11 @@ async def test_a_reward_function_that_raises_is_no_zero(tmp_path: Path) -> None:
     source = SINGLE.replace("weights=[1.0, 0.1, 0.0]", "weights=[1.0, 0.1, 0.5]")
     verdicts = await judged(loaded(tmp_path, source), loaded(tmp_path, source).train.task(0), ("boom",))
     failed = {j.source: j.verdict for j in verdicts}["breaks"]
-    assert (failed.state, failed.kind) == (State.FAILED, "raised") and "the judge is gone" in failed.why and outcome(verdicts) is None
+    assert (
+        (failed.state, failed.kind) == (State.FAILED, "raised")
+        and "the judge is gone" in failed.why
+        and outcome(verdicts) is None
+    )
     metric = await judged(loaded(tmp_path, SINGLE), loaded(tmp_path, SINGLE).train.task(0), ("boom",))
     told = {j.source: j.verdict for j in metric}["breaks"]
     assert told.state is State.ABSTAIN and "the judge is gone" in told.why and outcome(metric) is not None
@@ -179,7 +190,7 @@ async def test_it_can_be_checked(tmp_path: Path) -> None:
     assert report.sources[0] == "right" and "short" in report.sources
 
 
-# --- several turns -------------------------------------------------------------------------------------------------------------
+# --- several turns ----------------------------------------------------------------------------------------------------
 
 
 async def test_several_turns_run_to_their_end_and_are_cleaned_up(tmp_path: Path) -> None:
@@ -189,7 +200,10 @@ async def test_several_turns_run_to_their_end_and_are_cleaned_up(tmp_path: Path)
     talk, end, scores, attempt = await ended(env, 0, other, wanted)
     assert [m["content"] for seen in talk.seen[1:] for m in seen] == ["higher" if other < wanted else "lower"]  # type: ignore[index]
     assert end is Stop.SAID and scores["found"] == 0.5 and scores["num_turns"] == 2.0
-    assert attempt.state["state"] == {"guesses": 2} and attempt.state["completion"][-1] == {"role": "user", "content": "yes"}
+    assert attempt.state["state"] == {"guesses": 2} and attempt.state["completion"][-1] == {
+        "role": "user",
+        "content": "yes",
+    }
     assert [wanted, "rubric"] == inside(env).CLEANED
     assert {j.source: j.verdict.score for j in await env.judge(attempt)} == scores
     assert [wanted, "rubric"] == inside(env).CLEANED, "only the episode itself is cleaned up"
@@ -220,7 +234,7 @@ async def test_what_breaks_in_the_world_is_an_outage_and_cleaned_up(tmp_path: Pa
 async def test_an_aborted_episode_is_cleaned_up(tmp_path: Path) -> None:
     env = loaded(tmp_path, GUESS)
 
-    class Endless(Script):
+    class Endless(ScriptedPolicy):
         async def say(self, most: int | None = None) -> Any:
             if self.said:
                 await asyncio.sleep(60)
@@ -258,7 +272,7 @@ def load_environment():
         await ended(loaded(tmp_path, forgets), 0, "x", "y")
 
 
-# --- tools -----------------------------------------------------------------------------------------------------------------
+# --- tools ------------------------------------------------------------------------------------------------------------
 
 
 def call(name: str, arguments: str) -> str:
@@ -295,8 +309,10 @@ async def test_a_bad_call_is_an_observation(tmp_path: Path, said: str, told: str
 @pytest.mark.parametrize("nap", ["time.sleep(5)", "await asyncio.sleep(5)"], ids=["sync", "async"])
 async def test_a_slow_tool_is_stopped_told_and_counted(tmp_path: Path, nap: str) -> None:
     define = "async def" if "await" in nap else "def"
-    slow = TOOLS.replace("def add", f"{define} add").replace("    return a + b", f"    import asyncio, time\n    {nap}\n    return a + b")
-    env = loaded(tmp_path, slow, limits=Limits(tool_seconds=0.2, tool_timeouts=2))
+    slow = TOOLS.replace("def add", f"{define} add").replace(
+        "    return a + b", f"    import asyncio, time\n    {nap}\n    return a + b"
+    )
+    env = loaded(tmp_path, slow, limits=EpisodeLimits(tool_seconds=0.2, tool_timeouts=2))
     beats: list[float] = []
 
     async def beat() -> None:
@@ -317,13 +333,13 @@ async def test_a_slow_tool_is_stopped_told_and_counted(tmp_path: Path, nap: str)
 
 
 async def test_tools_need_a_template_that_writes_calls(tmp_path: Path) -> None:
-    env, talk = loaded(tmp_path, TOOLS), Script(["1"])
+    env, talk = loaded(tmp_path, TOOLS), ScriptedPolicy(["1"])
     talk.format = None
     with pytest.raises(DataError, match="writes no tool calls"):
         await env.play(env.train.task(0), talk)
 
 
-# --- loading ---------------------------------------------------------------------------------------------------------------
+# --- loading ----------------------------------------------------------------------------------------------------------
 
 
 def test_what_cannot_be_loaded_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -344,16 +360,20 @@ def test_what_cannot_be_loaded_says_what_to_do(tmp_path: Path, monkeypatch: pyte
         environment(Env(name="verifiers:mine"), 0)
 
 
-def test_an_installed_module_is_found_by_its_id_and_signals_stay_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_installed_module_is_found_by_its_id_and_signals_stay_ours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "my_sums.py").write_text(SINGLE)
     monkeypatch.syspath_prepend(tmp_path)
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
-    env = environment(Env(name="verifiers:my-sums", args={"count": 12}, rewards=(Reward(function="contains"),), heldout=2), 0)
+    env = environment(
+        Env(name="verifiers:my-sums", args={"count": 12}, rewards=(Reward(function="contains"),), heldout=2), 0
+    )
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
     assert env.name == "verifiers:my-sums" and len(env.rewards) == 1
 
 
-# --- a run -------------------------------------------------------------------------------------------------------------------
+# --- a run ------------------------------------------------------------------------------------------------------------
 
 
 def policy_at(folder: Path) -> Path:
@@ -366,10 +386,19 @@ def policy_at(folder: Path) -> Path:
     return folder
 
 
-@pytest.mark.parametrize(("source", "judge"), [(SINGLE, "right"), (GUESS, "found"), (TOOLS, "right")], ids=["single", "several", "tools"])
+@pytest.mark.parametrize(
+    ("source", "judge"), [(SINGLE, "right"), (GUESS, "found"), (TOOLS, "right")], ids=["single", "several", "tools"]
+)
 def test_two_steps_of_training_run(tmp_path: Path, source: str, judge: str) -> None:
     (tmp_path / "world.py").write_text(source)
-    words = ("sft=none", "threads=1", "slots=16", "evaluation.samples=1", f"model={policy_at(tmp_path / 'model')}", "env.heldout=2")
+    words = (
+        "sft=none",
+        "threads=1",
+        "slots=16",
+        "evaluation.samples=1",
+        f"model={policy_at(tmp_path / 'model')}",
+        "env.heldout=2",
+    )
     stage = (
         "rl.steps=2",
         "rl.prompts=2",
@@ -382,6 +411,8 @@ def test_two_steps_of_training_run(tmp_path: Path, source: str, judge: str) -> N
     base = recipe("arithmetic")
     posttrain.run(base, f"env=verifiers:{tmp_path / 'world.py'}", *words, *stage, out=tmp_path / "run", quiet=True)
     episodes = [r.episode for n in (1, 2) for r in reader.episodes(tmp_path / "run", "rl", n)]
-    assert len(episodes) == 8 and all(judge in {j.source for j in e.verdicts} and e.reward is not None for e in episodes)
+    assert len(episodes) == 8 and all(
+        judge in {j.source for j in e.verdicts} and e.reward is not None for e in episodes
+    )
     if source is GUESS:
         assert max(len(e.state["completion"]) for e in episodes) > 2, "the world answered, and was asked again"

@@ -24,14 +24,14 @@ from rich.table import Table
 from rich.text import Text
 from run_parts import RL, SMALL, model_at, play
 
+from posttrain.api.console import PlainConsole
+from posttrain.api.terminal import Terminal
+from posttrain.api.trackers import _readable
 from posttrain.cli import main
-from posttrain.cli.ablate import Teller
+from posttrain.cli.ablate import ProgressLine
 from posttrain.core import reader
 from posttrain.core.visible import coloured_lines, guard_logs, tell, visible, visible_lines
-from posttrain.recipe.console import PlainConsole
-from posttrain.recipe.progress import Terminal
 from posttrain.recipe.shipped import recipe as shipped
-from posttrain.recipe.trackers import _readable
 
 ROOT = Path(__file__).parents[2] / "posttrain"
 ESCAPES = "\x1b[2J\x1b[31m\x9b5A\x1b]8;;http://there\x1b\\here\x1b]8;;\x1b\\\x1b]0;title\x07\r\x08\x7f\u202eright\u2066left\u200b\u2028"
@@ -44,7 +44,7 @@ def steering(text: str) -> set[str]:
     return {c for c in text if c != "\n" and unicodedata.category(c) in ("Cc", "Cf", "Zl", "Zp", "Cs", "Co")}
 
 
-# --- the one function ----------------------------------------------------------------------------------------------------
+# --- the one function -------------------------------------------------------------------------------------------------
 
 
 def test_every_character_that_is_not_text_is_written_out() -> None:
@@ -76,13 +76,13 @@ def test_the_live_line_holds_one_line_of_text(monkeypatch: pytest.MonkeyPatch) -
             return True
 
     monkeypatch.setattr(sys, "stderr", live := Live())
-    teller = Teller()
+    teller = ProgressLine()
     teller.say(f"a\n{HOSTILE}")
     teller.close()
     assert not steering(live.getvalue().replace("\r\x1b[K", "")) and "\n" not in live.getvalue()
 
 
-# --- rich ----------------------------------------------------------------------------------------------------------------
+# --- rich -------------------------------------------------------------------------------------------------------------
 
 OURS = re.compile(r"\x1b\[(?:[0-9;]*m|\?25[lh]|\d?[AK]|2K)")
 """Colours and the moves of a live line, which rich writes."""
@@ -114,10 +114,14 @@ def test_the_bar_of_a_run_reads_no_markup() -> None:
     terminal._bar.refresh()
     terminal.say(HOSTILE)
     out: Any = terminal.console.file
-    assert not steering(OURS.sub("", out.getvalue()).replace("\r", "")) and MARKUP in out.getvalue() and "]8;id=" not in out.getvalue()
+    assert (
+        not steering(OURS.sub("", out.getvalue()).replace("\r", ""))
+        and MARKUP in out.getvalue()
+        and "]8;id=" not in out.getvalue()
+    )
 
 
-# --- nothing else prints -------------------------------------------------------------------------------------------------
+# --- nothing else prints ----------------------------------------------------------------------------------------------
 
 INSIDE = {
     "environment/sandbox/cell/cells.py": "prints inside the sandbox, into what is captured",
@@ -130,8 +134,17 @@ DOORS = ("core/visible.py", "recipe/console.py")
 def printing(text: str) -> Iterator[tuple[int, str]]:
     """(line, what) of every call that writes to a terminal by another door than `tell` and `PlainConsole`."""
     for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.ImportFrom) and (node.module or "") in ("rich", "rich.console", "rich.pretty", "rich.traceback"):
-            yield from ((node.lineno, f"rich {a.name}") for a in node.names if a.name not in ("RenderableType", "ConsoleOptions"))
+        if isinstance(node, ast.ImportFrom) and (node.module or "") in (
+            "rich",
+            "rich.console",
+            "rich.pretty",
+            "rich.traceback",
+        ):
+            yield from (
+                (node.lineno, f"rich {a.name}")
+                for a in node.names
+                if a.name not in ("RenderableType", "ConsoleOptions")
+            )
         if not isinstance(node, ast.Call):
             continue
         called = ast.unparse(node.func)
@@ -140,7 +153,10 @@ def printing(text: str) -> Iterator[tuple[int, str]]:
             r"std(out|err)\.(write|buffer)", called
         ):
             yield node.lineno, called
-        if called.split(".")[-1] in ("Console", "from_markup", "from_ansi", "Markdown") or keywords.get("markup") == "True":
+        if (
+            called.split(".")[-1] in ("Console", "from_markup", "from_ansi", "Markdown")
+            or keywords.get("markup") == "True"
+        ):
             yield node.lineno, called
         if called.split(".")[-1] == "TextColumn" and keywords.get("markup") != "False":
             yield node.lineno, called
@@ -152,15 +168,20 @@ def printing(text: str) -> Iterator[tuple[int, str]]:
 def test_everything_is_printed_through_one_door(path: Path) -> None:
     name = str(path.relative_to(ROOT))
     found = [f"{name}:{line} {what}" for line, what in printing(path.read_text())]
-    assert not found or name in DOORS or name in INSIDE, f"print by core.visible.tell, or by recipe.console.PlainConsole: {found}"
+    assert not found or name in DOORS or name in INSIDE, (
+        f"print by core.visible.tell, or by recipe.console.PlainConsole: {found}"
+    )
 
 
 def test_the_test_itself_sees_every_way_to_print() -> None:
-    text = "print(1)\nsys.stdout.write('')\nfrom rich.console import Console\nConsole()\nText.from_markup('')\nTextColumn('')\nc.print(x, markup=True)\n"
+    text = (
+        "print(1)\nsys.stdout.write('')\nfrom rich.console import"
+        " Console\nConsole()\nText.from_markup('')\nTextColumn('')\nc.print(x, markup=True)\n"
+    )
     assert {line for line, _ in printing(text)} == set(range(1, 8))
 
 
-# --- every command on a run whose every foreign string is hostile ----------------------------------------------------------
+# --- every command on a run whose every foreign string is hostile -----------------------------------------------------
 
 REWARD = """
 from posttrain.core.verdict import Verdict
@@ -180,10 +201,14 @@ globals()[HOSTILE] = judge
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """A run whose folder, tasks, answers, reward source, verdicts, reasons and exceptions hold escapes; and what it printed."""
+    """A run whose folder, tasks, answers, reward source, verdicts, reasons and exceptions hold escapes; and what it
+    printed."""
     base = tmp_path_factory.mktemp("h") / visible_name()
     base.mkdir()
-    rows = [{"id": f"{i} {HOSTILE}", "prompt": f"{i} {HOSTILE}", "answer": f"{i} {HOSTILE}", HOSTILE: HOSTILE} for i in range(20)]
+    rows = [
+        {"id": f"{i} {HOSTILE}", "prompt": f"{i} {HOSTILE}", "answer": f"{i} {HOSTILE}", HOSTILE: HOSTILE}
+        for i in range(20)
+    ]
     (base / "p.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
     (base / "r.py").write_text(REWARD.format(hostile=HOSTILE.replace(":", "").replace("/", "")))
     out, err = io.StringIO(), io.StringIO()
@@ -191,7 +216,13 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, st
     sys.stdout, sys.stderr = out, err
     try:
         source = f"{base}/r.py:{HOSTILE.replace(':', '').replace('/', '')}"
-        words = (*(w for w in SMALL if not w.startswith("env")), *RL, f"env.prompts={base}/p.jsonl", "env.heldout=2", "rl.max_failed=1")
+        words = (
+            *(w for w in SMALL if not w.startswith("env")),
+            *RL,
+            f"env.prompts={base}/p.jsonl",
+            "env.heldout=2",
+            "rl.max_failed=1",
+        )
         play(base / "run", "verifiable", "sft=none", *words, f"env.rewards={source}")
     except AssertionError:
         raise AssertionError(out.getvalue() + err.getvalue()) from None
@@ -237,7 +268,9 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
 
 
 @pytest.mark.parametrize("what", COMMANDS)
-def test_every_command_prints_text(what: str, hostile: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_every_command_prints_text(
+    what: str, hostile: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     code, words = COMMANDS[what]
     at = {"RUN": str(hostile[0]), "NEW": str(tmp_path / visible_name())}
     words = [at.get(w, w) for w in words]
@@ -272,7 +305,8 @@ def test_what_a_folder_asks_for_is_listed_as_text(
 def test_every_text_of_a_run_file_and_its_record_is_shown_as_text(
     hostile: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Names of algorithms, papers, recipes, notes, reasons of what was dropped: whatever text there is in the files is replaced."""
+    """Names of algorithms, papers, recipes, notes, reasons of what was dropped: whatever text there is in the files is
+    replaced."""
     folder = Path(shutil.copytree(hostile[0], tmp_path / "run"))
     data = json.loads((folder / "run.json").read_text())
     data["run"]["recipe"] = HOSTILE
@@ -290,11 +324,17 @@ def test_every_text_of_a_run_file_and_its_record_is_shown_as_text(
         assert "\n" not in line
 
 
-def test_a_damaged_file_is_named_as_text(hostile: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_file_is_named_as_text(
+    hostile: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
     folder = Path(shutil.copytree(hostile[0], tmp_path / "run"))
     path = folder / "run.json"
     whole = json.loads(path.read_text())
-    for change in ({"run": {**whole["run"], HOSTILE: 1}}, {"schema": HOSTILE}, {"run": {**whole["run"], "seed": HOSTILE}}):
+    for change in (
+        {"run": {**whole["run"], HOSTILE: 1}},
+        {"schema": HOSTILE},
+        {"run": {**whole["run"], "seed": HOSTILE}},
+    ):
         path.write_text(json.dumps({**whole, **change}))
         assert main(["show", str(folder)]) in (2, 5)
         clean(capfd.readouterr().err)
@@ -306,7 +346,9 @@ def test_a_model_with_hostile_words_is_described_as_text(tmp_path: Path, capfd: 
     (model / "chat_template.jinja").write_text("{{ raise_exception(" + json.dumps(HOSTILE) + ") }}")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(
-        json.dumps({**config, HOSTILE: HOSTILE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, HOSTILE: 1}})
+        json.dumps(
+            {**config, HOSTILE: HOSTILE, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, HOSTILE: 1}}
+        )
     )
     capfd.readouterr()  # bars of what wrote the model
     main(["eval", str(model), "env.heldout=2", "--samples", "1", "--max-tokens", "4"])
@@ -319,9 +361,11 @@ def test_a_model_with_hostile_words_is_described_as_text(tmp_path: Path, capfd: 
     assert "\\x1b[2J" in said.err
 
 
-def test_the_banner_and_the_log_of_a_server_are_text(hostile: tuple[Path, str], capsys: pytest.CaptureFixture[str]) -> None:
-    from posttrain.recipe.serve import make_served
-    from posttrain.serve.run import banner
+def test_the_banner_and_the_log_of_a_server_are_text(
+    hostile: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from posttrain.serve.command import make_served
+    from posttrain.serve.listen import banner
 
     served, facts = make_served(hostile[0], token="t" * 24, name=HOSTILE)
     for line in banner(served, "http://127.0.0.1:1/v1", "127.0.0.1", facts):
@@ -329,7 +373,7 @@ def test_the_banner_and_the_log_of_a_server_are_text(hostile: tuple[Path, str], 
     clean(capsys.readouterr().out)
 
 
-# --- what others print -------------------------------------------------------------------------------------------------------
+# --- what others print ------------------------------------------------------------------------------------------------
 
 
 def test_logs_are_text() -> None:

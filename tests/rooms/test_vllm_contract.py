@@ -1,4 +1,5 @@
-"""The log-prob contract in vLLM's words and back, without vLLM: what is sent, what is refused, what an answer must hold."""
+"""The log-prob contract in vLLM's words and back, without vLLM: what is sent, what is refused, what an answer must
+hold."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
-from posttrain.engine.vllm.contract import BANNED, Answer, Limits, check, fields, said
+from posttrain.engine.vllm.contract import BANNED, Answer, Capabilities, check, fields, said
 from posttrain.engine.vllm.launch import NEEDED, arguments
-from posttrain.engine.vllm.requests import Gate
+from posttrain.engine.vllm.requests import UpdateGate
 
-LIMITS = Limits(vocabulary=50, context=32, eos=49, sequences=True)
+LIMITS = Capabilities(vocabulary=50, context=32, eos=49, sequences=True)
 OVER_HTTP = replace(LIMITS, sequences=False)
 
 
@@ -29,7 +30,16 @@ def answer(**changes: object) -> Answer:
 
 def test_every_field_that_moves_a_probability_is_sent() -> None:
     sent = fields(Sampling(stop_ids=(1,)), 5, 9, LIMITS)
-    for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "seed"):
+    for name in (
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+        "seed",
+    ):
         assert name in sent, name
     assert (sent["max_tokens"], sent["stop_token_ids"], sent["ignore_eos"], sent["detokenize"]) == (9, [1], True, False)
     assert (sent["logit_bias"], sent["allowed_token_ids"], sent["bad_words"], sent["stop"]) == (None, None, [], [])
@@ -62,7 +72,9 @@ def test_bans_over_http_are_biases() -> None:
         ({"bad_ids": ((5, 6),)}, OVER_HTTP, "no sequences of several tokens"),
     ],
 )
-def test_what_vllm_would_sample_otherwise_is_refused(changes: dict[str, object], limits: Limits, message: str) -> None:
+def test_what_vllm_would_sample_otherwise_is_refused(
+    changes: dict[str, object], limits: Capabilities, message: str
+) -> None:
     with pytest.raises(ConfigError, match=message):
         check(Sampling(**changes), limits)  # type: ignore[arg-type]
     check(Sampling(min_tokens=2, stop_ids=(49,), bad_ids=((5,),)), limits)
@@ -99,20 +111,20 @@ def test_an_answer_that_contradicts_the_contract_is_an_error(changes: dict[str, 
 def test_an_update_waits_for_turns_and_turns_wait_for_it() -> None:
     seen: list[str] = []
 
-    async def turn(gate: Gate, name: str) -> None:
+    async def turn(gate: UpdateGate, name: str) -> None:
         async with gate.turn():
             seen.append(name)
             await asyncio.sleep(0.01)
             seen.append(name)
 
-    async def update(gate: Gate, name: str) -> None:
+    async def update(gate: UpdateGate, name: str) -> None:
         async with gate.update():
             seen.append(name)
             await asyncio.sleep(0)
             seen.append(name)
 
     async def main() -> None:
-        gate = Gate()
+        gate = UpdateGate()
         first = [asyncio.create_task(turn(gate, name)) for name in "ab"]
         await asyncio.sleep(0)
         later = [asyncio.create_task(x) for x in (update(gate, "U"), turn(gate, "c"), update(gate, "V"))]
@@ -128,7 +140,9 @@ def test_an_update_waits_for_turns_and_turns_wait_for_it() -> None:
 
 def test_a_server_is_started_with_what_is_needed() -> None:
     made = arguments(["--model", "m", "--port", "1"])
-    assert all(name in made and (value is None or made[made.index(name) + 1] == value) for name, value in NEEDED.items())
+    assert all(
+        name in made and (value is None or made[made.index(name) + 1] == value) for name, value in NEEDED.items()
+    )
     assert made[made.index("--host") + 1] == "127.0.0.1"
     assert "127.0.0.1" not in arguments(["--host=0.0.0.0"])
     with pytest.raises(ConfigError, match="leave it out"):

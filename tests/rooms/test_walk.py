@@ -1,4 +1,5 @@
-"""From the command line to the loss: the functions of ours that stand on the stack are few and short enough to be read in one sitting."""
+"""From the command line to the loss: the functions of ours that stand on the stack are few and short enough to be read
+in one sitting."""
 
 from __future__ import annotations
 
@@ -50,4 +51,6 @@ def test_from_the_command_line_to_the_loss(tmp_path: Path, monkeypatch: pytest.M
     assert main(["run", "arithmetic", *WORDS, "--out", str(tmp_path / "run")]) == 0
     told = "\n".join(f"{lines:4} {name}" for name, lines in seen)
     assert seen[0][0] == "main" and seen[-1][0] == "PolicyLoss.terms"
-    assert len(seen) <= FRAMES and sum(lines for _, lines in seen) <= LINES, f"{len(seen)} frames, {sum(x for _, x in seen)} lines\n{told}"
+    assert len(seen) <= FRAMES and sum(lines for _, lines in seen) <= LINES, (
+        f"{len(seen)} frames, {sum(x for _, x in seen)} lines\n{told}"
+    )

@@ -19,13 +19,13 @@ import pytest
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt
+from posttrain.core.redact import redacted
 from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
-from posttrain.environment.build import environment
-from posttrain.environment.redact import redacted
-from posttrain.environment.reward import sources
-from posttrain.environment.workers.process import scrubbed
+from posttrain.environment.make import environment
+from posttrain.verifier.functions import sources
+from posttrain.verifier.workers.process import scrubbed
 
 FUNCTIONS = """
 import ctypes, os, subprocess, sys, time, threading, signal
@@ -126,7 +126,10 @@ def gone(*pids: int) -> bool:
 def test_answers_exceptions_and_exits_mean_what_they_mean_in_a_thread(judge: Any) -> None:
     right, wrong, raised, quit_ = ask(judge, "12", "13", "raise no such file", "quit")
     assert (right.score, wrong.score) == (1.0, 0.0)
-    assert (raised.state, raised.kind) == (State.FAILED, "raised") and "ValueError: no such file (rewards.py:" in raised.why
+    assert (raised.state, raised.kind) == (
+        State.FAILED,
+        "raised",
+    ) and "ValueError: no such file (rewards.py:" in raised.why
     assert (quit_.state, quit_.kind) == (State.FAILED, "raised") and "SystemExit" in quit_.why
     assert [v.score for v in ask(judge, "alarm", "12")] == [1.0, 1.0]
 
@@ -266,7 +269,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 from posttrain.core.ports import Attempt
 from posttrain.core.env import Reward
 from posttrain.core.types import Stop, Task
-from posttrain.environment.reward import sources
+from posttrain.verifier.functions import sources
 
 source, = sources([Reward(function=sys.argv[1] + ":judge", workers=2, timeout=60)])
 task = Task(id="t", prompt="p", answer="12")
@@ -310,7 +313,9 @@ def children(pid: int) -> list[int]:
 
 
 def test_configured_by_a_reward_and_refused_where_it_means_nothing(rewards: Path, tmp_path: Path) -> None:
-    env = environment(Env(rewards=(Reward(function=f"{rewards}:later", workers=1), Reward(function=f"{rewards}:judge", workers=1))), 0)
+    env = environment(
+        Env(rewards=(Reward(function=f"{rewards}:later", workers=1), Reward(function=f"{rewards}:judge", workers=1))), 0
+    )
     task = env.heldout[0]
     judged = asyncio.run(env.judge(said(str(task.answer), task)))
     assert [(j.source, j.verdict.score) for j in judged] == [("arithmetic", 1.0), ("later", 1.0), ("judge", 1.0)]

@@ -1,4 +1,5 @@
-"""What the world answers is always shown: no episode is lost because a tokenizer lacks a character, and the run says so."""
+"""What the world answers is always shown: no episode is lost because a tokenizer lacks a character, and the run says
+so."""
 
 from __future__ import annotations
 
@@ -13,18 +14,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, pre_tokenizers
 
+from posttrain.api.main import run
 from posttrain.core import reader
 from posttrain.core.errors import DataError
 from posttrain.core.run import Env
 from posttrain.core.types import Message
 from posttrain.engine.vocabulary import characters, raw_bytes, train_bpe, train_byte_level, wrap
-from posttrain.environment.render import Dialogue, Renderer
+from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.writable import Writable
-from posttrain.recipe.main import run
 from tests.tiny import only_rl, tiny_run
 
 ALPHABET = "0123456789+-=<>|abcdefghijklmnopqrstuvwxyz ?\n"
-CHATML = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+CHATML = (
+    "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt"
+    " %}<|assistant|>{% endif %}"
+)
 SPECIALS = ["<|end|>", "<|user|>", "<|assistant|>", "<|tool|>"]
 
 
@@ -45,7 +49,7 @@ def letters(template: str | None = None) -> Renderer:
 
 @given(st.text(max_size=20))
 def test_any_text_is_shown(text: str) -> None:
-    dialogue = Dialogue(render := letters())
+    dialogue = RenderedDialogue(render := letters())
     dialogue.see("3+4")
     dialogue.said([1])
     shown = render.decode(dialogue.see(text))
@@ -54,7 +58,7 @@ def test_any_text_is_shown(text: str) -> None:
 
 
 def test_a_message_is_shown_and_the_templates_own_tokens_stay() -> None:
-    dialogue = Dialogue(render := letters(CHATML))
+    dialogue = RenderedDialogue(render := letters(CHATML))
     dialogue.see([Message(role="user", content="q")])
     dialogue.said([5, render.stop_ids[0]])
     assert render.written(Message(role="tool", name="\u96ea", content="x")).get("name") == "?"
@@ -63,7 +67,9 @@ def test_a_message_is_shown_and_the_templates_own_tokens_stay() -> None:
     assert render.decode(after).count("?o such file?") == 1 and len(said) == 1, "the text <|end|> of a tool is no token"
 
 
-@pytest.mark.parametrize("make", [raw_bytes, lambda: train_byte_level(["abc"] * 9, 300), lambda: train_bpe(["abc"] * 9, 300)])
+@pytest.mark.parametrize(
+    "make", [raw_bytes, lambda: train_byte_level(["abc"] * 9, 300), lambda: train_bpe(["abc"] * 9, 300)]
+)
 def test_who_writes_everything_shows_everything_but_half_a_pair(make: Callable[[], Any]) -> None:
     tokenizer: Any = make()
     render = Renderer(tokenizer, (tokenizer.eos_token_id,))

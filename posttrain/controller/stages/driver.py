@@ -1,7 +1,7 @@
 """What all kinds of stage share: where they start, evaluation, budgets, checkpoints, results, what is told.
 
-A kind is one file with a settings type (`core.stage.Stage`), a state (`StageState`) and a driver. The driver says how the stage opens and
-takes one step. Defining it makes it the driver of its settings type.
+A kind is one file with a settings type (`core.stage.Stage`), a state (`StageState`) and a driver. The driver says how
+the stage opens and takes one step. Defining it makes it the driver of its settings type.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, TypeVar, cast
 
-from posttrain.controller.house import Measured, Parts
+from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.loop import loop
+from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.progress import Progress, StageResult, StageState
-from posttrain.controller.stop import Interrupted, Stopper
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.core.stage import Stage, come_to, starts
 from posttrain.core.types import Step, merge
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
-from posttrain.role.evaluate import Report
+from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.events import EvaluatedEvent, RestoredEvent
-from posttrain.role.roles import Clock
+from posttrain.role.roles import RoleSeconds
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import load_optimizer, load_weights, save_optimizer, save_weights
 
@@ -38,7 +38,7 @@ DRIVERS: dict[type[Stage], type[Driver[Any, Any, Any]]] = {}
 """Who takes the steps of a stage, by the type of its settings."""
 
 
-def keep(parts: Parts, name: str) -> None:
+def keep(parts: RunParts, name: str) -> None:
     """Keep the learner's weights for the whole run under a name."""
     parts.book.keep(name, lambda folder: save_weights(folder, parts.learner))
 
@@ -46,30 +46,40 @@ def keep(parts: Parts, name: str) -> None:
 class Driver(ABC, Generic[S, T, A]):
     """One stage of a run, from where it stands to its end.
 
-    A kind derives `class MyDriver(Driver[MyStage, MyState, Asked], stage=MyStage, state=MyState)`, where `Asked` is what its
-    `ask` returns and its `learn` takes.
+    A kind derives `class MyDriver(Driver[MyStage, MyState, Asked], stage=MyStage, state=MyState)`, where `Asked` is
+    what its `ask` returns and its `learn` takes.
     """
 
     state_type: ClassVar[type[StageState]]
     measures_before: ClassVar[bool] = False
-    """Whether held-out tasks are evaluated before the first step; else what was last measured of these weights stands for it."""
+    """Whether held-out tasks are evaluated before the first step; else what was last measured of these weights stands
+    for it."""
 
     def __init_subclass__(cls, *, stage: type[Stage], state: type[StageState]) -> None:
         super().__init_subclass__()
         if stage in DRIVERS:
             raise ConfigError(
-                f"{stage.__name__} has a driver already, {DRIVERS[stage].__name__}; derive another settings type for another one"
+                f"{stage.__name__} has a driver already, {DRIVERS[stage].__name__}; derive another settings type for"
+                " another one"
             )
         cls.state_type, DRIVERS[stage] = state, cls
 
-    def __init__(self, parts: Parts, progress: Progress, stage: S, stopper: Stopper, checkpoint: Path | None = None) -> None:
+    def __init__(
+        self, parts: RunParts, progress: Progress, stage: S, stopper: Stopper, checkpoint: Path | None = None
+    ) -> None:
         """`checkpoint` holds its optimizer where it was cut in its middle."""
-        self.parts, self.progress, self.stage, self.stopper, self.checkpoint = parts, progress, stage, stopper, checkpoint
+        self.parts, self.progress, self.stage, self.stopper, self.checkpoint = (
+            parts,
+            progress,
+            stage,
+            stopper,
+            checkpoint,
+        )
         progress.running = progress.running or self.state_type()
         self.state = cast("T", progress.running)
         self.setting = parts.setting(stage)
-        self.clock = Clock(total=dict(self.state.roles))
-        self.report: Report | None = None
+        self.clock = RoleSeconds(total=dict(self.state.roles))
+        self.report: EvaluationReport | None = None
         """Of the evaluation after the last step, where there was one."""
         self.limit = next((r.seconds for r in progress.results if r.name == stage.time_of), None)
         self._begun, self._carried = time.perf_counter(), self.state.seconds
@@ -77,22 +87,27 @@ class Driver(ABC, Generic[S, T, A]):
     # --- what a kind writes ------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def open(self, checkpoint: Path | None) -> tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]:
-        """Before the first step, with weights and optimizer in place. `checkpoint`: of a stage that was cut in its middle.
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[A]], Callable[[A], Awaitable[Step]]]:
+        """Before the first step, with weights and optimizer in place. `checkpoint`: of a stage that was cut in its
+        middle.
 
-        Returns `ask` and `learn`: `ask(index)` is what step `index` (from 1) learns from; `learn(asked)` takes the step, by
-        `self.trainer`, and is its line of the record.
+        Returns `ask` and `learn`: `ask(index)` is what step `index` (from 1) learns from; `learn(asked)` takes the
+        step, by `self.trainer`, and is its line of the record.
         """
 
     def remember(self, asked: A, step: Step) -> Step:
-        """After a step: what later steps need to know of it goes into `self.state`. Returns its line, maybe with another note."""
+        """After a step: what later steps need to know of it goes into `self.state`. Returns its line, maybe with
+        another note."""
         return step
 
-    def measured_before(self, report: Report | None) -> None:
+    def measured_before(self, report: EvaluationReport | None) -> None:
         """What to say of the evaluation before the first step. None: no task is held out."""
 
-    def enough(self, report: Report | None) -> str:
-        """Why no further step is needed after this one, or ''. `report`: of the evaluation after it, where there was one."""
+    def enough(self, report: EvaluationReport | None) -> str:
+        """Why no further step is needed after this one, or ''. `report`: of the evaluation after it, where there was
+        one."""
         seconds = self.seconds()
         if self.stage.wall_time is not None and seconds >= self.stage.wall_time:
             return f"wall time of {self.stage.wall_time:g} s reached at step {self.state.step}"
@@ -110,7 +125,11 @@ class Driver(ABC, Generic[S, T, A]):
         self.trainer = self.parts.trainer(self.stage.optimizer, self.stage.micro_tokens)
         if checkpoint is not None:
             self._load_optimizer(checkpoint, self.trainer)
-        taken = [] if checkpoint is None else [s for s in reader.steps(self.parts.book.folder) if s.stage == self.stage.name]
+        taken = (
+            []
+            if checkpoint is None
+            else [s for s in reader.steps(self.parts.book.folder) if s.stage == self.stage.name]
+        )
         self.watch = self.parts.observe(self.stage, taken, self.progress.checks)
         ask, learn = await self.open(checkpoint)
         last = 0 if self.state.ended else self.stage.steps
@@ -145,7 +164,8 @@ class Driver(ABC, Generic[S, T, A]):
         self.measured_before(report)
 
     def _known(self, start: str) -> tuple[float | None, float | None]:
-        """Accuracy and mean reward of the weights it starts from, where they were measured on the same held-out tasks."""
+        """Accuracy and mean reward of the weights it starts from, where they were measured on the same held-out
+        tasks."""
         p, run = self.progress, self.parts.run
         if start == come_to(run.stages, self.stage) and self._on_its_tasks:
             return p.accuracy and p.accuracy[0], p.reward and p.reward[0]
@@ -156,7 +176,8 @@ class Driver(ABC, Generic[S, T, A]):
 
     @property
     def _of_the_run(self) -> bool:
-        """Whether what is measured of its weights is a measure of the run: they are handed on, and the tasks are the run's."""
+        """Whether what is measured of its weights is a measure of the run: they are handed on, and the tasks are the
+        run's."""
         return self.stage.hands_on and self._on_its_tasks
 
     @property
@@ -181,7 +202,7 @@ class Driver(ABC, Generic[S, T, A]):
         self._border(report)
         return not s.ended
 
-    def _finish(self, report: Report | None) -> None:
+    def _finish(self, report: EvaluationReport | None) -> None:
         """Write down what came of the stage; its weights are kept, and handed on or put back."""
         p, parts, stage = self.progress, self.parts, self.stage
         result = self._result(report)
@@ -201,28 +222,35 @@ class Driver(ABC, Generic[S, T, A]):
         """Wall seconds of the stage so far, over all its parts."""
         return self._carried + time.perf_counter() - self._begun
 
-    async def evaluate(self) -> Report | None:
-        """Held-out evaluation, remembered per version so that no weights are evaluated twice. None: no task is held out."""
+    async def evaluate(self) -> EvaluationReport | None:
+        """Held-out evaluation, remembered per version so that no weights are evaluated twice. None: no task is held
+        out."""
         parts, environment = self.parts, self.setting.environment
         if not environment.heldout:
             return None
         sampling = parts.sampling(self.stage)
         last = parts.measured
-        if last is not None and last.version == parts.version and last.sampling == sampling and last.environment is environment:
+        if (
+            last is not None
+            and last.version == parts.version
+            and last.sampling == sampling
+            and last.environment is environment
+        ):
             return last.report
         with self.clock.of("evaluate"):
             report = await parts.evaluate(self.setting, sampling)
         parts.watch.tell(EvaluatedEvent(report, parts.version))
         if report.failed and self.state.step:  # before the first step the pass rate says it
             parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
-        parts.measured = Measured(parts.version, sampling, environment, report)
-        if parts.run.record_episodes and not parts.book.holds_evaluation(self.stage.name, self.state.step):  # of a stage cut behind it
+        parts.measured = MeasuredReport(parts.version, sampling, environment, report)
+        # of a stage cut behind it
+        if parts.run.record_episodes and not parts.book.holds_evaluation(self.stage.name, self.state.step):
             parts.book.write_evaluation(self.stage.name, self.state.step, report.groups)
         return report
 
     # --- borders -----------------------------------------------------------------------------------------------------
 
-    def _border(self, report: Report | None) -> None:
+    def _border(self, report: EvaluationReport | None) -> None:
         """Between two steps: checkpoint when due, and end here if somebody asked.
 
         A stage that hands nothing on is not checkpointed: the run never goes on with its weights, and it is begun anew.
@@ -232,14 +260,20 @@ class Driver(ABC, Generic[S, T, A]):
         if stage.hands_on and (due or self.stopper.number):
             self._checkpoint(report.reward.known[0] if self._on_its_tasks and report and report.reward.known else None)
         if self.stopper.number:
-            kept = "the last checkpoint is complete" if stage.hands_on else "it hands nothing on, so it is not checkpointed and begins anew"
+            kept = (
+                "the last checkpoint is complete"
+                if stage.hands_on
+                else "it hands nothing on, so it is not checkpointed and begins anew"
+            )
             raise Interrupted(
                 self.stopper.number,
-                f"stopped at {stage.name} step {step}; {kept}. Go on with: posttrain run --resume {self.parts.book.folder}",
+                f"stopped at {stage.name} step {step}; {kept}. Go on with: posttrain run --resume"
+                f" {self.parts.book.folder}",
             )
 
     def _checkpoint(self, metric: float | None) -> None:
-        """All that the run needs to go on from here: in the middle of the stage with its optimizer, at its end without."""
+        """All that the run needs to go on from here: in the middle of the stage with its optimizer, at its end
+        without."""
         p, parts, s = self.progress, self.parts, self.progress.running
         p.weights = parts.learner.fingerprint()
         if s is not None:
@@ -260,7 +294,7 @@ class Driver(ABC, Generic[S, T, A]):
         now = lambda: fingerprint(trainer.optimizer.state_tensors().items())  # noqa: E731
         self.parts.watch.tell(RestoredEvent("optimizer state", self.state.optimizer, now))
 
-    def _result(self, report: Report | None) -> StageResult:
+    def _result(self, report: EvaluationReport | None) -> StageResult:
         p, s, stage = self.progress, self.state, self.stage
         accuracy, reward = (report.accuracy.known, report.reward.known) if report else (None, None)
         if stage.hands_on:  # nothing is known of these weights where they were not measured on the run's own tasks

@@ -21,7 +21,8 @@ class StageResult:
     seconds: float
     roles: Mapping[str, float]
     accuracy: tuple[float, float, float] | None
-    """Share of held-out answers that are right (pass@1) with its 95 % interval; None where nothing was measured, or nothing could be judged."""
+    """Share of held-out answers that are right (pass@1) with its 95 % interval; None where nothing was measured, or
+    nothing could be judged."""
     greedy: float | None
     """The same of argmax answers."""
     pass_at: Mapping[str, float]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
-from posttrain.algorithm.steer import Memory
+from posttrain.algorithm.steer import AdaptiveState
 from posttrain.controller.stages.driver import Driver, keep
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.step import ask, learn
@@ -16,10 +16,10 @@ from posttrain.core.ports import Examiner
 from posttrain.core.run import Reinforce
 from posttrain.core.stage import starts
 from posttrain.core.types import Step
-from posttrain.role.evaluate import Report
+from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts
-from posttrain.role.roles import Roles
+from posttrain.role.roles import ReinforceRoles
 from posttrain.role.weights import load_weights, restore, snapshot
 
 
@@ -29,7 +29,7 @@ class ReinforceState(StageState):
 
     cursor: int = 0
     """Tasks that were asked so far."""
-    memory: Memory = Memory()
+    memory: AdaptiveState = AdaptiveState()
     """What the algorithm remembers."""
     rates: dict[str, float] = field(default_factory=dict[str, float])
     visits: dict[str, int] = field(default_factory=dict[str, int])
@@ -43,16 +43,21 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
 
     measures_before = True
 
-    def measured_before(self, report: Report | None) -> None:
-        self.parts.say(productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)")
+    def measured_before(self, report: EvaluationReport | None) -> None:
+        self.parts.say(
+            productive_band(report) if report else "no task is held out, so nothing is measured (env.heldout=0)"
+        )
 
-    async def open(self, checkpoint: Path | None) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[Experience]], Callable[[Experience], Awaitable[Step]]]:
         parts, stage = self.parts, self.stage
         self.roles = self._roles(self._reference(checkpoint))
         parts.say(f"{stage.name}: {stage.algorithm.name} ({stage.algorithm.paper}); {batch_algebra(stage)}")
         if stage.algorithm.curriculum is not None and self.roles.prompts.curriculum is None:
             parts.say(
-                f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has nothing to choose from"
+                f"{stage.name}: no task comes twice (they are generated without end), so the algorithm's curriculum has"
+                " nothing to choose from"
             )
         await parts.publish()
         await self.watch.begin(self.roles)
@@ -60,18 +65,23 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
 
     def remember(self, asked: Experience, step: Step) -> Step:
         state, walk = self.state, asked.walk
-        state.memory, state.cursor, state.rates, state.visits = self.roles.memory, walk.cursor, dict(walk.rates), dict(walk.visits)
+        state.memory, state.cursor, state.rates, state.visits = (
+            self.roles.memory,
+            walk.cursor,
+            dict(walk.rates),
+            dict(walk.visits),
+        )
         return self._refresh(step)
 
-    def enough(self, report: Report | None) -> str:
+    def enough(self, report: EvaluationReport | None) -> str:
         if self.stage.target is not None and report is not None and report.reward.mean >= self.stage.target:
             return f"target {self.stage.target:g} reached at step {self.state.step}"
         return super().enough(report)
 
-    def _roles(self, reference: Examiner | None) -> Roles:
+    def _roles(self, reference: Examiner | None) -> ReinforceRoles:
         parts, stage, state = self.parts, self.stage, self.state
         source, curriculum = self.setting.environment.train, stage.algorithm.curriculum
-        return Roles(
+        return ReinforceRoles(
             run=parts.run,
             stage=stage,
             sampling=parts.sampling(stage),
@@ -92,7 +102,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         )
 
     def _reference(self, checkpoint: Path | None) -> Examiner | None:
-        """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last refreshed with."""
+        """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last
+        refreshed with."""
         parts = self.parts
         if not self.stage.algorithm.reads & {"reference", "teacher"}:
             return None
@@ -118,12 +129,17 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))
 
 
-def productive_band(report: Report, low: float = 0.1, high: float = 0.8) -> str:
-    """Whether reinforcement has work to do: the pass rate before it lies between 10 and 80 %. No rate is said where nothing could be judged."""
+def productive_band(report: EvaluationReport, low: float = 0.1, high: float = 0.8) -> str:
+    """Whether reinforcement has work to do: the pass rate before it lies between 10 and 80 %. No rate is said where
+    nothing could be judged."""
     if report.unmeasured:
-        return f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged. {report.unmeasured}"
+        return (
+            f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged."
+            f" {report.unmeasured}"
+        )
     left = (
-        f" ({report.unjudged} of {sum(len(g.episodes) for g in report.groups)} samples could not be judged and are left out)"
+        f" ({report.unjudged} of {sum(len(g.episodes) for g in report.groups)} samples could not be judged and are left"
+        " out)"
         if report.unjudged
         else ""
     )

@@ -9,11 +9,11 @@ from pathlib import Path
 
 from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
-from posttrain.controller.step import Lesson, imitate
+from posttrain.controller.step import SupervisedBatch, imitate
 from posttrain.core.run import Supervised
 from posttrain.core.types import Step
 from posttrain.role.demonstrate import demonstrations
-from posttrain.role.roles import Teaching
+from posttrain.role.roles import SupervisedRoles
 
 
 @dataclass
@@ -21,16 +21,20 @@ class SupervisedState(StageState):
     """A minibatch is a function of (seed, stage, step), so nothing more is remembered."""
 
 
-class SupervisedDriver(Driver[Supervised, SupervisedState, Lesson], stage=Supervised, state=SupervisedState):
+class SupervisedDriver(Driver[Supervised, SupervisedState, SupervisedBatch], stage=Supervised, state=SupervisedState):
     """Imitates texts of one style."""
 
-    async def open(self, checkpoint: Path | None) -> tuple[Callable[[int], Awaitable[Lesson]], Callable[[Lesson], Awaitable[Step]]]:
+    async def open(
+        self, checkpoint: Path | None
+    ) -> tuple[Callable[[int], Awaitable[SupervisedBatch]], Callable[[SupervisedBatch], Awaitable[Step]]]:
         parts, stage, setting = self.parts, self.stage, self.setting
-        bound = f"{stage.steps} steps" if self.limit is None else f"as long as {stage.time_of} took ({self.limit:.0f} s)"
+        bound = (
+            f"{stage.steps} steps" if self.limit is None else f"as long as {stage.time_of} took ({self.limit:.0f} s)"
+        )
         bound += "" if stage.wall_time is None else f" or {stage.wall_time:g} s"
         wrong = f", {stage.wrong:.0%} of them wrong" if stage.wrong else ""
         parts.say(f"{stage.name}: imitate '{stage.style}' texts{wrong}; {stage.batch} a step, {bound}")
-        self.roles = Teaching(
+        self.roles = SupervisedRoles(
             run=parts.run,
             stage=stage,
             learner=parts.learner,
@@ -49,9 +53,11 @@ class SupervisedDriver(Driver[Supervised, SupervisedState, Lesson], stage=Superv
         await self.watch.begin(self.roles)
         return self._ask, partial(imitate, self.roles)
 
-    async def _ask(self, index: int) -> Lesson:
+    async def _ask(self, index: int) -> SupervisedBatch:
         h = self.roles
         with self.clock.of("learn"):
             seed, before = h.run.seed, index - 1
-            batch = await demonstrations(h.environment, h.renderer, h.dialogue, self.stage, seed=seed, step=before, context=h.context)
-        return Lesson(index, batch)
+            batch = await demonstrations(
+                h.environment, h.renderer, h.dialogue, self.stage, seed=seed, step=before, context=h.context
+            )
+        return SupervisedBatch(index, batch)

@@ -4,7 +4,8 @@
     pi    the policy being differentiated       mu   what the sampler stored     start  the learner at the start of the step
     ref   the reference (or teacher)            rho  pi / anchor                 sg[x]  x, not differentiated
 
-The ladder's pages and the terminal print from here. A piece brings its own (`Piece.words`); one without is no class that can be used.
+The ladder's pages and the terminal print from here. A piece brings its own (`Piece.words`); one without is no class
+that can be used.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.formula.credit import REWARDS, SCALE, WHITEN, credit, reward
 from posttrain.core.formula.push import AGGREGATE, ANCHOR, importance, push, weight
-from posttrain.core.formula.words import compact, credit_words, patches, source, word, year
+from posttrain.core.formula.typed import compact, credit_words, patches, source, word, year
 from posttrain.core.pieces.baseline import Baseline
 from posttrain.core.pieces.piece import Piece
 
@@ -66,7 +67,7 @@ def formula(choice: str, value: Any) -> str:
         case "filter":
             return "only groups whose R differ; asks again until the step is full"
         case "shape":
-            return "r = " + ("; then r <- ".join(["R", *(s.words() for s in value)]))
+            return "r = " + "; then r <- ".join(["R", *(s.words() for s in value)])
         case _:
             return _LEADS.get(choice, "") + value.words()
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.formula.words import patches
+from posttrain.core.formula.typed import patches
 from posttrain.core.ladder import LADDER
 
 WIDTH = 100

@@ -18,14 +18,16 @@ SEVERAL = "scale=one or group_std, shape=none, and pull=none or one in the loss"
 
 
 class Baseline(Piece, begin=True):
-    """What a reward is compared with. Its mathematics: `algorithm.baseline`, one number a sample or, where `per_token`, several."""
+    """What a reward is compared with. Its mathematics: `algorithm.baseline`, one number a sample or, where `per_token`,
+    several."""
 
     relative: ClassVar[bool] = False
     """Whether siblings are compared, so that a group without spread has credit exactly 0."""
     per_token: ClassVar[bool] = False
     """Whether credit differs between the tokens of an episode."""
     to_go: ClassVar[bool] = False
-    """Whether a KL in the reward is charged to the tokens at and before the one that paid it, not to the whole episode."""
+    """Whether a KL in the reward is charged to the tokens at and before the one that paid it, not to the whole
+    episode."""
     earns_to_go: ClassVar[bool] = False
     """Whether a token does not answer for what was paid for earlier turns."""
     greedy: ClassVar[bool] = False
@@ -48,7 +50,10 @@ class Baseline(Piece, begin=True):
 def _of_turns(b: Baseline, a: Algorithm) -> Iterator[str]:
     """Refusals of baselines that compare turns."""
     if a.scale not in ("one", "group_std") or a.charges_answers:
-        yield f"baseline={named(b)} compares turns, not answers. Set scale=one or group_std, and pull=none or one in the loss"
+        yield (
+            f"baseline={named(b)} compares turns, not answers. Set scale=one or group_std, and pull=none or one in the"
+            " loss"
+        )
     yield from _judged(b, a)
 
 
@@ -69,8 +74,8 @@ class Zero(Baseline):
 class ToGo(Baseline):
     """No baseline, and a token answers only for what follows it: the reward, less the KL paid from it on (A02).
 
-    What the world paid for earlier turns is not in it either. A scale divides all of that: it is the one of whole rewards, so that an
-    answer's first token has the credit it has under `Zero`.
+    What the world paid for earlier turns is not in it either. A scale divides all of that: it is the one of whole
+    rewards, so that an answer's first token has the credit it has under `Zero`.
     """
 
     to_go = True
@@ -123,7 +128,8 @@ class Others(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthMean(Baseline):
-    """Mean reward of the siblings weighted by their lengths: the variance-optimal one where gradients grow with length (OPO, A04)."""
+    """Mean reward of the siblings weighted by their lengths: the variance-optimal one where gradients grow with length
+    (OPO, A04)."""
 
     relative = True
 
@@ -135,8 +141,9 @@ class LengthMean(Baseline):
 class EnergyMean(Baseline):
     """Per token t: mean reward of the siblings that still speak, weighted by their energy up to t (OTB, A04).
 
-    The energy of a token is |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2 under the learner at the start of the step: what it
-    adds to the gradient's variance. Where no sibling but one still speaks there is nothing to compare with, and credit is 0.
+    The energy of a token is |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2 under the learner at the start of the
+    step: what it adds to the gradient's variance. Where no sibling but one still speaks there is nothing to compare
+    with, and credit is 0.
     """
 
     relative = True
@@ -202,10 +209,11 @@ class Greedy(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class StepMean(Baseline):
-    """Mean over all judged steps of all siblings; a token's credit sums the steps that end at or after it (A07, process form).
+    """Mean over all judged steps of all siblings; a token's credit sums the steps that end at or after it (A07, process
+    form).
 
-    Steps are verdicts about a part of an episode (`Judged.end`). A group without any compares its outcomes, each at its answer's
-    end; a sibling without any beside others that have some has no credit.
+    Steps are verdicts about a part of an episode (`Judged.end`). A group without any compares its outcomes, each at its
+    answer's end; a sibling without any beside others that have some has no credit.
     """
 
     relative = True
@@ -227,8 +235,8 @@ class StepMean(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnMean(Baseline):
-    """Per turn k: what was paid for it less the mean of what the siblings' turn k was paid, plus the outcome's own comparison in
-    every turn (MT-GRPO, E05). Without paid turns it is `GroupMean`."""
+    """Per turn k: what was paid for it less the mean of what the siblings' turn k was paid, plus the outcome's own
+    comparison in every turn (MT-GRPO, E05). Without paid turns it is `GroupMean`."""
 
     relative = True
     per_token = True
@@ -254,8 +262,8 @@ class TurnMean(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorMean(Baseline):
-    """Episode credit as in `GroupMean`, plus, per turn, its discounted return less the mean over all turns of the group that began
-    in the same state (GiGPO, E05). A state that occurred once gives nothing."""
+    """Episode credit as in `GroupMean`, plus, per turn, its discounted return less the mean over all turns of the group
+    that began in the same state (GiGPO, E05). A state that occurred once gives nothing."""
 
     relative = True
     per_token = True
@@ -267,8 +275,8 @@ class AnchorMean(Baseline):
     omega: float = 1.0
     """Weight of the state's credit beside the episode's."""
     by: Literal["observation", "history"] = "observation"
-    """What a state is: the tokens seen since the last turn, as in the paper, where the observation tells it whole; or everything
-    the policy saw and said before."""
+    """What a state is: the tokens seen since the last turn, as in the paper, where the observation tells it whole; or
+    everything the policy saw and said before."""
 
     def __post_init__(self) -> None:
         share("baseline.gamma", self.gamma)
@@ -321,10 +329,13 @@ class Value(Baseline):
             if (value := getattr(self, name)) is not None:
                 positive(f"baseline.{name}", value, f"{name}=none")
         if self.credit_lambda is not None and self.length_alpha is not None:
-            raise ConfigError("baseline.credit_lambda and baseline.length_alpha both say the credit's lambda: set one of them to none")
+            raise ConfigError(
+                "baseline.credit_lambda and baseline.length_alpha both say the credit's lambda: set one of them to none"
+            )
         if not self.coef >= 0 or not (self.clip is None or self.clip > 0):
             raise ConfigError(
-                f"baseline.coef={self.coef} must be >= 0 and baseline.clip={self.clip} > 0; to switch the value clip off set clip=none"
+                f"baseline.coef={self.coef} must be >= 0 and baseline.clip={self.clip} > 0; to switch the value clip"
+                " off set clip=none"
             )
 
     def words(self) -> str:
@@ -346,7 +357,10 @@ class Value(Baseline):
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.charges_tokens:
-            yield "placement=token charges a token alone, while GAE hands its charge to the tokens before it. Set pull.placement=reward"
+            yield (
+                "placement=token charges a token alone, while GAE hands its charge to the tokens before it. Set"
+                " pull.placement=reward"
+            )
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         return ("values",)

@@ -1,4 +1,5 @@
-"""Train/inference corrections: c = start/mu, detached, multiplies the push (A25). Several multiply; at most one weighs."""
+"""Train/inference corrections: c = start/mu, detached, multiplies the push (A25). Several multiply; at most one
+weighs."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ class Correction(Piece, begin=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Truncate(Correction):
-    """c = min(start/mu, cap), per token or of the episode's product (TIS, A25). cap=none weighs without a bound (AReaL, A26)."""
+    """c = min(start/mu, cap), per token or of the episode's product (TIS, A25). cap=none weighs without a bound (AReaL,
+    A26)."""
 
     weighs = True
 
@@ -71,7 +73,8 @@ class Mask(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryKL(Correction):
-    """c = start/mu where KL between start and mu on {the said token, any other} is at most phi in both directions, else 0 (KPop, A25)."""
+    """c = start/mu where KL between start and mu on {the said token, any other} is at most phi in both directions, else
+    0 (KPop, A25)."""
 
     weighs = True
 
@@ -81,16 +84,22 @@ class BinaryKL(Correction):
         positive("correction.phi", self.phi)
 
     def words(self) -> str:
-        return f"start/mu, and 0 where KL between start and mu on the said token exceeds {self.phi:g} in either direction"
+        return (
+            f"start/mu, and 0 where KL between start and mu on the said token exceeds {self.phi:g} in either direction"
+        )
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.anchor == "proximal":
-            yield "BinaryKL compares sampler and learner, and anchor=proximal skips the learner's forward. Set anchor=start"
+            yield (
+                "BinaryKL compares sampler and learner, and anchor=proximal skips the learner's forward. Set"
+                " anchor=start"
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Reject(Correction):
-    """Drops whole episodes whose geometric mean of start/mu leaves [low, high]; the kept ones are not weighed (Geo-RS, A25)."""
+    """Drops whole episodes whose geometric mean of start/mu leaves [low, high]; the kept ones are not weighed (Geo-RS,
+    A25)."""
 
     low: float = 0.99
     high: float = 1.01
@@ -104,7 +113,8 @@ class Reject(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class Veto(Correction):
-    """Drops whole episodes that hold a token with start/mu below `below`: one catastrophic token poisons its episode (A25)."""
+    """Drops whole episodes that hold a token with start/mu below `below`: one catastrophic token poisons its episode
+    (A25)."""
 
     below: float = 1e-4
 
@@ -117,7 +127,8 @@ class Veto(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class NegativeMask(Correction):
-    """Drops episodes with A < 0 that the current policy has left: mean over tokens of log mu - log pi > delta (DeepSeek-V3.2, A08)."""
+    """Drops episodes with A < 0 that the current policy has left: mean over tokens of log mu - log pi > delta
+    (DeepSeek-V3.2, A08)."""
 
     delta: float = 0.5
 

@@ -1,7 +1,8 @@
 """What every piece of an algorithm says of itself, so that nobody else has to know it by name.
 
-A piece is two files. Here, in the file of its choice, stands a frozen dataclass with its numbers and its words; in `posttrain.algorithm`
-stands its mathematics, registered by its type. A piece holds numbers, words and switches, and reaches nothing outside the run.
+A piece is two files. Here, in the file of its choice, stands a frozen dataclass with its numbers and its words; in
+`posttrain.algorithm` stands its mathematics, registered by its type. A piece holds numbers, words and switches, and
+reaches nothing outside the run.
 """
 
 from __future__ import annotations

@@ -15,13 +15,17 @@ if TYPE_CHECKING:
 
 Estimator = Literal["k1", "k2", "k3", "rk3"]
 Placement = Literal["reward", "loss", "both", "token"]
-"""reward: charged to the actions that led there. loss: differentiated at the token. token: charged to the token alone."""
+"""reward: charged to the actions that led there. loss: differentiated at the token. token: charged to the token
+alone."""
 
 _KL_TRUTH: dict[tuple[Estimator, Placement], str] = {
     ("k1", "reward"): "exact",
     ("k1", "token"): "exact at each token; no token is charged for the KL of the tokens after it",
     ("k2", "loss"): "exact on policy at each token; no token is charged for the KL of the tokens after it",
-    ("k3", "loss"): "biased: on policy its gradient is that of the forward KL(ref || pi) at each token, off policy of neither",
+    (
+        "k3",
+        "loss",
+    ): "biased: on policy its gradient is that of the forward KL(ref || pi) at each token, off policy of neither",
     ("k3", "both"): "exact on policy",
     ("rk3", "loss"): "exact at each token, also off policy; no token is charged for the KL of the tokens after it",
 }
@@ -62,15 +66,16 @@ class Pull(Piece, begin=True):
 class KL(Pull):
     """A pull towards the reference. `truth` says whether its gradient is that of KL(pi || ref) (A34).
 
-    d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3 with the token's own ratio, differentiated, whatever
-    ratio the push takes (docs/algorithms-notes.md says where TRL differs).
+    d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3 with the token's own ratio,
+    differentiated, whatever ratio the push takes (docs/algorithms-notes.md says where TRL differs).
     """
 
     coef: float = 0.04
     estimator: Estimator = "k3"
     placement: Placement = "loss"
     target: float | None = None
-    """Adaptive control (A05): after each step coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. None: fixed."""
+    """Adaptive control (A05): after each step coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. None:
+    fixed."""
     horizon: float = 10_000.0
     refresh: int = 0
     """Every this many steps the reference becomes the policy as it is (ProRL, A37); each time the run folder
@@ -81,7 +86,9 @@ class KL(Pull):
         if pair not in _KL_TRUTH:
             why = _KL_REFUSED.get(pair, "there is no such pair")
             legal = ", ".join(f"{e}/{p}" for e, p in _KL_TRUTH)
-            raise ConfigError(f"pull.estimator={self.estimator} with pull.placement={self.placement}: {why}. Use one of {legal}")
+            raise ConfigError(
+                f"pull.estimator={self.estimator} with pull.placement={self.placement}: {why}. Use one of {legal}"
+            )
         positive("pull.coef", self.coef, "pull=none")
         positive("pull.horizon", self.horizon)
         not_negative("pull.refresh", self.refresh)
@@ -98,7 +105,10 @@ class KL(Pull):
         if self.estimator == "rk3" and a.ratio == "one":
             yield "rk3 weights k3 by the ratio, and ratio='one' has none. Set ratio=token, or use k3/both"
         if self.refresh and a.distill is not None:
-            yield "distill's teacher is the reference, and pull.refresh would replace it. Set pull.refresh=0, or distill=none"
+            yield (
+                "distill's teacher is the reference, and pull.refresh would replace it. Set pull.refresh=0, or"
+                " distill=none"
+            )
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         return ("reference",)
@@ -136,7 +146,8 @@ class SequenceL2(Pull):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenL2(Pull):
-    """coef * (log pi/anchor)^2 of every token: prime-rl's kl_tau; verl's dro and ROLL's kimi15 differ by a factor (A18, A20)."""
+    """coef * (log pi/anchor)^2 of every token: prime-rl's kl_tau; verl's dro and ROLL's kimi15 differ by a factor (A18,
+    A20)."""
 
     forms_ratio = True
 

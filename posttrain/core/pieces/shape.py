@@ -1,4 +1,5 @@
-"""Shaping of the reward, applied in order. Filters, pass rates and difficulty never see it: they read the raw outcome."""
+"""Shaping of the reward, applied in order. Filters, pass rates and difficulty never see it: they read the raw
+outcome."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ class Overlong(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class DropTruncated(Shaping):
-    """Overlong filtering (DAPO): an episode cut off at its length keeps its place in the baseline, but has no gradient."""
+    """Overlong filtering (DAPO): an episode cut off at its length keeps its place in the baseline, but has no
+    gradient."""
 
     changes_reward = False
 
@@ -67,14 +69,16 @@ class BestOf(Shaping):
 
     k: int = 4
     gain: bool = False
-    """Less the best reward of each subset without this sample (PKPO's loo-1, Eq. 33): still unbiased, and of far less variance. A
-    baseline over these rewards instead would not be: the others' rewards contain this sample's."""
+    """Less the best reward of each subset without this sample (PKPO's loo-1, Eq. 33): still unbiased, and of far less
+    variance. A baseline over these rewards instead would not be: the others' rewards contain this sample's."""
 
     def __post_init__(self) -> None:
         if self.k < 1:
             raise ConfigError(f"shape.bestof.k={self.k}: must be >= 1")
         if self.gain and self.k == 1:
-            raise ConfigError("shape.bestof.gain=true with k=1 compares a sample with nobody. Set gain=false, or k >= 2")
+            raise ConfigError(
+                "shape.bestof.gain=true with k=1 compares a sample with nobody. Set gain=false, or k >= 2"
+            )
 
     def words(self) -> str:
         best = "best r - best r without this one" if self.gain else "best r"
@@ -90,7 +94,8 @@ class BestOf(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class RankLength(Shaping):
-    """+- coef by where the length lies between the group's shortest (+.5) and longest (-.5); failures only lose (Kimi k1.5, C04)."""
+    """+- coef by where the length lies between the group's shortest (+.5) and longest (-.5); failures only lose (Kimi
+    k1.5, C04)."""
 
     coef: float = 1.0
 
@@ -103,7 +108,8 @@ class RankLength(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class TargetLength(Shaping):
-    """L1 (2503.04697, C04). exact: reward - alpha * |target - |y||; most: reward * clip(alpha * (target - |y|) + .5, 0, 1).
+    """L1 (2503.04697, C04). exact: reward - alpha * |target - |y||; most: reward * clip(alpha * (target - |y|) + .5, 0,
+    1).
 
     The paper's slope; its code halves it in the second form. The target is the task's `n_gold` where it has one.
     """
@@ -118,7 +124,9 @@ class TargetLength(Shaping):
 
     def words(self) -> str:
         off = f"{self.target} - |y|"
-        return f"r - {self.alpha:g} | {off} |" if self.form == "exact" else f"r clip({self.alpha:g} ({off}) + 1/2, 0, 1)"
+        return (
+            f"r - {self.alpha:g} | {off} |" if self.form == "exact" else f"r clip({self.alpha:g} ({off}) + 1/2, 0, 1)"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +144,8 @@ class RateLength(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Shaping):
-    """Half a cosine over length 0 ... max_tokens, in place of the reward: solved 1 -> .5, not solved -1 -> -.5 (2503.03373, C04)."""
+    """Half a cosine over length 0 ... max_tokens, in place of the reward: solved 1 -> .5, not solved -1 -> -.5
+    (2503.03373, C04)."""
 
     solved_short: float = 1.0
     solved_long: float = 0.5
@@ -167,7 +176,8 @@ class Repetition(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Shaping):
-    """reward -> `otherwise` where the reward source `source` gave less than 1: wrong form earns nothing, right form adds nothing (C03).
+    """reward -> `otherwise` where the reward source `source` gave less than 1: wrong form earns nothing, right form
+    adds nothing (C03).
 
     Give that source weight 0, and it is judged and recorded but no part of the outcome.
     """
@@ -187,7 +197,8 @@ class Gate(Shaping):
 class RelativeLength(Shaping):
     """L_ref / |y| - 1 + coef * (reward - A_ref), in place of the reward (O1-Pruner 2501.12570, C04).
 
-    L_ref and A_ref are the task's `reference_length` and `reference_accuracy`, means over the reference policy's samples.
+    L_ref and A_ref are the task's `reference_length` and `reference_accuracy`, means over the reference policy's
+    samples.
     """
 
     coef: float = 5.0

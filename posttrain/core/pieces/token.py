@@ -52,7 +52,8 @@ class ClipCov(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class KlCov(Tokens):
-    """The `share` of tokens with the largest covariance get coef * |log pi - log start| beside the policy term (A33)."""
+    """The `share` of tokens with the largest covariance get coef * |log pi - log start| beside the policy term
+    (A33)."""
 
     silences = False
 
@@ -86,7 +87,8 @@ class TopEntropy(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMoment(Tokens):
-    """Silences the tokens with the largest |log start/mu| until the mean of their squares is at most `limit` (M2PO, A26)."""
+    """Silences the tokens with the largest |log start/mu| until the mean of their squares is at most `limit` (M2PO,
+    A26)."""
 
     limit: float = 0.04
 
@@ -111,8 +113,8 @@ class EntropyBonus(Piece):
 
     coef: float = 0.01
     target: float | None = None
-    """Adaptive (Skywork-OR1, A33): each step coef rises by `delta` while the entropy is below target and falls by it above,
-    not below 0; the bonus is active only below target. None: fixed."""
+    """Adaptive (Skywork-OR1, A33): each step coef rises by `delta` while the entropy is below target and falls by it
+    above, not below 0; the bonus is active only below target. None: fixed."""
     delta: float = 0.005
 
     def __post_init__(self) -> None:
@@ -147,7 +149,9 @@ class Imitate(Piece):
 
     def words(self) -> str:
         whose = "solved responses" if self.of == "solved" else "shown responses"
-        return f"-{self.coef:g} mean over the tokens of {whose} of " + ("sg[p (1 - p)] log pi" if self.unsure else "log pi")
+        return f"-{self.coef:g} mean over the tokens of {whose} of " + (
+            "sg[p (1 - p)] log pi" if self.unsure else "log pi"
+        )
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if self.of == "shown" and a.shown is None:
@@ -181,9 +185,15 @@ class Shown(Piece):
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.stores_top:
-            yield "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0, or shown=none"
+            yield (
+                "clip.top reads the sampler's most probable tokens, and a demonstration has no sampler. Set clip.top=0,"
+                " or shown=none"
+            )
         if a.kl_in_credit is not None and a.anchor != "start":
-            yield "a KL in the credit is taken under the sampler, which a demonstration does not have. Set anchor=start, or shown=none"
+            yield (
+                "a KL in the credit is taken under the sampler, which a demonstration does not have. Set anchor=start,"
+                " or shown=none"
+            )
 
     def uses(self) -> str:
         return "demonstrations"
@@ -196,9 +206,9 @@ class Shown(Piece):
 class Distill(Piece):
     """coef * generalised JSD_beta(teacher || policy) of the whole next-token distribution (GKD, A30).
 
-    beta * KL(teacher || M) + (1 - beta) * KL(policy || M) with M = beta * teacher + (1 - beta) * policy; beta 0 and 1 are
-    the limits KL(teacher || policy) and KL(policy || teacher). Read on the teacher's `top` most probable tokens and the rest
-    as one; 0 reads all. The teacher is the stage's reference.
+    beta * KL(teacher || M) + (1 - beta) * KL(policy || M) with M = beta * teacher + (1 - beta) * policy; beta 0 and 1
+    are the limits KL(teacher || policy) and KL(policy || teacher). Read on the teacher's `top` most probable tokens and
+    the rest as one; 0 reads all. The teacher is the stage's reference.
     """
 
     reads_silent = True
@@ -218,7 +228,10 @@ class Distill(Piece):
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.stores_top:
-            yield "distill and clip.top would each name the candidate tokens of a position. Set clip.top=0, or distill=none"
+            yield (
+                "distill and clip.top would each name the candidate tokens of a position. Set clip.top=0, or"
+                " distill=none"
+            )
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         return ("teacher",)
@@ -266,7 +279,8 @@ class NoEasy(Curriculum):
 
 @dataclass(frozen=True, kw_only=True)
 class Priority(Curriculum):
-    """Tasks are drawn in proportion to 1 - their pass rate so far, and to `floor` where that is less (Kimi k1.5, A20)."""
+    """Tasks are drawn in proportion to 1 - their pass rate so far, and to `floor` where that is less (Kimi k1.5,
+    A20)."""
 
     drawn = True
 

@@ -20,7 +20,8 @@ class TrustRegion(Piece, begin=True):
     per_token: ClassVar[bool] = False
     """Whether it compares single tokens, so that it needs ratio=token."""
     silences: ClassVar[bool] = False
-    """Whether a token outside its bounds has a push of exactly 0, so that bounds narrower than noise silence tokens by rounding."""
+    """Whether a token outside its bounds has a push of exactly 0, so that bounds narrower than noise silence tokens by
+    rounding."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.ratio == "one":
@@ -37,8 +38,8 @@ class TrustRegion(Piece, begin=True):
 class Clip(TrustRegion):
     """PPO's clip: a token is silent once its ratio has left [1 - low, 1 + high] in the direction its credit pushes.
 
-    `cap` is the dual clip of 1912.09729 (there 3) and the two-sided clip of INTELLECT-2 (there 4): a token with A < 0 is
-    also silent where its ratio exceeds cap. Both papers' forms have this one gradient (A06).
+    `cap` is the dual clip of 1912.09729 (there 3) and the two-sided clip of INTELLECT-2 (there 4): a token with A < 0
+    is also silent where its ratio exceeds cap. Both papers' forms have this one gradient (A06).
     """
 
     silences = True
@@ -51,7 +52,9 @@ class Clip(TrustRegion):
         if not (0 <= self.low <= 1 and self.high >= 0):
             raise ConfigError(f"clip.low={self.low} must lie in [0, 1] and clip.high={self.high} must be >= 0")
         if self.cap is not None and not self.cap > 1 + self.high:
-            raise ConfigError(f"clip.cap={self.cap} must lie above 1 + clip.high={1 + self.high:g}; to switch it off set cap=none")
+            raise ConfigError(
+                f"clip.cap={self.cap} must lie above 1 + clip.high={1 + self.high:g}; to switch it off set cap=none"
+            )
 
     def words(self) -> str:
         loud = "" if self.cap is None else f", or rho > {self.cap:g} with A < 0"
@@ -105,12 +108,15 @@ class Soft(TrustRegion):
         positive("clip.tau_negative", self.tau_negative)
 
     def words(self) -> str:
-        return f"4 rho s (1 - s), s = sigmoid(tau (rho - 1)), tau = {self.tau:g} where A > 0, else {self.tau_negative:g}"
+        return (
+            f"4 rho s (1 - s), s = sigmoid(tau (rho - 1)), tau = {self.tau:g} where A > 0, else {self.tau_negative:g}"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometric(TrustRegion):
-    """One weight an episode: exp of the mean log-ratio, each token's clipped to +-low/high in the harmful direction (GMPO, A14).
+    """One weight an episode: exp of the mean log-ratio, each token's clipped to +-low/high in the harmful direction
+    (GMPO, A14).
 
     A clipped token does not speak, the others do with the episode's weight.
     """
@@ -126,7 +132,10 @@ class Geometric(TrustRegion):
         positive("clip.high", self.high)
 
     def words(self) -> str:
-        return f"exp(mean over y of log rho, at most {self.high:g} where A > 0, at least -{self.low:g} where A < 0); 0 for a bounded token"
+        return (
+            f"exp(mean over y of log rho, at most {self.high:g} where A > 0, at least -{self.low:g} where A < 0); 0 for"
+            " a bounded token"
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,14 +161,23 @@ class Divergence(TrustRegion):
         not_negative("clip.top", self.top)
 
     def words(self) -> str:
-        over = f"the sampler's {self.top} most probable tokens, the said one and the rest" if self.top else "the said token and the rest"
+        over = (
+            f"the sampler's {self.top} most probable tokens, the said one and the rest"
+            if self.top
+            else "the said token and the rest"
+        )
         far = "TV(mu, pi)" if self.measure == "tv" else "KL(mu || pi)"
-        return f"min(rho, {self.cap:g}); 0 where D > {self.delta:g} and the push leads further away, D = {far} over {over}"
+        return (
+            f"min(rho, {self.cap:g}); 0 where D > {self.delta:g} and the push leads further away, D = {far} over {over}"
+        )
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         yield from super().refuses(a)
         if self.top and a.anchor != "behaviour":
-            yield "clip.top reads the sampler's most probable tokens, so it compares with the sampler. Set anchor=behaviour"
+            yield (
+                "clip.top reads the sampler's most probable tokens, so it compares with the sampler. Set"
+                " anchor=behaviour"
+            )
 
     def stores_top(self) -> int:
         return self.top
@@ -204,14 +222,16 @@ class FutureKL(TrustRegion):
     def words(self) -> str:
         band = f"within [{1 - self.band_low:g}, {1 + self.band_high:g}]"
         return (
-            f"f rho; 0 where rho > {1 + self.high:g} with A > 0, or rho < {1 - self.low:g} with A < 0; "
-            f"f = exp(sum_(k>=t) 2^(-(k-t)/{self.half_life:g}) log rho_k) {band}, not above 1 where A < 0 and rho > {self.loud:g}"
+            f"f rho; 0 where rho > {1 + self.high:g} with A > 0, or rho < {1 - self.low:g} with A < 0; f ="
+            f" exp(sum_(k>=t) 2^(-(k-t)/{self.half_life:g}) log rho_k) {band}, not above 1 where A < 0 and rho >"
+            f" {self.loud:g}"
         )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Hump(TrustRegion):
-    """W^k exp(lambda (1 - W)) of the episode's ratio W: 1 at W = 1, fading on both sides, per sign of A (VESPO, A29)."""
+    """W^k exp(lambda (1 - W)) of the episode's ratio W: 1 at W = 1, fading on both sides, per sign of A (VESPO,
+    A29)."""
 
     k: float = 2.0
     fade: float = 3.0
@@ -224,7 +244,10 @@ class Hump(TrustRegion):
             positive(f"clip.{name}", getattr(self, name))
 
     def words(self) -> str:
-        up, down = f"rho^{self.k:g} exp({self.fade:g} (1 - rho))", f"rho^{self.k_negative:g} exp({self.fade_negative:g} (1 - rho))"
+        up, down = (
+            f"rho^{self.k:g} exp({self.fade:g} (1 - rho))",
+            f"rho^{self.k_negative:g} exp({self.fade_negative:g} (1 - rho))",
+        )
         return f"{up} where A > 0, {down} where A < 0"
 
     def refuses(self, a: Algorithm) -> Iterator[str]:

@@ -69,7 +69,9 @@ class Blocks:
     def take(self, n: int) -> np.ndarray:
         """int64 [n]: blocks nobody owned, each now owned once."""
         if n > self.free:
-            raise InvariantError(f"{n} cache blocks taken, {self.free} free: the scheduler must make room before it takes")
+            raise InvariantError(
+                f"{n} cache blocks taken, {self.free} free: the scheduler must make room before it takes"
+            )
         taken = self._free[self.free - n : self.free][::-1].copy()
         self.free -= n
         self._count[taken] = 1

@@ -1,9 +1,10 @@
 """The key-value pool, and attention through tables of its rows.
 
 Attention here is ragged: a query reads exactly the rows of its own sequence, whatever its neighbours' lengths. On a CPU
-with a C compiler it is one call of compiled code (`kernels/attention.h`). Elsewhere scores are a sampled matrix product over a CSR pattern (one
-entry per query, head and visible row), weights times values an embedding bag over the same indices, so no key or value is
-copied and none is read for padding. Only the softmax works on a padded matrix, of scores (1 / D of the data).
+with a C compiler it is one call of compiled code (`kernels/attention.h`). Elsewhere scores are a sampled matrix product
+over a CSR pattern (one entry per query, head and visible row), weights times values an embedding bag over the same
+indices, so no key or value is copied and none is read for padding. Only the softmax works on a padded matrix, of scores
+(1 / D of the data).
 
 Axis letters: B ragged queries, H query heads, K key-value heads (H = K * groups), D head width, T visible rows summed
 over the queries, E = H * T entries in the order (head, query, row), N positions of the forward pass.
@@ -29,10 +30,11 @@ from posttrain.engine.embedded.blocks import BLOCK
 LANES = 64
 """The score matrix is padded to a multiple of this, so that its width never changes how a row is summed."""
 RESERVE = 2
-"""Addresses reserved on a CPU, per row asked for: growth within them copies nothing, and pages come with the first write."""
+"""Addresses reserved on a CPU, per row asked for: growth within them copies nothing, and pages come with the first
+write."""
 
 
-class Pool:
+class CachePool:
     """Keys and values of every layer, float32 (float64 for a float64 model): [blocks * K * BLOCK, D].
 
     A block holds its rows head after head, so that what one head reads lies together: head k of row r is at
@@ -44,7 +46,9 @@ class Pool:
         compiled: attend with compiled kernels; None: wherever they compile.
     """
 
-    def __init__(self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, compiled: bool | None = None) -> None:
+    def __init__(
+        self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, compiled: bool | None = None
+    ) -> None:
         self.shapes = shapes
         self.kernels = native.choose(compiled, device, torch.float64 if dtype == torch.float64 else torch.float32)
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
@@ -57,7 +61,11 @@ class Pool:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
             torch.sparse_csr_tensor(
-                torch.zeros(2, dtype=torch.int32), torch.zeros(0, dtype=torch.int32), torch.zeros(0), size=(1, 1), check_invariants=False
+                torch.zeros(2, dtype=torch.int32),
+                torch.zeros(0, dtype=torch.int32),
+                torch.zeros(0),
+                size=(1, 1),
+                check_invariants=False,
             )
 
     @property
@@ -71,7 +79,8 @@ class Pool:
         if rows > self._reserved:
             self._reserved = rows * RESERVE if self.device.type == "cpu" else rows
             self._wholes = [
-                (self._rows(self._reserved * s.heads, s.key), self._rows(self._reserved * s.heads, s.value)) for s in self.shapes
+                (self._rows(self._reserved * s.heads, s.key), self._rows(self._reserved * s.heads, s.value))
+                for s in self.shapes
             ]
             for whole, *pools in zip(self._wholes, self.keys, self.values, strict=True):
                 for fresh, old in zip(whole, pools, strict=True):
@@ -126,18 +135,21 @@ AttendLayer = Callable[[int, float, int | None], None]
 
 
 class CachedLayout:
-    """One forward pass over cached sequences: first B ragged queries, then beginnings of prompts, then later chunks of prompts.
+    """One forward pass over cached sequences: first B ragged queries, then beginnings of prompts, then later chunks of
+    prompts.
 
     Args:
-        rows_N: pool row of every position that is stored (B + dense positions + those of the chunks, without idle ones).
+        rows_N: pool row of every position that is stored (B + dense positions + those of the chunks, without idle
+            ones).
         visible_T: pool rows the ragged queries see, query after query. lengths_B: how many each sees (0: idle).
         dense: layout of the beginnings after the ragged queries; None where there are none.
-        chunks: of each prompt that goes on, the pool rows of all its positions so far and how many at the end are queries.
+        chunks: of each prompt that goes on, the pool rows of all its positions so far and how many at the end are
+            queries.
     """
 
     def __init__(
         self,
-        pool: Pool,
+        pool: CachePool,
         rows_N: np.ndarray,
         visible_T: np.ndarray,
         lengths_B: np.ndarray,
@@ -148,7 +160,9 @@ class CachedLayout:
         self._chunks = [Chunk(pool, rows, n) for rows, n in chunks]
         self._rows_N = torch.from_numpy(rows_N).to(pool.device)
         self._visible_T, self._lengths_B = visible_T, lengths_B
-        self._bags = [torch.from_numpy(np.ascontiguousarray(x)) for x in (visible_T, np.cumsum(lengths_B) - lengths_B, lengths_B)]
+        self._bags = [
+            torch.from_numpy(np.ascontiguousarray(x)) for x in (visible_T, np.cumsum(lengths_B) - lengths_B, lengths_B)
+        ]
         self._patterns: dict[tuple[int, int, int | None], _Pattern] = {}
         self._seen = torch.zeros(0)
 
@@ -168,7 +182,11 @@ class CachedLayout:
         b = len(self._lengths_B)
         out: list[Tensor] = []
         if self.pool.kernels is not None:
-            out.append(self._compiled(self.pool.kernels, layer, query[0, :, :b], key[0], value[0], scaling, sliding_window, softcap))
+            out.append(
+                self._compiled(
+                    self.pool.kernels, layer, query[0, :, :b], key[0], value[0], scaling, sliding_window, softcap
+                )
+            )
         else:
             self.pool.write(layer, self._rows_N, key[0], value[0])
             if b:
@@ -176,7 +194,9 @@ class CachedLayout:
         if self.dense is not None:
             to = b + self.dense.tokens
             q, k, v = (x[:, :, b:to] for x in (query, key, value))
-            out.append(self.dense.attend(module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap))
+            out.append(
+                self.dense.attend(module, q, k, v, scaling=scaling, sliding_window=sliding_window, softcap=softcap)
+            )
             b = to
         for chunk in self._chunks:
             out.append(chunk.attend(layer, query[:, :, b : b + chunk.length], scaling, sliding_window, softcap))
@@ -194,21 +214,33 @@ class CachedLayout:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Store key and value [K, N, D], then every query [H, B, D] over its own rows -> [1, B, H, D], good until the next layer attends."""
+        """Store key and value [K, N, D], then every query [H, B, D] over its own rows -> [1, B, H, D], good until the
+        next layer attends."""
         dtype = query.dtype
-        query, key, value = (x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (query, key, value))
-        self._bound(kernels, query, key, value, softcap)(self.pool.keys[layer], self.pool.values[layer], scaling, window)
+        query, key, value = (
+            x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (query, key, value)
+        )
+        self._bound(kernels, query, key, value, softcap)(
+            self.pool.keys[layer], self.pool.values[layer], scaling, window
+        )
         return self._seen.to(dtype).unsqueeze(0)
 
-    def every_layer(self, kernels: native.Kernels, query: Tensor, key: Tensor, value: Tensor) -> tuple[AttendLayer | None, int]:
-        """For layers that leave their heads in the same three tensors, as `attend` takes them, float32: what attends a layer, and the
-        address of what is then seen [N, H, D]. None where a prompt's beginning or a later chunk is in this pass."""
+    def every_layer(
+        self, kernels: native.Kernels, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[AttendLayer | None, int]:
+        """For layers that leave their heads in the same three tensors, as `attend` takes them, float32: what attends a
+        layer, and the address of what is then seen [N, H, D]. None where a prompt's beginning or a later chunk is in
+        this pass."""
         if self.pool.kernels is not kernels or self.dense is not None or self._chunks:
             return None, 0
         attend, keys, values = self._bound(kernels, query[0], key[0], value[0], None), self.pool.keys, self.pool.values
-        return (lambda layer, scaling, window: attend(keys[layer], values[layer], scaling, window)), self._seen.data_ptr()
+        return (
+            lambda layer, scaling, window: attend(keys[layer], values[layer], scaling, window)
+        ), self._seen.data_ptr()
 
-    def _bound(self, kernels: native.Kernels, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> native.Attend:
+    def _bound(
+        self, kernels: native.Kernels, query: Tensor, key: Tensor, value: Tensor, softcap: float | None
+    ) -> native.Attend:
         """`kernels.attend` of these tensors into `_seen`."""
         shape = query.shape[1], query.shape[0], value.shape[-1]
         if self._seen.shape != shape:
@@ -222,7 +254,12 @@ class CachedLayout:
         pattern = self._pattern(heads, self.pool.shapes[layer].heads, window)
         csr = pattern.csr
         torch.sparse.sampled_addmm(
-            csr, query.reshape(-1, width).to(self.pool.dtype), self.pool.keys[layer].t(), beta=0.0, alpha=scaling, out=csr
+            csr,
+            query.reshape(-1, width).to(self.pool.dtype),
+            self.pool.keys[layer].t(),
+            beta=0.0,
+            alpha=scaling,
+            out=csr,
         )
         scores_E = csr.values()
         if softcap is not None:
@@ -260,14 +297,17 @@ class CachedLayout:
         crow = np.append((starts_B + head * total).ravel(), heads * total).astype(np.int32)
         rows, places, crow_ = (torch.from_numpy(x).to(self.pool.device) for x in (rows_E, places_E, crow))
         values = torch.zeros(heads * total, dtype=self.pool.dtype, device=self.pool.device)
-        csr = torch.sparse_csr_tensor(crow_, rows, values, size=(heads * count, self.pool.rows * kv_heads), check_invariants=False)
+        csr = torch.sparse_csr_tensor(
+            crow_, rows, values, size=(heads * count, self.pool.rows * kv_heads), check_invariants=False
+        )
         return _Pattern(csr, rows, crow_[:-1], places, width)
 
 
 class Chunk:
-    """Queries at the end of one cached sequence, over all of it: dense, with its keys and values gathered once a layer."""
+    """Queries at the end of one cached sequence, over all of it: dense, with its keys and values gathered once a
+    layer."""
 
-    def __init__(self, pool: Pool, rows_T: np.ndarray, length: int) -> None:
+    def __init__(self, pool: CachePool, rows_T: np.ndarray, length: int) -> None:
         self._pool, self.length = pool, length
         self._rows_T = torch.from_numpy(rows_T).to(pool.device)
         self._distance = torch.arange(len(rows_T) - length, len(rows_T), device=pool.device)[:, None] - torch.arange(

@@ -12,8 +12,8 @@
 `engine/straggler`           longest turn, per mean turn
 `engine/accepted`            drafted tokens that were said, per drafted token (speculative decoding)
 `engine/stale_gap`           |log-prob over stale blocks - over fresh ones| at a weight update, per token compared
-Needed is every token of every distinct sequence once; idle rows, padding, rejected drafts and prompts computed again are
-not. Seconds are apart, in `Counters.clock`, because no digest may cover them.
+Needed is every token of every distinct sequence once; idle rows, padding, rejected drafts and prompts computed again
+are not. Seconds are apart, in `EngineCounters.clock`, because no digest may cover them.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from posttrain.core.types import Gauge, Gauges
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.scheduler import Scheduler
-from posttrain.engine.embedded.tally import Tally
+from posttrain.engine.embedded.tally import SchedulerCounts
 
 
-class Counters:
+class EngineCounters:
     """Sums since the last `take`."""
 
     def __init__(self, slots: int) -> None:
@@ -65,7 +65,8 @@ class Counters:
         self._prefilled += len(plan.rows) - int(plan.widths.sum())
 
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
-        """`said` drafts were said, and of the positions of the speaking slots those at the indices `needed` are followed by more."""
+        """`said` drafts were said, and of the positions of the speaking slots those at the indices `needed` are
+        followed by more."""
         computed = int(plan.widths.sum())
         self._drafted += computed - len(plan.speaking)
         self._accepted += said
@@ -76,12 +77,13 @@ class Counters:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def clock(self) -> dict[str, float]:
-        """Seconds since the last call: `engine/step` in forward passes and draws, `engine/queue` requests waited for a slot."""
+        """Seconds since the last call: `engine/step` in forward passes and draws, `engine/queue` requests waited for a
+        slot."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def take(self, scheduler: Scheduler) -> Gauges:
-        tally, scheduler.tally = scheduler.tally, Tally()
+        tally, scheduler.tally = scheduler.tally, SchedulerCounts()
         again = np.array([(b - a, (b * (b + 1) - a * (a + 1)) // 2) for a, b in tally.again]).reshape(-1, 2).sum(0)
         linear, attention = self._linear - (0, again[0]), self._attention - (0, again[1])
         out = {

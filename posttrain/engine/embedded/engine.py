@@ -18,15 +18,15 @@ from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauges, Said
 from posttrain.engine.embedded import native
+from posttrain.engine.embedded.admission import Admission
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
-from posttrain.engine.embedded.counters import Counters
-from posttrain.engine.embedded.door import Door
+from posttrain.engine.embedded.cached_model import CachedModel
+from posttrain.engine.embedded.counters import EngineCounters
 from posttrain.engine.embedded.plan import BUDGET
 from posttrain.engine.embedded.scheduler import Scheduler
-from posttrain.engine.embedded.served import Served
-from posttrain.engine.embedded.slots import Heard, Request
+from posttrain.engine.embedded.slots import GenerateCall, Heard
 from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, PromptLookup, Proposer
-from posttrain.engine.embedded.step import Stepper
+from posttrain.engine.embedded.stepper import Stepper
 from posttrain.engine.embedded.stopping import Text
 from posttrain.engine.embedded.timeline import Timeline
 from posttrain.engine.embedded.weights import replace_weights
@@ -49,10 +49,11 @@ class EmbeddedEngine:
         deterministic: fixed matrix shapes, so that a request's bits do not depend on what runs beside it.
         cache_bytes: upper bound of the key-value cache.
         budget: most positions of a forward pass; speaking slots come first, pieces of prompts fill it up.
-        retain: tokens of ended sequences kept in the cache for later turns; None: half of what all slots could hold at most, and
-            an eighth of the cache.
-        update: what new weights do to sequences being said. drain: they end first. inflight: they go on under the new weights,
-            with their cache computed again. stale: they go on over keys and values of the old weights, and the gap is a gauge.
+        retain: tokens of ended sequences kept in the cache for later turns; None: half of what all slots could hold at
+            most, and an eighth of the cache.
+        update: what new weights do to sequences being said. drain: they end first. inflight: they go on under the new
+            weights, with their cache computed again. stale: they go on over keys and values of the old weights, and the
+            gap is a gauge.
         timeline: record when each request was queued, admitted and done (`EmbeddedEngine.timeline`).
         fused: run the decoder in fewer calls; None: wherever it can be.
         compiled: compute with kernels compiled on this machine; None: wherever they serve; true refuses to do without.
@@ -82,24 +83,30 @@ class EmbeddedEngine:
         speculate: Lookup | Draft | None = None,
     ) -> None:
         if slots < 1 or context < 2:
-            raise EngineError(f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token")
+            raise EngineError(
+                f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token"
+            )
         self._rows = -(-slots // ROWS) * ROWS if deterministic else None
-        self._served = Served(module, context, device=device, rows=self._rows, fused=fused, compiled=compiled)
+        self._served = CachedModel(module, context, device=device, rows=self._rows, fused=fused, compiled=compiled)
         self._module, self._pool = self._served.module, self._served.pool
         self._context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
         if self._most < 2:
-            raise EngineError(f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._pool.row_bytes} bytes: raise it")
+            raise EngineError(
+                f"cache_bytes={cache_bytes} holds no two blocks of {BLOCK * self._pool.row_bytes} bytes: raise it"
+            )
         if budget < 1:
             raise EngineError(f"budget={budget}: a forward pass needs at least one position")
         self._budget, self._update = budget, update
         held = min(slots * blocks_for(context) // 2, self._most // 8)
         self._retain = held if retain is None else blocks_for(retain)
-        self._door = Door(context, self._served.vocabulary, self._most, text)
+        self._door = Admission(context, self._served.vocabulary, self._most, text)
         self._version = 0
-        self._counters = Counters(slots)
+        self._counters = EngineCounters(slots)
         self._proposer = self._proposes(speculate, device)
-        self._stepper = Stepper(self._served, self._fresh(), self._counters, self._proposer, Timeline() if timeline else None)
+        self._stepper = Stepper(
+            self._served, self._fresh(), self._counters, self._proposer, Timeline() if timeline else None
+        )
         self._loading = 0
         self._paused = False
         self._drained: list[asyncio.Future[None]] = []
@@ -183,7 +190,9 @@ class EmbeddedEngine:
         try:
             if self._update == "drain" and self._scheduler.unfinished:
                 if self._paused:
-                    raise EngineError("new weights wait for the sequences being said, and the engine is paused: resume() it first")
+                    raise EngineError(
+                        "new weights wait for the sequences being said, and the engine is paused: resume() it first"
+                    )
                 self._wake()
                 drained = asyncio.get_running_loop().create_future()
                 self._drained.append(drained)
@@ -206,11 +215,11 @@ class EmbeddedEngine:
             self._wake()
 
     def gauges(self) -> Gauges:
-        """Counters since the last call; names and meaning in `counters.Counters`."""
+        """Counters since the last call; names and meaning in `counters.EngineCounters`."""
         return self._counters.take(self._scheduler)
 
     def clock(self) -> dict[str, float]:
-        """Seconds since the last call; names in `counters.Counters.clock`."""
+        """Seconds since the last call; names in `counters.EngineCounters.clock`."""
         return self._counters.clock()
 
     @property
@@ -239,12 +248,15 @@ class EmbeddedEngine:
         if speculate is None:
             return None
         if self._rows is not None:
-            raise EngineError("deterministic=true computes fixed shapes, and speculation computes as many drafts as there are. Choose one")
+            raise EngineError(
+                "deterministic=true computes fixed shapes, and speculation computes as many drafts as there are."
+                " Choose one"
+            )
         if isinstance(speculate, Lookup):
             return PromptLookup(speculate)
         return DraftModel(speculate, self._context, self._served.vocabulary, self._slots, device, self._served.compiled)
 
-    def _mark(self, request: Request, phase: str | None) -> None:
+    def _mark(self, request: GenerateCall, phase: str | None) -> None:
         if self.timeline is not None:
             self.timeline.phase(request, phase)
 
@@ -252,7 +264,11 @@ class EmbeddedEngine:
         """Make sure that a task of the running loop steps while there is work."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
-            if self._loop is not None and not self._loop.is_closed() and (self._scheduler.busy or self._scheduler.queue):
+            if (
+                self._loop is not None
+                and not self._loop.is_closed()
+                and (self._scheduler.busy or self._scheduler.queue)
+            ):
                 raise EngineError("this engine is at work in another event loop: use one engine per loop, or one loop")
             if self._scheduler.busy or self._scheduler.queue:
                 self._stepper.scheduler = self._fresh()
@@ -275,7 +291,8 @@ class EmbeddedEngine:
             await asyncio.sleep(0)
 
     def _tell_drained(self) -> None:
-        """Let new weights come once nothing is being said. The last turn may end in a step, or by being cancelled between two."""
+        """Let new weights come once nothing is being said. The last turn may end in a step, or by being cancelled
+        between two."""
         if not self._scheduler.unfinished:
             for waiter in self._drained:
                 if not waiter.done():

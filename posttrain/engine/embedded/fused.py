@@ -4,8 +4,8 @@ At the sizes a CPU serves, a decode step costs as many microseconds in calls as 
 values are one product, gate and up another, and norms, rotations and residuals work in place. The weights are not
 copied: the module's own parameters become views of the joined ones, so whoever loads or reads them does so as before.
 
-Where the C of `kernels/` compiles, half a layer is one of its calls, and activations are feature-major: W @ x reads each weight once in
-the order it lies in memory, and a position's bits do not depend on how many stand beside it.
+Where the C of `kernels/` compiles, half a layer is one of its calls, and activations are feature-major: W @ x reads
+each weight once in the order it lies in memory, and a position's bits do not depend on how many stand beside it.
 
 Axis letters: N positions, E hidden width, H query heads, K key-value heads, D head width, F feed-forward width.
 """
@@ -27,7 +27,12 @@ from posttrain.engine.embedded import native
 from posttrain.engine.embedded.cache import CachedLayout
 from posttrain.engine.readout import ReadOut
 
-FAMILIES = {"LlamaForCausalLM": "Llama", "MistralForCausalLM": "Mistral", "Qwen2ForCausalLM": "Qwen2", "Qwen3ForCausalLM": "Qwen3"}
+FAMILIES = {
+    "LlamaForCausalLM": "Llama",
+    "MistralForCausalLM": "Mistral",
+    "Qwen2ForCausalLM": "Qwen2",
+    "Qwen3ForCausalLM": "Qwen3",
+}
 """Architectures whose layers are known to be exactly the one below, and how transformers prefixes their classes."""
 CANARY = 24
 BOUND = 1e-4
@@ -102,7 +107,9 @@ class FusedDecoder:
                 qk[:, h:].mul_(layer.k_norm.weight)
             qk = (qk * cos).addcmul_(qk.roll(d // 2, -1), sin)
             query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (qk[:, :h], qk[:, h:], qkv[:, h + k :]))
-            seen = layout.attend(layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None)
+            seen = layout.attend(
+                layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None
+            )
             x_NE = _add(x_NE, seen.reshape(count, h * d), layer.out)
             both = nn.functional.linear(_norm(x_NE, layer.after), layer.gate_up)
             inner = nn.functional.silu(both[:, : self._features]).mul_(both[:, self._features :])
@@ -121,21 +128,26 @@ class FusedDecoder:
         here = native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
         sizes, now = ctypes.addressof(s), ctypes.addressof(here)
         kernels.begin(sizes, now, self._embed.weight.data_ptr())
-        attend, seen_at = layout.every_layer(kernels, query, key, value) if isinstance(layout, CachedLayout) else (None, 0)
+        attend, seen_at = (
+            layout.every_layer(kernels, query, key, value) if isinstance(layout, CachedLayout) else (None, 0)
+        )
         for layer, weights in zip(self._layers, self._addresses, strict=True):
             kernels.before(sizes, weights, now)
             if attend is not None:
                 attend(layer.index, layer.scaling, layer.window)
                 kernels.after(sizes, weights, now, seen_at)
                 continue
-            seen = layout.attend(layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None)
+            seen = layout.attend(
+                layer.attention, query, key, value, scaling=layer.scaling, sliding_window=layer.window, softcap=None
+            )
             kernels.after(sizes, weights, now, seen.contiguous().data_ptr())
         out = torch.empty(count, s.E)
         kernels.end(sizes, now, self._norm.weight.data_ptr(), self._norm.variance_epsilon, out.data_ptr())
         return out
 
     def _room(self, features: tuple[int, ...], wide: int) -> list[int]:
-        """Addresses of matrices [features, wide], in memory kept from pass to pass: fresh memory costs more than small products."""
+        """Addresses of matrices [features, wide], in memory kept from pass to pass: fresh memory costs more than small
+        products."""
         if self._memory.numel() < sum(features) * wide:
             self._memory = torch.zeros(sum(features) * wide + native.LANES)
         start = -(-self._memory.data_ptr() // 64) * 64
@@ -144,7 +156,15 @@ class FusedDecoder:
     def _address(self, layer: _Layer) -> native.Layer:
         """Where the weights of a layer lie; the layer keeps them alive."""
         q, k = layer.q_norm, layer.k_norm
-        weights = (layer.before.weight, layer.qkv, layer.qkv_bias, q and q.weight, k and k.weight, layer.out.weight, layer.out.bias)
+        weights = (
+            layer.before.weight,
+            layer.qkv,
+            layer.qkv_bias,
+            q and q.weight,
+            k and k.weight,
+            layer.out.weight,
+            layer.out.bias,
+        )
         every = (*weights, layer.after.weight, layer.gate_up, layer.down.weight)
         eps = layer.before.variance_epsilon, q.variance_epsilon if q else 0.0, layer.after.variance_epsilon
         return native.Layer(*(None if w is None else w.data_ptr() for w in every), *eps)
@@ -153,7 +173,9 @@ class FusedDecoder:
         """Joined weights of a layer, of which its own parameters become views."""
         a, m = layer.self_attn, layer.mlp
         qkv = [a.q_proj, a.k_proj, a.v_proj]
-        window = a.config.sliding_window if type(a).__name__ == "MistralAttention" else getattr(a, "sliding_window", None)
+        window = (
+            a.config.sliding_window if type(a).__name__ == "MistralAttention" else getattr(a, "sliding_window", None)
+        )
         return _Layer(
             attention=a,
             index=a.layer_idx,
@@ -178,16 +200,22 @@ class FusedDecoder:
         gap = float((self.hidden(ids, at, PackedLayout([length])) - theirs).abs().max() / theirs.abs().max())
         if not gap <= BOUND:
             raise EngineError(
-                f"the fused {type(read_out.decoder).__name__} differs from the original by {gap:.3g} (bound {BOUND}): this version of "
-                "transformers computes it otherwise. Pass fused=False"
+                f"the fused {type(read_out.decoder).__name__} differs from the original by {gap:.3g} (bound {BOUND}):"
+                " this version of transformers computes it otherwise. Pass fused=False"
             )
 
 
 def fusable(module: PreTrainedModel) -> bool:
-    """Whether every layer is the plain one of a known family, in float32, with nothing hooked, adapted or tied in between."""
+    """Whether every layer is the plain one of a known family, in float32, with nothing hooked, adapted or tied in
+    between."""
     prefix = FAMILIES.get(type(module).__name__)
     config = module.config
-    if prefix is None or module.dtype != torch.float32 or config.hidden_act != "silu" or getattr(config, "mlp_bias", False):
+    if (
+        prefix is None
+        or module.dtype != torch.float32
+        or config.hidden_act != "silu"
+        or getattr(config, "mlp_bias", False)
+    ):
         return False
     allowed = {"Model", "DecoderLayer", "Attention", "MLP", "RMSNorm", "RotaryEmbedding", "ForCausalLM"}
     names = {prefix + x for x in allowed} | {"Linear", "Embedding", "ModuleList", "SiLUActivation", "SiLU"}

@@ -1,8 +1,8 @@
 """The C of `kernels/`, compiled once per machine by its own C compiler and called on tensors.
 
-The library lies in the user's cache folder under a name that hashes its source, compiler, flags and processor, so another
-of any of them makes another. Where no compiler works, the engine runs on torch's own operations, slower and otherwise
-the same; `find` says why.
+The library lies in the user's cache folder under a name that hashes its source, compiler, flags and processor, so
+another of any of them makes another. Where no compiler works, the engine runs on torch's own operations, slower and
+otherwise the same; `find` says why.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ class Layer(ctypes.Structure):
     """Addresses of a layer's weights; None where it has no such bias or norm."""
 
     _fields_ = [
-        *((x, POINTER) for x in ("before", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "after", "gate_up", "down")),
+        *(
+            (x, POINTER)
+            for x in ("before", "qkv", "qkv_bias", "q_norm", "k_norm", "out", "out_bias", "after", "gate_up", "down")
+        ),
         *((name, FLOAT) for name in ("before_eps", "head_eps", "after_eps")),
     ]
 
@@ -53,7 +56,10 @@ class Pass(ctypes.Structure):
     """Addresses of the memory of one forward pass, and its numbers of positions and of floats between rows."""
 
     _fields_ = [
-        *((x, POINTER) for x in ("x", "normed", "qkv", "seen", "both", "inner", "heads", "cosine", "sine", "ids", "positions")),
+        *(
+            (x, POINTER)
+            for x in ("x", "normed", "qkv", "seen", "both", "inner", "heads", "cosine", "sine", "ids", "positions")
+        ),
         *((x, INT) for x in ("N", "ld")),
     ]
 
@@ -64,7 +70,13 @@ SIGNATURES = {
     "after": [POINTER] * 4,
     "pick": [POINTER] * 3 + [INT] * 2,
     "end": [POINTER] * 3 + [FLOAT, POINTER],
-    "attend": [POINTER] * 2 + [POINTER, INT, INT] * 2 + [POINTER, INT] + [POINTER, INT, INT] + [POINTER] * 4 + [INT] * 6 + [FLOAT] * 2,
+    "attend": [POINTER] * 2
+    + [POINTER, INT, INT] * 2
+    + [POINTER, INT]
+    + [POINTER, INT, INT]
+    + [POINTER] * 4
+    + [INT] * 6
+    + [FLOAT] * 2,
 }
 
 
@@ -94,8 +106,9 @@ class Kernels:
         out: Tensor,
         softcap: float | None,
     ) -> Attend:
-        """To store key and value [K, N, D] at rows `to_N` of a layer's pools, and attend query [H, B, D] over its rows into `out`
-        [B, H, D], as often as called; see `attention.h`. The tensors are float32 with adjacent last elements, and are read at each call."""
+        """To store key and value [K, N, D] at rows `to_N` of a layer's pools, and attend query [H, B, D] over its rows
+        into `out` [B, H, D], as often as called; see `attention.h`. The tensors are float32 with adjacent last
+        elements, and are read at each call."""
         assert all(x.stride(-1) == 1 and x.dtype == torch.float32 for x in (key, value, query))
         heads, count, width = query.shape
         fixed = (
@@ -115,7 +128,8 @@ class Kernels:
         return attend
 
     def pick(self, logp: Tensor, uniform: np.ndarray) -> Tensor | None:
-        """int64 [B]: a token for each row of log-probs [B, V] by one float64 uniform each; None where a row's sum is not finite."""
+        """int64 [B]: a token for each row of log-probs [B, V] by one float64 uniform each; None where a row's sum is
+        not finite."""
         logp, uniform = logp.contiguous(), np.ascontiguousarray(uniform, np.float64)
         ids = torch.empty(len(logp), dtype=torch.int64)
         failed = self._pick(logp.data_ptr(), uniform.ctypes.data, ids.data_ptr(), *logp.shape)
@@ -123,8 +137,8 @@ class Kernels:
 
 
 def stride(count: int) -> int:
-    """Floats between the rows of a feature-major matrix of `count` columns: an odd number of vectors, so that the rows of one
-    column do not crowd into a few sets of the cache."""
+    """Floats between the rows of a feature-major matrix of `count` columns: an odd number of vectors, so that the rows
+    of one column do not crowd into a few sets of the cache."""
     return (-(-count // LANES) | 1) * LANES
 
 
@@ -193,4 +207,8 @@ def _processor() -> str:
     """What the compiler would specialise for."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
-    return "\n".join([platform.machine(), platform.processor(), *(line for line in lines if line.startswith(("flags", "Features")))][:3])
+    return "\n".join(
+        [platform.machine(), platform.processor(), *(line for line in lines if line.startswith(("flags", "Features")))][
+            :3
+        ]
+    )

@@ -13,10 +13,12 @@ from posttrain.engine.embedded.slots import Prompt, Slots
 BUDGET = 2048
 """Positions of one forward pass: the speaking slots', then pieces of prompts."""
 SHORT = 64
-"""Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and layer."""
+"""Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and
+layer."""
 FULL = 48, 256
-"""A forward pass fills its lanes where at least so many slots speak and fewer positions than the second are to be computed: with fewer
-slots, reading the weights is what takes time, and with more positions a few idle lanes do not show."""
+"""A forward pass fills its lanes where at least so many slots speak and fewer positions than the second are to be
+computed: with fewer slots, reading the weights is what takes time, and with more positions a few idle lanes do not
+show."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,7 +34,7 @@ class Drafts:
 
 
 @dataclass(frozen=True, eq=False)
-class Pieces:
+class PrefillPieces:
     """Prompts with the position each is computed up to, by the way their queries attend."""
 
     ragged: list[tuple[Prompt, int]] = field(default_factory=list[tuple[Prompt, int]])
@@ -44,7 +46,8 @@ class Pieces:
 
 @dataclass(eq=False)
 class Plan:
-    """One forward pass: ragged positions (speaking slots, then short pieces), dense prompts, later chunks, idle positions."""
+    """One forward pass: ragged positions (speaking slots, then short pieces), dense prompts, later chunks, idle
+    positions."""
 
     speaking: np.ndarray
     """Slots whose pending token is computed."""
@@ -68,8 +71,9 @@ class Plan:
     """Index of the last position of each piece."""
 
 
-def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: Pieces, least: int) -> Plan:
-    """The pass over the pending tokens of the slots `at`, their drafts and these pieces; `least`: positions it has at least."""
+def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPieces, least: int) -> Plan:
+    """The pass over the pending tokens of the slots `at`, their drafts and these pieces; `least`: positions it has at
+    least."""
     widths = np.ones(len(at), np.int64) if drafts is None else drafts.counts + 1
     each = at if drafts is None else np.repeat(at, widths)
     position = s.cached[each] + (0 if drafts is None else ragged_arange(widths))
@@ -102,7 +106,8 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: Pieces, l
 def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
     """Positions of prompts to compute beside `computed` others, where `left` of them are not cached yet.
 
-    What would begin one more vector of lanes without filling it waits for the next pass, as long as this one has some part of a
+    What would begin one more vector of lanes without filling it waits for the next pass, as long as this one has some
+    part of a
     prompt: with 64 slots and short prompts one lane in nine would be idle.
     """
     wanted = computed + left

@@ -20,7 +20,7 @@ from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
 from posttrain.engine.embedded import native
-from posttrain.engine.embedded.rules import NotFinite, Rules
+from posttrain.engine.embedded.slot_rules import NotADistribution, SlotRules
 
 HEAD = 1024
 """Candidates sorted first where the vocabulary is large; rows that keep more are sorted whole."""
@@ -45,7 +45,7 @@ class Contracts:
     """bool"""
     top: np.ndarray
     """int64: most probable tokens to hand over with each draw."""
-    rules: Rules | None = None
+    rules: SlotRules | None = None
     """What is done before the temperature; None where no row has any of it."""
     slots: np.ndarray | None = None
     """int64: the slot of `rules` each row follows; None: row b is slot b."""
@@ -56,11 +56,21 @@ class Contracts:
     def plain(n: int) -> Contracts:
         """Temperature 1, nothing cut, `n` times."""
         zeros = np.zeros(n, bool)
-        return Contracts(np.ones(n, np.float32), np.zeros(n, np.int64), np.ones(n), np.zeros(n), zeros, zeros.copy(), np.zeros(n, np.int64))
+        return Contracts(
+            np.ones(n, np.float32),
+            np.zeros(n, np.int64),
+            np.ones(n),
+            np.zeros(n),
+            zeros,
+            zeros.copy(),
+            np.zeros(n, np.int64),
+        )
 
     @staticmethod
     def of(
-        samplings: Sequence[Sampling], prompts: Sequence[np.ndarray] | None = None, said: Sequence[np.ndarray] | None = None
+        samplings: Sequence[Sampling],
+        prompts: Sequence[np.ndarray] | None = None,
+        said: Sequence[np.ndarray] | None = None,
     ) -> Contracts:
         """A row a contract, after these prompts and what the turns have said (default: nothing)."""
         out = Contracts.plain(len(samplings))
@@ -69,11 +79,12 @@ class Contracts:
         return out
 
     def put(self, row: int, s: Sampling, prompt: np.ndarray | None = None, said: np.ndarray | None = None) -> None:
-        """Row `row` follows `s` from now on, after int32 `prompt` and what its turn has already `said` (None: nothing)."""
+        """Row `row` follows `s` from now on, after int32 `prompt` and what its turn has already `said` (None:
+        nothing)."""
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
         self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
         if s.rules and self.rules is None:
-            self.rules = Rules(len(self.beta))
+            self.rules = SlotRules(len(self.beta))
         if self.rules is not None:
             nothing = np.zeros(0, np.int32)
             self.rules.put(row, s, nothing if prompt is None else prompt, nothing if said is None else said)
@@ -91,7 +102,8 @@ class Contracts:
             self.rules.heard(rows, ids)
 
     def at(self, rows: np.ndarray, ahead: np.ndarray | None = None) -> Contracts:
-        """The contracts of some rows, which may repeat; `ahead` [B, D] are tokens each takes as said already, -1 behind the last."""
+        """The contracts of some rows, which may repeat; `ahead` [B, D] are tokens each takes as said already, -1 behind
+        the last."""
         slots = rows if self.slots is None else self.slots[rows]
         ruled = self.rules is not None and bool(self.rules.active[slots].any())
         return Contracts(
@@ -109,7 +121,7 @@ class Contracts:
 
 
 @dataclass(frozen=True, eq=False)
-class Drawn:
+class DrawnTokens:
     """One token a row. `kept` holds the kept ids (ascending) of each truncated row, in order of `truncated_rows`."""
 
     ids: np.ndarray
@@ -121,13 +133,17 @@ class Drawn:
     top: Top | None = None
     """The most probable tokens of every row, as many as the row that wants most."""
 
-    def at(self, rows: np.ndarray) -> Drawn:
+    def at(self, rows: np.ndarray) -> DrawnTokens:
         """Some of the rows."""
         index = {r: i for i, r in enumerate(self.truncated_rows.tolist())}
         truncated = [i for i, r in enumerate(rows.tolist()) if r in index]
         top = None if self.top is None else Top(self.top.ids[rows], self.top.logp[rows])
-        return Drawn(
-            self.ids[rows], self.logp[rows], np.array(truncated, np.int64), [self.kept[index[int(rows[i])]] for i in truncated], top
+        return DrawnTokens(
+            self.ids[rows],
+            self.logp[rows],
+            np.array(truncated, np.int64),
+            [self.kept[index[int(rows[i])]] for i in truncated],
+            top,
         )
 
 
@@ -184,21 +200,23 @@ class Spread:
         ids = pick(self.logp, uniform, self.compiled)
         return ids if self.best is None else torch.where(_to(self.contracts.greedy, ids), self.best, ids)
 
-    def draw(self, uniform: np.ndarray) -> Drawn:
+    def draw(self, uniform: np.ndarray) -> DrawnTokens:
         """One token a row, with all that is stored of it."""
         return self.say(self.pick(uniform))
 
-    def say(self, ids: Tensor) -> Drawn:
+    def say(self, ids: Tensor) -> DrawnTokens:
         """These tokens [B], with all that is stored of them."""
         c = self.contracts
         said = self.logp.gather(1, ids[:, None])[:, 0]
         if self.best is not None:
             said = said.masked_fill(_to(c.greedy, ids), 0.0)
         out, out_logp = ids.cpu().numpy(), said.float().cpu().numpy()
-        return Drawn(out, out_logp, *_kept(c, self.cut, self.mask, out), _top(self.logp, int(c.top.max(initial=0))))
+        return DrawnTokens(
+            out, out_logp, *_kept(c, self.cut, self.mask, out), _top(self.logp, int(c.top.max(initial=0)))
+        )
 
 
-def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, compiled: bool | None = None) -> Drawn:
+def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, compiled: bool | None = None) -> DrawnTokens:
     """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1); `compiled` as in `pick`.
 
     Raises:
@@ -219,7 +237,8 @@ def _top(logp: Tensor, k: int) -> Top | None:
 
 
 def pick(logp: Tensor, uniform: np.ndarray, compiled: bool | None = None) -> Tensor:
-    """int64 [B]: the first token whose cumulative probability exceeds uniform * total. Sums are float64, in order of ids.
+    """int64 [B]: the first token whose cumulative probability exceeds uniform * total. Sums are float64, in order of
+    ids.
 
     False for `compiled` keeps to torch's operations; otherwise the kernels work wherever they can.
 
@@ -232,9 +251,10 @@ def pick(logp: Tensor, uniform: np.ndarray, compiled: bool | None = None) -> Ten
     ids = _pick(logp, uniform) if kernels is None else kernels.pick(logp, uniform)
     if ids is None:
         wrong = ~logp.exp().sum(-1, dtype=torch.float64).isfinite()
-        raise NotFinite(
+        raise NotADistribution(
             np.flatnonzero(wrong.cpu().numpy() if wrong.any() else np.ones(len(logp))),
-            "the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded wrongly",
+            "the model's logits are not finite, so nothing can be sampled: its weights have diverged or were loaded"
+            " wrongly",
         )
     return ids
 
@@ -274,8 +294,8 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
 def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
     """The kept mask from the n most probable tokens, and for which rows that was enough to know it.
 
-    It is not where the kept set reaches the value of the last candidate: others of that value may lie beyond. Nor where top-p is
-    a share of the mass that a top-k leaves which reaches beyond the candidates.
+    It is not where the kept set reaches the value of the last candidate: others of that value may lie beyond. Nor where
+    top-p is a share of the mass that a top-k leaves which reaches beyond the candidates.
     """
     size = z.shape[-1]
     ids = torch.topk(z, n, sorted=False).indices.sort(-1).values if n < size else None

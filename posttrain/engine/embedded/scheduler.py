@@ -1,9 +1,9 @@
 """Which tokens the next forward pass computes, and who owns which cache blocks. numpy; no model, no event loop.
 
 A request is queued, then assigned a slot, then waits for its prompt to be cached, then speaks. It is admitted when the
-blocks of its prompt can be had; where blocks run out later, the youngest gives way: it goes back to the head of the queue
-with what it has said, and its cache is computed again. Requests are served in order of arrival, and the oldest never
-gives way, so all of them end.
+blocks of its prompt can be had; where blocks run out later, the youngest gives way: it goes back to the head of the
+queue with what it has said, and its cache is computed again. Requests are served in order of arrival, and the oldest
+never gives way, so all of them end.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import numpy as np
 from torch import Tensor
 
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for, rows_of
-from posttrain.engine.embedded.plan import SHORT, Drafts, Pieces, Plan, make_plan, room_in_lanes
-from posttrain.engine.embedded.slots import Prompt, Request, Slots
-from posttrain.engine.embedded.tally import Tally
-from posttrain.engine.embedded.tree import PrefixTree
+from posttrain.engine.embedded.plan import SHORT, Drafts, Plan, PrefillPieces, make_plan, room_in_lanes
+from posttrain.engine.embedded.prefix_tree import PrefixTree
+from posttrain.engine.embedded.slots import GenerateCall, Prompt, Slots
+from posttrain.engine.embedded.tally import SchedulerCounts
 
 SPARE = 64
 """Blocks given up at once, so that the search for them is rare."""
@@ -31,7 +31,8 @@ class Scheduler:
     Args:
         grow: called with the number of blocks the pool must hold.
         rows: positions of every forward pass, idle ones included; None where passes are as large as their work.
-        budget: most positions of a forward pass, where `rows` is None; the speaking slots come first, and have one each at least.
+        budget: most positions of a forward pass, where `rows` is None; the speaking slots come first, and have one each
+            at least.
         lanes: positions that cost no more than one, wherever their multiple is not full; see `plan.room_in_lanes`.
         retain: blocks of ended sequences that are kept for later turns while nobody needs them.
         version: of the weights being served.
@@ -53,14 +54,14 @@ class Scheduler:
         self.slots = Slots(slots, context)
         self.blocks = blocks
         self.tree = PrefixTree(blocks, version)
-        self.queue: deque[Request] = deque()
+        self.queue: deque[GenerateCall] = deque()
         self.prompts: dict[bytes, Prompt] = {}
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
         """(from, to) pool rows to copy before the next forward pass."""
-        self.tally = Tally()
-        self.moved: list[Request] = []
+        self.tally = SchedulerCounts()
+        self.moved: list[GenerateCall] = []
         """Requests that gave their slot up, or speak on in another, since this was emptied."""
-        self.failed: list[tuple[Request, Exception]] = []
+        self.failed: list[tuple[GenerateCall, Exception]] = []
         """Requests that could not be admitted, and why, since this was emptied."""
         self._grow, self._rows, self.budget, self._retain, self._lanes = grow, rows, max(budget, slots), retain, lanes
         self._arrived = 0
@@ -87,24 +88,27 @@ class Scheduler:
         """Blocks it takes to hold what the slots and prompts have cached or are caching, shared blocks once."""
         s = self.slots
         waiting = {id(p): p for p in (*self.prompts.values(), *self._waits.values())}.values()
-        held = [s.table[i, : s.cached[i] + 1 : BLOCK] // BLOCK for i in np.flatnonzero(s.speaking)] + [p.blocks for p in waiting]
+        held = [s.table[i, : s.cached[i] + 1 : BLOCK] // BLOCK for i in np.flatnonzero(s.speaking)] + [
+            p.blocks for p in waiting
+        ]
         return len(np.unique(np.concatenate(held))) if held else 0
 
-    def submit(self, request: Request) -> None:
+    def submit(self, request: GenerateCall) -> None:
         request.number = self._arrived
         self._arrived += 1
         self._users[request.key] += 1
         self.queue.append(request)
 
-    def admit(self, begun_only: bool = False) -> list[Request]:
+    def admit(self, begun_only: bool = False) -> list[GenerateCall]:
         """Fill free slots from the queue, in order, as far as there are blocks for their prompts; returns who got one.
 
         Args:
-            begun_only: leave out who has said nothing yet, wherever in the queue: new weights wait for the others to end.
+            begun_only: leave out who has said nothing yet, wherever in the queue: new weights wait for the others to
+                end.
         """
         if begun_only:
             self.queue = deque(sorted(self.queue, key=lambda r: r.begun is None))
-        admitted: list[Request] = []
+        admitted: list[GenerateCall] = []
         while self.queue and self.slots.free:
             request = self.queue[0]
             if begun_only and request.begun is None:
@@ -122,8 +126,9 @@ class Scheduler:
             self.queue.popleft()
         return admitted
 
-    def _assign(self, request: Request, prompt: Prompt) -> bool:
-        """A free slot for a request of `prompt`. False where its numbers cannot be written down, which fails it alone."""
+    def _assign(self, request: GenerateCall, prompt: Prompt) -> bool:
+        """A free slot for a request of `prompt`. False where its numbers cannot be written down, which fails it
+        alone."""
         s = self.slots.assign(request)
         self._waits[s] = prompt
         prompt.waiting.append(s)
@@ -140,8 +145,8 @@ class Scheduler:
         return True
 
     def make_room(self, ahead: int = 0) -> np.ndarray:
-        """Blocks for the next position of every speaking slot, the youngest giving way where there are too few; and for `ahead`
-        more positions each, where that takes nothing from anybody. Returns the slots that speak."""
+        """Blocks for the next position of every speaking slot, the youngest giving way where there are too few; and for
+        `ahead` more positions each, where that takes nothing from anybody. Returns the slots that speak."""
         s = self.slots
         while True:
             at = np.flatnonzero(s.speaking)
@@ -206,7 +211,7 @@ class Scheduler:
             self._leave(request.key)
         self.slots.clear(s)
 
-    def cancel(self, request: Request) -> None:
+    def cancel(self, request: GenerateCall) -> None:
         """Forget a request wherever it is."""
         if request.slot is not None:
             if self.slots.request[request.slot] is request:
@@ -230,7 +235,8 @@ class Scheduler:
         self.queue.appendleft(request)
 
     def renew(self, version: int, *, stale: bool = False) -> None:
-        """New weights: forget every cached prompt, and what the slots have cached, unless they go on over `stale` blocks."""
+        """New weights: forget every cached prompt, and what the slots have cached, unless they go on over `stale`
+        blocks."""
         s = self.slots
         taken = [i for i in np.argsort(-s.number, kind="stable").tolist() if s.request[i] is not None]
         for i in taken:
@@ -241,8 +247,9 @@ class Scheduler:
             self._drop(prompt)
         self.tree.renew(version)
 
-    def _prompt(self, request: Request) -> Prompt | None:
-        """The request's tokens with blocks for all of them, as far as possible found in the tree; None where there are too few."""
+    def _prompt(self, request: GenerateCall) -> Prompt | None:
+        """The request's tokens with blocks for all of them, as far as possible found in the tree; None where there are
+        too few."""
         ids = request.cached_ids
         resumes = request.begun is not None
         found = self.tree.match(ids, len(ids) if resumes else len(ids) - 1)
@@ -266,9 +273,10 @@ class Scheduler:
         self._caching.append(prompt)
         return prompt
 
-    def _pieces(self, room: int) -> Pieces:
-        """Prompts to compute now, at most `room` positions of them. One whose next block another computes in this pass waits for it."""
-        pieces = Pieces()
+    def _pieces(self, room: int) -> PrefillPieces:
+        """Prompts to compute now, at most `room` positions of them. One whose next block another computes in this pass
+        waits for it."""
+        pieces = PrefillPieces()
         claimed: set[bytes] = set()
         for prompt in self._caching:
             if room <= 0:
@@ -287,7 +295,8 @@ class Scheduler:
         return pieces
 
     def _adopt(self, prompt: Prompt) -> None:
-        """Take over whole blocks that others have cached since the prompt was admitted, in place of its own empty ones."""
+        """Take over whole blocks that others have cached since the prompt was admitted, in place of its own empty
+        ones."""
         found = self.tree.match(prompt.ids, (len(prompt.ids) - 1) // BLOCK * BLOCK).blocks
         begun = prompt.done // BLOCK
         if len(found) > begun:
@@ -298,16 +307,17 @@ class Scheduler:
     def _take_over(self, prompt: Prompt, found: np.ndarray) -> None:
         """The prompt holds the tree's blocks of its beginning, `found`, in place of its own of the same tokens.
 
-        So whoever holds a block of the tree holds those before it too, also where two computed the same at once, and a block that
-        only the tree owns has none after it that somebody holds: spare blocks can be evicted, all of them."""
+        So whoever holds a block of the tree holds those before it too, also where two computed the same at once, and a
+        block that only the tree owns has none after it that somebody holds: spare blocks can be evicted, all of
+        them."""
         other = prompt.blocks[: len(found)] != found
         self.blocks.share(found[other])
         self.blocks.release(prompt.blocks[: len(found)][other])
         prompt.rows[: len(found) * BLOCK] = rows_of(found)
 
     def _join(self, prompt: Prompt) -> bool:
-        """The first waiting slot continues `prompt`: full blocks are shared, the partial one copied; the last sibling inherits both.
-        False where there is no block for the copy."""
+        """The first waiting slot continues `prompt`: full blocks are shared, the partial one copied; the last sibling
+        inherits both. False where there is no block for the copy."""
         s = prompt.waiting[0]
         request = self.slots.request[s]
         assert request is not None
@@ -385,7 +395,8 @@ class Scheduler:
             self.slots.held[at] += BLOCK
 
     def _take(self, n: int) -> np.ndarray:
-        """`n` blocks: free ones, new ones as far as the budget goes, then the least recently used that only the tree owns."""
+        """`n` blocks: free ones, new ones as far as the budget goes, then the least recently used that only the tree
+        owns."""
         b = self.blocks
         if n > b.free and b.capacity < b.most:
             capacity = min(b.most, max(b.capacity + n - b.free, b.capacity + b.capacity // 4))

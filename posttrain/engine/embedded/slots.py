@@ -16,12 +16,12 @@ from posttrain.core import seeds
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept, Said, Stop, Top
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
-from posttrain.engine.embedded.sampler import Contracts, Drawn
+from posttrain.engine.embedded.sampler import Contracts, DrawnTokens
 from posttrain.engine.embedded.stopping import Strings
 
 
 @dataclass(frozen=True, eq=False)
-class Begun:
+class Preempted:
     """What a request had said when it lost its slot."""
 
     ids: np.ndarray
@@ -36,7 +36,7 @@ Heard = Callable[[np.ndarray, np.ndarray], None]
 
 
 @dataclass(eq=False)
-class Request:
+class GenerateCall:
     """One `generate` call. `limit` is how many tokens it may say, `end` why it stops there."""
 
     ids: np.ndarray
@@ -53,7 +53,7 @@ class Request:
     slot: int | None = None
     gone: bool = False
     """Cancelled while queued."""
-    begun: Begun | None = None
+    begun: Preempted | None = None
     """Set while it waits for a slot to go on in."""
     lost: int = 0
     """Positions it had cached when it lost its slot."""
@@ -64,13 +64,15 @@ class Request:
 
     @property
     def cached_ids(self) -> np.ndarray:
-        """What must be in the cache before it can say its next token; a token said last is computed with the next one."""
+        """What must be in the cache before it can say its next token; a token said last is computed with the next
+        one."""
         return self.ids if self.begun is None else np.concatenate([self.ids, self.begun.ids[:-1]])
 
 
 @dataclass(eq=False)
 class Prompt:
-    """Tokens on their way into the cache, from the admission of their first request until the last one has begun to speak."""
+    """Tokens on their way into the cache, from the admission of their first request until the last one has begun to
+    speak."""
 
     ids: np.ndarray
     rows: np.ndarray
@@ -95,7 +97,7 @@ class Slots:
     def __init__(self, count: int, context: int) -> None:
         width = blocks_for(context) * BLOCK
         self.count = count
-        self.request: list[Request | None] = [None] * count
+        self.request: list[GenerateCall | None] = [None] * count
         self.listening = 0
         """Slots whose request wants to hear tokens at once."""
         self.free = list(range(count - 1, -1, -1))
@@ -128,7 +130,7 @@ class Slots:
         self.kept: list[list[np.ndarray]] = [[] for _ in range(count)]
         self.top: list[list[Top]] = [[] for _ in range(count)]
 
-    def assign(self, request: Request) -> int:
+    def assign(self, request: GenerateCall) -> int:
         """Take a free slot for a request; it speaks once the slot can `follow` it."""
         s = self.free.pop()
         request.slot, self.request[s] = s, request
@@ -138,7 +140,7 @@ class Slots:
         self.kept[s], self.top[s] = [], []
         return s
 
-    def follow(self, s: int, request: Request) -> None:
+    def follow(self, s: int, request: GenerateCall) -> None:
         """Write down the contract of the slot's request, and what it had said before it lost another one.
 
         This reads numbers that callers gave, so it may raise; `clear` undoes whatever it has done.
@@ -159,12 +161,14 @@ class Slots:
             self.kept[s], self.top[s] = before.kept, before.top
             self.said[s], self.pending[s], request.begun = n, before.ids[-1], None
 
-    def begun(self, s: int) -> Begun | None:
+    def begun(self, s: int) -> Preempted | None:
         """What the slot's request needs to go on elsewhere; None where it has not said a token."""
         n = int(self.said[s])
         if not n:
             return None
-        return Begun(self.ids[s, :n].copy(), self.logp[s, :n].copy(), self.version[s, :n].copy(), self.kept[s], self.top[s])
+        return Preempted(
+            self.ids[s, :n].copy(), self.logp[s, :n].copy(), self.version[s, :n].copy(), self.kept[s], self.top[s]
+        )
 
     def sequence(self, s: int) -> np.ndarray:
         """int32: the tokens whose keys and values the slot has cached."""
@@ -185,7 +189,7 @@ class Slots:
         self.strings.clear(s)
         self.free.append(s)
 
-    def say(self, at: np.ndarray, drawn: Drawn, version: int) -> tuple[np.ndarray, np.ndarray]:
+    def say(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> tuple[np.ndarray, np.ndarray]:
         """Record one token of `version` in each slot of `at`; returns (slots that have ended, whether by a stop id)."""
         said = self.said[at]
         self.ids[at, said] = drawn.ids

@@ -1,13 +1,14 @@
 """Speculative decoding: several tokens of a sequence per forward pass, distributed exactly as one at a time.
 
-A proposer drafts up to k tokens after the pending one; the target computes all of them in one pass, so position j has the
-target's distribution p_j given the drafts before it. A draft d from the proposer's distribution q is accepted with
-probability min(1, p(d) / q(d)), and a rejected one is replaced by a draw from (p - q)+ / sum (p - q)+, after which nothing
-later counts (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318). What is said has distribution p.
+A proposer drafts up to k tokens after the pending one; the target computes all of them in one pass, so position j has
+the target's distribution p_j given the drafts before it. A draft d from the proposer's distribution q is accepted with
+probability min(1, p(d) / q(d)), and a rejected one is replaced by a draw from (p - q)+ / sum (p - q)+, after which
+nothing later counts (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318). What is said has distribution
+p.
 
-A proposer without chance has q = 1 at d, so the rule is: draw from p, accept if it is d. With the uniform of the position,
-that is the very token that would be said without speculation. Drafts of a model are drawn and accepted with two more
-streams of the same place: exact in distribution, but other tokens than without it.
+A proposer without chance has q = 1 at d, so the rule is: draw from p, accept if it is d. With the uniform of the
+position, that is the very token that would be said without speculation. Drafts of a model are drawn and accepted with
+two more streams of the same place: exact in distribution, but other tokens than without it.
 
 At temperature 1 it seldom pays: half of the positions computed are thrown away, and a batch that is full already uses
 the weights it reads. It is off unless asked for. Axis letters: n slots, R rows (position j of slot i), V vocabulary.
@@ -26,15 +27,16 @@ from transformers import PreTrainedModel
 from posttrain.core import seeds
 from posttrain.core.errors import EngineError
 from posttrain.engine.embedded.cache import ragged_arange
+from posttrain.engine.embedded.cached_model import CachedModel
 from posttrain.engine.embedded.plan import Drafts
-from posttrain.engine.embedded.sampler import Drawn, Spread, pick
-from posttrain.engine.embedded.served import Served
-from posttrain.engine.embedded.slots import Request, Slots
+from posttrain.engine.embedded.sampler import DrawnTokens, Spread, pick
+from posttrain.engine.embedded.slots import GenerateCall, Slots
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Draft what followed the last occurrence of the last `longest` .. 1 tokens in the sequence itself (prompt lookup)."""
+    """Draft what followed the last occurrence of the last `longest` .. 1 tokens in the sequence itself (prompt
+    lookup)."""
 
     tokens: int = 4
     """k: most drafts a pass."""
@@ -83,7 +85,7 @@ class PromptLookup:
         if options.tokens < 1 or options.longest < 1:
             raise EngineError(f"{options}: tokens and longest must be at least 1")
         self.tokens, self._longest = options.tokens, options.longest
-        self._known: dict[int, tuple[Request | None, list[int], dict[tuple[int, ...], int]]] = {}
+        self._known: dict[int, tuple[GenerateCall | None, list[int], dict[tuple[int, ...], int]]] = {}
         """Slot -> (its request, its tokens, position after the last occurrence of each short sequence)."""
 
     def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
@@ -105,7 +107,11 @@ class PromptLookup:
         begun = len(tokens)
         tokens += slots.ids[s, begun - len(request.ids) : slots.said[s]].tolist()
         found = next(
-            (known[end] for n in range(self._longest, 0, -1) if (end := tuple(tokens[len(tokens) - n :])) in known and len(tokens) >= n),
+            (
+                known[end]
+                for n in range(self._longest, 0, -1)
+                if (end := tuple(tokens[len(tokens) - n :])) in known and len(tokens) >= n
+            ),
             None,
         )
         self._learn(tokens, known, begun)
@@ -126,18 +132,21 @@ class DraftModel:
         vocabulary: of the target. compiled: as in the engine.
     """
 
-    def __init__(self, options: Draft, context: int, vocabulary: int, slots: int, device: str, compiled: bool | None) -> None:
+    def __init__(
+        self, options: Draft, context: int, vocabulary: int, slots: int, device: str, compiled: bool | None
+    ) -> None:
         if options.tokens < 1:
             raise EngineError(f"a draft model drafts at least 1 token a pass, not {options.tokens}")
         self.tokens = options.tokens
-        self.served = Served(options.model, context, device=device, compiled=compiled)
+        self.served = CachedModel(options.model, context, device=device, compiled=compiled)
         if self.served.vocabulary != vocabulary:
             raise EngineError(
-                f"the draft model has a vocabulary of {self.served.vocabulary}, the target one of {vocabulary}: they must share their tokenizer"
+                f"the draft model has a vocabulary of {self.served.vocabulary}, the target one of {vocabulary}: they"
+                " must share their tokenizer"
             )
         self._chance = np.zeros((slots, 2, context))
         """[s, (draft, accept), position]: uniforms of the slot's place."""
-        self._of: list[Request | None] = [None] * slots
+        self._of: list[GenerateCall | None] = [None] * slots
         """The request they belong to."""
 
     def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
@@ -150,7 +159,9 @@ class DraftModel:
             go = np.flatnonzero(most > j)
             position = slots.cached[at[go]] + j
             hidden = self.served.ahead(slots, at[go], token[go], position)
-            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.compiled)
+            spread = Spread.of(
+                self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.compiled
+            )
             drawn = spread.draw(self._chance[at[go], 0, slots.said[at[go]] + j])
             of_all = spread.logp.new_zeros((len(at), spread.logp.shape[1]))
             q.append(of_all.index_copy_(0, torch.from_numpy(go).to(of_all.device), spread.probabilities()))
@@ -167,11 +178,15 @@ class DraftModel:
             assert request is not None
             if self._of[s] is not request:
                 for row, stream in enumerate(("draft", "accept")):
-                    self._chance[s, row, : request.limit] = seeds.uniforms(seeds.key(request.place, stream), request.limit)
+                    self._chance[s, row, : request.limit] = seeds.uniforms(
+                        seeds.key(request.place, stream), request.limit
+                    )
                 self._of[s] = request
 
 
-def verify(spread: Spread, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray | None) -> tuple[Drawn, np.ndarray]:
+def verify(
+    spread: Spread, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray | None
+) -> tuple[DrawnTokens, np.ndarray]:
     """(a token for every row, and int64 [n] how many drafts of each slot are accepted).
 
     Args:
@@ -192,9 +207,16 @@ def verify(spread: Spread, drafts: Drafts, uniform: np.ndarray, accept_at: np.nd
 
 
 def _residual(
-    spread: Spread, drafts: Drafts, uniform: np.ndarray, accept_at: np.ndarray, slot: np.ndarray, step: np.ndarray, draft: np.ndarray
+    spread: Spread,
+    drafts: Drafts,
+    uniform: np.ndarray,
+    accept_at: np.ndarray,
+    slot: np.ndarray,
+    step: np.ndarray,
+    draft: np.ndarray,
 ) -> Tensor:
-    """int64 [R]: the draft where it is accepted, else a draw from what p has more than q; without a draft, a draw from p."""
+    """int64 [R]: the draft where it is accepted, else a draw from what p has more than q; without a draft, a draw from
+    p."""
     p = spread.probabilities().double()
     device = p.device
     ids = spread.pick(uniform)

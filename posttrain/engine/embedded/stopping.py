@@ -1,9 +1,9 @@
 """Stop strings: with which token of a turn the wait is over.
 
-It is the first token, after `min_tokens` others, with which the text of the turn contains a stop string that ends behind
-the text of those others. The text is that of all tokens of the turn decoded together, so a string may span tokens, a
-token may hold several characters or a part of one, and it does not matter how a character was cut into tokens. Nothing
-has to be remembered between steps.
+It is the first token, after `min_tokens` others, with which the text of the turn contains a stop string that ends
+behind the text of those others. The text is that of all tokens of the turn decoded together, so a string may span
+tokens, a token may hold several characters or a part of one, and it does not matter how a character was cut into
+tokens. Nothing has to be remembered between steps.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ def check_strings(sampling: Sampling, text: Text | None) -> None:
     """EngineError where the contract has stop strings and nothing can read tokens."""
     if sampling.stop and text is None:
         raise EngineError(
-            f"sampling.stop={sampling.stop}: this engine was built without a text function, so it cannot see stop strings. Pass text=, "
-            "or set stop=none and name stop_ids"
+            f"sampling.stop={sampling.stop}: this engine was built without a text function, so it cannot see stop"
+            " strings. Pass text=, or set stop=none and name stop_ids"
         )
 
 
@@ -69,8 +69,8 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
     """Whether a turn of these tokens, which did not end earlier, ends with the last of them.
 
     Only the end of the turn is decoded, as much as the longest string needs and until it reads without cut characters;
-    what is found there is confirmed in the whole text. Worked example: under stop=(";",) the turn "a" "b;" ends with its
-    second token, and with least=2 the turn "a" "b;" "c;" with its third.
+    what is found there is confirmed in the whole text. Worked example: under stop=(";",) the turn "a" "b;" ends with
+    its second token, and with least=2 the turn "a" "b;" "c;" with its third.
     """
     if len(ids) <= least:
         return False

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Tally:
+class SchedulerCounts:
     """Sums since the gauges were taken last."""
 
     shared: int = 0

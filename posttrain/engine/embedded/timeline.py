@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from posttrain.engine.embedded.slots import Request
+from posttrain.engine.embedded.slots import GenerateCall
 
 MOST = 200_000
 """Events kept; later ones are counted and named in the file instead."""
@@ -22,13 +22,23 @@ class Timeline:
         self._open: dict[int, tuple[str, float, int]] = {}
         self._dropped = 0
 
-    def phase(self, request: Request, name: str | None) -> None:
+    def phase(self, request: GenerateCall, name: str | None) -> None:
         """The request's phase ends and `name` begins; None: it is done."""
         now, row = (time.perf_counter() - self._zero) * 1e6, 0 if request.slot is None else request.slot + 1
         before = self._open.pop(request.number, None)
         if before is not None:
             label, begun, at = before
-            self._add({"name": label, "ph": "X", "ts": begun, "dur": now - begun, "pid": 0, "tid": at, "args": {"request": request.number}})
+            self._add(
+                {
+                    "name": label,
+                    "ph": "X",
+                    "ts": begun,
+                    "dur": now - begun,
+                    "pid": 0,
+                    "tid": at,
+                    "args": {"request": request.number},
+                }
+            )
         if name is not None:
             self._open[request.number] = (name, now, row)
 
@@ -37,7 +47,15 @@ class Timeline:
         now = time.perf_counter()
         args = {"positions": positions, "speaking": speaking}
         self._add(
-            {"name": "step", "ph": "X", "ts": (begun - self._zero) * 1e6, "dur": (now - begun) * 1e6, "pid": 1, "tid": 0, "args": args}
+            {
+                "name": "step",
+                "ph": "X",
+                "ts": (begun - self._zero) * 1e6,
+                "dur": (now - begun) * 1e6,
+                "pid": 1,
+                "tid": 0,
+                "args": args,
+            }
         )
 
     def _add(self, event: dict[str, Any]) -> None:

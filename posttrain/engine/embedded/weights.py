@@ -27,8 +27,8 @@ def replace_weights(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> No
             raise EngineError(f"tensor {name!r} is listed twice")
         if tensor.shape != own[name].shape or tensor.dtype != own[name].dtype:
             raise EngineError(
-                f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is {own[name].dtype} {tuple(own[name].shape)}: "
-                "learner and engine must hold the same architecture and dtype"
+                f"tensor {name!r} is {tensor.dtype} {tuple(tensor.shape)}, the engine's is {own[name].dtype}"
+                f" {tuple(own[name].shape)}: learner and engine must hold the same architecture and dtype"
             )
         given[name] = tensor
     if missing := [name for name in own if name not in given]:

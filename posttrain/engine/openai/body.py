@@ -1,4 +1,5 @@
-"""A contract as the fields of a request: every one is sent, and one that the endpoint does not know is refused by name."""
+"""A contract as the fields of a request: every one is sent, and one that the endpoint does not know is refused by
+name."""
 
 from __future__ import annotations
 
@@ -6,7 +7,7 @@ from typing import Any
 
 from posttrain.core.errors import ConfigError
 from posttrain.core.sampling import Sampling
-from posttrain.engine.openai.look import Dialect, Look
+from posttrain.engine.openai.discover import Dialect, RemoteModel
 
 STOPS = 4
 """Most stop strings of OpenAI's API."""
@@ -19,7 +20,7 @@ _EXTENSIONS: dict[Dialect, tuple[str, ...]] = {
 """Contract fields beyond OpenAI's that each dialect has; stop ids beside them (`TokenSampler`)."""
 
 
-def fields(s: Sampling, look: Look, place: int, *, chat: bool) -> dict[str, Any]:
+def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[str, Any]:
     """The sampling part of a request's body.
 
     Raises:
@@ -48,11 +49,15 @@ def fields(s: Sampling, look: Look, place: int, *, chat: bool) -> dict[str, Any]
         if s.allowed_ids is not None:
             out["allowed_token_ids"] = list(s.allowed_ids)
     if look.dialect == "vllm":
-        out |= {"skip_special_tokens": False, "spaces_between_special_tokens": False, "include_stop_str_in_output": True}
+        out |= {
+            "skip_special_tokens": False,
+            "spaces_between_special_tokens": False,
+            "include_stop_str_in_output": True,
+        }
     return out
 
 
-def check(s: Sampling, look: Look, *, chat: bool) -> None:
+def check(s: Sampling, look: RemoteModel, *, chat: bool) -> None:
     """ConfigError naming the fields of a contract that this endpoint cannot be asked for."""
     known = _EXTENSIONS[look.dialect]
     asked = {
@@ -67,11 +72,14 @@ def check(s: Sampling, look: Look, *, chat: bool) -> None:
     }
     if unknown := [name for name, on in asked.items() if on and name not in known]:
         raise ConfigError(
-            f"an endpoint of dialect {look.dialect!r} knows no {', '.join(f'sampling.{n}' for n in unknown)}, and would ignore or refuse it: "
-            "leave it at its default, or use another engine"
+            f"an endpoint of dialect {look.dialect!r} knows no {', '.join(f'sampling.{n}' for n in unknown)}, and would"
+            " ignore or refuse it: leave it at its default, or use another engine"
         )
     if chat and s.logit_bias and look.dialect == "compatible":
-        raise ConfigError("sampling.logit_bias names token ids of a tokenizer that a compatible chat endpoint does not tell: leave it out")
+        raise ConfigError(
+            "sampling.logit_bias names token ids of a tokenizer that a compatible chat endpoint does not tell: leave"
+            " it out"
+        )
     if look.dialect in ("openai", "compatible") and len(s.stop) > STOPS:
         raise ConfigError(f"sampling.stop: {len(s.stop)} texts, and OpenAI's API takes {STOPS}")
     if look.dialect == "openai" and s.temperature > 2:

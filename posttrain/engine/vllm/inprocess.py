@@ -1,8 +1,8 @@
 """vLLM in this process: `core.ports.Sampler` over a V1 engine that steps in a thread of its own.
 
-The thread owns the engine: requests, cancellations and weights reach it through one queue and are handled between steps,
-so nothing is ever changed under a running step. Answers go back to the event loop that asked. When weights come, running
-turns end first, new ones wait, and the prefix cache is emptied and salted with the version.
+The thread owns the engine: requests, cancellations and weights reach it through one queue and are handled between
+steps, so nothing is ever changed under a running step. Answers go back to the event loop that asked. When weights come,
+running turns end first, new ones wait, and the prefix cache is emptied and salted with the version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from posttrain.core.types import Gauges, Said
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import Answer, fields, said
-from posttrain.engine.vllm.requests import NOTHING, Counters, Expected, Order, newer, order
+from posttrain.engine.vllm.requests import NOTHING, ClientCounters, ExpectedTensors, Order, newer, order
 from posttrain.engine.vllm.start import START, build, limits, quiet_compiler
 
 ROLE = "the rollout engine (vLLM in this process)"
@@ -37,7 +37,7 @@ Heard = Callable[[np.ndarray, np.ndarray], None]
 
 
 @dataclass(eq=False)
-class _Asked:
+class _Turn:
     """One turn on its way."""
 
     order: Order
@@ -61,24 +61,28 @@ class VLLMEngine:
         ConfigError: vllm is not installed. EngineError: it does not start with this model.
     """
 
-    def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool = False, timeout: float = 600.0) -> None:
+    def __init__(
+        self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool = False, timeout: float = 600.0
+    ) -> None:
         installed()
         self._limits = limits(policy)
-        self._expected = Expected.of(policy)
+        self._expected = ExpectedTensors.of(policy)
         self._timeout = timeout
         self._version = NOTHING
-        self._counters = Counters()
-        self._asked: dict[str, _Asked] = {}
+        self._counters = ClientCounters()
+        self._asked: dict[str, _Turn] = {}
         self._scored: dict[str, Future[np.ndarray]] = {}
         self._names = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._waiting: list[_Asked] = []
+        self._waiting: list[_Turn] = []
         """Turns that came while new weights were on their way."""
         self._updates: list[Callable[[], None]] = []
         self._beat = time.monotonic()
         self._dead: BaseException | None = None
         self._eager = eager
-        self._thread = threading.Thread(target=self._live, args=(policy, slots, cache_bytes, started := Future()), name="vllm", daemon=True)
+        self._thread = threading.Thread(
+            target=self._live, args=(policy, slots, cache_bytes, started := Future()), name="vllm", daemon=True
+        )
         self._thread.start()
         try:
             started.result(START)
@@ -106,7 +110,7 @@ class VLLMEngine:
 
         heard: called in this event loop with the new ids and log-probs as soon as they are said.
         """
-        asked = _Asked(order(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
+        asked = _Turn(order(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
         if self._version == NOTHING:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
         self._tell(lambda: self._add(asked))
@@ -123,8 +127,8 @@ class VLLMEngine:
         return await self._answer(future, "scoring a canary")
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version` once what is being said has ended; returns the fingerprint of the weights that
-        vLLM's layers multiply with afterwards. Names and shapes are checked before anything is sent."""
+        """Serve these weights as `version` once what is being said has ended; returns the fingerprint of the weights
+        that vLLM's layers multiply with afterwards. Names and shapes are checked before anything is sent."""
         newer(version, self._version)
         given = self._expected.take(tensors)
         future: Future[str] = Future()
@@ -148,7 +152,7 @@ class VLLMEngine:
         self._inbox.put(None)
         self._thread.join(60)
 
-    # --- on the caller's side ------------------------------------------------------------------------------------------
+    # --- on the caller's side -----------------------------------------------------------------------------------------
 
     def _tell(self, command: Callable[[], None]) -> None:
         if self._dead is not None:
@@ -167,7 +171,8 @@ class VLLMEngine:
                 raise EngineError(f"{ROLE}: {what}: it has failed: {self._dead}") from self._dead
             if time.monotonic() - max(self._beat, asked) > self._timeout:
                 raise EngineError(
-                    f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is that slow"
+                    f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is"
+                    " that slow"
                 )
 
     def _in_loop(self, heard: Heard | None) -> Heard | None:
@@ -180,7 +185,7 @@ class VLLMEngine:
 
         return later
 
-    # --- in the engine's thread ----------------------------------------------------------------------------------------
+    # --- in the engine's thread ---------------------------------------------------------------------------------------
 
     def _live(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
         """Build the engine, then handle the queue and step until told to end."""
@@ -243,12 +248,14 @@ class VLLMEngine:
                 self._asked.pop(output.request_id, None)
                 asked.future.set_exception(error)
 
-    def _hear(self, asked: _Asked, output: Any) -> None:
+    def _hear(self, asked: _Turn, output: Any) -> None:
         """One request has new tokens, or is done."""
         turn = output.outputs[0]
         if asked.heard is not None and len(turn.token_ids) > asked.told:
             rows = _rows(turn.logprobs)[asked.told :]
-            asked.heard(np.array(turn.token_ids[asked.told :], np.int32), np.array([logp[0] for _, logp in rows], np.float32))
+            asked.heard(
+                np.array(turn.token_ids[asked.told :], np.int32), np.array([logp[0] for _, logp in rows], np.float32)
+            )
             asked.told = len(turn.token_ids)
         if not output.finished:
             return
@@ -260,7 +267,7 @@ class VLLMEngine:
         self._counters.delivered(result, o.ids, output.num_cached_tokens)
         asked.future.set_result(result)
 
-    def _add(self, asked: _Asked) -> None:
+    def _add(self, asked: _Turn) -> None:
         if asked.future.cancelled():
             return
         if self._updates:
@@ -291,7 +298,7 @@ class VLLMEngine:
         """Part of the key of every cached block."""
         return f"version {self._version}"
 
-    def _abort(self, asked: _Asked) -> None:
+    def _abort(self, asked: _Turn) -> None:
         if asked in self._waiting:
             self._waiting.remove(asked)
         for name in [n for n, a in self._asked.items() if a is asked]:
@@ -303,7 +310,11 @@ class VLLMEngine:
 
         name = f"score-{next(self._names)}"
         try:
-            self._submit(name, ids, SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False))
+            self._submit(
+                name,
+                ids,
+                SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True, prompt_logprobs=0, detokenize=False),
+            )
             self._scored[name] = future
         except Exception as error:
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
@@ -332,7 +343,9 @@ class VLLMEngine:
                 raise EngineError(served["error"])
         except Exception as error:
             self._version = NOTHING
-            failure = EngineError(f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}")
+            failure = EngineError(
+                f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"
+            )
             future.set_exception(failure)
             raise failure from error
         self._version = version

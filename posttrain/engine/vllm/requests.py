@@ -1,4 +1,5 @@
-"""What every vLLM adapter does alike: check a request before it leaves, keep versions in order, count what comes back."""
+"""What every vLLM adapter does alike: check a request before it leaves, keep versions in order, count what comes
+back."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ from posttrain.core.errors import DataError, EngineError, nearest
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauge, Gauges, Said, Stop
 from posttrain.engine.models import Policy, named_tensors
-from posttrain.engine.vllm.contract import Limits, check
+from posttrain.engine.vllm.contract import Capabilities, check
 
 NOTHING = -1
 """Version of an engine that was sent no weights yet: it serves what it was started with and says nothing."""
@@ -34,7 +35,7 @@ class Order:
     """What reaching `limit` means."""
 
 
-def order(ids: np.ndarray, sampling: Sampling, place: int, limits: Limits) -> Order:
+def order(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities) -> Order:
     """Check one request.
 
     Raises:
@@ -43,13 +44,22 @@ def order(ids: np.ndarray, sampling: Sampling, place: int, limits: Limits) -> Or
     """
     ids, context = np.asarray(ids), limits.context
     if ids.ndim != 1 or len(ids) == 0:
-        raise DataError(f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template")
+        raise DataError(
+            f"a prompt is a non-empty list of token ids, got shape {ids.shape}: check the task and its chat template"
+        )
     if len(ids) >= context:
-        raise DataError(f"a prompt of {len(ids)} tokens leaves no room in a context of {context}: shorten one or raise the other")
+        raise DataError(
+            f"a prompt of {len(ids)} tokens leaves no room in a context of {context}: shorten one or raise the other"
+        )
     if ids.min() < 0 or ids.max() >= limits.vocabulary:
-        raise DataError(f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{limits.vocabulary - 1}: use its own tokenizer")
+        raise DataError(
+            f"prompt ids span {ids.min()}..{ids.max()}, the model has 0..{limits.vocabulary - 1}: use its own tokenizer"
+        )
     if not sampling.resolved:
-        raise EngineError("the sampling waits for a tokenizer (stop_ids, bad_words, allowed_words): call sampling.resolve() once at load")
+        raise EngineError(
+            "the sampling waits for a tokenizer (stop_ids, bad_words, allowed_words): call sampling.resolve() once at"
+            " load"
+        )
     sampling.check_vocabulary(limits.vocabulary)
     check(sampling, limits)
     room = context - len(ids)
@@ -58,15 +68,17 @@ def order(ids: np.ndarray, sampling: Sampling, place: int, limits: Limits) -> Or
 
 
 @dataclass(frozen=True)
-class Expected:
+class ExpectedTensors:
     """The tensors an engine takes: those of the policy it was started for."""
 
     own: dict[str, tuple[str, tuple[int, ...]]]
     """Name -> (dtype, shape), in the learner's order."""
 
     @staticmethod
-    def of(policy: Policy) -> Expected:
-        return Expected({n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in named_tensors(policy.module)})
+    def of(policy: Policy) -> ExpectedTensors:
+        return ExpectedTensors(
+            {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in named_tensors(policy.module)}
+        )
 
     def wanted(self) -> list[tuple[str, str, list[int]]]:
         """[name, dtype, shape] of every tensor, as plain data."""
@@ -98,7 +110,7 @@ def newer(version: int, than: int) -> None:
         raise EngineError(f"weights of version {version} after version {than}: versions only increase")
 
 
-class Gate:
+class UpdateGate:
     """Many turns at once, or one update: an update waits for the turns before it, later turns wait for the update."""
 
     def __init__(self) -> None:
@@ -145,7 +157,7 @@ class Gate:
 
 
 @dataclass
-class Counters:
+class ClientCounters:
     """Sums since the last `take`: of the gauges in `diagnose.gauges`, those that vLLM lets a client know."""
 
     tokens: int = 0

@@ -1,4 +1,5 @@
-"""vLLM behind HTTP: `core.ports.Sampler` over a server that `launch` started, spawned for the run or given by its address.
+"""vLLM behind HTTP: `core.ports.Sampler` over a server that `launch` started, spawned for the run or given by its
+address.
 
 Tokens in and tokens out over vLLM's token route; weights as a safetensors file in a folder that both sides see, through
 vLLM's own update routes. A request that fails on the way is sent again, with the same seed and so the same answer; one
@@ -24,13 +25,17 @@ from posttrain.core.types import Gauges, Said
 from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import Answer, fields, said
-from posttrain.engine.vllm.requests import NOTHING, Counters, Expected, Gate, newer, order
+from posttrain.engine.vllm.requests import NOTHING, ClientCounters, ExpectedTensors, UpdateGate, newer, order
 from posttrain.engine.vllm.start import limits
 
 ROLE = "rollout"
-HOW = "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT` (docs/engines.md)"
+HOW = (
+    "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`"
+    " (docs/engines.md)"
+)
 EMPTYING = 100
-"""Times the prefix cache is asked to empty itself, a tenth of a second apart: blocks are let go a step after their request."""
+"""Times the prefix cache is asked to empty itself, a tenth of a second apart: blocks are let go a step after their
+request."""
 Heard = Callable[[np.ndarray, np.ndarray], None]
 
 
@@ -45,16 +50,22 @@ class VLLMServer:
     """
 
     def __init__(
-        self, policy: Policy, endpoint: Endpoint, *, share: Path, timeout: float = 600.0, ended: Callable[[], str] = lambda: ""
+        self,
+        policy: Policy,
+        endpoint: Endpoint,
+        *,
+        share: Path,
+        timeout: float = 600.0,
+        ended: Callable[[], str] = lambda: "",
     ) -> None:
         self._limits = replace(limits(policy), sequences=False)
-        self._expected = Expected.of(policy)
+        self._expected = ExpectedTensors.of(policy)
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._endpoint, self._share, self._ended = endpoint, share, ended
         self._patience = replace(endpoint.patience, answer=timeout)
         self._version = NOTHING
-        self._counters = Counters()
-        self._gate = Gate()
+        self._counters = ClientCounters()
+        self._gate = UpdateGate()
         self._known = False
 
     @property
@@ -74,8 +85,8 @@ class VLLMServer:
         return self._limits.context
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it closes the request's connection, on
-        which the server gives it up.
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it closes the request's
+        connection, on which the server gives it up.
 
         heard: called once, when the turn has ended: it comes in one piece.
         """
@@ -84,7 +95,11 @@ class VLLMServer:
             if self._version == NOTHING:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
             begun = time.perf_counter()
-            body = {"token_ids": o.ids, "cache_salt": self._salt(), "sampling_params": fields(o.sampling, o.place, o.limit, self._limits)}
+            body = {
+                "token_ids": o.ids,
+                "cache_salt": self._salt(),
+                "sampling_params": fields(o.sampling, o.place, o.limit, self._limits),
+            }
             told = await self._post("/inference/v1/generate", body, again=True)
             self._counters.spent("engine/turn", begun)
         try:
@@ -109,13 +124,16 @@ class VLLMServer:
             told = await self._post("/inference/v1/generate", body, again=True)
         try:
             rows = told["prompt_logprobs"][1:]
-            return np.array([row[str(i)]["logprob"] for i, row in zip(body["token_ids"][1:], rows, strict=True)], np.float32)
+            return np.array(
+                [row[str(i)]["logprob"] for i, row in zip(body["token_ids"][1:], rows, strict=True)], np.float32
+            )
         except (KeyError, TypeError, ValueError) as error:
             raise self._broken(f"its log-probs of a prompt cannot be read ({error!r})") from error
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version` once what this run is saying has ended; returns the fingerprint of the weights that
-        the server's layers multiply with afterwards. Names and shapes are checked before anything is sent."""
+        """Serve these weights as `version` once what this run is saying has ended; returns the fingerprint of the
+        weights that the server's layers multiply with afterwards. Names and shapes are checked before anything is
+        sent."""
         newer(version, self._version)
         given = self._expected.take(tensors)
         await self._meet()
@@ -169,13 +187,17 @@ class VLLMServer:
             "vocabulary": self._limits.vocabulary,
         }
         if wrong := [f"{k}={facts.get(k)!r} instead of {v!r}" for k, v in wanted.items() if facts.get(k) != v]:
-            raise ConfigError(f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)}; {HOW}")
+            raise ConfigError(
+                f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)}; {HOW}"
+            )
         self._known = True
 
     async def _call(self, method: str, *args: str) -> dict[str, Any]:
         """A method of our worker extension, on the one worker."""
         try:
-            told = await self._post("/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True)
+            told = await self._post(
+                "/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True
+            )
         except EndpointError as error:
             if error.status in (403, 404, 405, 501):
                 raise ConfigError(f"engine.url={self._endpoint.url}: this server has no remote calls; {HOW}") from error
@@ -191,7 +213,9 @@ class VLLMServer:
             return await self._endpoint.post(path, body, again=again, patience=patience)
         except EndpointError as error:
             if why := self._ended():
-                raise EndpointError(f"{ROLE} ({self._endpoint.url}): the vLLM server of this run: {why}", ROLE, None) from error
+                raise EndpointError(
+                    f"{ROLE} ({self._endpoint.url}): the vLLM server of this run: {why}", ROLE, None
+                ) from error
             raise
 
     def _broken(self, why: str) -> EndpointError:

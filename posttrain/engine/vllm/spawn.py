@@ -28,7 +28,8 @@ PATIENCE = 20.0
 
 
 class Spawned:
-    """The server process, on a free port of this machine. It has a process group of its own, so nothing of it is left behind.
+    """The server process, on a free port of this machine. It has a process group of its own, so nothing of it is left
+    behind.
 
     Raises:
         ConfigError: vllm is not installed. EngineError: the server ended or did not answer in time; quotes its log.
@@ -42,7 +43,15 @@ class Spawned:
         describe(policy, str(self.folder / "model"))
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
-        command = [sys.executable, "-m", "posttrain.engine.vllm.launch", "--port", str(port), "--uvicorn-log-level", "warning"]
+        command = [
+            sys.executable,
+            "-m",
+            "posttrain.engine.vllm.launch",
+            "--port",
+            str(port),
+            "--uvicorn-log-level",
+            "warning",
+        ]
         for name, value in arguments(policy, str(self.folder / "model"), slots, cache_bytes, eager).items():
             flag = f"--{name.replace('_', '-')}"
             command += [flag] if value is True else [] if value is False else [flag, str(value)]

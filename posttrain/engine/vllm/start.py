@@ -15,7 +15,7 @@ import torch
 
 from posttrain.engine.models import Policy
 from posttrain.engine.readout import read_out
-from posttrain.engine.vllm.contract import Limits
+from posttrain.engine.vllm.contract import Capabilities
 
 EXTENSION = "posttrain.engine.vllm.worker.ServedWeights"
 """What vLLM's workers are extended with; importing it registers `BACKEND`."""
@@ -25,9 +25,9 @@ START = 600.0
 """Seconds vLLM may take to start."""
 
 
-def limits(policy: Policy) -> Limits:
+def limits(policy: Policy) -> Capabilities:
     """What vLLM in this process can do with a policy."""
-    return Limits(read_out(policy.module).weight.shape[0], policy.context, eos(policy), sequences=True)
+    return Capabilities(read_out(policy.module).weight.shape[0], policy.context, eos(policy), sequences=True)
 
 
 def eos(policy: Policy) -> int | None:
@@ -63,7 +63,8 @@ def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: 
 
 
 def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
-    """The engine, with what vLLM changes in this process put back: random states, torch's thread setting, environment."""
+    """The engine, with what vLLM changes in this process put back: random states, torch's thread setting,
+    environment."""
     level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     with (
         _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level),
@@ -103,7 +104,8 @@ def _environment(**values: str) -> Iterator[None]:
 
 @contextmanager
 def _own_randomness() -> Iterator[None]:
-    """vLLM seeds everything it finds, lowers torch's threads and takes `torch.set_num_threads` away; here all stay as they were."""
+    """vLLM seeds everything it finds, lowers torch's threads and takes `torch.set_num_threads` away; here all stay as
+    they were."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     threads, count = torch.set_num_threads, torch.get_num_threads()
     try:
@@ -118,7 +120,8 @@ def _own_randomness() -> Iterator[None]:
 
 @contextmanager
 def quiet_compiler(eager: bool) -> Iterator[None]:
-    """Eager means eager: vLLM also compiles small functions of its sampler, which would take minutes at the first request."""
+    """Eager means eager: vLLM also compiles small functions of its sampler, which would take minutes at the first
+    request."""
     if not eager:
         yield
         return

@@ -1,8 +1,9 @@
 """What runs inside vLLM's worker: weights in through its update path, and the weights it computes with read back out.
 
 `Direct` is a weight transfer backend of vLLM's own registry: named Hugging Face tensors, handed over in process or as a
-safetensors file that both sides see. `ServedWeights` is a worker extension: it recovers every tensor from what the layers
-multiply with now, under its Hugging Face name, so that the fingerprint is that of the served weights and no echo.
+safetensors file that both sides see. `ServedWeights` is a worker extension: it recovers every tensor from what the
+layers multiply with now, under its Hugging Face name, so that the fingerprint is that of the served weights and no
+echo.
 
 Importing this module registers both; a server does so through `--worker-extension-cls`.
 """
@@ -108,19 +109,23 @@ class ServedWeights:
         """
         model = self.get_model()  # type: ignore[attr-defined]
         try:
-            return {"fingerprint": fingerprint(_Reader(model, json.loads(wanted)).tensors())}
+            return {"fingerprint": fingerprint(_TensorReader(model, json.loads(wanted)).tensors())}
         except LookupError as error:
             return {"error": str(error)}
 
 
-class _Reader:
+class _TensorReader:
     """Hugging Face tensors out of a vLLM model on one worker."""
 
     def __init__(self, model: nn.Module, wanted: list[tuple[str, str, list[int]]]) -> None:
         self._model = model
         self._modules = dict(model.named_modules())
         self._wanted = {name: (getattr(torch, dtype), tuple(shape)) for name, dtype, shape in wanted}
-        self._fused = {shard: (fused, shards) for fused, shards in getattr(model, "packed_modules_mapping", {}).items() for shard in shards}
+        self._fused = {
+            shard: (fused, shards)
+            for fused, shards in getattr(model, "packed_modules_mapping", {}).items()
+            for shard in shards
+        }
         self._zeros: dict[str, Tensor] = getattr(model, _ZEROS, {})
         self._heads = [m for m in self._modules.values() if isinstance(m, ParallelLMHead)]
 
@@ -155,8 +160,8 @@ class _Reader:
                 begin = sum(self._wanted[f"{parent}.{s}.{leaf}"][1][0] for s in shards[: shards.index(last)])
                 return self._leaf(module, leaf)[begin : begin + shape[0]]
         raise LookupError(
-            f"{name} has no place of its own in vLLM's {type(self._model).__name__}, so what is served cannot be compared with what was sent. "
-            "Use engine=embedded for this architecture"
+            f"{name} has no place of its own in vLLM's {type(self._model).__name__}, so what is served cannot be"
+            " compared with what was sent. Use engine=embedded for this architecture"
         )
 
     def _leaf(self, module: nn.Module, leaf: str) -> Tensor:
@@ -165,7 +170,8 @@ class _Reader:
         return getattr(module, leaf).detach()
 
     def _tied(self, module: nn.Module, whole: Tensor) -> Tensor:
-        """The embedding's rows where the head computes with the same ones; else the head's, so that the difference is seen."""
+        """The embedding's rows where the head computes with the same ones; else the head's, so that the difference is
+        seen."""
         for head in self._heads:
             if head.weight is module.weight and _packed(head) and not torch.equal(other := _multiplied(head), whole):
                 return other
@@ -178,8 +184,8 @@ def _packed(layer: nn.Module) -> bool:
 
 
 def _multiplied(layer: Any) -> Tensor:
-    """[out, in]: the matrix the layer multiplies with, from its products with the rows of the identity; exact, since each
-    output is one weight times one plus zeros."""
+    """[out, in]: the matrix the layer multiplies with, from its products with the rows of the identity; exact, since
+    each output is one weight times one plus zeros."""
     if layer.weight.numel():
         out, size, dtype = *layer.weight.shape, layer.weight.dtype
     else:

@@ -19,9 +19,9 @@ from posttrain.core.seeds import key as seed_key
 from posttrain.core.types import Gauges, Task, merge
 from posttrain.core.verdict import Verdict
 from posttrain.environment.adapters import gym_scoring
-from posttrain.environment.adapters.gym_scoring import CHUNK, Asked
+from posttrain.environment.adapters.gym_scoring import CHUNK, ScoringRequest
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn
-from posttrain.environment.workers.pool import Pool
+from posttrain.verifier.workers.pool import WorkerPool
 
 REFUSED = {
     "composite": "it is a mixture of other tasks; name one of them",
@@ -33,7 +33,11 @@ NO_GOLD = {
     "rush_hour": "it has many solutions and gives none",
 }
 """Tasks whose data hold no correct answer, so that their scorers cannot be proved with one."""
-_GOLD_KEY = {"graph_color": "possible_answer", "propositional_logic": "example_answer", "rubiks_cube": "example_correct_answer"}
+_GOLD_KEY = {
+    "graph_color": "possible_answer",
+    "propositional_logic": "example_answer",
+    "rubiks_cube": "example_correct_answer",
+}
 
 RETRIES = 100
 
@@ -45,8 +49,8 @@ class Gym(SingleTurn):
     """One reasoning-gym task. Its settings (`Env.args`) are the task's own configuration fields with plain values.
 
     The answer is the content of the last `<answer>...</answer>`, else the whole response, stripped. Scores are the
-    task's own and may be partial, and are given in worker processes. Training items come in chunks of 1000, each under a seed of its
-    own; an item whose question is held out is drawn again.
+    task's own and may be partial, and are given in worker processes. Training items come in chunks of 1000, each under
+    a seed of its own; an item whose question is held out is drawn again.
     """
 
     task: str
@@ -83,7 +87,9 @@ class Gym(SingleTurn):
             task = self._task(f"{self.name}-{index}", side, chunk, item)
             if task.prompt not in self._held:
                 return task
-        raise DataError(f"gym:{self.task}: {RETRIES} draws in a row were held-out questions; it has too few: lower env.heldout")
+        raise DataError(
+            f"gym:{self.task}: {RETRIES} draws in a row were held-out questions; it has too few: lower env.heldout"
+        )
 
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
@@ -95,7 +101,8 @@ class Gym(SingleTurn):
             tasks.setdefault(task.prompt, task)
         if len(tasks) < self.heldout_count:
             raise ConfigError(
-                f"gym:{self.task}: {20 * self.heldout_count} draws gave {len(tasks)} distinct questions; set env.heldout to half of that"
+                f"gym:{self.task}: {20 * self.heldout_count} draws gave {len(tasks)} distinct questions; set"
+                " env.heldout to half of that"
             )
         return tuple(tasks.values())
 
@@ -111,7 +118,12 @@ class Gym(SingleTurn):
 
     def _task(self, name: str, side: str, chunk: int, item: int) -> Task:
         entry = self._entry(side, chunk, item)
-        return Task(id=name, prompt=entry["question"], answer=self._gold(entry), info={"side": side, "chunk": chunk, "item": item})
+        return Task(
+            id=name,
+            prompt=entry["question"],
+            answer=self._gold(entry),
+            info={"side": side, "chunk": chunk, "item": item},
+        )
 
     def _gold(self, entry: Mapping[str, Any]) -> str | None:
         gold = entry["metadata"].get(_GOLD_KEY[self.task]) if self.task in _GOLD_KEY else entry["answer"]
@@ -142,20 +154,22 @@ class Gym(SingleTurn):
         return entry
 
     @cached_property
-    def _pool(self) -> Pool:
+    def _pool(self) -> WorkerPool:
         return gym_scoring.workers()
 
     async def verdict(self, attempt: Attempt) -> Verdict:
         """By the task's own scorer, in a worker: some search for a while, and some evaluate what they are given."""
         return await gym_scoring.verdict(self._pool, self._asked(attempt))
 
-    def _asked(self, attempt: Attempt) -> Asked:
+    def _asked(self, attempt: Attempt) -> ScoringRequest:
         place = attempt.task.info
         entry = self._entry(place["side"], place["chunk"], place["item"])
         tagged = _ANSWER.findall(attempt.text)
         answer = (tagged[-1] if tagged else attempt.text).strip()
         (gold,) = self.gold(attempt.task) if self.knows_gold(attempt.task) else self.distractor(attempt.task)
-        return Asked(self.task, tuple(self.args.items()), self._seed(place["side"], place["chunk"]), entry, answer, gold)
+        return ScoringRequest(
+            self.task, tuple(self.args.items()), self._seed(place["side"], place["chunk"]), entry, answer, gold
+        )
 
     def gauges(self) -> Gauges:
         return merge(super().gauges(), self._pool.gauges() if "_pool" in vars(self) else {})
@@ -195,10 +209,16 @@ def _factory() -> ModuleType:
 def _check_args(task: str, args: Mapping[str, Scalar]) -> None:
     """Only plain settings can be given; what they may be is checked by the task itself."""
     config = _factory().DATASETS[task][1]
-    plain = {f.name: f.default for f in dataclasses.fields(config) if isinstance(f.default, str | int | float) and f.name != "size"}
+    plain = {
+        f.name: f.default
+        for f in dataclasses.fields(config)
+        if isinstance(f.default, str | int | float) and f.name != "size"
+    }
     for name, value in args.items():
         if name not in plain:
             raise ConfigError(f"env.args.{name}: gym:{task} has no such plain setting: {nearest(name, plain)}")
         wanted = type(plain[name])
         if type(value) is not wanted and not (wanted is float and type(value) is int):
-            raise ConfigError(f"env.args.{name}={value!r}: gym:{task} wants {wanted.__name__}, got {type(value).__name__}")
+            raise ConfigError(
+                f"env.args.{name}={value!r}: gym:{task} wants {wanted.__name__}, got {type(value).__name__}"
+            )

@@ -1,8 +1,8 @@
 """`verifiers:ID`: environments written for PrimeIntellect's `verifiers` package, played on the run's own engine.
 
-The package's own loop runs: its set-up, its `env_response`, its stop conditions and its clean-up. Only the model it asks
-is ours: each question is shown to the policy token-in token-out, and what the policy says goes back as a message, its tool
-calls read in the format of the policy's chat template. Its rubric judges, a source a function.
+The package's own loop runs: its set-up, its `env_response`, its stop conditions and its clean-up. Only the model it
+asks is ours: each question is shown to the policy token-in token-out, and what the policy says goes back as a message,
+its tool calls read in the format of the policy's chat template. Its rubric judges, a source a function.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.adapters.verifiers_judge import live, lost, plain, rubrics, score, weights
-from posttrain.environment.adapters.verifiers_talk import Policy, bounded, from_package
-from posttrain.environment.own import load
+from posttrain.environment.adapters.verifiers_talk import PolicyClient, bounded, from_package
 from posttrain.environment.prompts import HELDOUT_SHARE
 from posttrain.environment.single import Listed, SingleTurn
+from posttrain.verifier.user_code import load
 
 INSTALL = 'pip install "posttrain[verifiers]"'
 PREFIX = "verifiers:"
@@ -40,8 +40,8 @@ WAITING = 65_536
 class Verifiers(SingleTurn):
     """One environment of the package. Its settings (`Env.args`) are the arguments of its `load_environment`.
 
-    Held-out tasks are its evaluation set's; where it has one set only, they are chosen by their digests, at most a fifth. No
-    training task equals a held-out one in prompt, answer and info.
+    Held-out tasks are its evaluation set's; where it has one set only, they are chosen by their digests, at most a
+    fifth. No training task equals a held-out one in prompt, answer and info.
     """
 
     env_id: str
@@ -60,12 +60,14 @@ class Verifiers(SingleTurn):
             inner = _loaded(env_id, dict(args))
         if inner.rubric.has_group_rewards:
             raise ConfigError(
-                f"{PREFIX}{env_id}: its rubric compares the answers of a group with one another, and here every answer is judged by itself. "
-                "Use an algorithm that compares siblings, and a reward for one answer"
+                f"{PREFIX}{env_id}: its rubric compares the answers of a group with one another, and here every answer"
+                " is judged by itself. Use an algorithm that compares siblings, and a reward for one answer"
             )
         env = Verifiers(env_id=env_id, inner=inner, **common)
         if not any(weights(inner.rubric)) and not env.rewards:
-            raise ConfigError(f"{PREFIX}{env_id}: its rubric has no reward function with a weight; add one, or give env.rewards")
+            raise ConfigError(
+                f"{PREFIX}{env_id}: its rubric has no reward function with a weight; add one, or give env.rewards"
+            )
         for name, tool in getattr(inner, "tool_map", {}).items():
             inner.tool_map[name] = bounded(tool, name, env.limits.tool_seconds)
         return env
@@ -74,7 +76,7 @@ class Verifiers(SingleTurn):
     def name(self) -> str:
         return f"{PREFIX}{self.env_id}"
 
-    # --- tasks -----------------------------------------------------------------------------------------------------------
+    # --- tasks --------------------------------------------------------------------------------------------------------
 
     @cached_property
     def _sets(self) -> Mapping[str, Any]:
@@ -86,12 +88,15 @@ class Verifiers(SingleTurn):
 
     @cached_property
     def _tasks(self) -> Mapping[str, tuple[Task, ...]]:
-        return {side: tuple(self._task(side, i, row) for i, row in enumerate(rows)) for side, rows in self._sets.items()}
+        return {
+            side: tuple(self._task(side, i, row) for i, row in enumerate(rows)) for side, rows in self._sets.items()
+        }
 
     def _task(self, side: str, index: int, row: Mapping[str, Any]) -> Task:
         if isinstance(row["prompt"], str):
             raise ConfigError(
-                f"{self.name}: its prompts are plain text (message_type='completion'), which the package gave up; use messages"
+                f"{self.name}: its prompts are plain text (message_type='completion'), which the package gave up; use"
+                " messages"
             )
         answer = row.get("answer")
         return Task(
@@ -124,7 +129,7 @@ class Verifiers(SingleTurn):
         """Prompt, answer and info: worlds with a secret ask all tasks alike."""
         return task.info["key"]
 
-    # --- episodes --------------------------------------------------------------------------------------------------------
+    # --- episodes -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _ended(self) -> dict[int, tuple[Any, Any]]:
@@ -135,8 +140,9 @@ class Verifiers(SingleTurn):
         return dict(self._sets[task.info["side"]][task.info["row"]])
 
     async def play(self, task: Task, talk: Talk) -> Stop:
-        """Its own loop, asking our policy. A tool error that it stops for is the policy's; any other of its errors is an outage."""
-        policy = Policy(talk, task.id, self.limits)
+        """Its own loop, asking our policy. A tool error that it stops for is the policy's; any other of its errors is
+        an outage."""
+        policy = PolicyClient(talk, task.id, self.limits)
         try:
             state = await self.inner.rollout(self._row(task), policy.client(), "policy", {})
             error = state.get("error")
@@ -154,7 +160,8 @@ class Verifiers(SingleTurn):
         return policy.stop(state)
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """Its rubric's functions, weighted; its metrics with weight 0. A function that raises has failed: it is no 0."""
+        """Its rubric's functions, weighted; its metrics with weight 0. A function that raises has failed: it is no
+        0."""
         left, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
             if missing := lost(attempt.state):
@@ -171,7 +178,7 @@ class Verifiers(SingleTurn):
     def verify(self, attempt: Attempt) -> Verdict:
         return Verdict.abstain("its rubric judges")
 
-    # --- what is right -----------------------------------------------------------------------------------------------------
+    # --- what is right ------------------------------------------------------------------------------------------------
 
     @property
     def vouches_for_gold(self) -> bool:
@@ -206,7 +213,7 @@ def _named(judged: Sequence[Judged]) -> Iterator[Judged]:
         yield j if seen[j.source] == 1 else replace(j, source=f"{j.source}.{seen[j.source]}")
 
 
-# --- the package -------------------------------------------------------------------------------------------------------------
+# --- the package ------------------------------------------------------------------------------------------------------
 
 
 def package() -> Any:
@@ -220,7 +227,8 @@ def package() -> Any:
         return importlib.import_module("verifiers.errors")
     except ImportError as error:
         raise ConfigError(
-            f"verifiers {version} cannot be used: {error}. From 0.4 on it has no SingleTurnEnv, MultiTurnEnv and ToolEnv any more: {INSTALL}"
+            f"verifiers {version} cannot be used: {error}. From 0.4 on it has no SingleTurnEnv, MultiTurnEnv and"
+            f" ToolEnv any more: {INSTALL}"
         ) from error
 
 
@@ -233,17 +241,19 @@ def _loaded(env_id: str, args: dict[str, Any]) -> Any:
         raise
     except ValueError as error:
         raise ConfigError(
-            f"{PREFIX}{env_id}: {error} Environments are Python packages: install it (prime env install OWNER/{env_id}, or pip), or name its file: "
-            f"{PREFIX}path/{env_id}.py"
+            f"{PREFIX}{env_id}: {error} Environments are Python packages: install it (prime env install OWNER/{env_id},"
+            f" or pip), or name its file: {PREFIX}path/{env_id}.py"
         ) from error
     except Exception as error:
-        raise ConfigError(f"{PREFIX}{env_id} with env.args {args} does not load: {type(error).__name__}: {error}") from error
+        raise ConfigError(
+            f"{PREFIX}{env_id} with env.args {args} does not load: {type(error).__name__}: {error}"
+        ) from error
 
 
 @contextlib.contextmanager
 def _signals_stay() -> Iterator[None]:
-    """Its environments take SIGINT and SIGTERM for themselves as they are made, which would end a run without a checkpoint (and
-    works in the main thread alone): that one call of theirs does nothing."""
+    """Its environments take SIGINT and SIGTERM for themselves as they are made, which would end a run without a
+    checkpoint (and works in the main thread alone): that one call of theirs does nothing."""
     module = importlib.import_module("verifiers.envs.environment")
     before: Any = module.signal  # type: ignore[attr-defined]
     own = {name: getattr(before, name) for name in dir(before) if not name.startswith("_")}

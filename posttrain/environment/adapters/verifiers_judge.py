@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from posttrain.core.ports import Attempt
+from posttrain.core.redact import redacted
 from posttrain.core.verdict import Judged, State, Verdict
-from posttrain.environment.adapters.verifiers_talk import MODEL, Policy, from_package
-from posttrain.environment.calls import TimedOut, call
-from posttrain.environment.own import where
-from posttrain.environment.redact import redacted
-from posttrain.environment.reward import as_verdict
-from posttrain.environment.script import Script
+from posttrain.environment.adapters.verifiers_talk import MODEL, PolicyClient, from_package
+from posttrain.environment.scripted import ScriptedPolicy
+from posttrain.verifier.calls import TimedOut, call
+from posttrain.verifier.functions import as_verdict
+from posttrain.verifier.user_code import where
 
 SECONDS = 60.0
 """One function of a rubric may take; beyond it the verdict is failed."""
@@ -55,7 +55,8 @@ OWN = frozenset(
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state as a record can keep it: the conversation behind the prompt, what the environment kept, and names of what cannot be."""
+    """A state as a record can keep it: the conversation behind the prompt, what the environment kept, and names of what
+    cannot be."""
     kept: dict[str, Any] = {}
     missing: list[str] = []
     for name, value in state.items():
@@ -81,7 +82,7 @@ def lost(left: Any) -> list[str]:
 
 async def live(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
     """A state as it was when the episode ended, from what a record keeps of it."""
-    state = await env.init_state(row, Policy(Script(()), attempt.task.id).client(), MODEL, {})
+    state = await env.init_state(row, PolicyClient(ScriptedPolicy(()), attempt.task.id).client(), MODEL, {})
     left = attempt.state if isinstance(attempt.state, Mapping) else {}
     said = left.get("completion") or [{"role": "assistant", "content": t} for t in attempt.turns]
     normalize: Any = importlib.import_module("verifiers.utils.message_utils").normalize_messages
@@ -92,7 +93,13 @@ async def live(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
     for i, message in enumerate(messages):
         if message.role == "assistant":
             step = {"prompt": [*prompt, *messages[:i]], "completion": [message], "response": None, "tokens": None}
-            more = {"reward": None, "advantage": None, "is_truncated": False, "trajectory_id": state["trajectory_id"], "extras": {}}
+            more = {
+                "reward": None,
+                "advantage": None,
+                "is_truncated": False,
+                "trajectory_id": state["trajectory_id"],
+                "extras": {},
+            }
             state["trajectory"].append({**step, **more})
     state["is_completed"] = True
     return state

@@ -11,24 +11,24 @@ from typing import Any
 
 from posttrain.core.errors import DataError
 from posttrain.core.ports import Talk, Utterance
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Message, Stop
-from posttrain.environment.calling.parse import Malformed, Parsed, ToolCall, parse
-from posttrain.environment.calls import TimedOut, call
+from posttrain.verifier.calling.parse import Malformed, Parsed, ToolCall, parse
+from posttrain.verifier.calls import TimedOut, call
 
 MODEL = "policy"
-_asking: ContextVar[Policy] = ContextVar("asking")
+_asking: ContextVar[PolicyClient] = ContextVar("asking")
 """Whose episode the package's loop is in."""
 
 
-class Policy:
+class PolicyClient:
     """One episode's side of the policy.
 
     Every question holds the whole conversation; only what is new in it is shown, so it has to go on from what was shown
     and said before. The episode ends with a turn that was cut off, as everywhere here.
     """
 
-    def __init__(self, talk: Talk, task: str, limits: Limits = Limits()) -> None:
+    def __init__(self, talk: Talk, task: str, limits: EpisodeLimits = EpisodeLimits()) -> None:
         self._talk, self._task, self._limits = talk, task, limits
         self._known: list[Message] = []
         """The conversation so far as the package tells it."""
@@ -57,8 +57,8 @@ class Policy:
         schemas = [_schema(t) for t in tools]
         if schemas and self._talk.format is None:
             raise DataError(
-                f"task {self._task!r}: the environment has tools, and this model's chat template writes no tool calls that are read here. "
-                "Use a model whose template does (docs/templates.md)"
+                f"task {self._task!r}: the environment has tools, and this model's chat template writes no tool calls"
+                " that are read here. Use a model whose template does (docs/templates.md)"
             )
         self._talk.see([self._told(m) for m in new], schemas if not self._turns else ())
         said = await self._talk.say(most)
@@ -85,8 +85,9 @@ class Policy:
         if prompt[:n] != self._known:
             at = next((i for i in range(n) if i >= len(prompt) or prompt[i] != self._known[i]), n)
             raise DataError(
-                f"task {self._task!r}: the environment asks with another history than the policy saw (message {at + 1} of {n}), so its turns are no "
-                "one sequence. Environments that rewrite their conversation (get_prompt_messages) cannot be trained on here"
+                f"task {self._task!r}: the environment asks with another history than the policy saw (message {at + 1}"
+                f" of {n}), so its turns are no one sequence. Environments that rewrite their conversation"
+                " (get_prompt_messages) cannot be trained on here"
             )
         if n and len(prompt) == n:
             raise DataError(f"task {self._task!r}: the environment asks for another turn without showing anything new")
@@ -105,17 +106,23 @@ class Policy:
         types: Any = importlib.import_module("verifiers.types")
         parts = parse(said.text, self._talk.format or "hermes") if tools else Parsed("", said.text, ())
         calls = [self._call(i, c, tools, types) for i, c in enumerate(parts.calls)] if said.stop.finished else []
-        message: dict[str, Any] = {"content": parts.content, "reasoning_content": parts.reasoning or None, "tool_calls": calls or None}
+        message: dict[str, Any] = {
+            "content": parts.content,
+            "reasoning_content": parts.reasoning or None,
+            "tool_calls": calls or None,
+        }
         self._turns += 1
         self._known = [*self._known, from_package(types.AssistantMessage(**message))]
         reason = "tool_calls" if calls else "stop" if said.stop.finished else "length"
-        usage = types.Usage(prompt_tokens=0, reasoning_tokens=0, completion_tokens=said.tokens, total_tokens=said.tokens)
+        usage = types.Usage(
+            prompt_tokens=0, reasoning_tokens=0, completion_tokens=said.tokens, total_tokens=said.tokens
+        )
         whole = types.ResponseMessage(**message, finish_reason=reason, is_truncated=not said.stop.finished, tokens=None)
         return types.Response(id=f"turn{self._turns}", created=0, model=MODEL, usage=usage, message=whole)
 
     def _call(self, number: int, call: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
-        """A call as the package takes it. One that cannot be made gets arguments that no tool is called with: the package then
-        answers it, and the answer is replaced by what was wrong."""
+        """A call as the package takes it. One that cannot be made gets arguments that no tool is called with: the
+        package then answers it, and the answer is replaced by what was wrong."""
         name = f"{self._turns:04}{number:05}"
         why = ""
         if isinstance(call, Malformed):
@@ -159,10 +166,12 @@ def _client_class() -> Any:
     base: Any = importlib.import_module("verifiers.clients").Client
 
     class Client(base):
-        def __init__(self, policy: Policy) -> None:
+        def __init__(self, policy: PolicyClient) -> None:
             super().__init__(policy)
 
-        async def get_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any) -> Any:
+        async def get_response(
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
+        ) -> Any:
             """A question of the package's loop. Limits that an environment sets itself narrow those of the run."""
             most = sampling_args.get("max_completion_tokens") or sampling_args.get("max_tokens")
             return await self._client.answer(prompt, tools or [], more.get("state"), most)
@@ -176,7 +185,9 @@ def _client_class() -> Any:
         async def to_native_prompt(self, messages: Any) -> Any:
             return messages, {}
 
-        async def get_native_response(self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any) -> Any:
+        async def get_native_response(
+            self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
+        ) -> Any:
             return await self.get_response(prompt, model, sampling_args, tools, **more)
 
         async def raise_from_native_response(self, response: Any) -> None:
@@ -206,7 +217,8 @@ def from_package(message: Any) -> Message:
         out["tool_call_id"] = data["tool_call_id"]
     if data.get("tool_calls"):
         out["tool_calls"] = [
-            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}} for c in data["tool_calls"]
+            {"id": c["id"], "type": "function", "function": {"name": c["name"], "arguments": c["arguments"]}}
+            for c in data["tool_calls"]
         ]
     return out
 

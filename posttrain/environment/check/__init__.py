@@ -1,11 +1,12 @@
-"""`posttrain check ENV`: does an environment pay right answers, and only those? Every probe tries it, none takes its word.
+"""`posttrain check ENV`: does an environment pay right answers, and only those? Every probe tries it, none takes its
+word.
 
 A policy finds whatever a verifier pays for. These probes look first: right answers and other spellings of them, near
 misses, constants, noise, templates, lists of every answer, the same answer twice and beside a hundred others.
 """
 
-from posttrain.environment.check.probe import Finding, Mark, Probe
-from posttrain.environment.check.report import PROBES, RATE, TASKS, Report, check
+from posttrain.environment.check.probe import Mark, Probe, ProbeResult
+from posttrain.environment.check.report import PROBES, RATE, TASKS, CheckReport, check
 from posttrain.environment.check.subject import Subject
 
-__all__ = ["PROBES", "RATE", "TASKS", "Finding", "Mark", "Probe", "Report", "Subject", "check"]
+__all__ = ["PROBES", "RATE", "TASKS", "ProbeResult", "Mark", "Probe", "CheckReport", "Subject", "check"]

@@ -12,7 +12,10 @@ from posttrain.environment.check.subject import WRITTEN, Attack, Subject
 
 FEW = 12
 """Tasks that each of many texts is tried on."""
-NOTHING_KNOWN: Answer = (Mark.SKIP, "no right answer is known here: give the tasks an answer, or the rows a column completion")
+NOTHING_KNOWN: Answer = (
+    Mark.SKIP,
+    "no right answer is known here: give the tasks an answer, or the rows a column completion",
+)
 NOTHING_PAID: Answer = (Mark.SKIP, "no right answer is paid, so nothing can be compared with it")
 
 
@@ -23,27 +26,53 @@ async def gold(s: Subject) -> Answer:
     if broken:
         j = broken[0].failed
         assert j is not None
-        return Mark.FAIL, f"{len(broken)} of {len(s.gold)} right answers could not be judged: {j.source} {j.verdict.kind}: {j.verdict.why}"
+        return (
+            Mark.FAIL,
+            (
+                f"{len(broken)} of {len(s.gold)} right answers could not be judged: {j.source} {j.verdict.kind}:"
+                f" {j.verdict.why}"
+            ),
+        )
     if not s.sources:
         told = next(iter(s.gold.values()))
         return (
             Mark.FAIL,
-            f"no source pays a right answer more than a wrong one; {told.said} to {told.task.prompt!r:.60} earned {dict(told.scores)}",
+            (
+                f"no source pays a right answer more than a wrong one; {told.said} to {told.task.prompt!r:.60} earned"
+                f" {dict(told.scores)}"
+            ),
         )
     if s.env.vouches_for_gold and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
         told = less[0]
         return (
             Mark.FAIL,
-            f"{told.said} is right for {told.task.prompt!r:.60}, and the environment pays {told.scores.get(s.env.name)}, not 1",
+            (
+                f"{told.said} is right for {told.task.prompt!r:.60}, and the environment pays"
+                f" {told.scores.get(s.env.name)}, not 1"
+            ),
         )
-    lost = [(t, source) for t in s.gold.values() for source in s.sources if source in t.scores and source not in s.deciding(t.task)]
+    lost = [
+        (t, source)
+        for t in s.gold.values()
+        for source in s.sources
+        if source in t.scores and source not in s.deciding(t.task)
+    ]
     if lost:
         told, source = lost[0]
-        return Mark.FAIL, (
-            f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as {told.said} to {told.task.prompt!r:.60} "
-            f"({told.scores[source]:g})"
+        return (
+            Mark.FAIL,
+            (
+                f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
+                f" {told.said} to {told.task.prompt!r:.60} ({told.scores[source]:g})"
+            ),
         )
-    form = "" if s.shape == "bare" else ", as the completions are written" if s.shape == WRITTEN else f", written {s.shaped('X')!r}"
+    form = (
+        ""
+        if s.shape == "bare"
+        else ", as the completions are written"
+        if s.shape == WRITTEN
+        else f", written {s.shaped('X')!r}"
+    )
     aside = f"; do not look at the answer: {', '.join(s.shaping)}" if s.shaping else ""
     return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{aside}"
 
@@ -71,7 +100,10 @@ async def order(s: Subject) -> Answer:
         silent = (await s.judge(task, ("",), repeat=True)).outcome
         for name, other in (("a wrong one", wrong), ("silence", silent)):
             if right is not None and other is not None and other >= right:
-                return Mark.FAIL, f"to {task.prompt!r:.60} the right answer earns {right:g} in all, and {name} {other:g}"
+                return (
+                    Mark.FAIL,
+                    f"to {task.prompt!r:.60} the right answer earns {right:g} in all, and {name} {other:g}",
+                )
     return Mark.OK, f"over {len(s.known)} tasks, all sources added up"
 
 
@@ -108,7 +140,9 @@ async def spelling(s: Subject) -> Answer:
 
     def say(task: Task) -> dict[str, str]:
         right, core = s.right(task)[-1], s.core(task)
-        return {kind: right.replace(core, text) if core else text for kind, text in spellings(core).items() if core in right}
+        return {
+            kind: right.replace(core, text) if core else text for kind, text in spellings(core).items() if core in right
+        }
 
     return _losses(*await _variants(s, say))
 
@@ -122,7 +156,13 @@ async def declared(s: Subject) -> Answer:
         return Mark.SKIP, "the environment names no other ways to be right (paraphrases)"
     for (task, _), told in zip(asked, await s.tell(asked), strict=True):
         if set(s.paid(told)) != set(s.deciding(task)):
-            return Mark.FAIL, f"{told.said} to {task.prompt!r:.60} is right by the environment's own word and earns {dict(told.scores)}"
+            return (
+                Mark.FAIL,
+                (
+                    f"{told.said} to {task.prompt!r:.60} is right by the environment's own word and earns"
+                    f" {dict(told.scores)}"
+                ),
+            )
     return Mark.OK, f"{len(asked)} answers"
 
 
@@ -132,13 +172,18 @@ def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
     if over:
         return Mark.FAIL, over[0].shown + (f"; so do {', '.join(a.kind for a in over[1:4])}" if over[1:] else "")
     best = attacks[0]
-    return Mark.OK, f"{what}: the best is paid on {best.share:.0%} of tasks, of which chance allows {s.chance(best.tried):.0%}"
+    return (
+        Mark.OK,
+        f"{what}: the best is paid on {best.share:.0%} of tasks, of which chance allows {s.chance(best.tried):.0%}",
+    )
 
 
 async def silence(s: Subject) -> Answer:
     if not s.known:
         return NOTHING_PAID
-    return _found(s, await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known), f"{len(SILENCE)} ways to say nothing")
+    return _found(
+        s, await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known), f"{len(SILENCE)} ways to say nothing"
+    )
 
 
 async def constant(s: Subject) -> Answer:
@@ -155,7 +200,9 @@ async def random_strings(s: Subject) -> Answer:
     rng = s.random("noise")
 
     def say(_: Task) -> dict[str, str]:
-        out = {f"a random string of {len(x)} characters ({i // 4})": x for i, x in enumerate(noise(rng, s.env.alphabet))}
+        out = {
+            f"a random string of {len(x)} characters ({i // 4})": x for i, x in enumerate(noise(rng, s.env.alphabet))
+        }
         return {**out, **{f"{kind}, as an answer": s.shaped(x) for kind, x in out.items() if s.shape != "bare"}}
 
     return _found(s, await s.attack(say, s.known[:FEW]), "random strings")
@@ -169,7 +216,12 @@ async def templates(s: Subject) -> Answer:
         prompt = task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
         empty = {f"an empty {name}": form.format("") for name, form in SHAPES.items() if name != "bare"}
         echo = {"the prompt": prompt, "the prompt as the answer": s.shaped(prompt)}
-        return {**{repr(x): x for x in PHRASES}, **{f"{x!r} as the answer": s.shaped(x) for x in PHRASES}, **empty, **echo}
+        return {
+            **{repr(x): x for x in PHRASES},
+            **{f"{x!r} as the answer": s.shaped(x) for x in PHRASES},
+            **empty,
+            **echo,
+        }
 
     return _found(s, await s.attack(say, s.known[:FEW]), "templates, empty forms and the prompt itself")
 
@@ -184,20 +236,31 @@ async def several(s: Subject) -> Answer:
         return answer
     tasks = [t for t in s.known if s.near(t)[-1] not in s.right(t)[-1] and s.right(t)[-1] not in s.near(t)[-1]]
     hedged = {
-        order: await s.tell([(t, s.last(t, "\n".join([x[-1] for x in (s.right(t), s.near(t))][::step]))) for t in tasks])
+        order: await s.tell(
+            [(t, s.last(t, "\n".join([x[-1] for x in (s.right(t), s.near(t))][::step]))) for t in tasks]
+        )
         for order, step in (("first", 1), ("last", -1))
     }
     both = [a for a, b in zip(hedged["first"], hedged["last"], strict=True) if set(s.paid(a)) & set(s.paid(b))]
     if both:
         return (
             Mark.FAIL,
-            f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such as {both[0].said}",
+            (
+                f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such"
+                f" as {both[0].said}"
+            ),
         )
     return answer
 
 
-UNPAID = "the policy could never be right. Mend the verifier or the answers; posttrain show RUN --wrong shows what a model says"
-HOLE = "the policy will find this sooner than you: make the verifier read one answer from one place, and refuse everything else"
+UNPAID = (
+    "the policy could never be right. Mend the verifier or the answers; posttrain show RUN --wrong shows what a model"
+    " says"
+)
+HOLE = (
+    "the policy will find this sooner than you: make the verifier read one answer from one place, and refuse everything"
+    " else"
+)
 PAYMENT = (
     Probe("gold", "right answers are paid more than wrong ones, on every task", UNPAID, gold),
     Probe("distractor", "an answer that looks right and is not earns less than a right one", HOLE, distractor),
@@ -210,13 +273,15 @@ PAYMENT = (
     Probe(
         "paraphrase",
         "a right answer in other words is still paid",
-        "say in the prompt in which form you want the answer, or read it more generously; a policy learns the form from reward alone otherwise",
+        "say in the prompt in which form you want the answer, or read it more generously; a policy learns the form from"
+        " reward alone otherwise",
         paraphrase,
     ),
     Probe(
         "gold variants",
         "a right answer spelled otherwise is still paid (false negatives)",
-        "normalise before comparing (strip white space, read numbers as numbers), or say in the prompt which spelling counts",
+        "normalise before comparing (strip white space, read numbers as numbers), or say in the prompt which spelling"
+        " counts",
         spelling,
     ),
     Probe("declared variants", "what the environment itself calls right is paid", UNPAID, declared),

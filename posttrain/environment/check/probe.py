@@ -21,7 +21,7 @@ class Mark(StrEnum):
 
 
 @dataclass(frozen=True)
-class Finding:
+class ProbeResult:
     """What one probe saw, in numbers or by an example."""
 
     probe: str
@@ -45,6 +45,6 @@ class Probe:
     advice: str
     ask: Callable[[Subject], Awaitable[Answer]]
 
-    async def __call__(self, subject: Subject) -> Finding:
+    async def __call__(self, subject: Subject) -> ProbeResult:
         mark, detail = await self.ask(subject)
-        return Finding(self.name, mark, detail, self.means, self.advice if mark in (Mark.WARN, Mark.FAIL) else "")
+        return ProbeResult(self.name, mark, detail, self.means, self.advice if mark in (Mark.WARN, Mark.FAIL) else "")

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from posttrain.environment.check.payment import PAYMENT
-from posttrain.environment.check.probe import Finding, Mark, Probe
+from posttrain.environment.check.probe import Mark, Probe, ProbeResult
 from posttrain.environment.check.subject import Subject
 from posttrain.environment.check.workings import WORKINGS
 from posttrain.environment.prove import Check, claims
@@ -19,13 +19,13 @@ PROBES: tuple[Probe, ...] = (*PAYMENT, *WORKINGS)
 
 
 @dataclass(frozen=True)
-class Report:
+class CheckReport:
     """What was found, in order."""
 
     env: str
     tasks: int
     sources: tuple[str, ...]
-    findings: tuple[Finding, ...]
+    findings: tuple[ProbeResult, ...]
 
     @property
     def passed(self) -> bool:
@@ -46,7 +46,9 @@ class Report:
         }
 
 
-async def check(env: SingleTurn, *, tasks: int = TASKS, rate: float = RATE, progress: Callable[[str], None] = lambda _: None) -> Report:
+async def check(
+    env: SingleTurn, *, tasks: int = TASKS, rate: float = RATE, progress: Callable[[str], None] = lambda _: None
+) -> CheckReport:
     """Try an environment and its verifiers.
 
     Args:
@@ -65,10 +67,14 @@ async def check(env: SingleTurn, *, tasks: int = TASKS, rate: float = RATE, prog
         found.append(await probe(subject))
     own = (env.name,) if env.vouches_for_gold else ()
     sources = dict.fromkeys([*own, *subject.sources, *subject.shaping])
-    return Report(env.name, len(some), tuple(sources), tuple(found))
+    return CheckReport(env.name, len(some), tuple(sources), tuple(found))
 
 
-def _claim(c: Check) -> Finding:
-    return Finding(
-        c.name, Mark.OK if c.passed else Mark.FAIL, c.detail, "what the environment says of itself holds", "" if c.passed else c.advice
+def _claim(c: Check) -> ProbeResult:
+    return ProbeResult(
+        c.name,
+        Mark.OK if c.passed else Mark.FAIL,
+        c.detail,
+        "what the environment says of itself holds",
+        "" if c.passed else c.advice,
     )

@@ -1,4 +1,5 @@
-"""The environment that is tried: its tasks, what its sources say of an answer, and what right and wrong earn with each."""
+"""The environment that is tried: its tasks, what its sources say of an answer, and what right and wrong earn with
+each."""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, State, outcome
 from posttrain.environment.check.answers import SHAPES
 from posttrain.environment.prompts import PromptsEnv
-from posttrain.environment.script import Script
+from posttrain.environment.scripted import ScriptedPolicy
 from posttrain.environment.single import SingleTurn
 
 TURNS = 64
@@ -150,7 +151,7 @@ class Subject:
 
     async def judge(self, task: Task, turns: Sequence[str], repeat: bool = False) -> Told:
         """Play and judge one scripted episode; with `repeat` the last turn is said as often as it is asked for."""
-        talk = Script([*turns, *tuple(turns[-1:]) * (TURNS if repeat else 0)])
+        talk = ScriptedPolicy([*turns, *tuple(turns[-1:]) * (TURNS if repeat else 0)])
         try:
             stop = await self.env.play(task, talk)
         except IndexError:  # it would go on asking
@@ -169,10 +170,12 @@ class Subject:
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """Sources that tell right from wrong: they give a right answer more on a tenth of the tasks, and the wrong one more on
-        fewer than half as many."""
+        """Sources that tell right from wrong: they give a right answer more on a tenth of the tasks, and the wrong one
+        more on fewer than half as many."""
         every = dict.fromkeys(s for told in self.gold.values() for s in told.scores)
-        return tuple(s for s in every if (wins := self._wins(s, 1)) >= 0.1 * len(self.gold) and wins > 2 * self._wins(s, -1))
+        return tuple(
+            s for s in every if (wins := self._wins(s, 1)) >= 0.1 * len(self.gold) and wins > 2 * self._wins(s, -1)
+        )
 
     def _wins(self, source: str, sign: int) -> int:
         """Tasks on which a source gives the right answer more (sign 1), or the wrong one (-1)."""
@@ -196,8 +199,8 @@ class Subject:
         return tuple(s for s in self.deciding(told.task) if s in told.scores and told.scores[s] >= right[s] - 1e-9)
 
     def chance(self, count: int) -> float:
-        """Most of `count` tasks that an answer which knows nothing may get right: the share of the most common answer, three
-        standard deviations and 0.02."""
+        """Most of `count` tasks that an answer which knows nothing may get right: the share of the most common answer,
+        three standard deviations and 0.02."""
         core = Counter(self.core(t) for t in self.known)
         share = core.most_common(1)[0][1] / core.total() if core else 0.0
         return share + 3 * math.sqrt(share * (1 - share) / max(1, count)) + 0.02
@@ -236,6 +239,6 @@ class Attack:
     def shown(self) -> str:
         told, sources = self.hits[0]
         return (
-            f"{self.kind} earns what a right answer earns on {len(self.hits)} of {self.tried} tasks with {' and '.join(sources)}, "
-            f"such as {told.said} to {told.task.prompt!r:.60}"
+            f"{self.kind} earns what a right answer earns on {len(self.hits)} of {self.tried} tasks with"
+            f" {' and '.join(sources)}, such as {told.said} to {told.task.prompt!r:.60}"
         )

@@ -1,4 +1,5 @@
-"""Probes of how judging works: alike every time, alike beside others, whatever the text, fast enough, and behind walls."""
+"""Probes of how judging works: alike every time, alike beside others, whatever the text, fast enough, and behind
+walls."""
 
 from __future__ import annotations
 
@@ -13,11 +14,11 @@ from posttrain.core.verdict import State
 from posttrain.environment.check.answers import ODD
 from posttrain.environment.check.probe import Answer, Mark, Probe
 from posttrain.environment.check.subject import Subject, Told
-from posttrain.environment.sandbox.backends import Unconfined
-from posttrain.environment.sandbox.choose import HELP
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.selftest import selftest
-from posttrain.environment.tools.offered import Offered
+from posttrain.environment.tools.offered import OfferedTools
+from posttrain.sandbox.backends import Unconfined
+from posttrain.sandbox.choose import HELP
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.selftest import selftest
 
 REPEATS = 3
 CROWD = 192
@@ -30,14 +31,20 @@ SECONDS = 0.5
 
 def _given(told: Told) -> Mapping[str, object]:
     """What can be compared: a number, an abstention or an outage of each source."""
-    return {j.source: j.verdict.score if j.verdict.state is State.VALUE else j.verdict.state.value for j in told.judged if j.counts}
+    return {
+        j.source: j.verdict.score if j.verdict.state is State.VALUE else j.verdict.state.value
+        for j in told.judged
+        if j.counts
+    }
 
 
 def _mixed(s: Subject) -> list[tuple[Task, Sequence[str]]]:
     """Right, wrong and empty answers in turn."""
     if not s.gold:
         return [(t, ("",)) for t in s.tasks]
-    return [x for t in s.tasks if t.id in s.gold for x in ((t, s.right(t)), (t, s.near(t)), (t, ("",) * len(s.right(t))))]
+    return [
+        x for t in s.tasks if t.id in s.gold for x in ((t, s.right(t)), (t, s.near(t)), (t, ("",) * len(s.right(t))))
+    ]
 
 
 def _differ(one: Sequence[Told], two: Sequence[Told]) -> str:
@@ -46,7 +53,10 @@ def _differ(one: Sequence[Told], two: Sequence[Told]) -> str:
     if not other:
         return ""
     a, b = other[0]
-    return f"{len(other)} of {len(one)} answers, such as {a.said} to {a.task.prompt!r:.60}: {dict(_given(a))} and then {dict(_given(b))}"
+    return (
+        f"{len(other)} of {len(one)} answers, such as {a.said} to {a.task.prompt!r:.60}: {dict(_given(a))} and then"
+        f" {dict(_given(b))}"
+    )
 
 
 async def repeats(s: Subject) -> Answer:
@@ -90,7 +100,13 @@ async def odd(s: Subject) -> Answer:
     if broken := [(kind, t.failed) for kind, t in told if t.failed]:
         kind, j = broken[0]
         assert j is not None
-        return Mark.FAIL, f"{kind} breaks {j.source} ({j.verdict.kind}: {j.verdict.why}), one of {len(broken)} of {len(told)} texts that do"
+        return (
+            Mark.FAIL,
+            (
+                f"{kind} breaks {j.source} ({j.verdict.kind}: {j.verdict.why}), one of {len(broken)} of {len(told)}"
+                " texts that do"
+            ),
+        )
     return Mark.OK, f"{len(told)} texts, each a verdict"
 
 
@@ -141,7 +157,7 @@ def sandboxes(s: Subject) -> list[Sandbox]:
         elif isinstance(holder, list | tuple):
             waiting += [(x, depth + 1) for x in holder if not isinstance(x, str | int | float)]
         elif not isinstance(holder, type):
-            if isinstance(holder, Offered) and "python" in holder.names:
+            if isinstance(holder, OfferedTools) and "python" in holder.names:
                 waiting.append((holder.desk, depth + 1))  # opened when it is first needed, and here is a need
             waiting += [(x, depth + 1) for x in getattr(holder, "__dict__", {}).values()]
     return list(found.values())
@@ -169,7 +185,8 @@ WORKINGS = (
     Probe(
         "throughput",
         "answers are judged as fast as they are expected (--rate)",
-        "make it cheaper, or judge side by side (env.rewards.N.workers=4); generation waits for the last verdict of a step",
+        "make it cheaper, or judge side by side (env.rewards.N.workers=4); generation waits for the last verdict of a"
+        " step",
         throughput,
     ),
     Probe("sandbox", "model-written programs cannot get out", HELP, sandbox),

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 GALLERY: dict[str, str] = {
     "arithmetic": "posttrain.environment.gallery.arithmetic:Arithmetic",
     "countdown": "posttrain.environment.gallery.countdown:Countdown",
-    "calculator": "posttrain.environment.gallery.calculator:Calculator",
+    "calculator": "posttrain.environment.gallery.calculator:CalculatorEnv",
     "programs": "posttrain.environment.gallery.programs:Programs",
     "shop": "posttrain.environment.gallery.shop:Shop",
 }

@@ -14,8 +14,8 @@ from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.seeds import generator
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.integers import last_integer
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require
+from posttrain.verifier.integers import last_integer
 
 Signed = tuple[tuple[str, int], ...]
 """Terms in order, each with its sign; the first is positive."""
@@ -111,7 +111,9 @@ class Arithmetic(SingleTurn):
 
     def verify(self, attempt: Attempt) -> Verdict:
         said = last_integer(attempt.text)
-        return graded(said == attempt.task.answer, said, attempt.task.answer, kind="no_integer" if said is None else "wrong")
+        return graded(
+            said == attempt.task.answer, said, attempt.task.answer, kind="no_integer" if said is None else "wrong"
+        )
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
         """Of `3+4=7;7+5=11`: 1 for the first sum, 0 for the second. A missing sum is no step; one too many is wrong."""
@@ -169,7 +171,11 @@ class Arithmetic(SingleTurn):
         if rng.random() < 0.5:
             total = _running(terms)[-1]
             return f"{_expression(terms)}={total + (self._error(rng, total) if false else 0)}"
-        start, step, length = int(rng.integers(0, self.max_operand + 1)), int(rng.integers(1, 4)), int(rng.integers(3, 8))
+        start, step, length = (
+            int(rng.integers(0, self.max_operand + 1)),
+            int(rng.integers(1, 4)),
+            int(rng.integers(3, 8)),
+        )
         values = [start + step * i for i in range(length)]
         if false:
             values[int(rng.integers(1, length))] += int(rng.integers(1, 4))
@@ -182,7 +188,12 @@ def _expression(terms: Signed) -> str:
 
 
 def _task(name: str, terms: Signed) -> Task:
-    return Task(id=name, prompt=f"<{_expression(terms)}>", answer=str(_running(terms)[-1]), info={"terms": [[s, o] for s, o in terms]})
+    return Task(
+        id=name,
+        prompt=f"<{_expression(terms)}>",
+        answer=str(_running(terms)[-1]),
+        info={"terms": [[s, o] for s, o in terms]},
+    )
 
 
 def _terms(task: Task) -> Signed:
@@ -196,7 +207,10 @@ def _multiset(terms: Signed) -> Signed:
 def _chain(terms: Signed, sums: list[int] | None = None) -> list[str]:
     """3+4+5 gives `3+4=7` and `7+5=12`; with other `sums` the same chain over those."""
     sums = _running(terms) if sums is None else sums
-    return [f"{before}{sign}{operand}={after}" for (before, after), (sign, operand) in zip(pairwise(sums), terms[1:], strict=True)]
+    return [
+        f"{before}{sign}{operand}={after}"
+        for (before, after), (sign, operand) in zip(pairwise(sums), terms[1:], strict=True)
+    ]
 
 
 def _running(terms: Signed) -> list[int]:

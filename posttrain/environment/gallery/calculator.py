@@ -14,17 +14,17 @@ from posttrain.core.ports import Attempt, Talk
 from posttrain.core.seeds import generator
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict
-from posttrain.environment.drawn import Drawn
 from posttrain.environment.expression import ExpressionError, evaluate
-from posttrain.environment.integers import last_integer
+from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import HELDOUT_SEED, graded, require
+from posttrain.verifier.integers import last_integer
 
 REQUEST = "calc:"
 Key = tuple[str, int, int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Calculator(Drawn):
+class CalculatorEnv(GeneratedTasks):
     """Ask a calculator, read its result, answer; the reward is 1 where the last integer of the answer is right, else 0.
 
     A turn that begins with `calc:` is a request, any other the answer; using the tool is allowed, not required. The
@@ -87,7 +87,9 @@ class Calculator(Drawn):
         if is_request(attempt.text):
             return Verdict.value(0.0, "no_answer", f"the last turn is a request: {attempt.text[:80]!r}")
         said = last_integer(attempt.text)
-        return graded(said == attempt.task.answer, said, attempt.task.answer, kind="no_integer" if said is None else "wrong")
+        return graded(
+            said == attempt.task.answer, said, attempt.task.answer, kind="no_integer" if said is None else "wrong"
+        )
 
     def key(self, task: Task) -> Key:
         """Operator and operands, in order only where the order matters."""
@@ -102,8 +104,11 @@ class Calculator(Drawn):
         """`tool`: asked, read and answered."""
         return ("tool",)
 
-    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, tuple[str, ...]]:
-        """(prompt, turns). A wrong one asks about another number and believes the answer, or misreads a digit of the right one."""
+    def demonstrate(
+        self, task: Task, style: str, rng: np.random.Generator, wrong: float
+    ) -> tuple[str, tuple[str, ...]]:
+        """(prompt, turns). A wrong one asks about another number and believes the answer, or misreads a digit of the
+        right one."""
         if style not in self.styles:
             raise ConfigError(f"calculator cannot write style {style!r}: {nearest(style, self.styles)}")
         op, a, b = task.info["op"], task.info["left"], task.info["right"]

@@ -12,15 +12,15 @@ from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
-from posttrain.environment.drawn import Drawn
 from posttrain.environment.expression import ExpressionError, evaluate
+from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import graded, require
 
 Key = tuple[tuple[int, ...], int]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Countdown(Drawn):
+class Countdown(GeneratedTasks):
     """Reach a target with given numbers; the reward is 1 for an expression that does, else 0.
 
     Judged is what follows the last line break or `;`, so that a policy may think first; `expression=target` is fine.
@@ -59,7 +59,10 @@ class Countdown(Drawn):
 
     def _combine(self, rng: np.random.Generator, numbers: list[int]) -> tuple[int, str]:
         """A random expression over at least two of the numbers that stays integral and natural on the way."""
-        parts = [(numbers[i], str(numbers[i])) for i in rng.permutation(len(numbers))[: int(rng.integers(2, len(numbers) + 1))]]
+        parts = [
+            (numbers[i], str(numbers[i]))
+            for i in rng.permutation(len(numbers))[: int(rng.integers(2, len(numbers) + 1))]
+        ]
         while len(parts) > 1:
             i, j = (int(k) for k in rng.permutation(len(parts))[:2])
             (a, left), (b, right) = parts[i], parts[j]
@@ -67,7 +70,9 @@ class Countdown(Drawn):
             op = self.ops[int(rng.integers(len(self.ops)))]
             if values[op] < 0:
                 return -1, ""
-            parts = [p for k, p in enumerate(parts) if k not in (i, j)] + [(values[op], f"{_wrapped(left)}{op}{_wrapped(right)}")]
+            parts = [p for k, p in enumerate(parts) if k not in (i, j)] + [
+                (values[op], f"{_wrapped(left)}{op}{_wrapped(right)}")
+            ]
         return parts[0]
 
     def verify(self, attempt: Attempt) -> Verdict:
@@ -81,7 +86,9 @@ class Countdown(Drawn):
         except ExpressionError as error:
             return Verdict.value(0.0, "unparsable", f"{said[:80]!r}: {error}")
         if extra := Counter(expression.numbers) - Counter(numbers):
-            return Verdict.value(0.0, "numbers", f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}")
+            return Verdict.value(
+                0.0, "numbers", f"uses {sorted(extra.elements())}, which are not (or not so often) in {numbers}"
+            )
         return graded(expression.value == target, expression.value, target)
 
     def key(self, task: Task) -> Key:

@@ -1,4 +1,5 @@
-"""Programs: `<+3*2-1>` asks for Python that adds 3, doubles and takes 1 away: `(x+3)*2-1`. Judged by running it in the sandbox."""
+"""Programs: `<+3*2-1>` asks for Python that adds 3, doubles and takes 1 away: `(x+3)*2-1`. Judged by running it in the
+sandbox."""
 
 from __future__ import annotations
 
@@ -9,14 +10,14 @@ import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
+from posttrain.core.redact import redacted
 from posttrain.core.types import Gauges, Task, merge
 from posttrain.core.verdict import Verdict
-from posttrain.environment.code import Code
-from posttrain.environment.drawn import Drawn
-from posttrain.environment.redact import redacted
-from posttrain.environment.sandbox.choose import choose, opened
-from posttrain.environment.sandbox.port import Limits
+from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import require
+from posttrain.sandbox.choose import choose, opened
+from posttrain.sandbox.port import ProgramLimits
+from posttrain.verifier.code.source import Code
 
 Steps = tuple[tuple[str, int], ...]
 """What is done to x, in order: an operator of `+ - *` and a digit each."""
@@ -24,13 +25,14 @@ Line = tuple[int, int]
 """(a, b) of the function a * x + b that the steps make: what makes two tasks the same."""
 INPUTS = (-3, 0, 2, 7)
 """What the hidden test calls the program with."""
-LIMITS = Limits(wall=2.0, cpu=1.0, memory=256 * 1024**2)
+LIMITS = ProgramLimits(wall=2.0, cpu=1.0, memory=256 * 1024**2)
 """A policy that plays with `9**9**9` costs its own reward and no time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Programs(Drawn):
-    """Write an expression in x that does some steps in order; the reward is 1 where it passes every hidden test, else 0.
+class Programs(GeneratedTasks):
+    """Write an expression in x that does some steps in order; the reward is 1 where it passes every hidden test, else
+    0.
 
     The answer becomes the body of a function that runs in the sandbox; its values are compared outside, so no
     program can see what is wanted. Two tasks are the same where they ask for the same function of x, however it is put.
@@ -75,7 +77,9 @@ class Programs(Drawn):
         prompt = "<" + "".join(f"{op}{n}" for op, n in steps) + ">"
         a, b = line(steps)
         test = {"function": "f", "args": [list(INPUTS)], "expected": [a * x + b for x in INPUTS]}
-        return Task(id=name, prompt=prompt, answer=written(steps), info={"steps": [list(s) for s in steps], "tests": [test]})
+        return Task(
+            id=name, prompt=prompt, answer=written(steps), info={"steps": [list(s) for s in steps], "tests": [test]}
+        )
 
     def _drawn(self, rng: np.random.Generator) -> Steps:
         count = int(rng.integers(self.min_steps, self.max_steps + 1))
@@ -100,7 +104,8 @@ class Programs(Drawn):
         return (str(task.answer),)
 
     def distractor(self, task: Task) -> tuple[str, ...]:
-        """The steps as they stand, without the parentheses they need; where they need none, with a last one too many."""
+        """The steps as they stand, without the parentheses they need; where they need none, with a last one too
+        many."""
         flat = "x" + str(task.prompt)[1:-1]
         return (flat if flat != task.answer else f"{flat}+1",)
 
@@ -110,7 +115,8 @@ class Programs(Drawn):
         return ("document", "answer")
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
-        """(prompt, completion). A false one forgets parentheses, or mistakes an operator, a digit or the order of two steps."""
+        """(prompt, completion). A false one forgets parentheses, or mistakes an operator, a digit or the order of two
+        steps."""
         if style not in self.styles:
             raise ConfigError(f"programs cannot write style {style!r}: {nearest(style, self.styles)}")
         steps, false = _steps(task), rng.random() < wrong

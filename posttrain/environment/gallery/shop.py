@@ -1,11 +1,12 @@
-"""A small shop and a calendar behind four tools: for `<2 tea,vet tue>` the policy looks both up, buys, books, and says `done`.
+"""A small shop and a calendar behind four tools: for `<2 tea,vet tue>` the policy looks both up, buys, books, and says
+`done`.
 
     [find(item="tea"),free(day="tue")]                      is shown [17][9 14]
     [buy(id=17,n=2),book(day="tue",at=9,what="vet")]        is shown [ok][ok]
     done
 
-What an item is called in the shop, and which hours are free, differs from task to task and is known only to the tools. The
-reward is 1 where the cart and the calendar are in the end exactly what was asked for, whatever was said on the way.
+What an item is called in the shop, and which hours are free, differs from task to task and is known only to the tools.
+The reward is 1 where the cart and the calendar are in the end exactly what was asked for, whatever was said on the way.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
-from posttrain.environment.drawn import Drawn
+from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import graded, require
-from posttrain.environment.tools.tool import Observed, Toolbox, ToolError, tool
+from posttrain.environment.tools.tool import Observation, Toolbox, ToolError, tool
 from posttrain.environment.tools.world import ToolWorld
 
 ITEMS = ("tea", "rye", "oil", "jam", "nut", "fig", "egg", "ham")
@@ -64,7 +65,9 @@ class ShopAndCalendar(Toolbox):
         return " ".join(map(str, self._free[day]))
 
     @tool
-    def book(self, day: Annotated[str, "mon to fri"], at: Annotated[int, "hour"], what: Annotated[str, "name of the errand"]) -> str:
+    def book(
+        self, day: Annotated[str, "mon to fri"], at: Annotated[int, "hour"], what: Annotated[str, "name of the errand"]
+    ) -> str:
         """Writes an errand into the calendar at a free hour."""
         if at not in self._free.get(day, ()):
             raise ToolError("that hour is not free")
@@ -77,21 +80,29 @@ class ShopAndCalendar(Toolbox):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shop(Drawn, ToolWorld):
+class Shop(GeneratedTasks, ToolWorld):
     """Buy `n` of an item and book an errand at the earliest free hour of a day, or one of these."""
 
     kinds: str = "both"
-    """Which of `buy`, `book` and `both`, with commas between. The first two are few tasks, so with them few can be held out: at most a third
-    of each kind, or training would miss what is asked for."""
+    """Which of `buy`, `book` and `both`, with commas between. The first two are few tasks, so with them few can be held
+    out: at most a third of each kind, or training would miss what is asked for."""
     turns: int = 4
 
     def __post_init__(self) -> None:
         wrong = [k for k in self.kinds.split(",") if k not in KINDS]
         require(not wrong, self.name, f"kinds={self.kinds!r}: {nearest(wrong[0], KINDS) if wrong else ''}")
         require(2 <= self.turns <= 16, self.name, f"turns={self.turns}: must lie in 2..16")
-        rooms = {"buy": len(ITEMS) * MOST, "book": len(ERRANDS) * len(DAYS), "both": len(ITEMS) * MOST * len(ERRANDS) * len(DAYS)}
+        rooms = {
+            "buy": len(ITEMS) * MOST,
+            "book": len(ERRANDS) * len(DAYS),
+            "both": len(ITEMS) * MOST * len(ERRANDS) * len(DAYS),
+        }
         room = min(rooms[k] for k in self._kinds) // 3 * len(self._kinds)
-        require(self.heldout_count <= room, self.name, f"heldout={self.heldout_count}, but kinds={self.kinds!r} has room for {room}")
+        require(
+            self.heldout_count <= room,
+            self.name,
+            f"heldout={self.heldout_count}, but kinds={self.kinds!r} has room for {room}",
+        )
 
     @property
     def _kinds(self) -> tuple[str, ...]:
@@ -110,7 +121,9 @@ class Shop(Drawn, ToolWorld):
         kind = self._kinds[int(rng.integers(len(self._kinds)))]
         numbers = rng.choice(np.arange(10, 100), size=len(ITEMS), replace=False)
         catalogue = {item: int(n) for item, n in zip(ITEMS, numbers, strict=True)}
-        free = {day: sorted(int(h) for h in rng.choice(HOURS, size=int(rng.integers(1, 4)), replace=False)) for day in DAYS}
+        free = {
+            day: sorted(int(h) for h in rng.choice(HOURS, size=int(rng.integers(1, 4)), replace=False)) for day in DAYS
+        }
         info: dict[str, Any] = {"catalogue": catalogue, "free": free}
         parts, cart, calendar = [], {}, {}
         if kind != "book":
@@ -126,7 +139,7 @@ class Shop(Drawn, ToolWorld):
     def box(self, task: Task) -> Toolbox:
         return ShopAndCalendar(task.info["catalogue"], task.info["free"])
 
-    def show(self, results: Sequence[Observed]) -> str:
+    def show(self, results: Sequence[Observation]) -> str:
         """Results as they are; whatever was no good as `[?]`, in the few letters of this world."""
         return "".join(f"[{r.text}]" if r.kind == "ok" else "[?]" for r in results)
 
@@ -149,7 +162,9 @@ class Shop(Drawn, ToolWorld):
         """`tools`: looked up, done, and reported."""
         return ("tools",)
 
-    def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, tuple[str, ...]]:
+    def demonstrate(
+        self, task: Task, style: str, rng: np.random.Generator, wrong: float
+    ) -> tuple[str, tuple[str, ...]]:
         """(prompt, turns). A wrong one buys and books something else than it was asked for."""
         if style not in self.styles:
             raise ConfigError(f"shop cannot write style {style!r}: {nearest(style, self.styles)}")
@@ -159,7 +174,9 @@ class Shop(Drawn, ToolWorld):
                 looked, done = {**looked, **seen}, {**done, **did}
         return str(task.prompt), self._turns(looked, done)
 
-    def _slips(self, i: Mapping[str, Any], rng: np.random.Generator) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
+    def _slips(
+        self, i: Mapping[str, Any], rng: np.random.Generator
+    ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
         """(what is looked up instead, what is done instead), for each part of what was asked.
 
         In each, since a policy that imitates part by part would get right what is wrong in one part alone.

@@ -1,4 +1,5 @@
-"""Tools that come with the library. Everything they keep lies in memory and belongs to one episode, so nothing can be left behind.
+"""Tools that come with the library. Everything they keep lies in memory and belongs to one episode, so nothing can be
+left behind.
 
 The Python tool is apart (`tools.python`), because it needs a sandbox.
 """
@@ -123,7 +124,9 @@ def _path(path: str) -> str:
     while parts and parts[0] in ("", "."):
         parts.pop(0)
     if not parts or not all(parts) or any(p in (".", "..") for p in parts) or "\0" in path or len(path) > LONGEST_NAME:
-        raise ToolError(f"{path[:LONGEST_NAME]!r} is no path of a file: write notes.txt or data/notes.txt, without . or ..")
+        raise ToolError(
+            f"{path[:LONGEST_NAME]!r} is no path of a file: write notes.txt or data/notes.txt, without . or .."
+        )
     return "/".join(parts)
 
 
@@ -135,4 +138,6 @@ def _room(held: dict[str, str], name: str, text: str) -> None:
         raise ToolError(f"there are {MOST_KEYS} entries already: remove one first")
     size = sum(len(k) + len(v) for k, v in held.items() if k != name) + len(name) + len(text)
     if size > MOST_BYTES:
-        raise ToolError(f"that would be {size} characters in all, and {MOST_BYTES} are the most: remove something first")
+        raise ToolError(
+            f"that would be {size} characters in all, and {MOST_BYTES} are the most: remove something first"
+        )

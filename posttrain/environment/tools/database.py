@@ -1,4 +1,5 @@
-"""An SQLite database of one episode, in memory. What SQL may do here is read and change that database, for a bounded time."""
+"""An SQLite database of one episode, in memory. What SQL may do here is read and change that database, for a bounded
+time."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ import time
 from collections.abc import Sequence
 from typing import Annotated, Any
 
+from posttrain.environment.tools.fair_queue import FairQueue, QueuedWork
 from posttrain.environment.tools.tool import OutOfTime, Toolbox, ToolError, own_clock, tool
-from posttrain.environment.tools.turns import Job, Line
 
 SECONDS = 2.0
-"""Processor time of one statement, and of reading the tables after it: far more than any sensible one takes in so small a database."""
-LINE = Line()
+"""Processor time of one statement, and of reading the tables after it: far more than any sensible one takes in so small
+a database."""
+LINE = FairQueue()
 """Statements of all databases of this process take turns."""
 MOST_ROWS = 50
 """Of one answer."""
@@ -23,7 +25,8 @@ MOST_KEPT = 1000
 MOST_BYTES = 16 << 20
 """Of one database."""
 HEAP = 512 << 20
-"""Bytes that SQLite may hold in this process, over all databases: what one query builds while it runs is in no other limit."""
+"""Bytes that SQLite may hold in this process, over all databases: what one query builds while it runs is in no other
+limit."""
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1 << 20,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 100_000,
@@ -37,8 +40,19 @@ _ALLOWED = frozenset(
     (
         *(sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE, sqlite3.SQLITE_FUNCTION),
         *(sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE),
-        *(sqlite3.SQLITE_TRANSACTION, sqlite3.SQLITE_SAVEPOINT, sqlite3.SQLITE_ANALYZE, sqlite3.SQLITE_REINDEX, sqlite3.SQLITE_ALTER_TABLE),
-        *(sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_CREATE_INDEX, sqlite3.SQLITE_CREATE_VIEW, sqlite3.SQLITE_CREATE_TRIGGER),
+        *(
+            sqlite3.SQLITE_TRANSACTION,
+            sqlite3.SQLITE_SAVEPOINT,
+            sqlite3.SQLITE_ANALYZE,
+            sqlite3.SQLITE_REINDEX,
+            sqlite3.SQLITE_ALTER_TABLE,
+        ),
+        *(
+            sqlite3.SQLITE_CREATE_TABLE,
+            sqlite3.SQLITE_CREATE_INDEX,
+            sqlite3.SQLITE_CREATE_VIEW,
+            sqlite3.SQLITE_CREATE_TRIGGER,
+        ),
         *(sqlite3.SQLITE_DROP_TABLE, sqlite3.SQLITE_DROP_INDEX, sqlite3.SQLITE_DROP_VIEW, sqlite3.SQLITE_DROP_TRIGGER),
     )
 )
@@ -49,8 +63,8 @@ _FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefi
 class Database(Toolbox):
     """One in-memory database, closed with the episode.
 
-    A statement runs in a thread while it lasts, at its turn, and takes as long as its own processor time says: SQL in memory waits for
-    nothing, so what is lost on the clock is others' doing. One that is stopped has no effect.
+    A statement runs in a thread while it lasts, at its turn, and takes as long as its own processor time says: SQL in
+    memory waits for nothing, so what is lost on the clock is others' doing. One that is stopped has no effect.
 
     Args:
         script: SQL that fills it first; trusted.
@@ -60,7 +74,7 @@ class Database(Toolbox):
 
     def __init__(self, script: str = "", tables: Sequence[str] | None = None, seconds: float = SECONDS) -> None:
         self._tables, self._seconds = tables, seconds
-        self._job: Job | None = None
+        self._job: QueuedWork | None = None
         self._reading = 0.0
         """While the tables are read: the processor time of the thread at which that ends."""
         self._guard = threading.Lock()
@@ -80,7 +94,7 @@ class Database(Toolbox):
         seconds = min(own_clock(), self._seconds)
         await self._idle()
         within = self._connection.in_transaction
-        self._job = job = Job(LINE, lambda: self._execute(sql), self._interrupt)
+        self._job = job = QueuedWork(LINE, lambda: self._execute(sql), self._interrupt)
         try:
             return await job.run(seconds)
         except (ToolError, InterruptedError):
@@ -104,8 +118,13 @@ class Database(Toolbox):
             self._state = self._read()
         if not looked:
             return f"{max(cursor.rowcount, 0)} rows changed"
-        lines = [" | ".join(column[0] for column in cursor.description), *(" | ".join(map(_shown, row)) for row in rows[:MOST_ROWS])]
-        return "\n".join(lines) + (f"\n(more than {MOST_ROWS} rows; the rest is not shown)" if len(rows) > MOST_ROWS else "")
+        lines = [
+            " | ".join(column[0] for column in cursor.description),
+            *(" | ".join(map(_shown, row)) for row in rows[:MOST_ROWS]),
+        ]
+        return "\n".join(lines) + (
+            f"\n(more than {MOST_ROWS} rows; the rest is not shown)" if len(rows) > MOST_ROWS else ""
+        )
 
     def _over(self) -> bool:
         """Whether what runs has to end; SQLite asks this every so often."""
@@ -129,18 +148,22 @@ class Database(Toolbox):
         return self._state
 
     def _read(self) -> dict[str, list[list[Any]]]:
-        """The state. Where a statement ran: what the policy made of its tables may be slow to read, and must not hold up others."""
+        """The state. Where a statement ran: what the policy made of its tables may be slow to read, and must not hold
+        up others."""
         with self._guard:
             self._reading = time.thread_time() + SECONDS
         try:
             c = self._connection
-            names = self._tables or [n for (n,) in c.execute("SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY name")]
+            names = self._tables or [
+                n for (n,) in c.execute("SELECT name FROM sqlite_schema WHERE type = 'table' ORDER BY name")
+            ]
             return {name: self._rows(name) for name in names}
         finally:
             self._reading = 0.0
 
     def _rows(self, table: str) -> list[list[Any]]:
-        """[] where the policy left a table that cannot be read: one it dropped, or made of columns that fail or take too long."""
+        """[] where the policy left a table that cannot be read: one it dropped, or made of columns that fail or take
+        too long."""
         quoted = table.replace('"', '""')
         try:
             return [list(row) for row in self._connection.execute(f'SELECT * FROM "{quoted}"').fetchmany(MOST_KEPT)]

@@ -6,16 +6,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from posttrain.core.ports import Talk
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Gauge, Gauges, Message, Stop
-from posttrain.environment.calling import parse
-from posttrain.environment.tools.tool import Counts, Observed, Toolbox
+from posttrain.environment.tools.tool import CallCounts, Observation, Toolbox
+from posttrain.verifier.calling import parse
 
 PLAIN = "pythonic"
 """Format of calls where there is no chat template: `[buy(item="tea", count=2)]`."""
 
 
-def bracketed(results: Sequence[Observed]) -> str:
+def bracketed(results: Sequence[Observation]) -> str:
     """What is shown where there is no chat template: `[result]`, one after the other."""
     return "".join(f"[{r.text}]" for r in results)
 
@@ -24,19 +24,19 @@ def bracketed(results: Sequence[Observed]) -> str:
 class Loop:
     """How the episodes of one environment use tools, and what came of all of them."""
 
-    limits: Limits
+    limits: EpisodeLimits
     turns: int
     """Most turns of the policy, the answer included."""
-    show: Callable[[Sequence[Observed]], str] = bracketed
+    show: Callable[[Sequence[Observation]], str] = bracketed
     """Results in words, for prompts that are text."""
-    counts: Counts = field(default_factory=Counts)
+    counts: CallCounts = field(default_factory=CallCounts)
 
     async def converse(self, talk: Talk, prompt: str | Sequence[Message], box: Toolbox) -> Stop:
-        """One episode. A turn without a call is the answer and ends it; so does a limit. Whatever happens, the state the tools
-        have come to is left to the verifiers.
+        """One episode. A turn without a call is the answer and ends it; so does a limit. Whatever happens, the state
+        the tools have come to is left to the verifiers.
 
-        Calls are read in the format of the chat template (`Talk.format`); in text, and under a template that writes none we
-        read, as `[name(argument=value)]`. Several calls of a turn are made in their order.
+        Calls are read in the format of the chat template (`Talk.format`); in text, and under a template that writes
+        none we read, as `[name(argument=value)]`. Several calls of a turn are made in their order.
         """
         chat = not isinstance(prompt, str)
         format = (talk.format if chat else None) or PLAIN
@@ -49,7 +49,7 @@ class Loop:
                 calls = parse(said.text, format).calls if said.stop.finished else ()
                 if not calls:
                     return said.stop
-                results: list[Observed] = []
+                results: list[Observation] = []
                 for call in calls:
                     results.append(await box.call(call, self.limits))
                     self.counts.add(results[-1])
@@ -64,12 +64,16 @@ class Loop:
 
     def gauges(self) -> Gauges:
         """Calls by what came of them, and seconds a call of each tool, since last asked."""
-        taken, self.counts = self.counts, Counts()
+        taken, self.counts = self.counts, CallCounts()
         total = sum(taken.kinds.values())
         shares = {f"tools/{kind}": Gauge(n, total) for kind, n in taken.kinds.items()}
         return shares | {f"tools/seconds/{name}": Gauge(seconds, n) for name, (seconds, n) in taken.seconds.items()}
 
 
-def _messages(results: Sequence[Observed]) -> list[Message]:
-    """Results as a chat template takes them: one message a call, in order, with made-up ids of the length that templates accept."""
-    return [Message(role="tool", name=r.name or "unknown", content=r.text, tool_call_id=f"call{i:05}") for i, r in enumerate(results)]
+def _messages(results: Sequence[Observation]) -> list[Message]:
+    """Results as a chat template takes them: one message a call, in order, with made-up ids of the length that
+    templates accept."""
+    return [
+        Message(role="tool", name=r.name or "unknown", content=r.text, tool_call_id=f"call{i:05}")
+        for i, r in enumerate(results)
+    ]

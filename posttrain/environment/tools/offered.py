@@ -7,32 +7,34 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from posttrain.core.env import Where
+from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError, DataError, nearest
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Gauge, Gauges, Task
-from posttrain.environment.sandbox.choose import choose, opened
 from posttrain.environment.tools.boxes import Calculator, Files, KeyValue
 from posttrain.environment.tools.database import Database
-from posttrain.environment.tools.python import AT_ONCE, Desk, Python
-from posttrain.environment.tools.tool import Bench, Toolbox, ToolError
+from posttrain.environment.tools.python import AT_ONCE, InterpreterSeats, Python
+from posttrain.environment.tools.tool import Toolbox, Toolboxes, ToolError
+from posttrain.sandbox.choose import choose, opened
 
 NAMES = ("calculator", "python", "files", "database", "store")
 
 
 @dataclass(frozen=True)
-class Offered:
-    """The tools that every episode of an environment has, made anew for each: `files`, `database` (a script of SQL) and `store` begin
-    with what the task's column of that name holds."""
+class OfferedTools:
+    """The tools that every episode of an environment has, made anew for each: `files`, `database` (a script of SQL) and
+    `store` begin with what the task's column of that name holds."""
 
     names: tuple[str, ...]
-    where: Where = Where()
+    where: SandboxSettings = SandboxSettings()
     """Where Python runs."""
-    seconds: float = Limits().tool_seconds
+    seconds: float = EpisodeLimits().tool_seconds
     """Of one call."""
 
     @staticmethod
-    def of(text: str, where: Where = Where(), seconds: float = Limits().tool_seconds) -> Offered:
+    def of(
+        text: str, where: SandboxSettings = SandboxSettings(), seconds: float = EpisodeLimits().tool_seconds
+    ) -> OfferedTools:
         """From `python,files`. ConfigError with the nearest name where one is unknown or given twice."""
         names = tuple(n.strip() for n in text.split(","))
         for n in names:
@@ -40,7 +42,7 @@ class Offered:
                 raise ConfigError(f"env.args.tools={text!r}: no tool {n!r}: {nearest(n, NAMES)}")
             if names.count(n) > 1:
                 raise ConfigError(f"env.args.tools={text!r} names {n!r} twice: give it once")
-        made = Offered(names, where, seconds)
+        made = OfferedTools(names, where, seconds)
         _ = made.contained  # refused here, before anything starts, where this machine has none
         return made
 
@@ -50,13 +52,13 @@ class Offered:
         return (choose(self.where.name, token=self.where.token).name,) if "python" in self.names else ()
 
     @cached_property
-    def desk(self) -> Desk:
+    def desk(self) -> InterpreterSeats:
         """Where Python runs; opened once."""
-        return Desk(opened(self.where, sessions=AT_ONCE), self.seconds)
+        return InterpreterSeats(opened(self.where, sessions=AT_ONCE), self.seconds)
 
     def box(self, task: Task) -> Toolbox:
         """The tools of one episode, with the world as the task says."""
-        return Bench([self._one(name, task) for name in self.names])
+        return Toolboxes([self._one(name, task) for name in self.names])
 
     def check(self, task: Task) -> None:
         """DataError where a column does not say how a tool begins."""
@@ -77,7 +79,9 @@ class Offered:
         except ToolError as error:
             raise DataError(f"task {task.id!r}, column {name!r}: {error}") from None
         except Exception as error:
-            raise DataError(f"task {task.id!r}: column {name!r} does not say how {name} begins: {type(error).__name__}: {error}") from error
+            raise DataError(
+                f"task {task.id!r}: column {name!r} does not say how {name} begins: {type(error).__name__}: {error}"
+            ) from error
 
     def gauges(self) -> Gauges:
         """Attempts of a piece of Python to reach a network (each refused), since last asked."""

@@ -6,25 +6,26 @@ import asyncio
 from typing import Annotated
 from weakref import WeakKeyDictionary
 
-from posttrain.environment.sandbox.pool import Sandbox
-from posttrain.environment.sandbox.port import Limits, SandboxBroken
-from posttrain.environment.sandbox.session import Session
 from posttrain.environment.tools.tool import Toolbox, ToolError, tool
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.port import ProgramLimits, SandboxBroken
+from posttrain.sandbox.session import PythonSession
 
 AT_ONCE = 64
 """Interpreters at once, some 30 MiB each."""
 SHARE = 0.8
-"""Of the seconds that a call may take: a piece ends before its call would run out of time, and its interpreter lives on."""
+"""Of the seconds that a call may take: a piece ends before its call would run out of time, and its interpreter lives
+on."""
 LOST = "the interpreter was ended; what was defined before is gone"
 
 
-class Desk:
-    """A sandbox, and as many seats as it keeps sessions. An episode waits for its seat before it begins, so that no call of a policy
-    waits for another episode and runs out of time for it."""
+class InterpreterSeats:
+    """A sandbox, and as many seats as it keeps sessions. An episode waits for its seat before it begins, so that no
+    call of a policy waits for another episode and runs out of time for it."""
 
     def __init__(self, sandbox: Sandbox, seconds: float, seats: int = AT_ONCE) -> None:
         self.sandbox = sandbox
-        self.limits = Limits(wall=SHARE * seconds, cpu=SHARE * seconds)
+        self.limits = ProgramLimits(wall=SHARE * seconds, cpu=SHARE * seconds)
         self._seats = seats
         self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -37,10 +38,10 @@ class Desk:
 class Python(Toolbox):
     """A notebook that keeps its variables. The interpreter begins with the first piece and ends with the episode."""
 
-    def __init__(self, desk: Desk) -> None:
+    def __init__(self, desk: InterpreterSeats) -> None:
         self._desk = desk
         self._seated: asyncio.Semaphore | None = None
-        self._session: Session | None = None
+        self._session: PythonSession | None = None
         self._lost = False
 
     async def open(self) -> None:

@@ -5,7 +5,8 @@
         def wait(self, minutes: Annotated[int, "how long"] = 1) -> str:
             "Waits, and says what time it is then."
 
-A tool that refuses raises `ToolError`, whose text the policy is shown; any other exception is a fault of the environment.
+A tool that refuses raises `ToolError`, whose text the policy is shown; any other exception is a fault of the
+environment.
 """
 
 from __future__ import annotations
@@ -23,9 +24,9 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin, get_t
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from posttrain.core.errors import ConfigError, nearest
-from posttrain.core.stop import Limits
-from posttrain.environment.calling import Malformed, ToolCall
-from posttrain.environment.redact import scrubbed
+from posttrain.core.redact import scrubbed
+from posttrain.core.stop import EpisodeLimits
+from posttrain.verifier.calling import Malformed, ToolCall
 
 Kind = Literal["ok", "refused", "timeout", "unknown", "arguments", "malformed"]
 F = TypeVar("F", bound=Callable[..., Any])
@@ -36,7 +37,8 @@ class ToolError(Exception):
 
 
 class OutOfTime(Exception):
-    """The call took longer than it may, says a tool that keeps the time itself (`own_clock`). Its text, if any, is told as well."""
+    """The call took longer than it may, says a tool that keeps the time itself (`own_clock`). Its text, if any, is told
+    as well."""
 
     def __init__(self, seconds: float, text: str = "") -> None:
         super().__init__(text)
@@ -48,17 +50,19 @@ _clock: ContextVar[tuple[asyncio.Timeout, float] | None] = ContextVar("clock", d
 
 
 def own_clock() -> float:
-    """Seconds that the running call may take, which from here on the tool itself keeps: no clock ends it, so it has to raise `OutOfTime`.
-    For a tool that can tell its own work from its waiting for others, called before it waits for anything."""
+    """Seconds that the running call may take, which from here on the tool itself keeps: no clock ends it, so it has to
+    raise `OutOfTime`. For a tool that can tell its own work from its waiting for others, called before it waits for
+    anything."""
     if (running := _clock.get()) is None:
-        return Limits().tool_seconds
+        return EpisodeLimits().tool_seconds
     clock, seconds = running
     clock.reschedule(None)
     return seconds
 
 
 def tool(function: F) -> F:
-    """Mark a method of a `Toolbox` as a tool. `async def` where it waits for anything; what is not async must be quick."""
+    """Mark a method of a `Toolbox` as a tool. `async def` where it waits for anything; what is not async must be
+    quick."""
     function.is_tool = True  # type: ignore[attr-defined]
     return function
 
@@ -86,7 +90,7 @@ class Tool:
 
 
 @dataclass(frozen=True)
-class Observed:
+class Observation:
     """What came of a call."""
 
     name: str
@@ -102,7 +106,12 @@ class Toolbox:
     @functools.cached_property
     def tools(self) -> Mapping[str, Tool]:
         """By name, in the order they are written."""
-        found = [name for cls in reversed(type(self).__mro__) for name, f in vars(cls).items() if getattr(f, "is_tool", False)]
+        found = [
+            name
+            for cls in reversed(type(self).__mro__)
+            for name, f in vars(cls).items()
+            if getattr(f, "is_tool", False)
+        ]
         return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(found)}
 
     def state(self) -> Any:
@@ -110,7 +119,8 @@ class Toolbox:
         return None
 
     async def open(self) -> None:
-        """Take what the tools need, waiting for it if need be; no call has begun yet. Where it fails, `close` runs all the same."""
+        """Take what the tools need, waiting for it if need be; no call has begun yet. Where it fails, `close` runs all
+        the same."""
 
     async def close(self) -> None:
         """Give back what the tools hold."""
@@ -130,23 +140,23 @@ class Toolbox:
     def schemas(self) -> tuple[dict[str, Any], ...]:
         return tuple(t.schema for t in self.tools.values())
 
-    async def call(self, call: ToolCall | Malformed, limits: Limits) -> Observed:
+    async def call(self, call: ToolCall | Malformed, limits: EpisodeLimits) -> Observation:
         """What came of it; whatever the policy wrote, this does not raise."""
         if isinstance(call, Malformed):
-            return Observed("", f"error: this is no call: {call.why}", "malformed")
+            return Observation("", f"error: this is no call: {call.why}", "malformed")
         chosen = self.tools.get(call.name)
         if chosen is None:
-            return Observed(call.name, f"error: no tool {call.name!r}: {nearest(call.name, self.tools)}", "unknown")
+            return Observation(call.name, f"error: no tool {call.name!r}: {nearest(call.name, self.tools)}", "unknown")
         try:
             arguments = chosen.arguments.model_validate(dict(call.arguments))
         except ValidationError as error:
-            return Observed(call.name, f"error: {_wrong(error)}", "arguments")
+            return Observation(call.name, f"error: {_wrong(error)}", "arguments")
         begun = time.monotonic()
         text, kind = await _run(chosen, arguments, limits.tool_seconds)
-        return Observed(call.name, _shortened(scrubbed(text), limits.observation), kind, time.monotonic() - begun)
+        return Observation(call.name, _shortened(scrubbed(text), limits.observation), kind, time.monotonic() - begun)
 
 
-class Bench(Toolbox):
+class Toolboxes(Toolbox):
     """Several toolboxes as one; their states by the name of their class, in lower case.
 
     Raises ConfigError where two have a tool of one name.
@@ -177,13 +187,13 @@ class Bench(Toolbox):
 
 
 @dataclass
-class Counts:
+class CallCounts:
     """What the calls of all episodes came to, since they were last taken."""
 
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
-    def add(self, seen: Observed) -> None:
+    def add(self, seen: Observation) -> None:
         self.kinds[seen.kind] = self.kinds.get(seen.kind, 0) + 1
         if seen.kind in ("ok", "refused", "timeout"):
             entry = self.seconds.setdefault(seen.name, [0.0, 0])
@@ -221,10 +231,18 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
     hints = get_type_hints(method, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(method).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY) or parameter.name not in hints:
+        if (
+            parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD, parameter.POSITIONAL_ONLY)
+            or parameter.name not in hints
+        ):
             raise ConfigError(f"{where}: parameter {parameter.name!r} needs a type, and to be given by name")
-        fields[parameter.name] = (_described(hints[parameter.name]), ... if parameter.default is parameter.empty else parameter.default)
-    return Tool(name, description, create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields), method)
+        fields[parameter.name] = (
+            _described(hints[parameter.name]),
+            ... if parameter.default is parameter.empty else parameter.default,
+        )
+    return Tool(
+        name, description, create_model(name, __config__=ConfigDict(extra="forbid", strict=True), **fields), method
+    )
 
 
 def _described(hint: Any) -> Any:
@@ -237,7 +255,10 @@ def _described(hint: Any) -> Any:
 
 def _wrong(error: ValidationError) -> str:
     """The first problems with their places, in one line."""
-    told = [f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}" for e in error.errors(include_url=False, include_input=False)]
+    told = [
+        f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
+        for e in error.errors(include_url=False, include_input=False)
+    ]
     return "; ".join(told[:3]) + (f"; and {len(told) - 3} more" if len(told) > 3 else "")
 
 

@@ -11,13 +11,13 @@ from posttrain.core.ports import Talk
 from posttrain.core.types import Gauges, Stop, Task, merge
 from posttrain.environment.single import SingleTurn
 from posttrain.environment.tools.loop import Loop, bracketed
-from posttrain.environment.tools.tool import Observed, Toolbox
+from posttrain.environment.tools.tool import Observation, Toolbox
 
 
 @dataclass(frozen=True, kw_only=True)
 class ToolWorld(SingleTurn):
-    """Subclasses give `box` (and `show`, where their prompts are text), beside what every environment gives; `verify` reads
-    `attempt.state`."""
+    """Subclasses give `box` (and `show`, where their prompts are text), beside what every environment gives; `verify`
+    reads `attempt.state`."""
 
     turns: int = 8
     """Most turns of the policy, the answer included."""
@@ -26,7 +26,7 @@ class ToolWorld(SingleTurn):
     def box(self, task: Task) -> Toolbox:
         """The tools of one episode, with the world as the task begins."""
 
-    def show(self, results: Sequence[Observed]) -> str:
+    def show(self, results: Sequence[Observation]) -> str:
         """What the policy reads of its calls where the prompt is text."""
         return bracketed(results)
 

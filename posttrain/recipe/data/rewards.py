@@ -10,4 +10,7 @@ def correct(task: Task, text: str) -> float:
 
 def brief(prompts: list[str], completions: list[str], answer: list[str], **columns: object) -> list[float | None]:
     """TRL's form: lists, with the source's columns as keyword arguments. None abstains (here: no answer at all)."""
-    return [None if not said.strip() else float(len(said.strip()) <= len(gold)) for said, gold in zip(completions, answer, strict=True)]
+    return [
+        None if not said.strip() else float(len(said.strip()) <= len(gold))
+        for said, gold in zip(completions, answer, strict=True)
+    ]

@@ -1,0 +1,334 @@
+"""Other algorithms on a run's own recorded batches: what each would have done with the same samples, without touching
+the run.
+
+The episodes of a step are read back, grouped, scored, credited, packed and differentiated exactly as the run did it;
+instead of an optimizer step the gradient is taken away and compared. What a record cannot answer is listed with its
+reason.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.algorithm.correction import effective_share
+from posttrain.algorithm.credit import credit_step, without_credit
+from posttrain.algorithm.steer import AdaptiveState, standing, steered
+from posttrain.api.admit import STAGES, admitted
+from posttrain.api.facts import RecordedFacts
+from posttrain.api.gradients import FrozenLearner, Gradient, cosine
+from posttrain.api.recorded import RecordedStep, choose_stage, rebuild, recorded_step
+from posttrain.core import reader
+from posttrain.core.algorithm import CHOICES, Algorithm
+from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.ladder import LADDER, algorithm
+from posttrain.core.types import Credit, Gauges, Scored, ScoredGroup, merge
+from posttrain.core.verdict import SOLVED
+from posttrain.role.pack import Minibatch, pack
+from posttrain.role.score import score
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class AblationRow:
+    """One algorithm on one recorded step. Shares lie in [0, 1]; NaN where there is nothing to take a mean of."""
+
+    name: str
+    cosine: float
+    """Of its gradient with that of the run's own algorithm, over the policy's parameters."""
+    norm: float
+    """Gradient norm before any clip, over all parameters the optimizer would move."""
+    ratio: float
+    """`norm` over that of the run's own algorithm."""
+    silent: float
+    """Share of the groups no token of which has credit; groups a filter turns away count."""
+    clipped: float
+    """Share of the tokens in the loss that its trust region silences."""
+    effective: float
+    """Effective sample size over sample size of the correction, or without one of the ratio; NaN without either."""
+    credit: float
+    """Mean |credit| a token."""
+    solved: float
+    """Mean credit of a token of a solved response (raw outcome >= 1)."""
+    unsolved: float
+    """Mean credit of a token of the other responses."""
+    tokens: int
+    """Tokens on whose log-prob the loss has a gradient."""
+    note: str = ""
+    """Where this differs from what the algorithm would have met in a run of its own."""
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """All algorithms on one recorded step."""
+
+    folder: Path
+    stage: str
+    step: int
+    own: str
+    """Name of the run's own algorithm; it is the first row."""
+    weights: str
+    """Where the weights come from."""
+    behind: int | None
+    """Steps between them and those the step began with: 0 exact, negative later; None: of another stage."""
+    logp_gap: float
+    """Mean |log-prob of these weights - of the sampler| a token: rounding where the weights are those that sampled."""
+    groups: int
+    episodes: int
+    tokens: int
+    minibatches: int
+    """Optimizer steps the run took of this step; here its groups are one minibatch."""
+    recorded_norm: float | None
+    """The run's own record of its gradient norm; None where it took several optimizer steps or none."""
+    credit_gap: float
+    """Largest |credit - recorded credit| of the run's own algorithm."""
+    halves: float
+    """Cosine of the run's own gradients on the two halves of the groups: how far chance alone turns a gradient."""
+    rows: tuple[AblationRow, ...]
+    refused: tuple[tuple[str, str], ...]
+    """(algorithm, why this record cannot evaluate it)."""
+
+
+def ablate(
+    folder: str | Path,
+    against: Sequence[str] = (),
+    *,
+    stage: str | None = None,
+    steps: Sequence[int] = (),
+    checkpoint: str | None = None,
+    device: str | None = None,
+    say: Say | None = None,
+    trust: bool = False,
+) -> tuple[Ablation, ...]:
+    """Evaluate algorithms on recorded steps of a run; one `Ablation` a step. The run folder is only read.
+
+    Args:
+        folder: a run folder, finished or being written.
+        against: names of the ladder; none: all of them.
+        stage: a reinforcement stage; may be left out where there is one.
+        steps: recorded steps; none: the last one whose first weights lie in the folder.
+        checkpoint: weights to evaluate at instead of the nearest older ones: a checkpoint's name, `last`, `best`, or a
+            kept name.
+        device: instead of the run's `model.device`.
+        say: told in words how far it is.
+        trust: allow a folder that somebody else made what its models and references ask for.
+
+    Raises:
+        ConfigError: an unknown algorithm, stage or step. RunFolderError: no such run, episodes or weights.
+    """
+    say = say or (lambda line: None)
+    chosen = [algorithm(name) for name in dict.fromkeys(against)] or list(LADDER.values())
+    folder = Path(folder)
+    found = reader.run_file(folder)
+    run = admitted(folder, parts=("model", STAGES), allow=trust)
+    run = run if device is None else replace(run, model=replace(run.model, device=device))
+    reinforce = choose_stage(folder, run, stage)
+    recorded = [recorded_step(folder, run, reinforce, i, checkpoint) for i in dict.fromkeys(steps or (None,))]
+    bench = FrozenLearner(folder, run, found.facts, say)
+    return tuple(_Step(folder, bench, r, say).all(chosen, named=bool(against)) for r in recorded)
+
+
+class _Step:
+    """One recorded step under the learner's weights."""
+
+    def __init__(self, folder: Path, bench: FrozenLearner, recorded: RecordedStep, say: Say) -> None:
+        self.folder, self.bench, self.recorded, self.say = folder, bench, recorded, say
+        self.stage = recorded.stage
+        memory = recorded.weights.memory
+        self.memory = AdaptiveState(**memory) if memory else AdaptiveState()
+        self.remembered = memory is not None and recorded.behind == 0
+        own = steered(self.stage.algorithm, self.memory)
+        self.warming = own.learns_values is not None and recorded.index <= own.learns_values.warmup
+        self.own = standing(own) if self.warming else own
+        self.offered = RecordedFacts.of(recorded, self.own, self.remembered)
+
+    def all(self, chosen: Sequence[Algorithm], *, named: bool) -> Ablation:
+        r, own = self.recorded, self.own
+        self.say(f"{r.stage.name} step {r.index}: {len(r.records)} episodes, weights {r.weights.name}")
+        self.bench.load(r)
+        if reason := self.offered.lacks(own):
+            raise ConfigError(
+                f"{self.folder}: the run's own algorithm {own.name} cannot be evaluated on step {r.index}: {reason}"
+            )
+        mine, gradient, credit, seen = self._evaluate(own, None)
+        rows, refused = [replace(mine, cosine=1.0 if mine.norm else math.nan, ratio=1.0)], list[tuple[str, str]]()
+        others = [a for a in chosen if named or not _same(a, self.stage.algorithm)]
+        for i, a in enumerate(others):
+            self.say(f"{r.stage.name} step {r.index}: {a.name} ({i + 1} of {len(others)})")
+            reason = self.offered.lacks(a)
+            if not reason:
+                try:
+                    rows.append(self._evaluate(a, (gradient, mine.norm))[0])
+                except PosttrainError as error:
+                    reason = str(error)
+            if reason:
+                refused.append((a.name, reason))
+        return self._ablation(credit, seen, rows, refused)
+
+    def _ablation(
+        self, credit: Credit, seen: Gauges, rows: list[AblationRow], refused: list[tuple[str, str]]
+    ) -> Ablation:
+        r = self.recorded
+        line = r.line.gauges if r.line is not None else {}
+        once = "optim/grad_norm" in line and self.stage.optimizer_steps == 1
+        episodes = [e.episode for g in credit.groups for e in g.episodes]
+        gap = seen.get("mismatch/logp_gap")
+        return Ablation(
+            folder=self.folder,
+            stage=r.stage.name,
+            step=r.index,
+            own=self.own.name,
+            weights=r.weights.name,
+            behind=r.behind,
+            logp_gap=gap.mean if gap else math.nan,
+            groups=len(credit.groups),
+            episodes=len(episodes),
+            tokens=sum(e.spoken for e in episodes),
+            minibatches=self.stage.optimizer_steps,
+            recorded_norm=line["optim/grad_norm"].mean if once else None,
+            credit_gap=_credit_gap(credit, r),
+            halves=self._halves(credit),
+            rows=tuple(rows),
+            refused=tuple(refused),
+        )
+
+    # --- one algorithm ------------------------------------------------------------------------------------------------
+
+    def _evaluate(
+        self, a: Algorithm, own: tuple[Gradient, float] | None
+    ) -> tuple[AblationRow, Gradient, Credit, Gauges]:
+        credit, total = self._credit(a)
+        warming = self._warming(a)
+        gradient, parts = Gradient({}, {}, 0.0, 0), list[Gauges]()
+        for minibatch in self._pack(credit, a, minibatches=1):
+            gradient, gauges = self._differentiate(minibatch, a, warming)
+            parts.append(gauges)
+        seen = merge(*parts)
+        norm = gradient.norm
+        turned, longer = (
+            (1.0, 1.0) if own is None else (cosine(gradient, own[0]), norm / own[1] if own[1] else math.nan)
+        )
+        return (
+            _row(a, credit, total, gradient, seen, turned, longer, self._note(a, credit, total)),
+            gradient,
+            credit,
+            seen,
+        )
+
+    def _credit(self, a: Algorithm) -> tuple[Credit, int]:
+        """Credit of the step, and how many groups there were before the algorithm's filter."""
+        groups = rebuild(self.recorded.records, shown=a.shown is not None, top=a.stores_top)
+        kept = [g for g in groups if g.mixed] if a.filter == "mixed" else groups
+        scored = score(kept, a, self.bench.learner, self.bench.reference(self.recorded, a), optimizer_steps=1)
+        credit = credit_step(a, scored, max_tokens=self.stage.sampling.max_tokens, ema=self._ema(a))
+        return (without_credit(credit) if self._warming(a) else credit), len(groups)
+
+    def _warming(self, a: Algorithm) -> bool:
+        """Whether `a` is the run's own and its policy stood still in this step, while values warmed up; others meet
+        them as they are."""
+        return a is self.own and self.warming
+
+    def _ema(self, a: Algorithm) -> float:
+        """The moving baseline before this step: remembered, or replayed over all earlier recorded steps."""
+        if not a.baseline.moving or (a is self.own and self.remembered):
+            return self.memory.ema
+        ema = 0.0
+        for i in range(1, self.recorded.index):
+            groups = rebuild(reader.episodes(self.folder, self.stage.name, i), shown=a.shown is not None, top=0)
+            plain = [ScoredGroup(g, tuple(Scored(e) for e in g.judged)) for g in groups if g.judged]
+            ema = credit_step(a, plain, max_tokens=self.stage.sampling.max_tokens, ema=ema).ema
+        return ema
+
+    def _pack(self, credit: Credit, a: Algorithm, minibatches: int) -> Sequence[Minibatch]:
+        r, whole = self.recorded, replace(self.stage, prompts=minibatches, minibatches=minibatches, epochs=1)
+        version = r.version if r.weights.version is None else r.weights.version
+        return list(pack(credit, a, whole, seed=r.run.seed, step=r.index, version=version))
+
+    def _differentiate(self, minibatch: Minibatch, a: Algorithm, warming: bool) -> tuple[Gradient, Gauges]:
+        if minibatch.batch is None:
+            return Gradient({}, {}, 0.0, 0), {}
+        return self.bench.gradient(minibatch.batch, a, self.stage.micro_tokens, warming)
+
+    def _halves(self, credit: Credit) -> float:
+        """Cosine of the own gradients of both halves of the groups; NaN where one of them is silent."""
+        parts = [
+            self._differentiate(m, self.own, self._warming(self.own))[0]
+            for m in self._pack(credit, self.own, minibatches=2)
+        ]
+        return cosine(parts[0], parts[1]) if len(parts) == 2 else math.nan
+
+    def _note(self, a: Algorithm, credit: Credit, total: int) -> str:
+        notes = list(self.offered.caveats(a))
+        if self._warming(a):
+            notes.append(
+                "its values were warming up: in this step the policy stood still, so nothing has a cosine with it"
+            )
+        if a.filter == "mixed" and len(credit.groups) < total:
+            notes.append(f"filter: {len(credit.groups)} of {total} groups; a run would have asked again")
+        return "; ".join(notes)
+
+
+def _same(a: Algorithm, b: Algorithm) -> bool:
+    return all(getattr(a, f) == getattr(b, f) for f in CHOICES)
+
+
+def _row(
+    a: Algorithm, credit: Credit, total: int, gradient: Gradient, seen: Gauges, turned: float, longer: float, note: str
+) -> AblationRow:
+    kept = [e for g in credit.groups for e in g.episodes if not e.dropped]
+    each = [(np.concatenate([np.zeros(0), *e.advantage]), e.episode.reward or 0.0) for e in kept]
+    by = {yes: [x for x, r in each if (r >= SOLVED) == yes] for yes in (True, False)}
+    loud = sum(any(np.any(x != 0) for e in g.episodes if not e.dropped for x in e.advantage) for g in credit.groups)
+    return AblationRow(
+        name=a.name,
+        cosine=turned,
+        norm=gradient.norm,
+        ratio=longer,
+        silent=1 - loud / total if total else math.nan,
+        clipped=sum(seen[n].sum for n in _CLIPS) / seen[_CLIPS[0]].count if seen else math.nan,
+        effective=_effective(a, seen),
+        credit=_mean([np.abs(x) for x, _ in each]),
+        solved=_mean(by[True]),
+        unsolved=_mean(by[False]),
+        tokens=gradient.tokens,
+        note=note,
+    )
+
+
+_CLIPS = ("policy/clip_low", "policy/clip_high")
+
+
+def _effective(a: Algorithm, seen: Gauges) -> float:
+    """Of the correction where there is one, else of the ratio where one is formed."""
+    names = ("correction/used", "correction/used_square") if a.correction else ("policy/ratio", "policy/ratio_square")
+    if not seen or (not a.correction and a.ratio == "one"):
+        return math.nan
+    return effective_share(seen[names[0]], seen[names[1]])
+
+
+def _mean(parts: Sequence[np.ndarray]) -> float:
+    whole = np.concatenate([np.zeros(0), *parts])
+    return float(whole.mean()) if len(whole) else math.nan
+
+
+def _credit_gap(credit: Credit, recorded: RecordedStep) -> float:
+    """Largest difference from the credit the run wrote down; NaN where it wrote none."""
+    wrote = {
+        (r.episode.task.id, r.episode.visit, r.episode.sibling): r.advantage
+        for r in recorded.records
+        if r.advantage is not None
+    }
+    gaps = [
+        float(np.max(np.abs(now - then), initial=0.0))
+        for g in credit.groups
+        for e in g.episodes
+        for now, then in zip(
+            e.advantage, wrote.get((e.episode.task.id, e.episode.visit, e.episode.sibling), ()), strict=False
+        )
+    ]
+    return max(gaps, default=math.nan)

@@ -1,0 +1,139 @@
+"""A run folder as a target of a command: what it asks for beyond itself is only done where this user made it here, or
+allows it.
+
+Whatever builds something from the `Run` of a folder gets it from `admitted`. What only reads (`show`, `export` of a
+model that needs no code of its own) asks nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from posttrain.api import overrides as dotted
+from posttrain.core import provenance
+from posttrain.core.asks import Ask, Kind, asks, values
+from posttrain.core.errors import UntrustedError
+from posttrain.core.reader import RunFile, missing_episodes, run_file
+from posttrain.core.run import Run
+from posttrain.core.visible import tell
+
+Say = Callable[[str], None]
+MOST = 20
+"""Lines of what is asked for; a folder that asks for more says how many."""
+STAGES = "stages"
+"""In `parts`: all stages of the run."""
+
+
+def aloud(line: str) -> None:
+    """To standard error, which no table or JSON of a command shares."""
+    tell(line, file=sys.stderr)
+
+
+def admitted(
+    folder: Path | str,
+    *overrides: str,
+    parts: Sequence[str] = (),
+    allow: bool = False,
+    links: bool = False,
+    change: Callable[[Run], Run] = lambda run: run,
+    say: Say = aloud,
+) -> Run:
+    """The run of a folder with overrides in place.
+
+    Args:
+        parts: the fields of `Run` that the command makes something of, `stages` among them; none: all.
+        allow: the user said --trust: what is asked for is listed, and done.
+        links: the command writes into the folder, so that links in it count.
+        change: what the command itself changes of the run.
+
+    Raises:
+        UntrustedError: the folder asks for something that this user neither let it ask for when it was made here, nor
+            allows now.
+    """
+    found = run_file(folder)
+    run = change(dotted.apply(found.run, list(overrides)))
+    wanted = [*_wanted(found, run, parts), *(_links(Path(folder)) if links else ())]
+    if not wanted:
+        return run
+    lines = [f"  {a.kind:<8} {a.path}: {a.what}" for a in wanted[:MOST]]
+    lines += [f"  ... and {len(wanted) - MOST} more"] if len(wanted) > MOST else []
+    if not allow:
+        raise UntrustedError("\n".join((f"{folder} {_whose(found)}. It asks for this:", *lines, _HELP)))
+    for line in (f"{folder} {_whose(found)}. It asks for this, and --trust allows it:", *lines):
+        say(line)
+    return run
+
+
+_HELP = (
+    "Look at what it names first: code runs with all your rights. To allow everything that is listed, add --trust (from"
+    " Python trust=True), or give other values where the command takes overrides. posttrain show and export work"
+    " without it"
+)
+
+
+def _whose(found: RunFile) -> str:
+    if provenance.recall(found.identity) is None:
+        return "was not made by you on this machine, as far as your notes of your runs say"
+    return "asks for more than when you made it"
+
+
+def _wanted(found: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
+    """What the folder asks for: values that came from it and no override, and that its maker's note does not know."""
+    note = provenance.recall(found.identity) or provenance.Note()
+    stored, now = values(found.run), values(run)
+    stages = {s.name for s in run.stages}
+    for ask in asks(run):
+        head = ask.path.split(".")[0]
+        read = not parts or head in parts or (head in stages and STAGES in parts)
+        if read and ask.digest not in note.asked and ask.path in stored and stored[ask.path] == now[ask.path]:
+            yield ask
+
+
+def _links(folder: Path) -> Iterator[Ask]:
+    """Links in a folder that is about to be written into: what is written, cut or removed would be elsewhere."""
+    for place, inner, names in os.walk(folder):
+        for path in sorted(Path(place, n) for n in (*inner, *names)):
+            if path.is_symlink():
+                yield Ask(
+                    str(path.relative_to(folder)),
+                    Kind.OUTSIDE,
+                    f"is a link, and what is written there goes to {os.path.realpath(path)}",
+                )
+
+
+def noted(folder: Path, run: Run) -> Iterator[str]:
+    """Write this user's note of a run that was just made, and say so where that could not be."""
+    found = run_file(folder)
+    why = provenance.remember(found.identity or "", found.digest, asks(run))
+    if why:
+        yield f"note: going on with this run will need --trust, because no note of it could be written: {why}"
+
+
+def told(folder: Path) -> Iterator[str]:
+    """What a resumed run says of its folder: entries of run.json that are not as they were written."""
+    found = run_file(folder)
+    note = provenance.recall(found.identity)
+    if found.edited:
+        yield (
+            f"note: run.json was edited since the run was made: {', '.join(found.edited)}. What follows is another run"
+            " than what came before"
+        )
+        return
+    if note is not None and note.written != found.digest:
+        yield (
+            "note: run.json is not as it was when you made the run, and its digests were written anew. What follows is"
+            " another run"
+        )
+
+
+def gone(folder: Path) -> Iterator[str]:
+    """What a resumed run says of episodes that its index lists and its folder has no more."""
+    if missing := missing_episodes(folder):
+        names = ", ".join(row.path.name for row in missing[:3]) + (", ..." if len(missing) > 3 else "")
+        yield (
+            f"note: {len(missing)} episode file{'s are' if len(missing) > 1 else ' is'} missing from"
+            f" {folder / 'episodes'}: {names}"
+        )

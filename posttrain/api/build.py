@@ -1,0 +1,294 @@
+"""From a `Run` to its parts: the one place where torch, a model and an engine come into being."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from posttrain import __version__
+from posttrain.api.engines import keep_timeline, make_engine
+from posttrain.checks.watch import observers, of_run
+from posttrain.controller.parts import RunParts, StageSetting
+from posttrain.core import seeds
+from posttrain.core.book import Book
+from posttrain.core.env import Env
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.ports import Environment, Sampler, Tracker
+from posttrain.core.redact import scrubbed_data
+from posttrain.core.run import Run
+from posttrain.core.stage import Stage
+from posttrain.engine.learner import FrozenScorer, HFLearner
+from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.optimizer import AdamW
+from posttrain.engine.readout import read_out
+from posttrain.environment.make import environment
+from posttrain.environment.prompts import PromptsEnv, placed
+from posttrain.environment.render import RenderedDialogue, Renderer
+from posttrain.role.rollout import Rollout
+from posttrain.role.sync import Sync
+
+CANARY = 16
+"""Tokens scored on both sides after every push of weights."""
+WORDS = ("bad_words", "allowed_words")
+"""Fields of a sampling contract that the tokenizer turns into ids."""
+
+
+def use_threads(count: int) -> int:
+    """Set torch's CPU threads (0: all cores this process may use) and return how many there are."""
+    wanted = count or len(os.sched_getaffinity(0))
+    torch.set_num_threads(wanted)
+    return torch.get_num_threads()
+
+
+def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[str, Any]:
+    """What `run.json` records beside the tree: versions, digests, what the machine offered, what contains the policy's
+    programs."""
+    return {
+        "versions": {
+            "posttrain": __version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "transformers": transformers.__version__,
+            "numpy": np.__version__,
+        },
+        "machine": {
+            "platform": platform.platform(),
+            "threads": threads,
+            "isa": torch.backends.cpu.get_cpu_capability(),
+        },
+        "tokenizer_digest": policy.tokenizer_digest,
+        "template_digest": policy.template_digest,
+        "stop_ids": list(policy.stop_ids),
+        "sandboxes": list(sandboxes),
+        "argv": scrubbed_data(sys.argv),
+    }
+
+
+def check_environment(run: Run, env: Environment, stages: Sequence[Stage]) -> None:
+    """A stage that reads demonstrations the environment cannot write never starts."""
+    styles: tuple[str, ...] = getattr(env, "styles", ())
+    for stage in stages:
+        if why := stage.refuses(env.name, styles):
+            raise ConfigError(why)
+
+
+def check_lengths(run: Run, policy: Policy) -> None:
+    """A turn that cannot fit the context never starts."""
+    for stage in run.stages:
+        if stage.contract is not None and stage.contract.max_tokens >= policy.context:
+            raise ConfigError(
+                f"{stage.name}.sampling.max_tokens={stage.contract.max_tokens} leaves no room for a prompt in a context"
+                f" of {policy.context} tokens; lower it (posttrain eval: --max-tokens N), or raise model.context where"
+                " the model has more positions"
+            )
+
+
+def check_tokens(run: Run, policy: Policy) -> None:
+    """A contract that names tokens the model does not have, or words its tokenizer cannot write, never starts."""
+    tokenizer: Any = policy.tokenizer
+    spell = Renderer(tokenizer, policy.stop_ids).spell
+    for stage in run.stages:
+        if stage.contract is not None:
+            stage.contract.resolve(policy.stop_ids, spell).check_vocabulary(read_out(policy.module).weight.shape[0])
+
+
+def words_in_tokens(run: Run, policy: Policy) -> list[str]:
+    """What a run prints of the words its contracts name: the token ids they became."""
+    tokenizer: Any = policy.tokenizer
+    spell = Renderer(tokenizer, policy.stop_ids).spell
+    named = [
+        (s.name, field, w)
+        for s in run.stages
+        if s.contract is not None
+        for field in WORDS
+        for w in getattr(s.contract, field)
+    ]
+    return [
+        f"{stage}.sampling.{field}: {w!r} is {' or '.join(str(list(ids)) for ids in spell(w))}"
+        for stage, field, w in named
+    ]
+
+
+def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
+    """A row whose prompt, or demonstration, does not fit the context or cannot be written never starts; said with its
+    file and line."""
+    if not isinstance(env, PromptsEnv):
+        return
+    tokenizer: Any = policy.tokenizer
+    render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    imitates = any(s.demonstrated for s in stages)
+    for row in env.rows:
+        with placed(row.place):
+            if row.completion is None or not imitates:
+                render.prompt(row.task.prompt, row.task.id, env.tools_of(row.task))
+            elif (
+                length := sum(len(ids) for ids in render.pair(row.task.prompt, row.completion, row.task.id))
+            ) > policy.context:
+                raise DataError(
+                    f"the prompt and its completion have {length} tokens, and the context is {policy.context}: shorten"
+                    " them or raise model.context"
+                )
+
+
+def make_policy(
+    run: Run, env: Environment, others: Mapping[str, Environment] | None = None, written: Path | None = None
+) -> Policy:
+    """The policy of a run whose tasks come from `env`, and those of the named stages from `others`
+    (`own_environments`).
+
+    A tokenizer that is built has the characters of all of them, or is the one `written` into a run folder.
+    """
+    others = others or {}
+    alphabets: list[str | None] = [getattr(e, "alphabet", None) for e in (env, *others.values())]
+    known = alphabets[0]
+    if others:
+        known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
+    policy = load_policy(run.model, known, run.seed, tokenizer_files=written)
+    check_lengths(run, policy)
+    check_tokens(run, policy)
+    for one in distinct(env, others):
+        check_prompts(run, one, policy, [s for s in run.stages if others.get(s.name, env) is one])
+    return policy
+
+
+def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
+    """A frozen model from a directory or hub id, to compare the policy with token by token."""
+    other = load_policy(replace(run.model, path=path, context=None), None, run.seed, most=policy.context)
+    if other.tokenizer_digest != policy.tokenizer_digest:
+        raise ConfigError(
+            f"reference={path}: its tokenizer differs from the policy's, so their tokens cannot be compared. Use a"
+            " model with the same tokenizer files, such as one exported from a run that built the same tokenizer"
+        )
+    if other.context < policy.context:
+        raise ConfigError(
+            f"reference={path}: its context of {other.context} tokens is shorter than the policy's {policy.context}"
+        )
+    return FrozenScorer(other)
+
+
+def make_environment(run: Run) -> Environment:
+    """The run's environment, where all stages play that have none of their own."""
+    env = environment(run.env, run.seed)
+    check_environment(run, env, [s for s in run.stages if s.env is None])
+    return env
+
+
+def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
+    """Of the stages that have an environment of their own, by name. Equal ones are the same object, `env` among
+    them."""
+    built: list[tuple[Env, Environment]] = [(run.env, env)]
+    out: dict[str, Environment] = {}
+    try:
+        for stage in run.stages:
+            if stage.env is None:
+                continue
+            found = next((e for known, e in built if known == stage.env), None)
+            if found is None:
+                with said_of(f"{stage.name}.env"):
+                    found = environment(stage.env, run.seed)
+                built.append((stage.env, found))
+            out[stage.name] = found
+            check_environment(run, found, [stage])
+    except BaseException:
+        for _, one in built[1:]:
+            one.close()
+        raise
+    return out
+
+
+@contextmanager
+def said_of(path: str) -> Generator[None]:
+    """What is wrong with a stage's own environment is said with its path; its messages call their environment `env`."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{path} (called env here): {error}") from error
+
+
+def distinct(env: Environment, others: Mapping[str, Environment]) -> list[Environment]:
+    """Every environment of a run once, its own first."""
+    return list({id(e): e for e in (env, *others.values())}.values())
+
+
+@dataclass(frozen=True)
+class PolicyRoles:
+    """A policy with what learns it, samples it and plays it, before there is a book to write in."""
+
+    learner: HFLearner
+    engine: Sampler
+    renderer: Renderer
+    rollout: Rollout
+    sync: Sync
+    close: Callable[[], None]
+    """Ends the engine: its threads, processes and memory."""
+
+
+def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
+    """Learner, engine (with its own copy of the weights) and rollout around one policy."""
+    torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
+    learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
+    tokenizer: Any = policy.tokenizer
+    renderer = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
+    serving = make_engine(run, policy, renderer.decode)
+    engine = serving.sampler
+    rollout = Rollout(engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits)
+    return PolicyRoles(
+        learner, engine, renderer, rollout, Sync(learner, engine, canary(policy), run.model.dtype), serving.close
+    )
+
+
+def canary(policy: Policy) -> np.ndarray:
+    """int32 ids over the whole vocabulary, the same for every run of a model."""
+    rows = read_out(policy.module).weight.shape[0]
+    return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
+
+
+def make_parts(
+    run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker], others: Mapping[str, Any] | None = None
+) -> RunParts:
+    """What all stages of a run share, around one policy. `others`: see `make_policy`."""
+    roles = make_roles(run, policy, env)
+    learner = roles.learner
+    others = others or {}
+
+    def close() -> None:
+        keep_timeline(roles.engine, book.folder)
+        roles.close()
+
+    return RunParts(
+        run=run,
+        environment=env,
+        renderer=roles.renderer,
+        learner=learner,
+        sampler=roles.engine,
+        rollout=roles.rollout,
+        sync=roles.sync,
+        book=book,
+        stop_ids=policy.stop_ids,
+        spell=roles.renderer.spell,
+        text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
+        freeze=lambda: FrozenScorer(policy),
+        teacher=lambda path: make_teacher(run, path, policy),
+        optimize=lambda config: AdamW(learner.parameters(), config),
+        settings={
+            s.name: StageSetting(
+                others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits)
+            )
+            for s in run.stages
+            if s.name in others
+        },
+        observe=observers,
+        watch=of_run(),
+        trackers=trackers,
+        close=close,
+    )

@@ -1,0 +1,153 @@
+"""`posttrain check`: an environment tried from the command line or from Python, and the table that says what was
+found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+from rich.text import Text
+
+from posttrain.api import overrides as dotted
+from posttrain.api.admit import admitted
+from posttrain.api.console import PlainConsole
+from posttrain.core.errors import ConfigError
+from posttrain.core.reader import is_run, steps
+from posttrain.core.run import Env
+from posttrain.core.visible import tell
+from posttrain.environment import check as probes
+from posttrain.environment.check import CheckReport, Mark
+from posttrain.environment.make import environment
+from posttrain.environment.single import SingleTurn
+from posttrain.recipe.shipped import recipe as shipped
+
+COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
+
+
+def check(
+    env: str | Path | Env | SingleTurn,
+    *overrides: str,
+    tasks: int = probes.TASKS,
+    rate: float | None = None,
+    progress: Callable[[str], None] = lambda _: None,
+    trust: bool = False,
+) -> CheckReport:
+    """Try an environment and its verifiers: `posttrain.check("arithmetic", "env.args.max_operand=99").passed`.
+
+    Args:
+        env: what `env.name` may be, a run folder, an `Env`, or an environment of your own.
+        overrides: dotted changes, those of `env` and `seed`.
+        tasks: held-out tasks that are tried.
+        rate: answers that must be judged a second. None: as many as the rollouts of a run brought, else 16.
+        progress: told the name of each probe as it begins.
+        trust: allow a run folder that somebody else made what its environment asks for.
+
+    Raises:
+        ConfigError: no such environment, or a setting it does not have.
+        DataError: the user's prompts cannot be read.
+    """
+    rate = expected(env) if rate is None else rate
+    for name, value in (("tasks", tasks), ("rate", rate)):
+        if not value > 0:
+            raise ConfigError(f"--{name} {value}: must be more than 0")
+    if isinstance(env, SingleTurn):
+        if overrides:
+            raise ConfigError(f"{overrides[0]}: an environment that is already built takes no overrides")
+        return _wait(env, tasks, rate, progress)
+    built = build(env, *overrides, trust=trust)
+    try:
+        return _wait(built, tasks, rate, progress)
+    finally:
+        built.close()
+
+
+def expected(env: str | Path | Env | SingleTurn) -> float:
+    """Answers a second: those of a run's rollouts, generation and waiting included; elsewhere the default."""
+    if isinstance(env, str | Path) and is_run(env):
+        played = [
+            (s.gauges["rollout/tokens"].count, s.clock["rollout"]) for s in steps(env) if "rollout/tokens" in s.gauges
+        ]
+        if seconds := math.fsum(s for _, s in played):
+            return math.fsum(n for n, _ in played) / seconds
+    return probes.RATE
+
+
+def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> SingleTurn:
+    """The environment by its name, by a run that used it, or by its configuration."""
+    run = shipped("arithmetic")
+    if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
+        raise ConfigError(
+            f"{strange[0]}: a check reads the environment alone: env.args.NAME, env.rewards, env.prompts, env.heldout"
+            " and seed"
+        )
+    if not isinstance(env, Env) and is_run(env):
+        run = admitted(env, *overrides, parts=("env",), allow=trust)
+    else:
+        run = replace(run, env=env) if isinstance(env, Env) else dotted.apply(run, [f"env={env}"])
+        run = dotted.apply(run, list(overrides))
+    return environment(run.env, run.seed)
+
+
+def _wait(env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], None]) -> CheckReport:
+    """Run the probes to their end, in a thread of their own where an event loop is running already (notebooks)."""
+    box: list[CheckReport | BaseException] = []
+
+    def body() -> None:
+        try:
+            box.append(asyncio.run(probes.check(env, tasks=tasks, rate=rate, progress=progress)))
+        except BaseException as error:
+            box.append(error)
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(probes.check(env, tasks=tasks, rate=rate, progress=progress))
+    thread = threading.Thread(target=body, name="posttrain check")
+    thread.start()
+    thread.join()
+    if isinstance(box[0], BaseException):
+        raise box[0]
+    return box[0]
+
+
+def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool, trust: bool = False) -> int:
+    """Print the report; 0 where nothing failed, else 1."""
+    if as_json:
+        report = check(target, *overrides, tasks=tasks, rate=rate, trust=trust)
+        tell(json.dumps(report.plain(), indent=2))
+        return 0 if report.passed else 1
+    console = PlainConsole()
+    with console.status("building") as status:
+        report = check(
+            target, *overrides, tasks=tasks, rate=rate, progress=lambda name: status.update(Text(name)), trust=trust
+        )
+    console.print(table(report))
+    for finding in report.findings:
+        if finding.advice:
+            console.print(
+                Text(finding.probe, COLOURS[finding.mark]) + Text(f": {finding.means}. To do: {finding.advice}")
+            )
+    failed, warned = report.marked(Mark.FAIL), report.marked(Mark.WARN)
+    verdict = (
+        f"{len(failed)} of {len(report.findings)} probes failed: {', '.join(failed)}" if failed else "nothing failed"
+    )
+    console.print(
+        Text(verdict, "bold red" if failed else "green") + Text(f"; {len(warned)} to look at" if warned else "")
+    )
+    return 1 if failed else 0
+
+
+def table(report: CheckReport) -> Table:
+    """A row a probe."""
+    out = Table(title=f"{report.env}: {report.tasks} tasks, judged by {', '.join(report.sources)}")
+    for name in ("", "probe", "what was seen"):
+        out.add_column(name, overflow="fold")
+    for f in report.findings:
+        out.add_row(Text(f.mark.value, COLOURS[f.mark]), f.probe, f.detail)
+    return out

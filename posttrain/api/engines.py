@@ -1,0 +1,152 @@
+"""From `Run.engine` to a sampler: the one place where an engine comes into being, with how it ends."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.core import files
+from posttrain.core.engines import GIB, VLLM, Embedded
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Sampler
+from posttrain.core.run import Run
+from posttrain.engine.embedded import EmbeddedEngine, native
+from posttrain.engine.embedded.speculate import Draft, Lookup
+from posttrain.engine.endpoint import Endpoint, Patience
+from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.vllm import installed
+from posttrain.engine.vllm.contract import check
+from posttrain.engine.vllm.inprocess import VLLMEngine
+from posttrain.engine.vllm.server import ROLE, VLLMServer
+from posttrain.engine.vllm.spawn import Spawned
+from posttrain.engine.vllm.start import limits
+
+TIMELINE = "timeline.json"
+
+
+@dataclass(frozen=True)
+class Serving:
+    """A sampler, and what ends it: threads, processes, memory."""
+
+    sampler: Sampler
+    close: Callable[[], None]
+
+
+def check_engine(run: Run) -> None:
+    """ConfigError where the run's engine is not installed or has not the compiler it asks for: the run leaves no folder
+    then."""
+    if isinstance(run.engine, VLLM) and run.engine.url is None:
+        installed()
+    if isinstance(run.engine, Embedded) and run.engine.compiled and isinstance(why := native.find(), str):
+        raise ConfigError(
+            f"engine.compiled=true, but there are no compiled kernels: {why}. Leave it out to compute with torch's"
+            " operations"
+        )
+
+
+def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:
+    """The engine of the run, with weights of its own.
+
+    Args:
+        text: what token ids say, special tokens included; stop strings are looked for in it.
+
+    Raises:
+        ConfigError: it cannot keep a stage's sampling contract, or is not installed. EngineError: it does not start.
+    """
+    if isinstance(run.engine, Embedded):
+        serving = Serving(embedded_engine(run, run.engine, policy.clone(), text), lambda: None)
+    else:
+        serving = _vllm(run, run.engine, policy)
+    try:
+        for stage in run.stages:
+            if stage.contract is not None:
+                stage.contract.for_training(serving.sampler.keeps_sets)
+    except BaseException:
+        serving.close()
+        raise
+    return serving
+
+
+def keep_timeline(sampler: Sampler, folder: Path) -> None:
+    """Write the engine's timeline into the run folder, where it was asked for one."""
+    if isinstance(sampler, EmbeddedEngine) and sampler.timeline is not None:
+        with files.disk_full_is_reported(folder / TIMELINE, lambda: "The run's record is whole"):
+            sampler.timeline.write(folder / TIMELINE)
+
+
+def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.ndarray], str]) -> EmbeddedEngine:
+    """The embedded engine as the run has it, over the policy's own module."""
+    return EmbeddedEngine(
+        policy.module,
+        slots=run.slots,
+        context=policy.context,
+        deterministic=run.deterministic,
+        device=run.model.device,
+        cache_bytes=int(how.cache_gib * GIB),
+        text=text,
+        compiled=how.compiled,
+        budget=how.budget,
+        retain=how.retain,
+        timeline=how.timeline,
+        speculate=_speculation(run, how, policy),
+    )
+
+
+def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | None:
+    if how.lookup:
+        return Lookup(how.lookup)
+    if how.draft is None:
+        return None
+    small = load_policy(replace(run.model, path=how.draft, context=None), None, run.seed, most=policy.context)
+    if small.tokenizer_digest != policy.tokenizer_digest:
+        raise ConfigError(
+            f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"
+            " trained with it"
+        )
+    if small.context < policy.context:
+        raise ConfigError(
+            f"engine.draft={how.draft}: its context of {small.context} tokens is shorter than the policy's"
+            f" {policy.context}"
+        )
+    return Draft(small.module, how.drafts)
+
+
+def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
+    remote = how.server or how.url is not None
+    able = replace(limits(policy), sequences=not remote)
+    for stage in run.stages:
+        if stage.contract is not None:
+            check(stage.contract, able)
+    if remote:
+        return _server(run, how, policy)
+    engine = VLLMEngine(
+        policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager, timeout=how.timeout
+    )
+    return Serving(engine, engine.close)
+
+
+def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
+    """A server that runs already, or one of our own."""
+    patience = Patience(answer=how.timeout)
+    if how.url is not None:
+        share = Path(how.share) if how.share is not None else _memory()
+        endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
+        return Serving(VLLMServer(policy, endpoint, share=share, timeout=how.timeout), lambda: None)
+    own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager)
+    share = own.folder if how.share is None else Path(how.share)
+    return Serving(
+        VLLMServer(
+            policy, Endpoint(own.url, ROLE, patience=patience), share=share, timeout=how.timeout, ended=own.ended
+        ),
+        own.close,
+    )
+
+
+def _memory() -> Path:
+    """A folder in memory where there is one."""
+    shm = Path("/dev/shm")
+    return shm if shm.is_dir() else Path(tempfile.gettempdir())

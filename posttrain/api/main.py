@@ -1,0 +1,205 @@
+"""The Python surface behind the command line: run, evaluate, export. Works inside a running event loop too."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import threading
+from collections.abc import Coroutine
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+from posttrain.api import overrides as dotted
+from posttrain.api.build import (
+    make_environment,
+    make_policy,
+    make_roles,
+    use_threads,
+)
+from posttrain.api.console import PlainConsole
+from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
+from posttrain.api.session import begun
+from posttrain.api.summary import show_report
+from posttrain.api.target import TOKENIZER, kept_policy, target_run
+from posttrain.controller.stages import StageResult
+from posttrain.core.checkpoint import find
+from posttrain.core.errors import ConfigError, RunFolderError
+from posttrain.core.files import full
+from posttrain.core.run import Reinforce, Run
+from posttrain.core.sampling import Sampling
+from posttrain.engine.learner import HFLearner
+from posttrain.role.evaluate import EvaluationReport
+from posttrain.role.evaluate import evaluate as measure
+from posttrain.role.weights import load_weights
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a finished run hands back: its stages' results and where everything lies."""
+
+    folder: Path
+    run: Run
+    stages: tuple[StageResult, ...]
+
+    @property
+    def accuracy(self) -> float | None:
+        """Share of held-out answers that are right, of the weights the run ended with; None where nothing was
+        measured."""
+        return self._last.accuracy[0] if self._last is not None and self._last.accuracy is not None else None
+
+    @property
+    def reward(self) -> float | None:
+        """Mean held-out reward of the same weights: another number where a reward grades."""
+        return self._last.reward[0] if self._last is not None and self._last.reward is not None else None
+
+    @property
+    def _last(self) -> StageResult | None:
+        """The stage whose weights the run ended with; None where it was measured on tasks of its own."""
+        last = next((s for s in reversed(self.stages) if s.hands_on), None)
+        return last if last is not None and self.run.env_of(self.run.stage(last.name)) == self.run.env else None
+
+
+def wait(work: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine to its end: here, or in a thread of its own where an event loop is already running
+    (notebooks)."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return asyncio.run(work)
+    box: list[Any] = []
+
+    def body() -> None:
+        try:
+            box.append((True, asyncio.run(work)))
+        except BaseException as error:
+            box.append((False, error))
+
+    thread = threading.Thread(target=body, name="posttrain")
+    thread.start()
+    thread.join()
+    ok, value = box[0]
+    if not ok:
+        raise value
+    return value
+
+
+def run(
+    recipe: str | Run = "",
+    *overrides: str,
+    out: str | Path | None = None,
+    resume: str | Path | None = None,
+    quiet: bool = False,
+    allow_fault: bool = False,
+    trust: bool = False,
+) -> Result:
+    """Run a recipe, or go on with a run that was cut.
+
+    Args:
+        recipe: name of a shipped recipe, or a `Run` of your own.
+        overrides: dotted `key=value` changes.
+        out: run folder; default runs/RECIPE-DATE-TIME.
+        resume: an existing run folder to go on with; then no recipe and no overrides are given.
+        allow_fault: start although `fault=NAME` plants a bug on purpose (`posttrain faults`).
+        trust: allow a folder that somebody else made what it asks for: code, addresses, secrets, files elsewhere.
+    """
+    with begun(
+        recipe, *overrides, out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust
+    ) as session:
+        wait(session.play())
+    return Result(session.book.folder, session.run, session.results)
+
+
+def evaluate(
+    target: str | Path,
+    *overrides: str,
+    samples: int | None = None,
+    checkpoint: str = "last",
+    max_tokens: int | None = None,
+    temperature: float | None = None,
+    remote: EndpointOptions = EndpointOptions(),
+    quiet: bool = False,
+    trust: bool = False,
+) -> EvaluationReport:
+    """Held-out accuracy, mean reward and pass@k of a run, of any model directory or hub id, or of what is served at an
+    address.
+
+    Args:
+        target: a run folder, a model, or the address of an OpenAI-compatible endpoint; the last two are asked the
+            `arithmetic` environment unless `env=...` overrides say otherwise.
+        overrides: dotted changes of `env.*`, `seed`, `slots` (of an endpoint: requests at once), `threads`.
+        samples: samples a prompt; default that of the run.
+        checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
+        remote: how an endpoint is asked.
+        trust: allow a run folder that somebody else made what it asks for: code, addresses, secrets, files elsewhere.
+    """
+    if is_url(target):
+        run, weights = dotted.apply(remote_run(str(target)), list(overrides)), None
+    else:
+        run, weights = target_run(target, checkpoint, *overrides, parts=("model", "env", "engine"), allow=trust)
+    how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
+    contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
+    contract = replace(
+        contract, **{k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature)) if v is not None}
+    )
+    use_threads(run.threads)
+    written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
+    # the stages they name are left out
+    alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
+    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
+    run = replace(run, stages=asked or run.stages)
+    environment = make_environment(run)
+    if not environment.heldout:
+        raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
+    console = PlainConsole(soft_wrap=True, quiet=quiet)
+    if is_url(target):
+        report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
+        show_report(console, str(target), environment.name, report)
+        return report
+    refuse(remote)
+    policy = make_policy(run, environment, written=written)
+    roles = make_roles(run, policy, environment)
+    if weights is not None:
+        load_weights(weights, roles.learner)
+
+    async def work() -> EvaluationReport:
+        await roles.sync.push(roles.engine.version + 1)
+        return await measure(
+            roles.rollout, environment.heldout, contract.resolve(policy.stop_ids, roles.renderer.spell), how
+        )
+
+    try:
+        report = wait(work())
+    finally:
+        roles.close()
+        environment.close()
+    show_report(console, str(target), environment.name, report)
+    return report
+
+
+def export(run_folder: str | Path, folder: str | Path, checkpoint: str = "last", trust: bool = False) -> Path:
+    """A plain `save_pretrained` directory (model, tokenizer, generation config) of a run's weights, loadable anywhere.
+
+    It is made of what lies in the run folder, so that nothing the run names elsewhere is touched. Where that is not
+    enough (a model with code of its own, or a folder of an older version), the model that the run started from is
+    loaded.
+    """
+    source, target = Path(run_folder), Path(folder)
+    if target.exists() and any(target.iterdir()):
+        raise RunFolderError(f"{target} exists and is not empty: choose another folder")
+    weights = find(source, checkpoint).folder
+    policy = kept_policy(source, allow=trust)
+    load_weights(weights, HFLearner(policy))
+    try:
+        policy.save(target)
+    except Exception as error:
+        if (why := full(error)) is None:
+            raise
+        for path in target.glob("*"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        raise RunFolderError(
+            f"{why[0]}: {target} was not written, and what was begun of it is removed. {why[1]} and export again"
+        ) from error
+    return target

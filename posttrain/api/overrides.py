@@ -1,0 +1,296 @@
+"""Dotted overrides: `apply(run, ["rl.prompts=64", "algorithm=dapo", "clip.high=0.3"])` is a new Run; the old one stays.
+
+A stage is addressed by its name (`rl.steps=50`). What exactly one stage has may leave the stage out (`prompts=64`), and
+the choices of its algorithm may leave out `algorithm` too (`clip.high=0.3`). All overrides of one call are put in place
+together and validated once, so their order means nothing. Changes inside an algorithm become the last patch of its
+lineage, so that a run always says what its user changed.
+
+Words for values: `none`, `true`, `false`, numbers, text; lists with commas; a piece by its lower-case type name with
+its defaults (`baseline=others`, `pull=kl`, `shape=signed,overlong`). A stage's own word is `none`, which leaves it out
+(`sft=none`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
+
+from posttrain.api.values import read
+from posttrain.core import ladder, tree
+from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
+from posttrain.core.env import Env
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.run import Model, Run
+from posttrain.core.stage import Stage
+
+YOURS = "your patch"
+"""`paper` of the patch made of a user's overrides."""
+
+
+def _fixed(cls: type) -> tuple[str, ...]:
+    """What a recipe decides and no override changes."""
+    return ("recipe", "stages") if cls is Run else ("name",) if issubclass(cls, Stage) else ()
+
+
+@dataclass
+class Node:
+    """What was asked for at one place of the tree: a word for the whole, and words for parts of it."""
+
+    word: str | None = None
+    parts: dict[str, Node] = field(default_factory=dict[str, "Node"])
+
+    def at(self, path: Sequence[str]) -> Node:
+        return self if not path else self.parts.setdefault(path[0], Node()).at(path[1:])
+
+
+def apply(run: Run, overrides: Sequence[str]) -> Run:
+    """The run with these overrides in place. ConfigError names the override, what is valid, and the nearest match."""
+    root = Node()
+    for text in overrides:
+        key, equals, word = (part.strip() for part in text.partition("="))
+        if not equals or not key:
+            raise ConfigError(f"{text!r} is not an override: write key=value, for example prompts=64")
+        path = address(run, key, word)
+        node = root.at(path)
+        if node.word is not None and node.word != word:
+            raise ConfigError(f"{'.'.join(path)} is given twice, as {node.word!r} and as {word!r}; keep one")
+        node.word = word
+    asked = [(s, root.parts.pop(s.name, Node())) for s in run.stages]
+    stages = tuple(_rebuild(type(s), s, node, s.name) for s, node in asked if not _left_out(node, s.name))
+    return _rebuild(Run, replace(run, stages=stages), root, "")
+
+
+def _left_out(node: Node, name: str) -> bool:
+    """`sft=none` leaves a stage out."""
+    out = node.word is not None and node.word.lower() == "none"
+    if out and node.parts:
+        raise ConfigError(f"{name}=none leaves the stage out, and {name}.{next(iter(node.parts))} changes it: keep one")
+    return out
+
+
+# --- addresses -------------------------------------------------------------------------------------------------------
+
+
+def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
+    """The full path that a key means: `clip.high` -> (rl, algorithm, clip, high)."""
+    parts = tuple(key.split("."))
+    stages = {s.name: s for s in run.stages}
+    if parts[0] in stages:
+        return (parts[0], *_inside(stages[parts[0]], parts[1:]))
+    if parts[0] in tree.hints(Run):
+        return parts
+    full = [(s.name, *_inside(s, parts)) for s in run.stages if _has(s, parts[0])]
+    if len(full) == 1:
+        return full[0]
+    if full:
+        ways = ", ".join(f"{'.'.join(p)}={word}" for p in full)
+        raise ConfigError(f"{key}={word}: {len(full)} stages have {parts[0]!r}; say which: {ways}")
+    raise ConfigError(f"{key}={word}: no such setting; {_suggest(run, key)}")
+
+
+def _has(stage: Stage, head: str) -> bool:
+    known = tree.hints(type(stage))
+    return head in known or (head in CHOICES and known.get("algorithm") is Algorithm)
+
+
+def _inside(stage: Stage, parts: tuple[str, ...]) -> tuple[str, ...]:
+    """A path inside a stage, with `algorithm` put before the choices of one."""
+    known = tree.hints(type(stage))
+    if parts and parts[0] in CHOICES and parts[0] not in known and known.get("algorithm") is Algorithm:
+        return ("algorithm", *parts)
+    return parts
+
+
+def _suggest(run: Run, key: str) -> str:
+    """Full paths that end like the key; else the nearest full path; else the places where paths begin."""
+    full = [path for path, _ in surface(run)]
+    last = key.rpartition(".")[2]
+    if same := sorted((p for p in full if p.rpartition(".")[2] == last), key=lambda p: p.count(".")):
+        return f"did you mean {', '.join(same[:6])}?"
+    heads = {p.partition(".")[0] for p in full}
+    tails = {p.rpartition(".")[2]: p for p in reversed(full)}
+    if close := difflib.get_close_matches(key, full, n=1, cutoff=0.75):
+        return f"did you mean {close[0]}?"
+    if close := difflib.get_close_matches(last, tails, n=1, cutoff=0.6):
+        return f"did you mean {tails[close[0]]}?"
+    return f"settings begin with one of {', '.join(sorted(heads))}"
+
+
+# --- rebuilding ------------------------------------------------------------------------------------------------------
+
+
+def _env(env: Env | None, word: str) -> Env:
+    """Another environment starts from its own settings; the number of held-out tasks stays."""
+    return Env(name=word) if env is None else Env(name=word, heldout=env.heldout)
+
+
+def _model(model: Model, word: str) -> Model:
+    """A model that exists brings its own context; a recipe's is that of the one it would build."""
+    return (
+        model
+        if word == "none" and model.path is None
+        else replace(model, path=None if word == "none" else word, context=None)
+    )
+
+
+def _algorithm(_: Algorithm, word: str) -> Algorithm:
+    return ladder.algorithm(word)
+
+
+SHORT: dict[type, Callable[[Any, str], Any]] = {Env: _env, Model: _model, Algorithm: _algorithm}
+"""Branches of the tree that one word can stand for: `model=PATH`, `env=NAME`, `algorithm=NAME`."""
+
+
+def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
+    """`current` with everything that was asked for below it. The word for the whole comes first, then the parts."""
+    if node.word is not None:
+        current = _whole(declared, current, node.word, path)
+    if not node.parts:
+        return current
+    if isinstance(current, Model) and (path_word := node.parts.get("path", Node()).word) is not None:
+        current = _model(current, path_word)
+    if isinstance(current, Algorithm):
+        return _patched(current, node, path)
+    if dataclasses.is_dataclass(current) and not isinstance(current, type):
+        return _fields(current, node, path)
+    if isinstance(current, Mapping):
+        return _mapping(declared, cast("Mapping[str, Any]", current), node, path)
+    if isinstance(current, tuple):
+        return _elements(declared, cast("tuple[Any, ...]", current), node, path)
+    part = next(iter(node.parts))
+    if current is None and Env in tree.members(declared):
+        raise ConfigError(
+            f"{path}.{part}: {path} is none, so the run's environment is used; name its own first: {path}=NAME"
+        )
+    if current is None and tree.pieces(declared):
+        names = [n.lower() for n in tree.pieces(declared)]
+        raise ConfigError(
+            f"{path}.{part}: {path} is none; choose it first, for example {path}={names[0]} (valid: {', '.join(names)})"
+        )
+    raise ConfigError(f"{path}.{part}: {path} has no parts; it is {tree.describe(declared)}")
+
+
+def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
+    cls = cast("type[Any]", type(current))
+    short = next((SHORT[m] for m in tree.members(declared) if m in SHORT), None)
+    if short is not None and not (word.lower() == "none" and type(None) in tree.members(declared)):
+        return short(current, word)
+    if declared is cls and dataclasses.is_dataclass(cls):
+        settings = ", ".join(f"{path}.{name}" for name in tree.hints(cls) if name not in _fixed(cls))
+        raise ConfigError(
+            f"{path}={word}: {path} is a group of settings; set one of"
+            f" {settings}{', or leave the stage out: ' + path + '=none' if issubclass(cls, Stage) else ''}"
+        )
+    return read(declared, word, path)
+
+
+def _fields(current: Any, node: Node, path: str) -> Any:
+    cls = cast("type[Any]", type(current))
+    dot = f"{path}." if path else ""
+    fixed = _fixed(cls)
+    known = {name: hint for name, hint in tree.hints(cls).items() if name not in fixed}
+    changes: dict[str, Any] = {}
+    for name, part in node.parts.items():
+        if name in fixed:
+            raise ConfigError(
+                f"{dot}{name}: the recipe decides this; start another recipe, or address a stage by its name"
+            )
+        if name not in known:
+            raise ConfigError(f"{dot}{name}: {cls.__name__} has no such setting; {nearest(name, known)}")
+        changes[name] = _rebuild(known[name], getattr(current, name), part, f"{dot}{name}")
+    return replace(current, **changes)
+
+
+def _mapping(declared: Any, current: Mapping[str, Any], node: Node, path: str) -> Mapping[str, Any]:
+    item = tree.mapping_item(declared)
+    return {
+        **current,
+        **{name: _rebuild(item, current.get(name), part, f"{path}.{name}") for name, part in node.parts.items()},
+    }
+
+
+def _elements(declared: Any, current: tuple[Any, ...], node: Node, path: str) -> tuple[Any, ...]:
+    """Elements by position (`rewards.0.weight`) or by the name of their type (`shape.overlong.cache`)."""
+    item = tree.tuple_item(declared)
+    names = {type(v).__name__.lower(): i for i, v in reversed(list(enumerate(current)))}
+    names |= {str(i): i for i in range(len(current))}
+    out = list(current)
+    for name, part in node.parts.items():
+        if name.lower() not in names:
+            raise ConfigError(
+                f"{path}.{name}: no such element; {nearest(name, names) if names else f'{path} is empty'}"
+            )
+        i = names[name.lower()]
+        out[i] = _rebuild(item, out[i], part, f"{path}.{name}")
+    return tuple(out)
+
+
+def _patched(base: Algorithm, node: Node, path: str) -> Algorithm:
+    """All changes of choices as one patch. A user's earlier patch is merged into it; what changes nothing is left
+    out."""
+    known = {name: tree.hints(Algorithm)[name] for name in CHOICES}
+    wanted: dict[str, Any] = {}
+    for name, part in node.parts.items():
+        if name not in known:
+            raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, known)}")
+        wanted[name] = _rebuild(known[name], getattr(base, name), part, f"{path}.{name}")
+    parent = base
+    if base.paper == YOURS and base.parent is not None:
+        parent = base.parent
+        wanted = {**{name: new for name, (_, new) in differences(parent, base).items()}, **wanted}
+    changes = {name: value for name, value in wanted.items() if getattr(parent, name) != value}
+    return patch(parent, f"{parent.name}+user", YOURS, **changes) if changes else parent
+
+
+def value(run: Run, path: str) -> Any:
+    """What the run has at a full path; `...` where the path goes through a choice that was not made."""
+    head, _, rest = path.partition(".")
+    here: Any = run.stage(head) if any(s.name == head for s in run.stages) else getattr(run, head)
+    for part in rest.split(".") if rest else ():
+        if isinstance(here, tuple):
+            named = {type(v).__name__.lower(): v for v in cast("tuple[Any, ...]", here)}
+            here = named.get(part, ...)
+        else:
+            here = getattr(here, part, ...)
+    return "..." if here is ... or isinstance(here, Mapping) else here
+
+
+# --- the surface -----------------------------------------------------------------------------------------------------
+
+
+def surface(run: Run) -> list[tuple[str, str]]:
+    """Every full path an override of this run can address, with what is valid there."""
+    out = [line for s in run.stages for line in _surface(type(s), s.name)]
+    return out + list(_surface(Run, ""))
+
+
+def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
+    for name, declared in tree.hints(cls).items():
+        if name in _fixed(cls) or (cls is Algorithm and name not in CHOICES):
+            continue
+        here = f"{path}.{name}" if path else name
+        if cls is not Algorithm and declared is Algorithm:
+            yield here, f"one of {', '.join(ladder.LADDER)}"
+            yield from _surface(Algorithm, here)
+            continue
+        short = any(m in SHORT for m in tree.members(declared))
+        item = tree.tuple_item(declared)
+        found = tree.pieces(declared if item is None else item)
+        if short or not found or item is not None or tree.is_union(declared):
+            yield (
+                here,
+                (
+                    ("text, or none" if type(None) in tree.members(declared) else "text")
+                    if short
+                    else tree.describe(declared)
+                ),
+            )
+        if tree.mapping_item(declared) is not None:
+            yield f"{here}.NAME", tree.describe(tree.mapping_item(declared))
+        for piece, sub in found.items():
+            by_name = item is not None and tree.is_union(item)
+            middle = f".{piece.lower()}" if by_name else ".0" if item is not None else ""
+            yield from _surface(sub, here + middle)

@@ -1,0 +1,125 @@
+"""What a person sees while a run runs: one live line in a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+from posttrain.api.console import PlainConsole
+from posttrain.core.run import Run
+from posttrain.core.types import Step
+
+PLAIN_EVERY = 5.0
+"""Seconds between two plain lines of the same stage."""
+
+
+@dataclass
+class Terminal:
+    """A tracker that prints (`core.ports.Tracker`). `quiet` keeps only what a stage says of itself."""
+
+    run: Run
+    console: PlainConsole = field(default_factory=lambda: PlainConsole(file=sys.stdout, soft_wrap=True))
+    _bar: Progress | None = None
+    _task: TaskID | None = None
+    _stage: str = ""
+    _begun: float = 0.0
+    _first: int = 0
+    _printed: float = 0.0
+    _tokens: float = 0.0
+    _measured: str = ""
+
+    def log(self, step: Step) -> None:
+        if step.stage != self._stage:
+            self._open(step)  # the first step only starts the clock: what it said took time before
+        else:
+            self._tokens += sum(step.gauges[n].sum for n in ("engine/tokens", "sft/tokens") if n in step.gauges)
+        total = self.run.stage(step.stage).steps
+        if "eval/accuracy" in step.gauges and step.gauges["eval/accuracy"].count:
+            accuracy, reward = (step.gauges[n].mean for n in ("eval/accuracy", "eval/reward"))
+            self._measured = f"held-out accuracy {accuracy:.3f}" + (
+                f", mean reward {reward:.3f}" if abs(accuracy - reward) > 1e-9 else ""
+            )
+        if self._bar is not None and self._task is not None:
+            self._bar.update(
+                self._task,
+                completed=step.index,
+                total=None if self._open_ended(step) else total,
+                facts=self._facts(step),
+            )
+        elif step.index == total or "eval/accuracy" in step.gauges or time.monotonic() - self._printed > PLAIN_EVERY:
+            self._printed = time.monotonic()
+            of = "" if self._open_ended(step) else f"/{total}"
+            self.console.print(f"{step.stage} {step.index}{of}  {self._facts(step)}{self._left(step, total)}")
+        for note in step.notes:
+            self.say(f"  note: {note}")
+
+    def say(self, line: str) -> None:
+        self._close()
+        self.console.print(line)
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        self._close()
+
+    def _open(self, step: Step) -> None:
+        self._close()
+        now = time.monotonic()
+        self._stage, self._begun, self._first, self._printed, self._tokens, self._measured = (
+            step.stage,
+            now,
+            step.index,
+            0.0,
+            0.0,
+            "",
+        )
+        if self.console.is_terminal:
+            name, done, facts = (
+                _plain(w) for w in ("{task.description}", "{task.completed}/{task.total}", "{task.fields[facts]}")
+            )
+            columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self.console, transient=True)
+            self._bar.start()
+            self._task = self._bar.add_task(step.stage, facts="", total=None)
+
+    def _close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+            self._stage = ""
+
+    def _open_ended(self, step: Step) -> bool:
+        """A stage that runs for the time another one took has no known number of steps."""
+        return self.run.stage(step.stage).time_of is not None
+
+    def _facts(self, step: Step) -> str:
+        g = step.gauges
+        out: list[str] = []
+        if "rollout/reward" in g and g["rollout/reward"].count:
+            out.append(f"reward {g['rollout/reward'].mean:.3f}")
+        if "sft/loss" in g:
+            out.append(f"loss {g['sft/loss'].mean:.3f}")
+        out += [
+            f"{what} {g[f'rollout/{what}'].mean:.1%}"
+            for what in ("failed", "abstained")
+            if f"rollout/{what}" in g and g[f"rollout/{what}"].sum
+        ]
+        if self._measured:
+            out.append(self._measured)
+        spent = time.monotonic() - self._begun
+        if step.index > self._first and spent > 0:
+            out.append(f"{self._tokens / spent:,.0f} tokens/s")
+        return "  ".join(out)
+
+    def _left(self, step: Step, total: int) -> str:
+        done = step.index - self._first
+        if not done or step.index >= total or self._open_ended(step):
+            return ""
+        return f"  {(time.monotonic() - self._begun) / done * (total - step.index):.0f} s left"
+
+
+def _plain(form: str) -> TextColumn:
+    """A column that reads no markup in what it shows."""
+    return TextColumn(form, markup=False)

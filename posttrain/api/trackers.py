@@ -1,0 +1,187 @@
+"""The numbers of a run, elsewhere as well: TensorBoard, Weights & Biases, trackio, behind `core.ports.Tracker`.
+
+Every gauge is logged as `STAGE/gauge` (its mean) over the stage's own step, every clock entry as `STAGE/clock/role`.
+`steps.jsonl` stays the record: a tracker that fails in the middle of a run says so once and is left out from there on.
+
+    trackers=tensorboard          RUN/trackers/tensorboard          tensorboard --logdir RUN/trackers/tensorboard
+    trackers=wandb                project posttrain                 WANDB_MODE=offline keeps it in RUN/trackers/wandb
+    trackers=trackio              project posttrain                 trackio show --project posttrain
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Tracker
+from posttrain.core.run import Run
+from posttrain.core.tree import to_plain
+from posttrain.core.types import Step
+from posttrain.core.visible import tell, visible
+
+PROJECT = "posttrain"
+
+
+def scalars(step: Step) -> dict[str, float]:
+    """The finite numbers of a step, by the name trackers know them under."""
+    named = {f"{step.stage}/{name}": gauge.mean for name, gauge in step.gauges.items()}
+    named |= {f"{step.stage}/clock/{name}": seconds for name, seconds in step.clock.items()}
+    return {name: float(x) for name, x in named.items() if math.isfinite(x)}
+
+
+class TensorBoard:
+    """Event files in the run folder."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        self._writer: Any = SummaryWriter(str(folder / "trackers" / "tensorboard"))
+        self._writer.add_text("run", "\n".join(f"    {line}" for line in _readable(run)))
+
+    def log(self, step: Step) -> None:
+        for name, x in scalars(step).items():
+            self._writer.add_scalar(name, x, step.index)
+
+    def say(self, line: str) -> None:
+        """Lines for people belong to the terminal."""
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        for name, x in summary.items():
+            self._writer.add_scalar(name, x, 0)
+        self._writer.close()
+
+
+class Wandb:
+    """One W&B run per run folder; a resumed run goes on in it."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        import wandb
+
+        where = folder / "trackers" / "wandb"
+        where.mkdir(parents=True, exist_ok=True)
+        try:
+            self._run: Any = wandb.init(
+                project=PROJECT,
+                name=folder.name,
+                id=_identity(where),
+                resume="allow",
+                dir=str(where),
+                config=to_plain(run),
+            )
+        except Exception as error:
+            raise ConfigError(
+                f"trackers=wandb: {error}. Run `wandb login`, or set WANDB_MODE=offline to keep it on this machine"
+            ) from error
+        for stage in run.stages:
+            self._run.define_metric(f"{stage.name}/step")
+            self._run.define_metric(f"{stage.name}/*", step_metric=f"{stage.name}/step")
+
+    def log(self, step: Step) -> None:
+        self._run.log({**scalars(step), f"{step.stage}/step": step.index})
+
+    def say(self, line: str) -> None:
+        """Lines for people belong to the terminal."""
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        self._run.summary.update(dict(summary))
+        self._run.finish()
+
+
+class Trackio:
+    """A local trackio project; `TRACKIO_DIR` says where."""
+
+    def __init__(self, run: Run, folder: Path) -> None:
+        import trackio
+
+        self._run: Any = trackio.init(project=PROJECT, name=folder.name, config=to_plain(run), resume="allow")
+        self._finish: Callable[[], None] = trackio.finish
+
+    def log(self, step: Step) -> None:
+        self._run.log({**scalars(step), f"{step.stage}/step": step.index})
+
+    def say(self, line: str) -> None:
+        """Lines for people belong to the terminal."""
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        if summary:
+            self._run.log(dict(summary))
+        self._finish()
+
+
+class Guarded:
+    """A tracker whose failures do not end a run: the first one is reported, and it is not asked again."""
+
+    def __init__(self, name: str, inner: Tracker) -> None:
+        self._name, self._inner, self._failed = name, inner, False
+
+    def log(self, step: Step) -> None:
+        self._try(lambda: self._inner.log(step))
+
+    def say(self, line: str) -> None:
+        self._try(lambda: self._inner.say(line))
+
+    def close(self, summary: Mapping[str, float]) -> None:
+        self._try(lambda: self._inner.close(summary))
+
+    def _try(self, call: Callable[[], None]) -> None:
+        if self._failed:
+            return
+        try:
+            call()
+        except Exception as error:
+            self._failed = True
+            tell(
+                f"tracker {self._name} failed and is left out from here on (steps.jsonl has everything): {error!r}",
+                file=sys.stderr,
+            )
+
+
+TRACKERS: dict[str, tuple[str, Callable[[Run, Path], Tracker]]] = {
+    "tensorboard": ("tensorboard", TensorBoard),
+    "wandb": ("wandb", Wandb),
+    "trackio": ("trackio", Trackio),
+}
+"""Name -> (package, what makes one)."""
+
+
+def check_trackers(run: Run) -> None:
+    """ConfigError with the command that helps, before anything was started, where a tracker's package is missing."""
+    missing = [TRACKERS[name][0] for name in run.trackers if importlib.util.find_spec(TRACKERS[name][0]) is None]
+    if missing:
+        packages = " ".join(missing)
+        raise ConfigError(
+            f"trackers={','.join(run.trackers)}: {packages} is not installed. Run: {sys.executable} -m pip install"
+            f" {packages}"
+        )
+
+
+def make_trackers(run: Run, folder: Path) -> list[Tracker]:
+    """The trackers the run asks for, started."""
+    check_trackers(run)
+    return [Guarded(name, TRACKERS[name][1](run, folder)) for name in run.trackers]
+
+
+def _identity(where: Path) -> str:
+    """An id of this run folder that survives its resumption."""
+    path = where / "id"
+    if not path.exists():
+        path.write_text(uuid.uuid4().hex)
+    return path.read_text()
+
+
+def _readable(run: Run) -> list[str]:
+    """The run tree, one setting a line."""
+
+    def walk(node: Any, path: str) -> list[str]:
+        if isinstance(node, dict | list):
+            items = node.items() if isinstance(node, dict) else enumerate(node)
+            return [line for key, child in items for line in walk(child, f"{path}.{key}" if path else str(key))]
+        return [visible(f"{path} = {node}")]
+
+    return walk(to_plain(run), "")

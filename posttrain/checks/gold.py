@@ -1,0 +1,182 @@
+"""Whether the judges can be believed: right answers score what they scored, and an answer judged again scores the
+same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from posttrain.core.errors import InvariantError, PosttrainError
+from posttrain.core.ports import Attempt
+from posttrain.core.redact import scrubbed
+from posttrain.core.types import Episode, Gauge, Gauges, Group, Stop, Task
+from posttrain.core.verdict import SOLVED, Judged, State
+from posttrain.environment.scripted import attempt
+
+GOLD = 8
+"""Tasks whose right answers are remembered."""
+
+
+@dataclass
+class VerifierChecks:
+    """The verdicts of right answers as they were at the start, asked again one at a time, beside one episode of every
+    step. Where the environment vouches for its right answers they score 1, at the start and ever after."""
+
+    _gold: list[tuple[Attempt, tuple[Judged, ...]]] = field(default_factory=list[tuple[Attempt, tuple[Judged, ...]]])
+    _turn: int = 0
+    _wavers: bool = False
+    _vouched: str | None = None
+    """The source that gives right answers 1 by the environment's word."""
+
+    async def begin(self, env: Any, turn: int) -> None:
+        """Ask for the right answers of some held-out tasks (training tasks where none are held out), where the
+        environment knows them and can say them in a script.
+
+        Raises:
+            InvariantError: the environment vouches for a right answer, and it is not paid 1.
+        """
+        self._turn = turn
+        self._vouched = env.name if getattr(env, "vouches_for_gold", False) else None
+        for task in _asked(env):
+            try:
+                said = await attempt(env, task, env.gold(task))
+            except IndexError:  # the environment asks for more turns than its right answer has
+                continue
+            judged = await env.judge(said)
+            if self._short(judged) and self._short(judged := await env.judge(said)):
+                raise InvariantError(self._unpaid(env, said, judged, "before the first step"))
+            self._gold.append((said, judged))
+
+    async def after(self, env: Any, played: Sequence[Group]) -> tuple[str, ...]:
+        """One right answer and one or two episodes of the step, judged again. Returns what is odd but may be meant.
+
+        Raises:
+            InvariantError: a verdict changed, and changed for good; or a right answer scores 1 no more.
+        """
+        out: list[str] = []
+        if self._gold:
+            out += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
+        for e in _sample([e for g in played for e in g.episodes], self._turn):
+            # verdicts about steps are not compared, so any border will do
+            again = Attempt(e.task, _turns(e), e.stop, int, e.state)
+            out += await self.verdicts_repeat(env, again, e.verdicts, "an answer of this step")
+        self._turn += 1
+        return tuple(out)
+
+    async def _right_answer(self, env: Any, said: Attempt, before: Sequence[Judged]) -> list[str]:
+        """Where it is vouched for it is played anew, because the world it goes through may break too."""
+        if self._vouched is not None:
+            try:
+                said = await attempt(env, said.task, env.gold(said.task))
+            except PosttrainError:
+                raise
+            except Exception as error:
+                why = scrubbed(f"{type(error).__name__}: {error}")
+                return [
+                    f"rule gold_unplayed: the world broke under the right answer to task {said.task.id!r}: {why}."
+                    " Episodes may break like it"
+                ]
+            now = await env.judge(said)
+            if self._short(now) and self._short(now := await env.judge(said)):
+                raise InvariantError(self._unpaid(env, said, now, "any more"))
+        return await self.verdicts_repeat(env, said, before, "the right answer")
+
+    def _short(self, judged: Sequence[Judged]) -> bool:
+        """Whether a right answer was given a number that is not 1 by the source that is vouched for. An outage is no
+        number."""
+        own = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
+        return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in own)
+
+    def _unpaid(self, env: Any, said: Attempt, judged: Sequence[Judged], when: str) -> str:
+        whys = "; ".join(scrubbed(j.verdict.why) for j in judged if j.source == self._vouched and j.verdict.why)
+        return (
+            f"the right answer {list(said.turns)} to task {said.task.id!r} does not score 1 {when}:"
+            f" {_shown(judged)}{f' ({whys})' if whys else ''}. The policy would be trained away from what is right."
+            f" Look at the verifier of {env.name!r}, at what it asks (a service, a sandbox, a tool), and at what stands"
+            " between its verdict and the record"
+        )
+
+    def mute(self, played: Sequence[Group]) -> Gauges:
+        """How many sources gave nothing but 0 in this step, although right answers are known, and earned nothing with
+        them either."""
+        if not self._gold:
+            return {}
+        paid = {j.source for _, verdicts in self._gold for j in verdicts if j.verdict.score not in (0.0, None)}
+        given = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
+        sources = {j.source for j in given}
+        return {
+            "canary/mute_sources": Gauge(
+                len(sources - paid - {j.source for j in given if j.verdict.score}), len(sources)
+            )
+        }
+
+    async def verdicts_repeat(self, env: Any, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
+        now = await env.judge(said)
+        if _same(before, now):
+            return []
+        if _same(now, await env.judge(said)):
+            was, is_ = _shown(before), _shown(now)
+            raise InvariantError(
+                f"{what} to task {said.task.id!r} ({said.text[-60:]!r}, stop reason {said.stop.value!r}) has verdict"
+                f" {was} in this run, and the environment asked again says {is_}. Either the verifier broke and hides"
+                " it (an outage must raise, or return Verdict.failed: never a score), or verdicts are changed or"
+                " reordered after judging. A verdict must depend on task and text alone"
+            )
+        if self._wavers:
+            return []
+        self._wavers = True
+        return [
+            f"rule verifier_wavers: asked twice about {what} to task {said.task.id!r} the verifier said"
+            f" {_shown(before)} and {_shown(now)}. If it is not random on purpose, an outage may be scored as an answer"
+        ]
+
+
+def _asked(env: Any) -> list[Task]:
+    """The first tasks whose right answer is known."""
+    if not hasattr(env, "gold"):
+        return []
+    count = env.train.count
+    tasks = env.heldout[:GOLD] or [env.train.task(i) for i in range(GOLD if count is None else min(GOLD, count))]
+    return [t for t in tasks if getattr(env, "knows_gold", lambda _: True)(t)]
+
+
+def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:
+    """One episode, another at every step, and one that was cut off where there is one; only what its text tells
+    whole."""
+    cut = [e for e in episodes if e.stop is Stop.LENGTH]
+    chosen = [x[turn % len(x)] for x in (episodes, cut) if x]
+    return [e for e in chosen if e.stop is not Stop.ERROR and e.reward is not None and not e.shown and _turns(e)]
+
+
+def _turns(e: Episode) -> tuple[str, ...]:
+    """What was said, turn by turn; empty where line breaks inside a turn leave that open."""
+    spoken = sum(int(np.sum(np.diff(s.mask.astype(np.int8), prepend=0) == 1)) for s in e.segments)
+    turns = (e.text,) if spoken == 1 else tuple(e.text.split("\n"))
+    return turns if len(turns) == spoken else ()
+
+
+def _same(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
+    """Whether all sources that could judge both times gave the same. A weight of 0 makes a source a number to look at,
+    such as a time."""
+    was, now = (
+        {j.source: j for j in x if j.counts and j.weight and j.verdict.state is not State.FAILED} for x in (one, two)
+    )
+    return all(_equal(was[s], now[s]) for s in was.keys() & now.keys())
+
+
+def _equal(one: Judged, two: Judged) -> bool:
+    """Up to rounding, and up to the resolution of a source that is a model."""
+    a, b = one.verdict.score, two.verdict.score
+    if a is None or b is None:
+        return a == b
+    return abs(a - b) <= max(1e-9 * max(1.0, abs(a)), one.resolution * max(abs(a), abs(b)))
+
+
+def _shown(verdicts: Sequence[Judged]) -> str:
+    return ", ".join(
+        f"{j.source} {j.verdict.state.value if j.verdict.score is None else format(j.verdict.score, 'g')}"
+        for j in verdicts
+    )

@@ -1,0 +1,34 @@
+"""Plain words for a step that learned little or nothing: notes of its line in the record."""
+
+from __future__ import annotations
+
+from posttrain.core.experience import Experience
+from posttrain.core.spread import rounding, spread
+from posttrain.core.types import Credit
+from posttrain.core.verdict import resolution, size
+
+
+def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
+    """What should be known of a step that asked for `wanted` groups."""
+    out: list[str] = []
+    if len(asked.groups) < wanted:
+        out.append(
+            f"only {len(asked.groups)} of {wanted} groups passed the filter after asking for {len(asked.played)}; "
+            "the tasks are too easy or too hard for this policy (raise refill, or change the tasks)"
+        )
+    rewards = sorted(
+        {f"{r:g}": float(r) for g in credit.groups for r in g.group.rewards}.items(), key=lambda row: row[1]
+    )
+    shown = ", ".join(text for text, _ in rewards[:4])
+    if credit.groups and all(g.silent for g in credit.groups):
+        out.append(f"no group has spread (all siblings agree; rewards seen: {shown}), so this step carries no credit")
+    elif credit.groups and _one_reward(credit):
+        out.append(f"every sample got the same reward ({shown}), so nothing in this step tells good from bad")
+    return tuple(out)
+
+
+def _one_reward(credit: Credit) -> bool:
+    """Whether all judged samples have one raw outcome, up to rounding."""
+    judged = [e for g in credit.groups for e in g.group.judged]
+    noise = rounding([size(e.verdicts) for e in judged], max((resolution(e.verdicts) for e in judged), default=0.0))
+    return not spread([e.reward for e in judged if e.reward is not None], noise)

@@ -1,0 +1,145 @@
+"""The prefix tree: which cached blocks hold which beginning of a sequence.
+
+An edge is the tokens of one block, a node the block that holds their keys and values after everything above it. Inner
+nodes are full; a leaf may be partial, so that the next turn of an episode finds its last turn to the token. The roots
+are weight versions: what one version computed is never found under another.
+
+Least recently used goes first, and a leaf before its parent. numpy and dictionaries; the rows are in `cache`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.engine.embedded.blocks import BLOCK, Blocks
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    edge: tuple[int, bytes]
+    """(serial of the parent, token ids of the block)"""
+    serial: int
+    block: int
+    parent: _Node | None
+    children: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class Match:
+    """The cached beginning of a sequence: whole blocks, then `extra` rows at the start of `tail`."""
+
+    blocks: np.ndarray
+    """int64: one per `BLOCK` tokens."""
+    tail: int = -1
+    extra: int = 0
+
+    @property
+    def tokens(self) -> int:
+        return len(self.blocks) * BLOCK + self.extra
+
+
+class PrefixTree:
+    """Owns one share of every block in it.
+
+    Args:
+        version: of the weights whose keys and values are cached from now on.
+    """
+
+    def __init__(self, blocks: Blocks, version: int) -> None:
+        self._blocks = blocks
+        self._nodes: dict[tuple[int, bytes], _Node] = {}
+        self._order: OrderedDict[int, _Node] = OrderedDict()
+        """By serial, least recently used first."""
+        self._serial = 0
+        self._root = -1 - version
+
+    def __len__(self) -> int:
+        """Blocks in the tree."""
+        return len(self._nodes)
+
+    def match(self, ids: np.ndarray, most: int) -> Match:
+        """The longest cached beginning of int32 `ids`, at most `most` tokens of it."""
+        if not self._nodes:
+            return Match(np.zeros(0, np.int64))
+        path, at = self._walk(ids, most // BLOCK)
+        done = len(path) * BLOCK
+        tail, extra = -1, 0
+        for length in range(min(most - done, BLOCK - 1), 0, -1):
+            node = self._nodes.get((at, ids[done : done + length].tobytes()))
+            if node is not None:
+                path.append(node)
+                tail, extra = node.block, length
+                break
+        self._touch(path)
+        return Match(np.array([n.block for n in (path[:-1] if extra else path)], np.int64), tail, extra)
+
+    def insert(self, ids: np.ndarray, blocks: np.ndarray) -> np.ndarray:
+        """`blocks` hold the keys and values of all of `ids`; those the tree does not know yet become its own as well.
+
+        Returns int64, like `blocks`: the blocks in which the tree has `ids`. Who keeps blocks after this keeps these: a
+        block whose child somebody holds cannot be evicted, so it must not be spare.
+        """
+        path, at = self._walk(ids, len(ids) // BLOCK)
+        new: list[int] = []
+        for i in range(len(path), len(blocks)):
+            edge = (at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes())
+            node = self._nodes.get(edge)
+            if node is None:
+                parent = path[-1] if path else None
+                node = _Node(edge, self._serial, int(blocks[i]), parent)
+                self._serial += 1
+                if parent is not None:
+                    parent.children += 1
+                self._nodes[edge] = self._order[node.serial] = node  # type: ignore[assignment]
+                new.append(node.block)
+            path.append(node)
+            at = node.serial
+        if new:
+            self._blocks.cache(np.array(new, np.int64))
+        self._touch(path)
+        return np.array([n.block for n in path], np.int64)
+
+    def evict(self, n: int) -> int:
+        """Give up to `n` blocks free that nobody else owns, least recently used first; returns how many."""
+        gone: list[_Node] = []
+        for node in self._order.values():
+            if len(gone) >= n:
+                break
+            if not node.children and self._blocks.owners(node.block) == 1:
+                gone.append(node)
+                if node.parent is not None:
+                    node.parent.children -= 1
+        for node in gone:
+            del self._nodes[node.edge], self._order[node.serial]
+        if gone:
+            self._blocks.uncache(np.array([g.block for g in gone], np.int64))
+        return len(gone)
+
+    def renew(self, version: int) -> None:
+        """Forget everything; what is inserted from now on was computed by `version`."""
+        if self._nodes:
+            self._blocks.uncache(np.array([n.block for n in self._nodes.values()], np.int64))
+        self._nodes.clear()
+        self._order.clear()
+        self._root = -1 - version
+
+    def _walk(self, ids: np.ndarray, most: int) -> tuple[list[_Node], int]:
+        """(nodes of the full blocks of `ids` that are cached, at most `most`; serial of the last one or of the
+        root)."""
+        path: list[_Node] = []
+        at = self._root
+        for i in range(most):
+            node = self._nodes.get((at, ids[i * BLOCK : (i + 1) * BLOCK].tobytes()))
+            if node is None:
+                break
+            path.append(node)
+            at = node.serial
+        return path, at
+
+    def _touch(self, path: list[_Node]) -> None:
+        """These were used now, a parent after its child."""
+        for node in reversed(path):
+            self._order.move_to_end(node.serial)

@@ -1,0 +1,195 @@
+"""One step of the engine: admit, make room, draft, plan, one forward pass, draw, record, answer."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.core.errors import EngineError
+from posttrain.core.types import Said
+from posttrain.engine.embedded.cache import ragged_arange
+from posttrain.engine.embedded.cached_model import CachedModel
+from posttrain.engine.embedded.counters import EngineCounters
+from posttrain.engine.embedded.plan import Drafts, Plan
+from posttrain.engine.embedded.sampler import DrawnTokens, Spread, draw
+from posttrain.engine.embedded.scheduler import Scheduler
+from posttrain.engine.embedded.slot_rules import NoDraw, NothingLeft
+from posttrain.engine.embedded.slots import GenerateCall
+from posttrain.engine.embedded.speculate import DraftModel, Proposer, positions_ahead, verify, within
+from posttrain.engine.embedded.timeline import Timeline
+
+
+@dataclass(eq=False)
+class Stepper:
+    """Moves every slot on by one token, or by as many as its drafts allow."""
+
+    served: CachedModel
+    scheduler: Scheduler
+    counters: EngineCounters
+    proposer: Proposer | None = None
+    timeline: Timeline | None = None
+
+    @torch.inference_mode()
+    def step(self, version: int, *, admit: bool) -> None:
+        """One forward pass by the weights of `version`; without `admit` nobody begins, and who gave way still goes
+        on."""
+        scheduler, begun = self.scheduler, time.perf_counter()
+        self._follow()
+        self._admit(begun_only=not admit)
+        self._copy()
+        at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
+        drafts = self._propose(at)
+        plan = scheduler.plan(at, drafts)
+        rows = [self._forward(plan)[: int(plan.widths.sum())]] if len(plan.ids) else []
+        beginning = scheduler.begin()
+        self._copy()
+        at = np.append(plan.speaking, np.array([s for s, _ in beginning], np.int64))
+        self.counters.step(scheduler, len(at))
+        if len(at):
+            if beginning:
+                rows.append(torch.stack([h for _, h in beginning]))
+            hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
+            if drafts is None:
+                self._say(*self._draw(at, hidden), version)
+            else:
+                self._say_ahead(plan, drafts, at, hidden, version)
+        self.counters.spent("engine/step", time.perf_counter() - begun)
+        if self.timeline is not None:
+            self.timeline.step(begun, len(plan.ids), len(at))
+            for s, _ in beginning:
+                if (request := scheduler.slots.request[s]) is not None:
+                    self.timeline.phase(request, "speak")
+        self._follow()
+
+    def _admit(self, begun_only: bool) -> None:
+        now = time.perf_counter()
+        for request in self.scheduler.admit(begun_only):
+            self.counters.spent("engine/queue", now - request.since)
+            if self.timeline is not None:
+                self.timeline.phase(request, "prefill")
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for request, error in failed:
+            self._answer(request, error)
+
+    def _follow(self) -> None:
+        """Tell the timeline of requests that gave their slot up, and of those that speak on."""
+        moved, self.scheduler.moved = self.scheduler.moved, []
+        if self.timeline is None:
+            return
+        for request in moved:
+            holds = request.slot is not None and self.scheduler.slots.request[request.slot] is request
+            if holds or (request.slot is None and not request.gone):
+                self.timeline.phase(request, "speak" if holds else "queued")
+
+    def _copy(self) -> None:
+        """Rows of forked blocks."""
+        if copies := self.scheduler.copies:
+            source, to = (np.concatenate(x) for x in zip(*copies, strict=True))
+            self.served.pool.copy(source, to)
+            if isinstance(self.proposer, DraftModel):
+                self.proposer.served.pool.copy(source, to)
+            self.scheduler.copies = []
+
+    def _propose(self, at: np.ndarray) -> Drafts | None:
+        """None where nobody drafts anything. Drafts have what the speaking slots leave of the budget of a pass."""
+        if self.proposer is None or not len(at):
+            return None
+        most = within(positions_ahead(self.scheduler.slots, at, self.proposer.tokens), self.scheduler.budget - len(at))
+        try:
+            return self.proposer.propose(self.scheduler.slots, at, most) if most.any() else None
+        except NothingLeft:  # a slot has nothing left to say, which the draw will tell
+            return None
+
+    def _forward(self, plan: Plan) -> Tensor:
+        """Hidden states [N, H] of a plan's positions."""
+        hidden, dense = self.served.run(plan)
+        if isinstance(self.proposer, DraftModel):
+            self.proposer.served.run(plan)
+        self.counters.forward(plan, dense)
+        self.scheduler.cached(plan, lambda i: hidden[i].clone())
+        return hidden
+
+    def _draw(self, at: np.ndarray, hidden: Tensor) -> tuple[np.ndarray, DrawnTokens]:
+        """A token for each slot of `at`. A request that nothing can be drawn for gets the error, and the others go
+        on."""
+        slots = self.scheduler.slots
+        while True:
+            try:
+                contracts, uniform = slots.contracts.at(at), slots.uniforms[at, slots.said[at]]
+                return at, draw(self.served.logits(hidden), contracts, uniform, self.served.compiled)
+            except NoDraw as error:
+                for s in at[error.rows].tolist():
+                    request = slots.request[s]
+                    self.scheduler.free(s)
+                    self._answer(request, EngineError(str(error)))
+                others = np.delete(np.arange(len(at)), error.rows)
+                at, hidden = at[others], hidden[torch.from_numpy(others).to(hidden.device)]
+
+    def _say_ahead(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
+        """Verify the drafts of the speaking slots beside the first tokens of those that begin, and say what was
+        accepted."""
+        slots, beginning = self.scheduler.slots, len(at) - len(plan.speaking)
+        padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
+        drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
+        widths = drafts.counts + 1
+        each, step = np.repeat(np.arange(len(at)), widths), ragged_arange(widths)
+        starts = np.cumsum(widths) - widths
+        ahead = np.where(np.arange(padded.shape[1]) < step[:, None], padded[each], -1)
+        accept = self.proposer.accepts(slots, at[each], step) if isinstance(self.proposer, DraftModel) else None
+        try:
+            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.compiled)
+            drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
+        # nothing can be drawn for some slot, whatever was drafted: without drafts it is told apart from the others
+        except NoDraw:
+            self._say(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
+            self.counters.drafts(plan, 0, starts[: len(plan.speaking)])
+            return
+        rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
+        said, needed = 0, [starts[: len(plan.speaking)]]
+        for j in range(int(accepted.max()) + 1):
+            if j:
+                rest = rest[(accepted[rest] >= j) & slots.speaking[at[rest]]]
+                rest = rest[known[starts[rest] + j]]
+                slots.cached[at[rest]] += 1
+                needed.append(starts[rest] + j)
+            said += int(np.count_nonzero(accepted[rest] > j))
+            self._say(at[rest], drawn.at(starts[rest] + j), version)
+        self.counters.drafts(plan, said, np.concatenate(needed))
+
+    def _say(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:
+        """Record one token in each of these slots; who has ended is answered."""
+        slots = self.scheduler.slots
+        ended, stopped = slots.say(at, drawn, version)
+        if slots.listening:
+            for i, s in enumerate(at.tolist()):
+                self._hear(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
+        for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
+            if (request := slots.request[s]) is not None:
+                said = slots.turn(s, by_id)
+                self.scheduler.free(s)
+                self._answer(request, said)
+
+    def _hear(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
+        """Tell who listens to a slot what it said. Where that fails, it alone gets the error."""
+        request = self.scheduler.slots.request[s]
+        if request is None or request.heard is None:
+            return
+        try:
+            request.heard(ids, logp)
+        except Exception as error:  # a caller's own code
+            self.scheduler.free(s)
+            self._answer(request, error)
+
+    def _answer(self, request: GenerateCall | None, answer: Said | Exception) -> None:
+        assert request is not None
+        if self.timeline is not None:
+            self.timeline.phase(request, None)
+        if not request.future.done():
+            if isinstance(answer, Exception):
+                request.future.set_exception(answer)
+            else:
+                request.future.set_result(answer)

@@ -1,0 +1,104 @@
+"""Small models of real architectures, built on the spot: the laptop runs the same code as a downloaded checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GemmaConfig,
+    GPT2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+)
+
+from posttrain.core import seeds
+from posttrain.core.errors import ConfigError
+from posttrain.core.run import BUILT_CONTEXT, Model
+from posttrain.engine import attention
+
+ROTARY = {"qwen3": Qwen3Config, "llama": LlamaConfig, "gemma": GemmaConfig}
+
+
+def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
+    """`model.arch` at the sizes of `model`, float32 on CPU; the weights are a function of `seed` and nothing else."""
+    attention.register()
+    with _own_randomness(seeds.torch_seed(seed, "weights")):
+        return AutoModelForCausalLM.from_config(
+            config(model, tokenizer), attn_implementation=attention.NAME, dtype=torch.float32
+        )
+
+
+def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
+    """The architecture's own config class at our sizes, without dropout. Llama keeps its head apart, the others tie it.
+
+    Weights start at 0.5 / sqrt(hidden): at these widths transformers' 0.02 leaves the first hundred steps to waking up.
+    """
+    _check(model)
+    context = BUILT_CONTEXT if model.context is None else model.context
+    tokens = {
+        "vocab_size": len(tokenizer),
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        "bos_token_id": tokenizer.bos_token_id,
+        "initializer_range": 0.5 * model.hidden**-0.5,
+    }
+    if model.arch == "gpt2":
+        return GPT2Config(
+            n_embd=model.hidden,
+            n_layer=model.layers,
+            n_head=model.heads,
+            n_inner=model.ffn,
+            n_positions=context,
+            attn_pdrop=0.0,
+            embd_pdrop=0.0,
+            resid_pdrop=0.0,
+            summary_first_dropout=0.0,
+            **tokens,
+        )
+    return ROTARY[model.arch](
+        hidden_size=model.hidden,
+        num_hidden_layers=model.layers,
+        num_attention_heads=model.heads,
+        num_key_value_heads=model.kv_heads,
+        head_dim=model.hidden // model.heads,
+        intermediate_size=model.ffn,
+        max_position_embeddings=context,
+        tie_word_embeddings=model.arch != "llama",
+        **tokens,
+    )
+
+
+def _check(model: Model) -> None:
+    for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context"):
+        if (size := getattr(model, name)) is not None and size < 1:
+            raise ConfigError(f"model.{name}={getattr(model, name)}: must be >= 1")
+    if model.hidden % model.heads:
+        raise ConfigError(
+            f"model.hidden={model.hidden} cannot be split over model.heads={model.heads}: use a multiple of"
+            f" {model.heads}"
+        )
+    if model.heads % model.kv_heads:
+        raise ConfigError(
+            f"model.heads={model.heads} cannot share model.kv_heads={model.kv_heads}: use a divisor of {model.heads}"
+        )
+    if model.arch == "gpt2" and model.kv_heads != model.heads:
+        raise ConfigError(f"gpt2 has no shared key-value heads: set model.kv_heads={model.heads}, or model.arch=llama")
+    if model.arch != "gpt2" and (model.hidden // model.heads) % 2:
+        raise ConfigError(f"{model.arch} rotates pairs: hidden / heads = {model.hidden // model.heads} must be even")
+
+
+@contextmanager
+def _own_randomness(seed: int) -> Iterator[None]:
+    """torch's CPU generator seeded inside and as it was outside (`torch.manual_seed` would touch accelerators too)."""
+    before = torch.get_rng_state()
+    torch.default_generator.manual_seed(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before)

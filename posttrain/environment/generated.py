@@ -1,0 +1,63 @@
+"""Environments whose tasks are drawn at random: training tasks without end, and a held-out set that none of them is
+in."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import TaskSource
+from posttrain.core.seeds import generator
+from posttrain.core.types import Task
+from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn
+
+TRIES = 10_000
+"""Draws for one task before the settings are said to leave no room."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GeneratedTasks(SingleTurn):
+    """A subclass draws one task; this makes the split of it.
+
+    Held-out tasks are distinct by `key` and the same whatever the run's seed. A training task is a function of (seed,
+    index) and no held-out one.
+    """
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, name: str) -> Task | None:
+        """A task with this id, a function of `rng` and the settings alone; None where the draw came to nothing."""
+
+    @property
+    def train(self) -> TaskSource:
+        return Generated(self._train)
+
+    def _train(self, index: int) -> Task:
+        return self._new(generator(self.seed, f"{self.name}/train", index), f"{self.name}-{index}", self._held)
+
+    @cached_property
+    def heldout(self) -> tuple[Task, ...]:
+        rng, tasks = generator(HELDOUT_SEED, f"{self.name}/heldout"), dict[Hashable, Task]()
+        for i in range(self.heldout_count):
+            task = self._new(rng, f"{self.name}-heldout-{i + 1}", tasks)
+            tasks[self.key(task)] = task
+        return tuple(tasks.values())
+
+    @cached_property
+    def _held(self) -> frozenset[Hashable]:
+        return frozenset(self.key(t) for t in self.heldout)
+
+    def _new(self, rng: np.random.Generator, name: str, taken: Collection[Hashable]) -> Task:
+        for _ in range(TRIES):
+            task = self.draw(rng, name)
+            if task is not None and self.key(task) not in taken:
+                return task
+        own = ", ".join(self.settings())
+        raise ConfigError(
+            f"env {self.name}: no new task in {TRIES:,} draws, with {self.heldout_count} held out. Lower env.heldout,"
+            f" or widen its settings ({own})"
+        )

@@ -1,0 +1,110 @@
+"""From the configuration to an environment; whatever it does not understand, it refuses with the nearest name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from posttrain.core.env import Scalar
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.run import Env
+from posttrain.core.spread import RESOLUTION
+from posttrain.environment.gallery import GALLERY, gallery_class
+from posttrain.environment.single import SingleTurn
+from posttrain.verifier.user_code import load
+
+
+def names() -> tuple[str, ...]:
+    """What `Env.name` may be."""
+    return (*GALLERY, "prompts", "gym:TASK", "verifiers:ID", "path.py:Class")
+
+
+def environment(config: Env, seed: int) -> SingleTurn:
+    """The environment a run asks for.
+
+    Raises:
+        ConfigError: unknown name, setting or reward; a setting of the wrong type or out of range.
+        DataError: the user's prompts cannot be read.
+    """
+    if config.name == "prompts":
+        from posttrain.environment.prompts import PromptsEnv, read_tasks
+
+        args = checked(config.name, PromptsEnv, config.args)
+        return read_tasks(config, args, seed)
+    if config.prompts is not None:
+        raise ConfigError(
+            f"env.prompts={config.prompts!r} is read only with env.name='prompts', but env.name={config.name!r}"
+        )
+    common = {
+        "seed": seed,
+        "heldout_count": config.heldout,
+        "rewards": _rewards(config),
+        "limits": config.limits,
+        "sandbox": config.sandbox,
+        "resolution": RESOLUTION if config.resolution is None else config.resolution,
+    }
+    if config.name.startswith("gym:"):
+        from posttrain.environment.adapters.reasoning_gym import Gym
+
+        return Gym.of(config.name.removeprefix("gym:"), config.args, **common)
+    if config.name.startswith("verifiers:"):
+        from posttrain.environment.adapters.verifiers import Verifiers
+
+        return Verifiers.of(config.name.removeprefix("verifiers:"), config.args, **common)
+    if config.name in GALLERY:
+        cls = gallery_class(config.name)
+    elif ":" in config.name:
+        cls = _own(config.name)
+    else:
+        raise ConfigError(f"env.name={config.name!r} is no environment: {nearest(config.name, names())}")
+    return cls(**checked(config.name, cls, config.args), **common)
+
+
+def _own(name: str) -> type[SingleTurn]:
+    """The environment class of a user's file, `path.py:Class`; ConfigError where it is none, or is not finished."""
+    path, _, attribute = name.rpartition(":")
+    cls: Any = load(Path(path), attribute, "env.name", "class")
+    if not issubclass(cls, SingleTurn):
+        raise ConfigError(
+            f"env.name={name}: {attribute} is no environment: derive it from posttrain.environment.single.SingleTurn"
+            " (posttrain new env writes an example)"
+        )
+    if vars(cls).get("__annotations__") and "__dataclass_params__" not in vars(cls):
+        raise ConfigError(
+            f"env.name={name}: write @dataclass(frozen=True, kw_only=True) above class {attribute}; its fields are its"
+            " settings"
+        )
+    if missing := sorted(cls.__abstractmethods__):
+        raise ConfigError(
+            f"env.name={name}: {attribute} does not say {', '.join(missing)} yet (posttrain new env writes an example"
+            " of each)"
+        )
+    return cls
+
+
+def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dict[str, Any]:
+    """Settings by name, each of the type its field declares (an int passes for a float, nothing else bends)."""
+    hints = get_type_hints(cls)
+    out: dict[str, Any] = {}
+    for key, value in args.items():
+        if key not in cls.settings():
+            raise ConfigError(
+                f"env.args.{key}: environment {name!r} has no such setting: {nearest(key, cls.settings())}"
+            )
+        wanted = hints[key]
+        fits = type(value) is wanted or (wanted is float and type(value) is int)
+        if not fits:
+            raise ConfigError(
+                f"env.args.{key}={value!r}: environment {name!r} wants {wanted.__name__}, got {type(value).__name__}"
+            )
+        out[key] = float(value) if wanted is float else value
+    return out
+
+
+def _rewards(config: Env) -> tuple[Any, ...]:
+    if not config.rewards:
+        return ()
+    from posttrain.verifier.functions import sources
+
+    return sources(config.rewards, where=config.sandbox)

@@ -1,0 +1,68 @@
+"""A policy that says fixed turns: what tests, proofs and examples hand to an environment instead of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from posttrain.core.ports import Attempt, Environment, Utterance
+from posttrain.core.types import Message, Stop, Task
+from posttrain.core.verdict import Judged, Verdict
+
+
+class ScriptedPolicy:
+    """A `Talk` whose policy says `turns` one after the other, each ending as `stop` says (once for all, or per turn).
+
+    `seen` holds what the environment showed. Asking for a turn beyond the script is an error of the script.
+    """
+
+    format: str | None = "hermes"
+
+    def __init__(self, turns: Sequence[str], stop: Stop | Sequence[Stop] = Stop.SAID) -> None:
+        self._turns = tuple(turns)
+        self._stops = (stop,) * len(self._turns) if isinstance(stop, Stop) else tuple(stop)
+        self.seen: list[str | tuple[Message, ...]] = []
+        self.said: list[str] = []
+        self.tools: tuple[Mapping[str, Any], ...] = ()
+        self.paid: list[Judged] = []
+        self.state: Any = None
+
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.tools = tuple(tools) or self.tools
+        self.seen.append(content if isinstance(content, str) else tuple(content))
+
+    async def say(self, most: int | None = None) -> Utterance:
+        """A turn of more than `most` characters is cut there, as a token a character."""
+        turn = len(self.said)
+        if turn == len(self._turns):
+            raise IndexError(f"the environment asked for turn {turn + 1}, but the script has {turn}")
+        text = self._turns[turn][:most]
+        self.said.append(text)
+        return Utterance(text, self._stops[turn] if len(text) == len(self._turns[turn]) else Stop.LENGTH, len(text))
+
+    def pay(self, source: str, score: float) -> None:
+        self.paid.append(Judged(source, 1.0, Verdict.value(score), end=sum(map(len, self.said)), paid=True))
+
+    def leave(self, state: Any) -> None:
+        self.state = state
+
+
+async def attempt(
+    env: Environment, task: Task, turns: Sequence[str], stop: Stop | Sequence[Stop] = Stop.SAID
+) -> Attempt:
+    """Play one scripted episode; turns the environment did not ask for are left unsaid."""
+    return (await _played(env, task, turns, stop))[0]
+
+
+async def judged(env: Environment, task: Task, turns: Sequence[str]) -> tuple[Judged, ...]:
+    """Play and judge one scripted episode, what it was paid on the way included."""
+    said, talk = await _played(env, task, turns, Stop.SAID)
+    return (*await env.judge(said), *talk.paid)
+
+
+async def _played(
+    env: Environment, task: Task, turns: Sequence[str], stop: Stop | Sequence[Stop]
+) -> tuple[Attempt, ScriptedPolicy]:
+    talk = ScriptedPolicy(turns, stop)
+    end = await env.play(task, talk)
+    return Attempt(task, tuple(talk.said), end, int, talk.state), talk  # a script says a token a character

@@ -1,0 +1,8 @@
+"""Real bugs, each one small switch in the real code path, planted on purpose to see the run's own checks catch them."""
+
+from __future__ import annotations
+
+from posttrain.faults import engine, learning, machine, world
+from posttrain.faults.registry import FAULTS, Fault, find, planted, refuse_silent
+
+__all__ = ["FAULTS", "Fault", "engine", "find", "learning", "machine", "planted", "refuse_silent", "world"]

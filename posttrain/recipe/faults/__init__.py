@@ -1,8 +1,0 @@
-"""Real bugs, each one small switch in the real code path, planted on purpose to see the run's own checks catch them."""
-
-from __future__ import annotations
-
-from posttrain.recipe.faults import engine, learning, machine, world
-from posttrain.recipe.faults.registry import FAULTS, Fault, find, planted, refuse_silent
-
-__all__ = ["FAULTS", "Fault", "engine", "find", "learning", "machine", "planted", "refuse_silent", "world"]

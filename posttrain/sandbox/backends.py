@@ -1,0 +1,243 @@
+"""Ways to start the zygote, best first: inside bubblewrap's namespaces, behind Landlock alone, or with nothing (by name
+only).
+
+A backend says how its zygote is started and what its jobs may do; `worker` starts it and `selftest` decides whether to
+believe it.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from posttrain.sandbox.interpreter import Interpreter, package, python
+from posttrain.sandbox.port import MIB, ProgramLimits, SandboxUnavailableError
+
+CELL = Path(__file__).parent / "cell"
+SCRATCH_BYTES, SCRATCH_FILES = 32 * MIB, 4096
+ALLOW = "ALLOW_UNSANDBOXED_CODE"
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "LANG": "C.UTF-8",
+    "PYTHONUTF8": "1",
+    "PYTHONHASHSEED": "0",
+    "PYTHONDONTWRITEBYTECODE": "1",
+    "MALLOC_ARENA_MAX": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+"""All of it: nothing of ours is inherited. One malloc arena, because under an address-space limit each thread's costs
+64 MiB."""
+SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
+"""Where shared libraries are looked for, and the clocks of the world."""
+FLAGS = ("-s", "-S", "-P", "-B", "-m", "cell.zygote")
+
+
+@dataclass(frozen=True)
+class Start:
+    """How to start one zygote: the command without its settings, its whole environment, and the settings."""
+
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    settings: dict[str, Any]
+    reports: bool = False
+    """Whether `--info-fd` can be appended, to learn the process id of the namespace's first process."""
+
+
+class Backend(Protocol):
+    """A way to contain a program."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def processes(self) -> bool:
+        """Whether programs may be allowed children."""
+        ...
+
+    def start(self, control: int, limits: ProgramLimits) -> Start:
+        """How to start a zygote that talks on descriptor `control`. Raises SandboxUnavailableError where a part is
+        missing."""
+        ...
+
+
+def settings(mode: str, control: int, uid: int | None, packages: tuple[str, ...], processes: int) -> dict[str, Any]:
+    """What every zygote is told."""
+    return {
+        "mode": mode,
+        "control": control,
+        "uid": uid,
+        "packages": list(packages),
+        "processes": processes,
+        "tasks": None,
+        "scratch": "",
+        "scratch_bytes": SCRATCH_BYTES,
+        "scratch_files": SCRATCH_FILES,
+        "readable": [],
+    }
+
+
+def unused_uid() -> int | None:
+    """For root: a user id of nobody's, different for each zygote, so that limits by user are its own. None for
+    others."""
+    return 0x60000000 + secrets.randbelow(0x0FFFFFFF) if os.geteuid() == 0 else None
+
+
+@dataclass(frozen=True)
+class Namespaces:
+    """bubblewrap: own user, process, network, mount, IPC and host-name spaces; a root that holds one Python, read-only.
+
+    As root no user namespace is made, because a limit on processes does not bind root inside one; the zygote becomes an
+    unused user instead, after the mounts are done.
+    """
+
+    packages: tuple[str, ...] = ("numpy",)
+    interpreter: str | None = None
+    bwrap: str = "bwrap"
+    cell: Path = CELL
+    name: str = "namespaces"
+    processes: bool = True
+
+    def start(self, control: int, limits: ProgramLimits) -> Start:
+        found = shutil.which(self.bwrap)
+        if found is None:
+            raise SandboxUnavailableError("bubblewrap is not installed (apt install bubblewrap)")
+        uid = unused_uid()
+        command = [found, *spaces(uid is None), *tree(python(self.interpreter), self.cell, limits.processes > 0)]
+        for name in self.packages:
+            for path in package(name):
+                command += ["--ro-bind", path, f"/packages/{os.path.basename(path)}"]
+        command += ["--remount-ro", "/", "--chdir", "/tmp"]
+        env = {**ENVIRONMENT, "PYTHONPATH": "/inside", "LD_LIBRARY_PATH": "/python/lib"}
+        for name, value in env.items():
+            command += ["--setenv", name, value]
+        told = settings("namespaces", control, uid, self.packages, limits.processes)
+        told |= {"home": "/inside", "package_path": "/packages", "scratch": "/tmp", "readable": ["/"]}
+        told["tasks"] = limits.processes + 3 if limits.processes else 64
+        return Start((*command, "--", "/python/bin/python3", *FLAGS), {}, told, reports=True)
+
+
+def spaces(unprivileged: bool) -> list[str]:
+    """Options that cut the zygote off: every namespace, no capability beyond those root needs to stop being root."""
+    out = [
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-ipc",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+        "--hostname",
+        "sandbox",
+    ]
+    out += ["--die-with-parent", "--new-session", "--clearenv", "--cap-drop", "ALL"]
+    if unprivileged:
+        return [*out, "--unshare-user", "--disable-userns", "--uid", "65534", "--gid", "65534"]
+    return [*out, *(x for cap in ("SETUID", "SETGID", "SYS_ADMIN") for x in ("--cap-add", f"CAP_{cap}"))]
+
+
+def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
+    """Options that build the root: the interpreter under /python, libraries, null and urandom, a sized /tmp. No /proc.
+
+    `tools` adds the system's programs, for jobs that may start some.
+    """
+    out: list[str] = []
+    version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
+    for path in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", "/dev", "/usr", "/usr/share", "/etc"):
+        out += ["--perms", "0755", "--dir", path]
+    for path in SYSTEM:
+        if os.path.islink(path):
+            out += ["--symlink", os.readlink(path), path]
+        elif os.path.exists(path):
+            out += ["--ro-bind", path, path]
+    if tools:
+        out += ["--ro-bind-try", "/usr/bin", "/usr/bin", "--symlink", "usr/bin", "/bin"]
+    out += ["--ro-bind", interpreter.executable, "/python/bin/python3"]
+    out += ["--ro-bind", interpreter.library, f"/python/lib/{version}"]
+    if os.path.realpath(interpreter.platform_library) != os.path.realpath(interpreter.library):
+        platform = Path(interpreter.platform_library)
+        out += ["--ro-bind", str(platform), f"/python/{platform.parent.name}/{version}"]
+    if interpreter.shared:
+        out += ["--ro-bind", interpreter.shared, f"/python/lib/{os.path.basename(interpreter.shared)}"]
+    for packages in ("site-packages", "dist-packages"):
+        if (Path(interpreter.library) / packages).is_dir():
+            hidden = f"/python/lib/{version}/{packages}"
+            out += ["--tmpfs", hidden, "--remount-ro", hidden]
+    out += ["--ro-bind", str(cell), "/inside/cell"]
+    for device in ("/dev/null", "/dev/urandom"):
+        out += ["--dev-bind", device, device]
+    return [*out, "--perms", "1777", "--size", str(SCRATCH_BYTES), "--tmpfs", "/tmp"]
+
+
+@dataclass(frozen=True)
+class Landlock:
+    """Landlock and seccomp without namespaces, for machines (most containers) that refuse those.
+
+    No file may be changed, no process made and no socket opened; of the machine's files only Python's can be read. That
+    a path exists, with its size and owner (`stat`), can still be asked: Landlock does not watch that.
+    """
+
+    packages: tuple[str, ...] = ("numpy",)
+    interpreter: str | None = None
+    cell: Path = CELL
+    name: str = "landlock"
+    processes: bool = False
+
+    def start(self, control: int, limits: ProgramLimits) -> Start:
+        if limits.processes:
+            raise SandboxUnavailableError("landlock cannot contain programs with processes; only namespaces can")
+        told = settings("landlock", control, unused_uid(), self.packages, 0)
+        command, told_more, readable = beside(self.packages, self.interpreter, self.cell)
+        told |= {**told_more, "readable": readable}
+        return Start(command, {**ENVIRONMENT, "PYTHONPATH": told["home"]}, told)
+
+
+def beside(
+    packages: tuple[str, ...], interpreter: str | None, cell: Path
+) -> tuple[tuple[str, ...], dict[str, str], list[str]]:
+    """Without a root of its own: the command, where things lie, and what has to be readable."""
+    own = python(interpreter)
+    folders = [p for name in packages for p in package(name)]
+    where = {"home": str(cell.parent), "package_path": os.path.dirname(folders[0]) if folders else ""}
+    readable = [
+        own.library,
+        own.platform_library,
+        *SYSTEM,
+        *([own.shared] if own.shared else []),
+        *folders,
+        "/dev/null",
+        "/dev/urandom",
+    ]
+    return (own.executable, *FLAGS), where, readable
+
+
+@dataclass(frozen=True)
+class Unconfined:
+    """No sandbox: time and memory limits only. The program has every right of the user who runs us.
+
+    Needs the name `none` and the environment variable as well, and is refused for root.
+    """
+
+    packages: tuple[str, ...] = ("numpy",)
+    interpreter: str | None = None
+    name: str = "none"
+    processes: bool = False
+
+    def start(self, control: int, limits: ProgramLimits) -> Start:
+        if os.geteuid() == 0:
+            raise SandboxUnavailableError(
+                "sandbox='none' is refused for root: model-written code would own this machine"
+            )
+        if os.environ.get(ALLOW) != "1":
+            raise SandboxUnavailableError(
+                f"sandbox='none' runs model-written code with your user's full rights; it needs {ALLOW}=1 as well"
+            )
+        if limits.processes:
+            raise SandboxUnavailableError("sandbox='none' cannot end a program's children; processes need namespaces")
+        command, where, _ = beside(self.packages, self.interpreter, CELL)
+        told = settings("none", control, None, self.packages, 0) | where
+        return Start(command, {**ENVIRONMENT, "PYTHONPATH": told["home"]}, told)

@@ -1,0 +1,143 @@
+"""A process gives up, one after the other and for good: privileges, memory and time, files (Landlock), calls (seccomp).
+
+Everything here is a raw system call through ctypes, so that it needs no package and no helper program.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import resource
+import struct
+from typing import Any
+
+from . import syscalls
+
+libc = ctypes.CDLL(None, use_errno=True)
+
+PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS = 1, 4, 22, 38
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
+MS_NOSUID, MS_NODEV, MS_REMOUNT = 2, 4, 32
+
+EXECUTE, WRITE_FILE, READ_FILE, READ_DIR = 1, 2, 4, 8
+SPECIAL = 1 << 6 | 1 << 9 | 1 << 10 | 1 << 11
+"""Making devices, sockets and pipes with names: never allowed."""
+TRUNCATE, IOCTL_DEV = 1 << 14, 1 << 15
+OF_A_FILE = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | IOCTL_DEV
+RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
+"""Landlock version -> number of file rights it knows; 16 from version 5 on."""
+
+
+def checked(result: int, what: str) -> int:
+    """OSError with the reason where a call returned -1."""
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, f"{what}: {os.strerror(code)}")
+    return result
+
+
+def prctl(option: int, value: int, what: str, pointer: Any = 0) -> None:
+    """One prctl, or OSError."""
+    checked(
+        libc.prctl(option, ctypes.c_ulong(value), ctypes.c_void_p(pointer) if pointer else ctypes.c_ulong(0), 0, 0),
+        what,
+    )
+
+
+def landlock_version() -> int:
+    """Landlock's version in this kernel; 0 where there is none."""
+    return max(0, libc.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint(1)))
+
+
+def ruleset(read: list[str], write: list[str], *, run: bool) -> int:
+    """A Landlock rule set as a descriptor: `read` trees may be read (and executed with `run`), `write` trees changed
+    too.
+
+    TCP is shut from version 4, abstract sockets and signals to other processes from version 6.
+    """
+    version = landlock_version()
+    every = (1 << RIGHTS.get(version, 16)) - 1
+    attributes = struct.pack("QQQ", every, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
+    size = 24 if version >= 6 else 16 if version >= 4 else 8
+    fd = checked(
+        libc.syscall(CREATE_RULESET, attributes, ctypes.c_size_t(size), ctypes.c_uint(0)), "landlock_create_ruleset"
+    )
+    reading = READ_FILE | READ_DIR | (EXECUTE if run else 0)
+    for paths, access in ((read, reading), (write, every & ~SPECIAL & ~(0 if run else EXECUTE))):
+        for path in paths:
+            try:
+                tree = os.open(path, os.O_PATH | os.O_CLOEXEC)
+            except FileNotFoundError:
+                continue
+            except PermissionError:
+                raise PermissionError(
+                    f"user {os.getuid()} cannot read {path}, which Python needs; use a Python that everybody can read"
+                ) from None
+            rights = access if os.path.isdir(path) else access & OF_A_FILE
+            rule = struct.pack("=Qi", rights & every, tree)
+            checked(libc.syscall(ADD_RULE, fd, ctypes.c_int(1), rule, ctypes.c_uint(0)), f"landlock_add_rule {path}")
+            os.close(tree)
+    return fd
+
+
+def drop(uid: int | None) -> None:
+    """Become `uid` with no group and no capability; new privileges can never be gained."""
+    if uid is not None:
+        os.setgroups([])
+        os.setresgid(uid, uid, uid)
+        os.setresuid(uid, uid, uid)
+    prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
+    prctl(PR_SET_DUMPABLE, 0, "dumpable")
+
+
+def bound_files(path: str, size: int, files: int) -> bool:
+    """Bound the number of files of the scratch file system too; only root may, and only before it drops its rights."""
+    options = f"size={size},nr_inodes={files}".encode()
+    return (
+        libc.mount(b"tmpfs", path.encode(), b"tmpfs", ctypes.c_ulong(MS_REMOUNT | MS_NOSUID | MS_NODEV), options) == 0
+    )
+
+
+def limit(limits: dict[str, Any], *, tasks: int | None, cpu: bool = True) -> None:
+    """The rlimits of one job. `tasks` bounds threads and processes where the uid is the sandbox's own.
+
+    `cpu=False` leaves processor time to whoever watches the job's clock: this limit is one for its whole life.
+    """
+    seconds = max(1, int(limits["cpu"] + 0.999))
+    for what, soft, hard in (
+        (resource.RLIMIT_AS, limits["memory"], limits["memory"]),
+        *([(resource.RLIMIT_CPU, seconds, seconds + 1)] if cpu else []),
+        (resource.RLIMIT_FSIZE, limits["file_size"], limits["file_size"]),
+        (resource.RLIMIT_NOFILE, limits["open_files"], limits["open_files"]),
+        (resource.RLIMIT_STACK, limits["stack"], limits["stack"]),
+        (resource.RLIMIT_CORE, 0, 0),
+        (resource.RLIMIT_MEMLOCK, 0, 0),
+        (resource.RLIMIT_MSGQUEUE, 0, 0),
+    ):
+        resource.setrlimit(what, (soft, hard))
+    if tasks is not None:
+        resource.setrlimit(resource.RLIMIT_NPROC, (tasks, tasks))
+
+
+def half(rules: int | None, *, host_files: bool, processes: bool, told: bool) -> tuple[Any, Any]:
+    """Landlock, for good, and what `shut` needs: all that can be done before the job is known."""
+    prctl(PR_SET_NO_NEW_PRIVS, 1, "no_new_privs")
+    prctl(PR_SET_DUMPABLE, 0, "dumpable")
+    if rules is not None:
+        checked(libc.syscall(RESTRICT_SELF, ctypes.c_int(rules), ctypes.c_uint(0)), "landlock_restrict_self")
+        os.close(rules)
+    if platform.machine() != "x86_64":
+        raise OSError(f"the list of system calls is written for x86_64, not {platform.machine()}")
+    keeper = os.getppid()
+    code = syscalls.program(
+        os.getpid(), keeper, os.getpgid(keeper), host_files=host_files, processes=processes, told=told
+    )
+    text = ctypes.create_string_buffer(code, len(code))
+    return ctypes.create_string_buffer(struct.pack("HxxxxxxQ", len(code) // 8, ctypes.addressof(text))), text
+
+
+def shut(filter: tuple[Any, Any]) -> None:
+    """Seccomp: after this the process has only what it was given."""
+    header, _ = filter
+    prctl(PR_SET_SECCOMP, 2, "seccomp", ctypes.addressof(header))

@@ -1,0 +1,199 @@
+"""The system calls a confined program may make, by number (x86_64), and the filter that lets nothing else through.
+
+A list of what is allowed, not of what is forbidden: a call that a newer kernel adds is refused until somebody lists it.
+Arguments are compared as 64 bits. Numbers of another architecture (`int 0x80`, x32) kill the program.
+"""
+
+from __future__ import annotations
+
+import functools
+import struct
+
+AUDIT_ARCH_X86_64 = 0xC000003E
+ALLOW, ERRNO, KILL, TELL, TRACE = 0x7FFF0000, 0x00050000, 0x80000000, 0x7FC00000, 0x7FF00000
+EPERM, ENOSYS, ENOTSUP = 1, 38, 95
+
+LOAD, EQUAL, SET, AT_LEAST, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
+
+CLONE, KILL_CALL, FCNTL, IOCTL, PRCTL, TGKILL, PRLIMIT, SENDTO, SOCKETPAIR, CLONE3 = (
+    56,
+    62,
+    72,
+    16,
+    157,
+    234,
+    302,
+    44,
+    53,
+    435,
+)
+OPEN, OPENAT = 2, 257
+SOCKET, UNIX, NETLINK = 41, 1, 16
+
+# read write close fstat poll lseek mmap mprotect munmap brk rt_sig* futex openat
+PLAIN = (
+    *(0, 1, 3, 5, 7, 8, 9, 10, 11, 12, 202, 262, 4, 6, 13, 14, 15, 17, 18, 19, 20, 21, 22, 23, 24, 25, 26, 27, 28),
+    # dup dup2 pause nanosleep getitimer alarm setitimer getpid sendfile recvfrom shutdown getsockname getpeername
+    # getsockopt exit wait4 uname
+    *(32, 33, 34, 35, 36, 37, 38, 39, 40, 45, 48, 51, 52, 55, 60, 61, 63),
+    # fsync fdatasync ftruncate getdents getcwd chdir fchdir readlink umask gettimeofday getrlimit getrusage sysinfo
+    # times getuid getgid
+    *(74, 75, 77, 78, 79, 80, 81, 89, 95, 96, 97, 98, 99, 100, 102, 104),
+    # geteuid getegid getppid getpgrp getgroups getresuid getresgid getpgid getsid rt_sigpending rt_sigtimedwait
+    # rt_sigsuspend sigaltstack
+    *(107, 108, 110, 111, 115, 118, 120, 121, 124, 127, 128, 130, 131),
+    # statfs fstatfs getpriority sched_getparam sched_getscheduler sched_get_priority_max/min arch_prctl gettid time
+    # sched_getaffinity
+    *(137, 138, 140, 143, 145, 146, 147, 158, 186, 201, 204),
+    # getdents64 set_tid_address restart_syscall (what the kernel makes of a timed wait that a stop interrupted)
+    # fadvise64
+    # clock_gettime clock_getres clock_nanosleep exit_group epoll_wait epoll_ctl
+    *(217, 218, 219, 221, 228, 229, 230, 231, 232, 233),
+    # readlinkat faccessat pselect6 ppoll set_robust_list get_robust_list epoll_pwait eventfd2 epoll_create1 dup3 pipe2
+    # preadv pwritev
+    *(267, 269, 270, 271, 273, 274, 281, 290, 291, 292, 293, 295, 296),
+    # getcpu getrandom membarrier copy_file_range statx rseq close_range faccessat2
+    *(309, 318, 324, 326, 332, 334, 436, 439),
+)
+FILES = (73, 76, 82, 83, 84, 85, 87, 90, 91, 132, 235, 258, 261, 263, 264, 268, 280, 316)
+"""flock truncate rename mkdir rmdir creat unlink chmod fchmod utime utimes mkdirat futimesat unlinkat renameat fchmodat
+utimensat renameat2: only where the files in sight are the sandbox's own, because Landlock does not watch all of
+them."""
+ATTRIBUTES = range(188, 200)
+"""Extended attributes of files, from setxattr to fremovexattr. Refused as a file system does that has none, which is
+what copying a file with `shutil` is prepared for."""
+PROCESSES = (57, 58, 59, 109, 112, 247, 293, 434)
+"""fork vfork execve setpgid setsid waitid pipe2 pidfd_open."""
+
+NEW_NAMESPACE = 0x7E020000
+CLONE_THREAD = 0x00010000
+WRITING = 0x1 | 0x2 | 0x40 | 0x200 | 0x400
+"""O_WRONLY, O_RDWR, O_CREAT, O_TRUNC and O_APPEND."""
+
+
+def op(code: int, value: int, yes: int = 0, no: int = 0) -> bytes:
+    """One instruction of the filter."""
+    return struct.pack("HBBI", code, yes, no, value)
+
+
+def arg(index: int, high: bool = False) -> bytes:
+    """Load one half of an argument."""
+    return op(LOAD, 16 + 8 * index + 4 * high)
+
+
+def allow(number: int) -> bytes:
+    """Let a call through whatever its arguments."""
+    return op(EQUAL, number, 0, 1) + op(RETURN, ALLOW)
+
+
+def stretches(allowed: tuple[int, ...]) -> list[tuple[int, int]]:
+    """(first number, verdict) of each stretch of numbers that have the same verdict, from 0 on."""
+    out = [(0, ALLOW if 0 in allowed else ERRNO | EPERM)]
+    for number in range(1, max(allowed) + 2):
+        verdict = ALLOW if number in allowed else ERRNO | (ENOTSUP if number in ATTRIBUTES else EPERM)
+        if verdict != out[-1][1]:
+            out.append((number, verdict))
+    return out
+
+
+def search(parts: list[tuple[int, int]]) -> bytes:
+    """Find a number's stretch by halves. The kernel works the filter through for every number when it is set, so a
+    chain costs a job half a millisecond."""
+    if len(parts) == 1:
+        return op(RETURN, parts[0][1])
+    middle = len(parts) // 2
+    below, above = search(parts[:middle]), search(parts[middle:])
+    return op(AT_LEAST, parts[middle][0], len(below) // 8, 0) + below + above
+
+
+def when(number: int, body: bytes) -> bytes:
+    """Decide one call by `body`, which always returns."""
+    return op(EQUAL, number, 0, len(body) // 8) + body
+
+
+def among(index: int, values: tuple[int, ...]) -> bytes:
+    """Allow where the low half of an argument is one of `values`: the kernel reads these arguments as 32 bits."""
+    tests = b"".join(op(EQUAL, v, 0, 1) + op(RETURN, ALLOW) for v in values)
+    return arg(index) + tests + op(RETURN, ERRNO | EPERM)
+
+
+def null(index: int) -> bytes:
+    """Allow where a pointer is null, both halves of it."""
+    refuse = op(RETURN, ERRNO | EPERM)
+    return (
+        arg(index)
+        + op(EQUAL, 0, 1, 0)
+        + refuse
+        + arg(index, high=True)
+        + op(EQUAL, 0, 1, 0)
+        + refuse
+        + op(RETURN, ALLOW)
+    )
+
+
+def other_than(index: int, values: tuple[int, ...]) -> bytes:
+    """Allow unless the low half of an argument is one of `values`, negative ones included."""
+    tests = b"".join(op(EQUAL, v & 0xFFFFFFFF, 0, 1) + op(RETURN, ERRNO | EPERM) for v in values)
+    return arg(index) + tests + op(RETURN, ALLOW)
+
+
+def without(index: int, mask: int) -> bytes:
+    """Allow where none of the bits of `mask` is set."""
+    return arg(index) + op(SET, mask, 0, 1) + op(RETURN, ERRNO | EPERM) + op(RETURN, ALLOW)
+
+
+def threads_only() -> bytes:
+    """Allow a clone that makes a thread of this process and no namespace."""
+    refuse = op(RETURN, ERRNO | EPERM)
+    return arg(0) + op(SET, NEW_NAMESPACE, 0, 1) + refuse + op(SET, CLONE_THREAD, 1, 0) + refuse + op(RETURN, ALLOW)
+
+
+PID, KEEPER, KEEPERS = 0x7A11C0D1, 0x7A11C0D2, 0x7A11C0D3
+"""Where a job's process ids go in the template: numbers that no process has."""
+
+
+def telling() -> bytes:
+    """The filter that tells of every socket of a network. Those of this machine are refused without a word: the C
+    library asks for some when it looks up a name of a user."""
+    refuse = op(RETURN, ERRNO | EPERM)
+    local = arg(0) + op(EQUAL, UNIX, 0, 1) + refuse + op(EQUAL, NETLINK, 0, 1) + refuse
+    return op(LOAD, 0) + when(SOCKET, local + op(RETURN, TELL)) + op(RETURN, ALLOW)
+
+
+def program(pid: int, keeper: int, keepers: int, *, host_files: bool, processes: bool, told: bool) -> bytes:
+    """The filter for one job.
+
+    `pid` is the job's own, the only one it may signal. `host_files`: the machine's files are in sight, so nothing that
+    changes a file is let through. `processes`: children and exec are allowed, and signals too, but not to everybody at
+    once, to the `keeper` who reports how the job ended, to its group `keepers`, or to process 1. `told`: `telling` is
+    set too and decides about sockets. Of two filters' verdicts the stricter holds, so this one says only what is
+    refused where nobody traces (ENOSYS): a refusal of its own would be stricter than telling.
+    """
+    code = template(host_files, processes, told)
+    for mark, number in ((PID, pid), (KEEPER, keeper), (-KEEPERS, -keepers)):
+        code = code.replace(struct.pack("I", mark & 0xFFFFFFFF), struct.pack("I", number & 0xFFFFFFFF))
+    return code
+
+
+@functools.cache
+def template(host_files: bool, processes: bool, told: bool) -> bytes:
+    """The filter with marks for process ids: it takes a millisecond to write, which a job need not spend."""
+    start = op(LOAD, 4) + op(EQUAL, AUDIT_ARCH_X86_64, 1, 0) + op(RETURN, KILL)
+    start += op(LOAD, 0) + op(AT_LEAST, 0x40000000, 0, 1) + op(RETURN, KILL)
+    plain = PLAIN + (() if host_files else FILES) + (PROCESSES if processes else ())
+    body = when(SOCKET, op(RETURN, TRACE)) if told else b""
+    if host_files:
+        body += when(OPEN, without(1, WRITING)) + when(OPENAT, without(2, WRITING))
+    else:
+        body += allow(OPEN) + allow(OPENAT)
+    locks = () if host_files else (5, 6, 7)
+    body += when(FCNTL, among(1, (0, 1, 2, 3, 4, *locks, 1030, 1034)))
+    body += when(IOCTL, among(1, (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)))
+    body += when(PRCTL, among(0, (3, 15, 16)))
+    body += when(PRLIMIT, null(2))
+    body += when(SENDTO, null(4)) + when(SOCKETPAIR, among(0, (1,)))
+    body += when(CLONE, without(0, NEW_NAMESPACE) if processes else threads_only())
+    whom = other_than(0, (KEEPER, -KEEPERS, -1, 1)) if processes else among(0, (PID,))
+    body += when(KILL_CALL, whom) + when(TGKILL, whom)
+    body += op(EQUAL, CLONE3, 0, 1) + op(RETURN, ERRNO | ENOSYS)
+    return start + body + search(stretches(plain))

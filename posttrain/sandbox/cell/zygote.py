@@ -1,0 +1,347 @@
+"""The process that waits inside a sandbox, forks one confined child a job, and tells how it ended. Python is already
+started and the packages are already imported there, so a job costs milliseconds.
+
+It holds no secret and no earlier job's data. Requests and replies are JSON datagrams on one socket, which children
+close before they run anything; the program, its input and its outputs are descriptors that come with the request.
+"""
+
+from __future__ import annotations
+
+import _sitebuiltins
+import builtins
+import contextlib
+import fcntl
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from typing import Any
+
+from . import cells, confine, program, syscalls
+from .attempts import Attempts, heard, taken, watched
+
+KILL = b"kill"
+GO, REST = b"go", b"rest"
+"""To a session: run (after it, the seconds of processor time that this piece may use), and stand still until the
+next."""
+REHEARSAL = "import json\ndef f(x): return json.loads('[1]')[0] + x\nf(1)"
+"""Run by a child that waits: a page that is touched now costs the job nothing, and a fault costs as much as hundreds of
+lines."""
+STEP = 0.01
+"""Seconds between looks at a session's processor time, at least."""
+CLEAN = b"clean"
+"""Said after a job's reply, when what it left is gone: a job that leaves much makes nobody's answer late."""
+DONE = b"1"
+"""What a child says on a pipe of its own when its doors are locked, before the program begins and the pipe is closed. A
+job that never said it failed by our fault, and no program can pretend that."""
+PRELOAD = (
+    "base64 bisect collections copy dataclasses datetime decimal enum fractions functools heapq io itertools math"
+    " operator re statistics string struct textwrap typing"
+)
+LAZY = {"numpy": ("numpy.random", "numpy.linalg")}
+"""What packages would import at first use, and so in every job again."""
+
+
+def main() -> None:
+    settings: dict[str, Any] = json.loads(sys.argv[1])
+    control = socket.socket(fileno=settings["control"])
+    try:
+        rules, attempts = prepare(settings)
+    except BaseException as error:
+        control.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
+        return
+    control.send(
+        json.dumps({"ready": True, "landlock": confine.landlock_version(), "inodes": settings["inodes"]}).encode()
+    )
+    with contextlib.suppress(ConnectionError):
+        serve(control, settings, rules, attempts)
+
+
+def prepare(settings: dict[str, Any]) -> tuple[int | None, Attempts | None]:
+    """Import what jobs use, give up every right, and build the rule set; refuse where a promised wall is not there.
+    Also the count of attempts to reach a network, where this kernel can tell of them."""
+    sys.path[:] = [p for p in sys.path if p != settings["home"]]
+    if settings["package_path"]:
+        sys.path.append(settings["package_path"])
+    for name in (*PRELOAD.split(), *(m for p in settings["packages"] for m in (p, *LAZY.get(p, ())))):
+        importlib.import_module(name)
+    if "numpy.random" in sys.modules:
+        sys.modules["numpy.random"].seed(
+            0
+        )  # here, once: nothing here draws from it, and in a job it would cost three quarters of a millisecond
+    for name in ("exit", "quit"):
+        setattr(builtins, name, _sitebuiltins.Quitter(name, "end of file"))
+    os.environ.pop("PYTHONPATH", None)
+    scratch, mode = settings["scratch"], settings["mode"]
+    settings["inodes"] = bool(scratch) and confine.bound_files(
+        scratch, settings["scratch_bytes"], settings["scratch_files"]
+    )
+    if mode == "none":
+        return None, None
+    confine.drop(settings["uid"])
+    confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
+    if confine.landlock_version() == 0:
+        if mode == "landlock":
+            raise OSError(f"kernel {os.uname().release} has no Landlock (needs 5.13 or later, and lsm=landlock)")
+        rules = None
+    else:
+        write = [scratch, "/dev/null"] if scratch else []
+        rules = confine.ruleset(settings["readable"], write, run=settings["processes"] > 0)
+    attempts = None
+    with contextlib.suppress(OSError):
+        attempts = Attempts(confine.libc)
+    settings["told"] = attempts is not None
+    syscalls.template(mode == "landlock", settings["processes"] > 0, settings["told"])
+    return rules, attempts
+
+
+def serve(control: socket.socket, settings: dict[str, Any], rules: int | None, attempts: Attempts | None) -> None:
+    """Jobs one after the other until the other end closes. The child for the next one is made while the one before
+    runs, unless that one is waiting already: then every core is busy, and what is made ahead and rehearsed costs more
+    than it saves."""
+    early = settings["processes"] == 0
+    spare = hatch(control, settings, rules) if early else None
+    try:
+        while True:
+            data, fds, _, _ = socket.recv_fds(control, 65536, 8)
+            if not data:
+                return
+            if data == REST or data.startswith((KILL, GO)):
+                continue  # the job it meant had already ended
+            request = json.loads(data)
+            confined, locked = os.pipe()
+            start = time.monotonic()
+            pid, spare = give(spare, data, [*fds, locked]), None
+            if pid == 0:
+                pid = os.fork()
+                if pid == 0:
+                    job(control, settings, rules, request, [*fds, locked])
+            for fd in (*fds, locked):
+                os.close(fd)
+            spare = hatch(control, settings, rules) if early and not request["followed"] else None
+            status, usage, spent = (
+                attend(pid, control, attempts) if request["session"] else (*wait(pid, control, attempts), False)
+            )
+            if settings["mode"] == "none":
+                with contextlib.suppress(OSError):
+                    os.killpg(pid, signal.SIGKILL)
+            took = time.monotonic() - start
+            ran = os.read(confined, 1) == DONE
+            os.close(confined)
+            cpu = usage.ru_utime + usage.ru_stime
+            reply = {
+                "ran": ran,
+                "status": status,
+                "seconds": took,
+                "cpu": cpu,
+                "peak": usage.ru_maxrss * 1024,
+                "spent": spent,
+            }
+            control.send(json.dumps(reply | {"network": taken(attempts)}).encode())
+            if settings["scratch"]:
+                clean(settings["scratch"])
+            control.send(CLEAN)
+    finally:
+        bury(spare)
+
+
+def hatch(control: socket.socket, settings: dict[str, Any], rules: int | None) -> tuple[int, socket.socket]:
+    """A child with half of its doors locked, and the socket on which it waits for its job."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    pid = os.fork()
+    if pid == 0:
+        try:
+            ours.close()
+            ready = begin(settings, rules)
+            exec(compile(REHEARSAL, program.NAME, "exec"), {})
+            data, fds, _, _ = socket.recv_fds(theirs, 65536, 8)
+            if data:
+                job(control, settings, rules, json.loads(data), fds, ready)
+        finally:
+            os._exit(1)
+    theirs.close()
+    return pid, ours
+
+
+def give(spare: tuple[int, socket.socket] | None, data: bytes, fds: list[int]) -> int:
+    """Send the job to the child that waits; its process id, or 0 where there is none (any more)."""
+    if spare is None:
+        return 0
+    pid, line = spare
+    try:
+        socket.send_fds(line, [data], fds)
+    except OSError:
+        bury(spare)
+        return 0
+    line.close()
+    return pid
+
+
+def bury(spare: tuple[int, socket.socket] | None) -> None:
+    """End a child that still waits."""
+    if spare is not None:
+        os.kill(spare[0], signal.SIGKILL)
+        os.waitpid(spare[0], 0)
+        spare[1].close()
+
+
+def wait(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any]:
+    """How the child ended; it is killed when the host says so or is gone."""
+    watch = os.pidfd_open(pid)
+    poll = watched(attempts, watch, control.fileno())
+    try:
+        while True:
+            ready = heard(poll, attempts)
+            if watch in ready:
+                _, status, usage = os.wait4(pid, 0)
+                return status, usage
+            if control.fileno() not in ready:
+                continue
+            said = control.recv(64)
+            os.kill(pid, signal.SIGKILL)
+            if not said:
+                os.waitpid(pid, 0)
+                raise ConnectionResetError("the other end is gone")
+    finally:
+        os.close(watch)
+
+
+def attend(pid: int, control: socket.socket, attempts: Attempts | None) -> tuple[int, Any, bool]:
+    """Keep a session: it runs between `GO` and `REST` only, and no longer than its processor time. As `wait`, and
+    whether that was spent.
+
+    The clock is the kernel's and read here, so a program can neither move it nor ignore its alarm.
+    """
+    watch, clock = os.pidfd_open(pid), ~pid << 3 | 2
+    poll = watched(attempts, watch, control.fileno())
+    cores, begun, end, spent = os.cpu_count() or 1, 0.0, None, False
+    try:
+        while True:
+            pause = None if end is None else max(STEP, (end - seconds(clock)) / cores)
+            ready = heard(poll, attempts, pause)
+            if watch in ready:
+                _, status, usage = os.wait4(pid, 0)
+                return status, usage, spent
+            asked = control.fileno() in ready
+            said = control.recv(64) if asked else b""
+            if said.startswith(GO):
+                begun = seconds(clock)
+                end = begun + float(said[len(GO) :])
+                os.kill(pid, signal.SIGCONT)
+            elif said == REST:
+                os.kill(pid, signal.SIGSTOP)
+                control.send(json.dumps({"cpu": seconds(clock) - begun, "network": taken(attempts)}).encode())
+                end = None
+            elif asked or (end is not None and seconds(clock) >= end):
+                spent, end = not asked, None
+                os.kill(pid, signal.SIGKILL)
+                if asked and not said:
+                    os.waitpid(pid, 0)
+                    raise ConnectionResetError("the other end is gone")
+    finally:
+        os.close(watch)
+
+
+def seconds(clock: int) -> float:
+    """Of processor time that a process has used; 0 where it has just ended."""
+    try:
+        return time.clock_gettime(clock)
+    except OSError:
+        return 0.0
+
+
+def begin(settings: dict[str, Any], rules: int | None) -> Any:
+    """The child's first half: die with the zygote, stand in a group of its own, lock what can be locked. An error is
+    kept for the job."""
+    try:
+        confine.prctl(confine.PR_SET_PDEATHSIG, signal.SIGKILL, "pdeathsig")
+        os.setpgid(0, 0)
+        if settings["mode"] == "none":
+            return None
+        return confine.half(
+            rules, host_files=settings["mode"] == "landlock", processes=settings["processes"] > 0, told=settings["told"]
+        )
+    except OSError as error:
+        return error
+
+
+def job(
+    control: socket.socket,
+    settings: dict[str, Any],
+    rules: int | None,
+    request: dict[str, Any],
+    fds: list[int],
+    ready: Any = None,
+) -> None:
+    """The child: take the descriptors, lock the doors, run. Never returns. `ready`: what `begin` returned, if it has
+    already begun."""
+    status = 1
+    try:
+        half = ready if ready is not None else begin(settings, rules)
+        source, stdin, stdout, stderr, result, call, locked = fds
+        code, asked = read(source), read(call)
+        control.detach()
+        given = [stdin, stdout, stderr, result, locked]
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, 100) for fd in given]
+        for number, fd in enumerate(high):
+            os.dup2(fd, number)
+        os.closerange(len(high), 65536)
+        os.chdir(settings["scratch"] or "/")
+        session = request["session"]
+        confine.limit(request["limits"], tasks=settings["tasks"], cpu=not session)
+        if isinstance(half, OSError):
+            raise half
+        if half is not None:
+            confine.shut(half)
+        os.write(4, DONE)
+        os.close(4)
+        del request, settings, control, fds, half, ready
+        status = cells.converse(3) if session else program.run(code, asked, 3)
+    except BaseException as error:
+        with contextlib.suppress(BaseException):
+            os.write(2, f"{type(error).__name__}: {error}\n".encode())
+    finally:
+        os._exit(status)
+
+
+def read(fd: int) -> bytes:
+    """All of a sealed memory file, from its beginning."""
+    size = os.fstat(fd).st_size
+    return os.pread(fd, size, 0) if size else b""
+
+
+def clean(path: str) -> None:
+    """Nothing of one job is there for the next, whatever it built: directories without rights, or nested without end.
+
+    Each directory's own directories are moved up before it is removed, so nothing here recurses or runs out of
+    descriptors.
+    """
+    moved = 0
+    while folders := _emptied(path):
+        for folder in folders:
+            os.chmod(folder, 0o700)
+            for inner in _emptied(folder):
+                os.chmod(inner, 0o700)
+                while os.path.lexists(f"{path}/{moved}"):
+                    moved += 1
+                os.rename(inner, f"{path}/{moved}")
+            os.rmdir(folder)
+
+
+def _emptied(path: str) -> list[str]:
+    """Remove a directory's files; the directories in it."""
+    folders: list[str] = []
+    with os.scandir(path) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                folders.append(entry.path)
+            else:
+                os.unlink(entry.path)
+    return folders
+
+
+if __name__ == "__main__":
+    main()

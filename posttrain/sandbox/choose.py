@@ -1,0 +1,112 @@
+"""Which sandbox: the first that withstands its self-test here, or the one asked for, or a refusal. Never a weaker one
+silently."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable
+
+from posttrain.core.env import SandboxSettings
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.sandbox.backends import ALLOW, Backend, Landlock, Namespaces, Unconfined
+from posttrain.sandbox.pool import SESSIONS, Sandbox
+from posttrain.sandbox.port import ProgramLimits, SandboxUnavailableError
+from posttrain.sandbox.remote import TOKEN, RemoteExecutor
+from posttrain.sandbox.selftest import selftest
+
+NAMES = ("auto", "namespaces", "landlock", "none")
+"""What a sandbox may be called, beside the address of an executor."""
+REMOTE_WORKERS = 8
+HELP = f"""Fix one of: apt install bubblewrap (scripts/system-packages.sh) and allow user namespaces | a kernel of 5.13 or later with Landlock |
+sandbox=https://HOST (an executor elsewhere; python -m posttrain.sandbox.reference_server is one)
+To run UNSANDBOXED anyway (model-written code gets your user's full rights; refused for root): sandbox='none' and {ALLOW}=1"""
+
+Make = Callable[[tuple[str, ...], str | None], Backend]
+ORDER: dict[str, Make] = {
+    "namespaces": lambda packages, interpreter: Namespaces(packages, interpreter),
+    "landlock": lambda packages, interpreter: Landlock(packages, interpreter),
+}
+"""Best first; what `auto` tries."""
+
+
+def open_sandbox(
+    name: str = "auto",
+    *,
+    workers: int | None = None,
+    limits: ProgramLimits | None = None,
+    packages: tuple[str, ...] = ("numpy",),
+    interpreter: str | None = None,
+    sessions: int = SESSIONS,
+    token: str = TOKEN,
+) -> Sandbox:
+    """A pool of sandboxes that programs cannot leave.
+
+    Args:
+        name: `auto`, or one by name, or the address of an executor; each has to withstand the self-test.
+        workers: sandboxes at once; None: one a core, and 8 connections to an executor.
+        packages: installed packages that programs may import, at no cost for each job.
+        interpreter: the Python that programs run on; None: the one that runs us.
+        sessions: sessions (`Sandbox.session`) at once; more wait. Each takes some 15 MiB of its own, with numpy 30.
+        token: environment variable that holds an executor's token.
+
+    Raises:
+        SandboxUnavailableError: with the reason of each that was tried, and what to change.
+    """
+    backend = choose(name, packages, interpreter, token)
+    many = workers or (REMOTE_WORKERS if isinstance(backend, RemoteExecutor) else None)
+    return Sandbox(backend, workers=many, limits=limits, sessions=sessions)
+
+
+def opened(
+    where: SandboxSettings,
+    *,
+    workers: int | None = None,
+    limits: ProgramLimits | None = None,
+    packages: tuple[str, ...] = ("numpy",),
+    sessions: int = SESSIONS,
+) -> Sandbox:
+    """The sandbox that a run is configured with."""
+    return open_sandbox(
+        where.name, workers=workers, limits=limits, packages=packages, sessions=sessions, token=where.token
+    )
+
+
+def choose(
+    name: str = "auto", packages: tuple[str, ...] = ("numpy",), interpreter: str | None = None, token: str = TOKEN
+) -> Backend:
+    """The backend that `open_sandbox` would use."""
+    if "://" in name:
+        return first({"remote": lambda packages, interpreter: RemoteExecutor(name, token)}, packages, interpreter)
+    if name not in NAMES:
+        raise ConfigError(f"sandbox={name!r} is neither the address of an executor nor a name: {nearest(name, NAMES)}")
+    if name == "none":
+        return _unconfined(packages, interpreter)
+    return first({name: ORDER[name]} if name != "auto" else ORDER, packages, interpreter)
+
+
+def first(order: dict[str, Make], packages: tuple[str, ...], interpreter: str | None) -> Backend:
+    """The first that withstands; SandboxUnavailableError with every reason where none does."""
+    reasons: list[str] = []
+    for name, make in order.items():
+        backend = make(packages, interpreter)
+        wrong = examined(backend)
+        if not wrong:
+            return backend
+        reasons.append(f"  {name}: " + "; ".join(wrong))
+    raise SandboxUnavailableError(
+        "\n".join(["cannot run untrusted code safely on this machine, so it is not run.", *reasons, HELP])
+    )
+
+
+@functools.cache
+def examined(backend: Backend) -> tuple[str, ...]:
+    """The self-test's findings, asked once a process."""
+    return tuple(selftest(backend))
+
+
+def _unconfined(packages: tuple[str, ...], interpreter: str | None) -> Backend:
+    backend = Unconfined(packages, interpreter)
+    backend.start(-1, ProgramLimits())  # raises where it is refused
+    warnings.warn("sandbox=none: model-written code runs with your user's full rights on this machine", stacklevel=3)
+    return backend

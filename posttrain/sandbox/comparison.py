@@ -1,0 +1,148 @@
+"""What a function returned, as heard outside: plain JSON, compared with what was wanted by type and value.
+
+The text is the program's own word, so it is never turned into Python objects whose hashes or comparisons it could
+choose; it is walked beside the wanted value, no deeper than that goes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.sandbox.cell.program import encode
+
+
+class Unheard(ValueError):
+    """No value arrived, or no readable one. `kind`: `no_result`, `type` (not plain built-in types) or `forged`."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How much a value may differ. By default not at all: 5.0 is not 5, True is not 1, -0.0 is not 0.0, NaN is only
+    NaN."""
+
+    tolerance: float = 0.0
+    """Absolute, and relative too, for floats; with any tolerance an integer may stand for a float."""
+    relative: bool = True
+    """Whether it is relative too."""
+    any_sequence: bool = False
+    """Whether a tuple may stand for a list."""
+
+
+def heard(result: bytes) -> Any:
+    """The encoded value in a job's result; `Unheard` where there is none."""
+    if not result:
+        raise Unheard("no_result", "ended without returning from the call, or returned too much")
+    try:
+        said = json.loads(result)
+    except (ValueError, RecursionError) as error:
+        raise Unheard("forged", f"the result is no JSON: {type(error).__name__}") from None
+    if isinstance(said, dict) and list(said) == ["type"]:
+        raise Unheard("type", str(said["type"])[:200])
+    if not isinstance(said, dict) or list(said) != ["value"]:
+        raise Unheard("forged", "the result is not one value")
+    return said["value"]
+
+
+def same(said: Any, wanted: Any, how: Comparison = Comparison()) -> bool:
+    """Whether an encoded value is the wanted one.
+
+    >>> same({"int": "0x5"}, 5), same(5.0, 5), same(0.30000000000000004, 0.3, Comparison(1e-9))
+    (True, False, True)
+    """
+    try:
+        return _same(said, encode(wanted), how)
+    except RecursionError:
+        return False
+
+
+def _same(said: Any, wanted: Any, how: Comparison) -> bool:
+    if isinstance(wanted, float):
+        return _close(said, wanted, how)
+    if wanted is None or isinstance(wanted, bool | str):
+        return type(said) is type(wanted) and said == wanted
+    if not isinstance(said, dict) or len(said) != 1:
+        return False
+    ((tag, parts),) = wanted.items()
+    ((got, body),) = said.items()
+    if how.any_sequence and {tag, got} <= {"list", "tuple"}:
+        got = tag
+    if got != tag:
+        return False
+    if tag in ("int", "bytes"):
+        return isinstance(body, str) and body == parts
+    if not isinstance(body, list) or len(body) != len(parts):
+        return False
+    if tag in ("list", "tuple"):
+        return all(_same(b, p, how) for b, p in zip(body, parts, strict=True))
+    if tag == "dict":
+        return _same_dict(body, parts, how)
+    return sorted(map(_text, body)) == sorted(map(_text, parts))
+
+
+def _same_dict(body: list[Any], parts: list[Any], how: Comparison) -> bool:
+    if not all(isinstance(pair, list) and len(pair) == 2 for pair in body):
+        return False
+    left = sorted((_text(k), i) for i, (k, _) in enumerate(body))
+    right = sorted((_text(k), i) for i, (k, _) in enumerate(parts))
+    return all(a == b and _same(body[i][1], parts[j][1], how) for (a, i), (b, j) in zip(left, right, strict=True))
+
+
+def _close(said: Any, wanted: float, how: Comparison) -> bool:
+    tolerance = how.tolerance
+    if tolerance:
+        number = _integer(said)
+        said = said if number is None else float(number)
+    if type(said) is not float:
+        return False
+    if math.isnan(wanted) or math.isnan(said):
+        return math.isnan(wanted) and math.isnan(said)
+    if tolerance:
+        return said == wanted or math.isclose(
+            said, wanted, rel_tol=tolerance if how.relative else 0.0, abs_tol=tolerance
+        )
+    return said == wanted and math.copysign(1.0, said) == math.copysign(1.0, wanted)
+
+
+def _integer(said: Any, digits: int = 200) -> int | None:
+    """The integer that an encoded one stands for; None for anything else, and for one of more than `digits` digits."""
+    text = said.get("int") if isinstance(said, dict) and len(said) == 1 else None
+    if not isinstance(text, str) or len(text) > digits:
+        return None
+    try:
+        number = int(text, 16)
+    except ValueError:
+        return None
+    return number if hex(number) == text else None
+
+
+def shown(said: Any, length: int = 80) -> str:
+    """The beginning of an encoded value, for people: numbers as numbers, everything else as the JSON it came in."""
+    number = _integer(said, 40)
+    return str(number) if number is not None else f"{json.dumps(said)[:length]}"
+
+
+def _text(value: Any) -> str:
+    """An encoded value as one text, whatever order its sets were walked in."""
+    return json.dumps(_ordered(value), sort_keys=True)
+
+
+def _ordered(value: Any) -> Any:
+    """Parts of sets and entries of dictionaries by the digests of their texts: a text inside a text would double with
+    each level."""
+    if isinstance(value, list):
+        return [_ordered(v) for v in value]
+    if not isinstance(value, dict):
+        return value
+    loose = {k for k, v in value.items() if k in ("set", "frozenset", "dict") and isinstance(v, list)}
+    return {
+        k: sorted(hashlib.sha256(_text(p).encode()).hexdigest() for p in v) if k in loose else _ordered(v)
+        for k, v in value.items()
+    }

@@ -1,0 +1,391 @@
+"""A sandbox for other machines: the reference server of the executor's protocol (docs/sandbox.md).
+
+    POSTTRAIN_SANDBOX_TOKEN=$(openssl rand -hex 16) python -m posttrain.sandbox.reference_server --port 8642
+
+Whoever has the token may run programs here, confined as they would be at home. It listens on this machine only unless
+--host says otherwise, which needs --certificate and --key, or --plain where something in front of it speaks TLS.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import binascii
+import hmac
+import json
+import logging
+import os
+import secrets
+import signal
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.net import LogRateLimit, raise_file_limit
+from posttrain.core.visible import tell
+from posttrain.sandbox.callers import Callers
+from posttrain.sandbox.choose import open_sandbox
+from posttrain.sandbox.pool import IDLE, SESSIONS, Sandbox
+from posttrain.sandbox.port import MIB, MOST_SAID, ProgramLimits, Ran, SandboxBroken
+from posttrain.sandbox.remote import TOKEN, VERSION, loopback, packed
+from posttrain.sandbox.session import PythonSession
+
+MOST_BODY = 64 * MIB
+MOST_WALL = 300.0
+MOST_MEMORY = 8192 * MIB
+SHORTEST_TOKEN = 16
+MOST_HELD = 512 * MIB
+"""Bytes of all bodies at once."""
+WRITE_SECONDS = 60.0
+"""A caller that has not taken an answer after so long is hung up on."""
+CONNECTIONS, PER_ADDRESS = 512, 256
+SPARE_FILES = 256
+"""Files that sandboxes and everything else may open beside the connections."""
+LOG = logging.getLogger("posttrain.sandbox")
+
+
+class BadRequest(ValueError):
+    """What was asked is not understood, or more than may be asked."""
+
+
+class Busy(RuntimeError):
+    """What was asked is more than can be held just now."""
+
+
+class Executor(ThreadingHTTPServer):
+    """Answers `/v1/about`, `/v1/run` and `/v1/session`; each connection has a thread, the sandbox its own queue.
+
+    Closing it ends every session and every sandbox.
+
+    Args:
+        connections: held at once. At the limit, one that asks for nothing is closed for a new one; where all are being
+            answered, new ones wait.
+        per_address: of them from one address; further ones are closed where all of those are being answered.
+    """
+
+    daemon_threads = True
+    request_queue_size = 1024
+
+    def __init__(
+        self,
+        sandbox: Sandbox,
+        token: str,
+        host: str = "127.0.0.1",
+        port: int = 0,
+        *,
+        connections: int = CONNECTIONS,
+        per_address: int = PER_ADDRESS,
+    ) -> None:
+        if len(token) < SHORTEST_TOKEN:
+            raise ConfigError(f"the token must have at least {SHORTEST_TOKEN} characters")
+        if min(connections, per_address) < 1:
+            raise ConfigError("connections and per_address are at least 1")
+        self.sandbox, self.token = sandbox, token
+        self.sessions: dict[str, PythonSession] = {}
+        self.guard = threading.Lock()
+        self.callers = Callers(connections, per_address)
+        self.held = 0
+        """Bytes of bodies being read or answered."""
+        self._rate = LogRateLimit()
+        LOG.addFilter(self._rate)
+        super().__init__((host, port), Handler)
+
+    @property
+    def url(self) -> str:
+        """Where it listens, as `Remote` takes it where that is this machine."""
+        return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
+
+    def server_close(self) -> None:
+        super().server_close()
+        self.callers.cut()
+        self.sandbox.close()
+        LOG.removeFilter(self._rate)
+
+    def service_actions(self) -> None:
+        self.callers.sweep()
+
+    def get_request(self) -> tuple[Any, Any]:
+        """The next connection; OSError where it has to wait in the backlog, after a pause, since the loop asks again at
+        once."""
+        if not self.callers.room():
+            time.sleep(0.05)
+            raise OSError("all connections are being answered")
+        try:
+            return super().get_request()
+        except OSError as error:
+            LOG.warning(
+                "connections wait: %s. Lower --connections %d, or raise the limit on files", error, self.callers.most
+            )
+            self.callers.sweep()
+            time.sleep(0.5)
+            raise
+
+    def verify_request(self, request: Any, client_address: Any) -> bool:
+        if self.callers.enter(request, client_address[0]):
+            return True
+        LOG.warning(
+            "%s has %d connections, all being answered: a further one was closed",
+            client_address[0],
+            self.callers.per_address,
+        )
+        return False
+
+    def shutdown_request(self, request: Any) -> None:
+        self.callers.leave(request)
+        super().shutdown_request(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection that broke is no news; anything else is a bug, told so often a minute."""
+        if not isinstance(sys.exception(), OSError):
+            LOG.exception("a request from %s", client_address[0])
+
+    def hold(self, size: int) -> None:
+        """Take note of a body's bytes (below 0: it is gone); Busy where there would be too many."""
+        with self.guard:
+            if size > 0 and self.held + size > MOST_HELD:
+                raise Busy("too much is being sent at once; try again")
+            self.held += size
+
+    def new_session(self, limits: ProgramLimits) -> str:
+        """Begin one; those that were ended by their idle time are forgotten first."""
+        name = secrets.token_hex(16)
+        with self.guard:
+            for old in [k for k, s in self.sessions.items() if s.ended]:
+                del self.sessions[old]
+            self.sessions[name] = self.sandbox.session(limits=limits, idle=IDLE)
+        return name
+
+
+class Handler(BaseHTTPRequestHandler):
+    """One connection."""
+
+    protocol_version = "HTTP/1.1"
+    server: Executor
+    timeout = WRITE_SECONDS
+
+    def do_GET(self) -> None:
+        self._answer("GET")
+
+    def do_POST(self) -> None:
+        self._answer("POST")
+
+    def do_DELETE(self) -> None:
+        self._answer("DELETE")
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Nothing: requests hold what models wrote."""
+
+    def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
+        """What is no HTTP, or a method that is not known, answered as every other refusal."""
+        # a version that is none would get no status
+        self.close_connection, self.request_version = True, self.protocol_version
+        self._say(code, {"error": (message or explain or HTTPStatus(code).phrase)[:200]})
+
+    def _answer(self, method: str) -> None:
+        held = 0
+        try:
+            given = self.headers.get("Authorization", "").encode("latin-1", "replace")
+            if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
+                self.close_connection = True
+                return self._say(401, {"error": "wrong or missing token"})
+            self.server.callers.now(self.connection, "body")
+            held = self._length()
+            body = self._body(held)
+            self.server.callers.now(self.connection, "answer")
+            self._say(200, self._done(method, self.path.removeprefix(f"/v{VERSION}/").split("/"), body))
+        except BadRequest as error:
+            self.close_connection = True
+            self._say(400, {"error": str(error)})
+        except ConfigError as error:
+            self._say(400, {"error": str(error)})
+        except Busy as error:
+            self.close_connection = True
+            self._say(503, {"error": str(error)})
+        except (SandboxBroken, PosttrainError) as error:
+            self._say(503, {"error": str(error)})
+        finally:
+            self.server.hold(-held)
+            self.server.callers.now(self.connection, "idle")
+
+    def _length(self) -> int:
+        """Bytes of the body that comes, which are held from now on."""
+        given = self.headers.get_all("Content-Length", ["0"])
+        length = given[0] if len(given) == 1 else ""
+        if (
+            not (length.isascii() and length.isdecimal() and len(length) < 12)
+            or int(length) > MOST_BODY
+            or "Transfer-Encoding" in self.headers
+        ):
+            raise BadRequest(f"a body has a Content-Length of at most {MOST_BODY}")
+        self.server.hold(int(length))
+        return int(length)
+
+    def _body(self, length: int) -> dict[str, Any]:
+        try:
+            said = json.loads(self.rfile.read(length) or b"{}")
+        except (ValueError, RecursionError):
+            raise BadRequest("the body is no JSON") from None
+        if not isinstance(said, dict):
+            raise BadRequest("the body is no JSON object")
+        return said
+
+    def _done(self, method: str, path: list[str], body: dict[str, Any]) -> dict[str, Any]:
+        box = self.server.sandbox
+        match method, path:
+            case "GET", ["about"]:
+                return {"version": VERSION, "sandbox": box.name}
+            case "POST", ["run"]:
+                call = unpacked(body, "call")
+                return told(
+                    box.run_sync(
+                        unpacked(body, "program"),
+                        stdin=unpacked(body, "stdin"),
+                        call=call or None,
+                        limits=limits_of(body),
+                    )
+                )
+            case "POST", ["session"]:
+                return {"session": self.server.new_session(limits_of(body))}
+            case "POST", ["session", name]:
+                return told(self._session(name).run_sync(unpacked(body, "code")))
+            case "DELETE", ["session", name]:
+                session = self._session(name)
+                with self.server.guard:
+                    self.server.sessions.pop(name, None)
+                asyncio.run(session.close())
+                return {}
+        raise BadRequest(f"{method} {self.path[:80]} is nothing to ask")
+
+    def _session(self, name: str) -> PythonSession:
+        with self.server.guard:
+            if name not in self.server.sessions:
+                raise SandboxBroken("there is no such session (any more)")
+            return self.server.sessions[name]
+
+    def _say(self, status: int, body: dict[str, Any]) -> None:
+        text = json.dumps(body).encode()
+        self.send_response_only(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+
+def unpacked(body: dict[str, Any], name: str) -> bytes:
+    try:
+        return base64.b64decode(body.get(name, ""), validate=True)
+    except (TypeError, ValueError, binascii.Error):
+        raise BadRequest(f"{name!r} is no base64") from None
+
+
+def limits_of(body: dict[str, Any]) -> ProgramLimits:
+    """The limits asked for: each a number, and time and memory no more than this executor gives."""
+    asked = body.get("limits", {})
+    names = {f.name for f in fields(ProgramLimits)}
+    if (
+        not isinstance(asked, dict)
+        or set(asked) - names
+        or not all(type(v) in (int, float) and 0 <= v < 2**63 for v in asked.values())
+    ):
+        raise BadRequest(f"'limits' is an object of numbers named {', '.join(sorted(names))}")
+    limits = ProgramLimits(**{k: v if k in ("cpu", "wall") else int(v) for k, v in asked.items()})
+    if (
+        limits.wall > MOST_WALL
+        or limits.memory > MOST_MEMORY
+        or limits.processes > 64
+        or max(limits.output, limits.result) > MOST_SAID
+    ):
+        raise BadRequest(
+            f"limits beyond what is given here: wall {MOST_WALL:g} s, memory {MOST_MEMORY} B, 64 processes, output"
+            " 4 MiB"
+        )
+    return limits
+
+
+def told(ran: Ran) -> dict[str, Any]:
+    """What a program did, as it travels."""
+    texts = {k: packed(getattr(ran, k)) for k in ("stdout", "stderr", "result")}
+    return texts | {
+        k: getattr(ran, k) for k in ("why", "exit", "cut", "seconds", "cpu", "peak", "sandbox", "lost", "network")
+    }
+
+
+class _Ended(BaseException):
+    """A signal asked the server to end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
+
+
+def _end(number: int, _: object) -> None:
+    raise _Ended(number)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m posttrain.sandbox.reference_server",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (default: this machine only)")
+    parser.add_argument("--port", type=int, default=8642, help="0: any free one")
+    parser.add_argument(
+        "--token",
+        default=TOKEN,
+        metavar="VARIABLE",
+        help=f"environment variable that holds the token (default: {TOKEN})",
+    )
+    parser.add_argument("--workers", type=int, default=None, help="programs at once (default: one a core)")
+    parser.add_argument("--sessions", type=int, default=SESSIONS, help=f"sessions at once (default: {SESSIONS})")
+    parser.add_argument("--packages", default="numpy", help="installed packages that programs may import, with commas")
+    parser.add_argument("--connections", type=int, default=CONNECTIONS, help=f"held at once (default: {CONNECTIONS})")
+    parser.add_argument(
+        "--per-address", type=int, default=PER_ADDRESS, help=f"of them from one address (default: {PER_ADDRESS})"
+    )
+    parser.add_argument("--certificate", help="PEM file: speak TLS")
+    parser.add_argument("--key", help="PEM file of its key")
+    parser.add_argument(
+        "--plain", action="store_true", help="no TLS although --host is not this machine: something in front speaks it"
+    )
+    o = parser.parse_args(argv)
+    if not loopback(o.host) and not o.certificate and not o.plain:
+        parser.error(
+            "--host other than this machine needs --certificate and --key, or --plain behind something that speaks TLS"
+        )
+    if not os.environ.get(o.token):
+        parser.error(f"set the environment variable {o.token} to a long random text: {o.token}=$(openssl rand -hex 16)")
+    try:
+        packages = tuple(p for p in o.packages.split(",") if p)
+        box = open_sandbox("auto", workers=o.workers, packages=packages, sessions=o.sessions)
+        most = min(o.connections, max(1, raise_file_limit() - SPARE_FILES))
+        executor = Executor(box, os.environ[o.token], o.host, o.port, connections=most, per_address=o.per_address)
+    except PosttrainError as error:
+        tell(str(error), file=sys.stderr)
+        return error.exit_code
+    if o.certificate:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(o.certificate, o.key)
+        executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where whoever started it had them ignored
+        signal.signal(number, _end)
+    tell(f"{box.name} at {o.host}:{executor.server_address[1]}")
+    try:
+        executor.serve_forever()
+    except _Ended as ended:
+        return 128 + ended.number
+    finally:
+        executor.server_close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,266 @@
+"""Programs sent to an executor over HTTP: another machine contains them, and what it says is checked before it is
+believed.
+
+The protocol is in docs/sandbox.md and `serve` is its reference server. An executor that does not answer, or not
+sensibly, is our failure: `SandboxBroken`, asked again, and at last no verdict; never a score.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import http.client
+import ipaddress
+import json
+import os
+import socket
+import ssl
+import threading
+from dataclasses import dataclass, field
+from typing import Any, get_args
+from urllib.parse import urlsplit
+
+from posttrain.core.errors import ConfigError
+from posttrain.sandbox.backends import Start
+from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError, Why
+from posttrain.sandbox.worker import Job, SandboxWorker
+
+TOKEN = "POSTTRAIN_SANDBOX_TOKEN"
+"""Environment variable that holds an executor's token, where no other is named."""
+VERSION = "1"
+MOST_BYTES = 16 << 20
+"""A longer reply is no reply."""
+PATIENCE = 30.0
+"""Seconds beyond a program's own time that an answer may take: it may wait in a queue over there."""
+START_SECONDS = 10.0
+
+
+@dataclass(frozen=True)
+class RemoteExecutor:
+    """An executor at `url`, with the bearer token that the environment variable `token` holds.
+
+    Its certificate is checked; without TLS only this machine is spoken to.
+    """
+
+    url: str
+    token: str = TOKEN
+    packages: tuple[str, ...] = ()
+    name: str = "remote"
+    processes: bool = True
+
+    def __post_init__(self) -> None:
+        parts = urlsplit(self.url)
+        if (
+            parts.scheme not in ("http", "https")
+            or not parts.hostname
+            or parts.query
+            or parts.fragment
+            or parts.username
+        ):
+            raise ConfigError(f"sandbox: {self.url!r} is no address of an executor; wanted https://HOST[:PORT][/PATH]")
+        if parts.scheme == "http" and not loopback(parts.hostname):
+            raise ConfigError(
+                f"sandbox: {self.url!r} would send programs and the token in the clear; use https, or a tunnel to"
+                " 127.0.0.1"
+            )
+
+    def start(self, control: int, limits: ProgramLimits) -> Start:
+        raise SandboxUnavailableError("a remote executor is not started here")
+
+    def begin(self, limits: ProgramLimits | None) -> RemoteWorker:
+        """A connection that runs programs; SandboxUnavailableError where there is no executor or no token."""
+        return RemoteWorker(self)
+
+
+def loopback(host: str) -> bool:
+    """Whether a host's name can only mean this machine."""
+    with contextlib.suppress(ValueError):
+        return ipaddress.ip_address(host).is_loopback
+    return host == "localhost"
+
+
+class RemoteWorker(SandboxWorker):
+    """One connection to an executor, used by one thread at a time; asked exactly as a sandbox of our own is."""
+
+    def __init__(self, backend: RemoteExecutor) -> None:
+        self.backend = backend
+        self.jobs = 0
+        self.notes: dict[str, Any] = {}
+        self.pids = ()
+        self.lock = threading.Lock()
+        self.busy = False
+        self._open = True
+        token = os.environ.get(backend.token, "")
+        if not token:
+            raise SandboxUnavailableError(
+                f"{backend.url}: the environment variable {backend.token} with its token is not set"
+            )
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        parts = urlsplit(backend.url)
+        self._path = parts.path.rstrip("/")
+        host, port = parts.hostname or "", parts.port
+        if parts.scheme == "https":
+            self._wire = http.client.HTTPSConnection(
+                host, port, timeout=START_SECONDS, context=ssl.create_default_context()
+            )
+        else:
+            self._wire = http.client.HTTPConnection(host, port, timeout=START_SECONDS)
+        try:
+            self.notes = self.ask("GET", "/about", None, START_SECONDS)
+        except SandboxBroken as error:
+            self.destroy()
+            raise SandboxUnavailableError(str(error)) from error
+        if self.notes.get("version") != VERSION or self.notes.get("sandbox") in (None, "none"):
+            self.destroy()
+            raise SandboxUnavailableError(
+                f"{backend.url}: says {str(self.notes)[:200]}, which is no executor of version {VERSION} with a sandbox"
+            )
+
+    def ask(self, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:
+        """One request. SandboxBroken: no sensible answer; SandboxUnavailableError: it refuses, and would again."""
+        said, status = b"", 0
+        try:
+            self._wire.timeout = seconds
+            if self._wire.sock is not None:
+                self._wire.sock.settimeout(seconds)
+            self._wire.request(
+                method, f"{self._path}/v{VERSION}{path}", None if body is None else json.dumps(body), self._headers
+            )
+            reply = self._wire.getresponse()
+            status, said = reply.status, reply.read(MOST_BYTES + 1)
+            told = json.loads(said) if len(said) <= MOST_BYTES else None
+        except (OSError, http.client.HTTPException, ValueError, RecursionError) as error:
+            self.destroy()
+            raise SandboxBroken(f"{self.backend.url}: {type(error).__name__}: {error}"[:300]) from error
+        if status != 200 or not isinstance(told, dict):
+            self.destroy()
+            why = f"{self.backend.url}: status {status}, {said[:200].decode(errors='replace')!r}"
+            raise (SandboxUnavailableError if status in (400, 401, 403, 404, 413) else SandboxBroken)(why)
+        return told
+
+    @property
+    def usable(self) -> bool:
+        return self._open
+
+    def run(self, job: Job) -> Ran:
+        self.jobs += 1
+        body = {
+            "program": packed(job.program),
+            "stdin": packed(job.stdin),
+            "call": packed(job.call),
+            "limits": job.limits.plain(),
+        }
+        with self.lock:
+            self.busy = True
+        try:
+            return self.heard(self.ask("POST", "/run", body, job.limits.wall + PATIENCE), job.limits)
+        finally:
+            with self.lock:
+                self.busy = False
+
+    def converse(self, limits: ProgramLimits) -> RemoteConversation:
+        """Begin a session over there."""
+        self.jobs += 1
+        told = self.ask("POST", "/session", {"limits": limits.plain()}, PATIENCE)
+        if not isinstance(told.get("session"), str):
+            raise SandboxBroken(f"{self.backend.url}: began no session: {str(told)[:200]}")
+        return RemoteConversation(self, limits, told["session"])
+
+    def heard(self, told: dict[str, Any], limits: ProgramLimits) -> Ran:
+        """A reply as what it says, every part of the type and no larger than it may be; SandboxBroken otherwise."""
+        try:
+            texts = {k: base64.b64decode(told[k], validate=True) for k in ("stdout", "stderr", "result")}
+            numbers = {k: float(told[k]) for k in ("seconds", "cpu")}
+            good = (
+                told["why"] in get_args(Why)
+                and told["sandbox"] not in ("", "none")
+                and isinstance(told["sandbox"], str)
+            )
+            good &= (
+                type(told["exit"]) is int
+                and type(told["peak"]) is int
+                and type(told["cut"]) is bool
+                and type(told["lost"]) is bool
+            )
+            good &= told["network"] is None or (type(told["network"]) is int and told["network"] >= 0)
+            good &= all(
+                len(texts[k]) <= most
+                for k, most in (("stdout", limits.output), ("stderr", limits.output), ("result", limits.result))
+            )
+        except (KeyError, TypeError, ValueError, binascii.Error) as error:
+            raise SandboxBroken(f"{self.backend.url}: the reply is not what a program did: {error!r}") from error
+        if not good:
+            raise SandboxBroken(f"{self.backend.url}: the reply is not what a program did: {str(told)[:200]}")
+        return Ran(
+            why=told["why"],
+            exit=told["exit"],
+            stdout=texts["stdout"],
+            stderr=texts["stderr"],
+            cut=told["cut"],
+            result=texts["result"],
+            seconds=numbers["seconds"],
+            cpu=numbers["cpu"],
+            peak=told["peak"],
+            sandbox=f"remote:{told['sandbox'][:40]}",
+            lost=told["lost"],
+            network=told["network"],
+        )
+
+    def stop(self) -> None:
+        """Hang up while a program runs: it ends over there by its own limits."""
+        with self.lock:
+            if self.busy and self._wire.sock is not None:
+                with contextlib.suppress(OSError):
+                    self._wire.sock.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        self.destroy()
+
+    def destroy(self) -> None:
+        self._open = False
+        self._wire.close()
+
+
+@dataclass
+class RemoteConversation:
+    """A session over there. It has the parts of `conversation.Conversation` that a session uses."""
+
+    worker: RemoteWorker
+    limits: ProgramLimits
+    session: str
+    alive: bool = True
+    answered: int = field(default=0)
+
+    def answer(self, piece: bytes) -> Ran:
+        """Run one piece; a process that ended begins anew over there, as it would here."""
+        self.answered += 1
+        with self.worker.lock:
+            self.worker.busy = True
+        try:
+            told = self.worker.ask(
+                "POST", f"/session/{self.session}", {"code": packed(piece)}, self.limits.wall + PATIENCE
+            )
+            return self.worker.heard(told, self.limits)
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            with self.worker.lock:
+                self.worker.busy = False
+
+    def end(self) -> None:
+        """End it; where that cannot be said, its idle time ends it."""
+        if self.alive:
+            self.alive = False
+            with contextlib.suppress(SandboxBroken, SandboxUnavailableError):
+                self.worker.ask("DELETE", f"/session/{self.session}", None, PATIENCE)
+
+    def abandon(self) -> None:
+        self.alive = False
+        self.worker.destroy()
+
+
+def packed(data: bytes) -> str:
+    """Bytes as they travel."""
+    return base64.b64encode(data).decode()

@@ -1,0 +1,113 @@
+"""A backend is believed only when it has just withstood the attacks on this machine: the self-test, well under a second
+idle.
+
+It asks a real sandbox with real programs. Whatever gets out, whatever should run and does not, is a reason to refuse.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import socket
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from posttrain.sandbox import probes
+from posttrain.sandbox.backends import Backend
+from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError
+from posttrain.sandbox.worker import Job, SandboxWorker, begin
+
+CANARY = "POSTTRAIN_CANARY"
+ATTACK = b"@attack("
+
+
+@dataclass(frozen=True)
+class AttackTargets:
+    """What the attacks are aimed at: a readable file, a listening TCP port, abstract sockets, and this process."""
+
+    canary: str
+    port: int
+    abstract: str
+    parent: int
+
+
+@contextlib.contextmanager
+def bait() -> Iterator[AttackTargets]:
+    """Set out, and taken away again. Loopback and a temporary folder only."""
+    name = f"\0posttrain-{secrets.token_hex(8)}"
+    with contextlib.ExitStack() as held:
+        folder = held.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-bait-"))
+        os.chmod(folder, 0o777)
+        canary = os.path.join(folder, "canary")
+        with open(canary, "w") as file:
+            file.write("canary")
+        os.chmod(canary, 0o666)
+        tcp = held.enter_context(socket.create_server(("127.0.0.1", 0)))
+        unix = held.enter_context(socket.socket(socket.AF_UNIX))
+        unix.bind(name)
+        unix.listen()
+        held.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)).bind(name + "-datagram")
+        before = os.environ.get(CANARY)
+        os.environ[CANARY] = secrets.token_hex(8)
+        try:
+            yield AttackTargets(canary, tcp.getsockname()[1], name, os.getpid())
+        finally:
+            os.environ.pop(CANARY, None)
+            if before is not None:
+                os.environ[CANARY] = before
+
+
+def attacks(target: AttackTargets, processes: bool = False) -> bytes:
+    """The program that tries everything and prints what worked, a line each."""
+    more = "" if processes else probes.NO_PROCESSES
+    text = probes.ATTACKS.format(
+        canary=target.canary, port=target.port, abstract=target.abstract, parent=target.parent, processes=more
+    )
+    return text.encode()
+
+
+def selftest(backend: Backend) -> list[str]:
+    """What is wrong with a backend on this machine: nothing, or a reason each."""
+    try:
+        worker = begin(backend)
+    except SandboxUnavailableError as error:
+        return [str(error)]
+    try:
+        with bait() as target:
+            return _examine(worker, target)
+    except SandboxBroken as error:
+        return [str(error)]
+    finally:
+        worker.close()
+
+
+def _examine(worker: SandboxWorker, target: AttackTargets) -> list[str]:
+    quick = ProgramLimits(wall=20.0, cpu=10.0)
+    wrong: list[str] = []
+    ran = worker.run(Job(probes.HONEST.encode(), b"in", limits=quick))
+    if ran.why != "ok" or ran.stdout != probes.HONEST_SAYS:
+        wrong.append(f"an honest program does not run: {_end(ran)}")
+    ran = worker.run(Job(attacks(target), limits=quick))
+    said = ran.said.splitlines()
+    if ran.why != "ok" or said[:1] != [f"tried {attacks(target).count(ATTACK)}"]:
+        wrong.append(f"the attacks could not be tried: {_end(ran)}")
+    wrong += [f"a program can: {name}" for name in said[1:] if name]
+    for name, source, limits, expected in (
+        ("call by the numbers of i386", probes.OTHER_ARCHITECTURE, quick, "crashed"),
+        ("call by the numbers of x32", probes.X32, quick, "crashed"),
+        ("allocate 1 GiB", probes.HUNGRY, quick, "memory"),
+        ("say more than is allowed", probes.ENDLESS, quick, "output"),
+        ("run longer than is allowed", probes.LOOP, ProgramLimits(wall=0.3), "timeout"),
+    ):
+        ran = worker.run(Job(source.encode(), limits=limits))
+        if ran.why != expected:
+            wrong.append(f"a program can: {name} ({_end(ran)})")
+    if not os.path.exists(target.canary):
+        wrong.append("a program can: delete a file of the host")
+    return wrong
+
+
+def _end(ran: Ran) -> str:
+    return f"{ran.why}, status {ran.exit}" + (f", {ran.complaint}" if ran.stderr else "")

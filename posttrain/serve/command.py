@@ -1,0 +1,182 @@
+"""`posttrain serve`: from a run folder, a model directory or a hub id to an engine, and to the server over it."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from posttrain.api import overrides as dotted
+from posttrain.api.build import use_threads
+from posttrain.api.engines import check_engine, embedded_engine
+from posttrain.api.main import wait
+from posttrain.api.target import built_policy, model_run, target_run
+from posttrain.core import seeds
+from posttrain.core.engines import Embedded
+from posttrain.core.errors import ConfigError
+from posttrain.core.reader import is_run, run_file
+from posttrain.core.run import Run
+from posttrain.core.visible import guard_logs, tell
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.learner import HFLearner
+from posttrain.engine.models import Policy, load_policy, named_tensors
+from posttrain.environment.render import Renderer
+from posttrain.role.weights import load_weights
+from posttrain.serve.limits import CallerLimits
+
+READ = ("model", "slots", "threads", "deterministic", "seed", "env", "engine")
+"""Parts of a run that decide how its model is served."""
+NEEDED = ("aiohttp", "pydantic")
+SHORTEST = 16
+"""Characters of a token that cannot be guessed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerAddress:
+    """Address and token of a server."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    """None: one is made up and printed."""
+    token_env: str | None = None
+    """Name of the environment variable that holds it."""
+    no_token: bool = False
+    limits: CallerLimits = CallerLimits()
+
+    def __post_init__(self) -> None:
+        if sum((self.token is not None, self.token_env is not None, self.no_token)) > 1:
+            raise ConfigError("--token, --token-env and --no-token are three answers to one question: give one")
+        if not 0 <= self.port < 65536:
+            raise ConfigError(f"--port {self.port}: a port lies in 0..65535 (0: any free one)")
+
+    def resolve(self) -> str | None:
+        """The token callers must bring."""
+        if self.no_token:
+            return None
+        given = self.token
+        if self.token_env is not None:
+            given = os.environ.get(self.token_env, "").strip()
+            if not given:
+                raise ConfigError(f"--token-env {self.token_env}: that environment variable is empty")
+        if given is None:
+            return secrets.token_urlsafe(24)
+        if len(given) < SHORTEST or not given.isascii() or not given.isprintable() or " " in given:
+            raise ConfigError(
+                f"the token has {len(given)} characters: use at least {SHORTEST}, printable ASCII without spaces"
+            )
+        return given
+
+
+def check_installed() -> None:
+    """ConfigError naming what the server needs and is missing."""
+    missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(f"serving needs {' and '.join(missing)}, not installed here: pip install 'posttrain[serve]'")
+
+
+def serve(
+    target: str | Path,
+    *overrides: str,
+    where: ServerAddress | None = None,
+    name: str | None = None,
+    checkpoint: str = "last",
+    trust: bool = False,
+    say: Callable[[str], None] = tell,
+) -> int:
+    """Serve until Ctrl-C or SIGTERM; returns 130 or 143.
+
+    Args:
+        target: a run folder, a model directory or a hub id.
+        overrides: dotted changes of `model.*`, `engine.*`, `slots`, `threads`, `deterministic`.
+        name: what callers call the model; default the last part of `target`.
+        checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
+        trust: allow a run folder that somebody else made what it asks for.
+    """
+    check_installed()
+    guard_logs()
+    from posttrain.serve.listen import check_address
+    from posttrain.serve.listen import serve as listen
+
+    where = where or ServerAddress()
+    token = where.resolve()
+    check_address(where.host, token)
+    served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint, trust=trust)
+    return wait(listen(served, where.host, where.port, facts, say, where.limits))
+
+
+def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
+    """The settings of the embedded engine that serves: the run's own, or the defaults for a run that sampled by another
+    engine.
+
+    Raises:
+        ConfigError: another engine is asked for here, or a setting that a server has no use for.
+    """
+    if isinstance(run.engine, Embedded):
+        if run.engine.timeline and any(text.strip().startswith("engine.timeline") for text in overrides):
+            raise ConfigError(
+                "engine.timeline=true writes a file into a run folder, and a server has none. Leave it out"
+            )
+        check_engine(run)
+        return replace(run.engine, timeline=False)
+    if any(text.strip().startswith("engine") for text in overrides):
+        raise ConfigError(
+            "posttrain serve answers from the embedded engine (engine=embedded). To serve by vLLM, start `vllm serve`"
+            " itself"
+        )
+    return Embedded()
+
+
+def make_served(
+    target: str | Path,
+    *overrides: str,
+    token: str | None,
+    name: str | None = None,
+    checkpoint: str = "last",
+    trust: bool = False,
+) -> tuple[Any, tuple[str, ...]]:
+    """What is served (`serve.served.ServedModel`), and lines about it."""
+    from posttrain.serve.detokenize import TokenText
+    from posttrain.serve.served import ServedModel
+
+    stored = run_file(target).run if is_run(target) else model_run(target)
+    for text in overrides:
+        head = dotted.address(stored, *(w.strip() for w in text.partition("=")[::2]))[0]
+        if head not in READ:
+            raise ConfigError(
+                f"{text}: nothing of it is read when a model is served; settings begin with one of {', '.join(READ)}"
+            )
+    how = served_by(dotted.apply(stored, list(overrides)), overrides)
+    parts = ("model", "engine")
+    run, weights = target_run(
+        target, checkpoint, *overrides, parts=parts, allow=trust, change=lambda r: replace(r, engine=how)
+    )
+    use_threads(run.threads)
+    torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
+    policy: Policy = built_policy(Path(target), run) if is_run(target) else load_policy(run.model, None, run.seed)
+    if weights is not None:
+        load_weights(weights, HFLearner(policy))
+    digest = fingerprint(named_tensors(policy.module))
+    tokenizer: Any = policy.tokenizer
+    renderer = Renderer(tokenizer, policy.stop_ids)
+    engine = embedded_engine(run, how, policy, renderer.decode)
+    served = ServedModel(
+        sampler=engine,
+        renderer=renderer,
+        words=TokenText(policy.tokenizer),
+        vocabulary=int(policy.module.get_input_embeddings().weight.shape[0]),  # type: ignore[union-attr]
+        name=name or Path(str(target).rstrip("/")).name,
+        root=str(target),
+        fingerprint=digest,
+        token=token,
+        created=int(time.time()),
+    )
+    slots = f"{run.slots} slots, context {policy.context:,} tokens"
+    return served, (*policy.describe(), f"weights: {digest}", f"{engine.describe()}, {slots}")

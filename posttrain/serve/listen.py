@@ -1,0 +1,190 @@
+"""From an application to a listening server, and back to nothing: address, banner, Ctrl-C.
+
+The first SIGINT or SIGTERM stops accepting and lets what is being answered end, for `GRACE` seconds at most; a second
+one ends it at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import ipaddress
+import json
+import signal
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass
+
+from aiohttp import web
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.net import raise_file_limit
+from posttrain.serve.app import Server
+from posttrain.serve.connections import Listener, bind
+from posttrain.serve.limits import CallerLimits, most_connections
+from posttrain.serve.quiet import quiet
+from posttrain.serve.served import ServedModel
+
+GRACE = 10.0
+"""Seconds that requests have to end after the first signal."""
+FLUSH = 1.0
+"""Seconds that a caller has to take what is left once its answers were ended."""
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def check_address(host: str, token: str | None) -> None:
+    """ConfigError where everybody who can reach `host` would be served without a token."""
+    if token is None and not loopback(host):
+        raise ConfigError(
+            f"--host {host} is reached from other machines, and --no-token would serve everybody: leave --no-token out,"
+            " or listen on 127.0.0.1"
+        )
+
+
+def loopback(host: str) -> bool:
+    """Whether a listening address is reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+@asynccontextmanager
+async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
+    """Listen; yields the base address. Leaving waits for what is being answered, `GRACE` seconds at most, then ends it.
+
+    Raises:
+        ConfigError: the address is taken, or not one of this machine.
+    """
+    loop = asyncio.get_running_loop()
+    runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=GRACE)
+    await runner.setup()
+    assert runner.server is not None
+    try:
+        sockets = await bind(host, port)
+    except OSError as error:
+        await runner.cleanup()
+        if error.errno == errno.EADDRINUSE:
+            raise ConfigError(
+                f"port {port} of {host} is in use: choose another with --port (0: any free one)"
+            ) from None
+        raise ConfigError(f"cannot listen on {host} port {port}: {error.strerror or error}") from error
+    listener = Listener(runner.server, server.limits)
+
+    def hang_up() -> None:
+        loop.call_later(FLUSH, listener.cut)
+
+    server.hang_up = hang_up
+    with quiet():
+        listener.open(sockets)
+        try:
+            yield f"http://{f'[{host}]' if ':' in host else host}:{sockets[0].getsockname()[1]}/v1"
+        finally:
+            listener.close()
+            end = loop.call_later(GRACE, server.cut)
+            await runner.cleanup()
+            end.cancel()
+            listener.cut()
+            server.close()
+
+
+@dataclass
+class Ending:
+    """Which signal came first; `again` once there was a second."""
+
+    first: asyncio.Event
+    number: int = 0
+    again: bool = False
+
+
+@contextmanager
+def signals(cut: Callable[[], None]) -> Iterator[Ending]:
+    """Listen for signals in the running loop; the second one calls `cut`."""
+    loop = asyncio.get_running_loop()
+    ending = Ending(asyncio.Event())
+
+    def came(number: int) -> None:
+        if ending.number:
+            ending.again = True
+            cut()
+        ending.number = ending.number or number
+        ending.first.set()
+
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        loop.add_signal_handler(number, came, number)
+    try:
+        yield ending
+    finally:
+        for number, handler in before.items():
+            loop.remove_signal_handler(number)
+            signal.signal(number, handler)
+
+
+async def serve(
+    served: ServedModel,
+    host: str,
+    port: int,
+    facts: tuple[str, ...],
+    say: Callable[[str], None],
+    limits: CallerLimits | None = None,
+) -> int:
+    """Serve until a signal comes; returns the exit code that belongs to it. This process may open as many files as is
+    allowed.
+
+    Args:
+        facts: lines about the model, for the banner.
+        say: prints a line.
+    """
+    check_address(host, served.token)
+    limits = limits or CallerLimits()
+    files = raise_file_limit()
+    server = Server(served, limits)
+    with signals(server.cut) as ending:
+        async with listening(server, host, port) as url:
+            for line in banner(served, url, host, (*facts, capacity(limits, files))):
+                say(line)
+            await ending.first.wait()
+            if server.running:
+                say(f"stopping: {len(server.running)} requests have {GRACE:g} s to end; Ctrl-C again ends them now")
+        say("stopped")
+    return 128 + ending.number
+
+
+def capacity(limits: CallerLimits, files: int) -> str:
+    """How many callers are served at once, for the banner."""
+    most = most_connections(limits)
+    few = (
+        f"; fewer than --limit connections={limits.connections}, as this process may open {files:,} files"
+        if most < limits.connections
+        else ""
+    )
+    return f"callers: {most:,} connections at once, {min(most, limits.per_address):,} from one address{few}"
+
+
+def banner(served: ServedModel, url: str, host: str, facts: tuple[str, ...]) -> Iterator[str]:
+    """What is served, where, and how to try it."""
+    yield from facts
+    chat = bool(served.renderer.tokenizer.chat_template)
+    paths = (
+        "/chat/completions and /completions" if chat else "/completions (no chat: the tokenizer has no chat template)"
+    )
+    yield f"serving {served.name} at {url}: {paths}"
+    yield f"token: {served.token}" if served.token else "token: none; everybody on this machine is served"
+    if not loopback(host):
+        yield (
+            f"note: {host} is reached from other machines, and plain HTTP shows them token and texts; put TLS in front"
+            " of it"
+        )
+    where = (
+        url
+        if loopback(host) or host not in ("0.0.0.0", "::")
+        else url.replace(host, "127.0.0.1").replace("[127.0.0.1]", "127.0.0.1")
+    )
+    auth = f"-H 'Authorization: Bearer {served.token}' " if served.token else ""
+    what = {"messages": [{"role": "user", "content": "Hello"}]} if chat else {"prompt": "Hello"}
+    body = json.dumps({"model": served.name, **what, "max_tokens": 32}).replace("'", r"'\''")
+    yield (
+        f"try: curl {where}/{'chat/' if chat else ''}completions {auth}-H 'Content-Type: application/json' -d '{body}'"
+    )
+    yield "stop with Ctrl-C"

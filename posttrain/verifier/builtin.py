@@ -1,0 +1,58 @@
+"""Rewards by name, at once: `exact`, `last_integer` and `contains` compare with the answer; those of `formats` judge
+the form. `math` and `code` are rooms of their own."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+from posttrain.core.types import Task
+from posttrain.core.verdict import Verdict
+from posttrain.environment.single import graded
+from posttrain.verifier.formats import answer_format, think_format, tool_call
+from posttrain.verifier.integers import last_integer
+
+Builtin = Callable[[Task, str], Verdict]
+
+
+def exact(task: Task, text: str) -> Verdict:
+    """1 where the response, stripped of white space, is the answer."""
+    return graded(text.strip() == _answer(task), repr(text.strip()), repr(_answer(task)))
+
+
+def integer(task: Task, text: str) -> Verdict:
+    """1 where the last integer of the response is the answer, both normalised."""
+    wanted, said = last_integer(_answer(task)), last_integer(text)
+    if wanted is None:
+        return Verdict.failed("gold", f"the answer {_answer(task)!r} is no integer")
+    return graded(said == wanted, said, wanted, kind="no_integer" if said is None else "wrong")
+
+
+def contains(task: Task, text: str) -> Verdict:
+    """1 where the answer occurs in the response as words of its own: `12` is not in `312`, nor in `12.5`.
+
+    A policy that lists every candidate earns 1, so use it only where responses are short.
+    """
+    wanted = _answer(task)
+    pattern = rf"(?<!\w)(?<!\d[.,]){re.escape(wanted)}(?!\w)(?![.,]\d)"
+    return graded(re.search(pattern, text) is not None, repr(text[-80:]), repr(wanted))
+
+
+def _answer(task: Task) -> str:
+    if task.answer is None:
+        raise ValueError(f"task {task.id!r} has no answer to compare with")
+    return str(task.answer).strip()
+
+
+BUILTIN: dict[str, Builtin] = {
+    "exact": exact,
+    "last_integer": integer,
+    "contains": contains,
+    "think_format": think_format,
+    "answer_format": answer_format,
+    "tool_call": tool_call,
+}
+ANSWERED = ("exact", "last_integer", "contains")
+"""Those that compare with the task's answer."""
+NAMES = (*BUILTIN, "math", "code", "code_fraction")
+"""What `Reward.function` may be, beside `path.py:function`."""

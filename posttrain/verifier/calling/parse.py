@@ -1,0 +1,312 @@
+"""From a turn's text to what the policy thought, said and called, in the format its chat template uses.
+
+    hermes    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>                       Hermes, Qwen 2.5 and 3
+    llama     {"name": "f", "parameters": {"a": 1}}, alone, several with ; between              Llama 3.1
+    pythonic  [f(a=1), g(b="x")], alone                                                         Llama 3.2 and 4
+    mistral   [TOOL_CALLS][{"name": "f", "arguments": {"a": 1}}], or [TOOL_CALLS]f[ARGS]{...}   Mistral
+    deepseek  its own tokens around name and JSON                                               DeepSeek V3, R1
+    cohere    <|START_ACTION|>[{"tool_name": "f", "parameters": {...}}]<|END_ACTION|>           Command
+    glm       <tool_call>f <arg_key>a</arg_key><arg_value>1</arg_value></tool_call>             GLM 4.5
+    coder     <tool_call><function=f><parameter=a>1</parameter></function></tool_call>          Qwen 3 Coder
+    harmony   <|channel|>commentary to=functions.f <|message|>{"a": 1}                          gpt-oss
+
+A text in `<think>` tags is thought: calls inside it are none. Nothing raises, whatever the text.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from posttrain.verifier.calling import reading
+from posttrain.verifier.calling.reading import Unreadable
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """One call: a tool's name, and its arguments as JSON values by name."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """What began like a call and is none."""
+
+    text: str
+    why: str
+
+
+@dataclass(frozen=True)
+class Parsed:
+    """One turn: its thoughts, its calls in order, and the rest."""
+
+    reasoning: str
+    content: str
+    calls: tuple[ToolCall | Malformed, ...]
+
+    @property
+    def malformed(self) -> tuple[Malformed, ...]:
+        return tuple(c for c in self.calls if isinstance(c, Malformed))
+
+
+Found = tuple[str, list[ToolCall | Malformed]]
+"""(text outside the calls, calls)"""
+THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"), ("<|START_THINKING|>", "<|END_THINKING|>"))
+EXCERPT = 200
+
+
+def parse(text: str, format: str) -> Parsed:
+    """Read one turn, without the stop token that ended it, in one of `FORMATS`."""
+    if format == "harmony":
+        return _harmony(text)
+    reasoning, rest = thoughts(text)
+    content, calls = FORMATS[format](rest)
+    return Parsed(reasoning.strip(), content.strip(), tuple(calls))
+
+
+def thoughts(text: str) -> tuple[str, str]:
+    """(what was thought, the rest). The opening tag may stand in the prompt; a thought that never ends is all there
+    is."""
+    for begin, end in THOUGHTS:
+        opened, closed = text.find(begin), text.find(end)
+        if closed >= 0 and (opened < 0 or opened > closed):
+            return text[:closed], text[closed + len(end) :]
+        if opened >= 0 and not text[:opened].strip():
+            if closed < 0:
+                return text[opened + len(begin) :], ""
+            return text[opened + len(begin) : closed], text[closed + len(end) :]
+    return "", text
+
+
+def _read(text: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> list[ToolCall | Malformed]:
+    try:
+        return [ToolCall(name, arguments) for name, arguments in how(text)]
+    except Unreadable as error:
+        return [_bad(text, str(error))]
+
+
+def _bad(text: str, why: str) -> Malformed:
+    text = text.strip()
+    return Malformed(text if len(text) <= EXCERPT else f"{text[:EXCERPT]}...", why)
+
+
+def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]:
+    """Pieces of a text as ("", outside) and (inside, None)... in order: (text, None) outside tags, (text, end tag or
+    "") inside."""
+    at = 0
+    while (opened := text.find(begin, at)) >= 0:
+        yield text[at:opened], None
+        inside = opened + len(begin)
+        closed = _close(text, inside, end)
+        if closed < 0:
+            yield text[inside:], ""
+            return
+        yield text[inside:closed], end
+        at = closed + len(end)
+    yield text[at:], None
+
+
+def _close(text: str, inside: int, end: str) -> int:
+    """Where the tag ends: behind a JSON value that begins right here, whose strings may hold the tag, else at its first
+    place."""
+    try:
+        _, after = reading.json_prefix(text, inside)
+    except Unreadable:
+        return text.find(end, inside)
+    return text.find(end, after)
+
+
+def _in_tags(text: str, begin: str, end: str, how: Callable[[str], list[tuple[str, dict[str, Any]]]]) -> Found:
+    content: list[str] = []
+    calls: list[ToolCall | Malformed] = []
+    for piece, closed in _tagged(text, begin, end):
+        if closed is None:
+            content.append(piece)
+        elif closed == "":
+            calls.append(_bad(begin + piece, f"{begin} is never closed by {end}"))
+        else:
+            calls += _read(piece, how)
+    return "".join(content), calls
+
+
+def _hermes(text: str) -> Found:
+    return _in_tags(
+        text, "<tool_call>", "</tool_call>", lambda t: [reading.object_call(reading.json_value(t), "name", "arguments")]
+    )
+
+
+def _llama(text: str) -> Found:
+    """Alone in the turn, or behind the token that announces it; JSON that names no tool is an answer."""
+    announced = "<|python_tag|>" in text
+    before, _, body = text.partition("<|python_tag|>") if announced else ("", "", text)
+    stripped = body.strip()
+    if not announced and not _calls_a_tool(stripped):
+        return text, []
+    calls: list[ToolCall | Malformed] = []
+    at = 0
+    while at < len(stripped):
+        try:
+            value, end = reading.json_prefix(stripped, at)
+        except Unreadable as error:
+            calls.append(_bad(stripped[at:], str(error)))
+            break
+        calls += _read(stripped[at:end], lambda _, v=value: [reading.object_call(v, "name", "parameters")])
+        rest = stripped[end:].lstrip()
+        if rest and not rest.startswith(";"):
+            calls.append(_bad(rest, "several calls are separated by ;"))
+            break
+        at = len(stripped) - len(rest.removeprefix(";").lstrip())
+    return before, calls
+
+
+def _calls_a_tool(text: str) -> bool:
+    """Whether JSON that nothing announces is meant as a call, right or wrong: an object with a name and arguments,
+    under either word for them, or one that says it is a function. `{"name": "Ann", "age": 3}` is an answer. Of what
+    cannot be read, the first key decides."""
+    if not text.startswith("{"):
+        return False
+    try:
+        value, _ = reading.json_prefix(text)
+    except Unreadable:
+        return re.match(r'\{\s*"(name|parameters|type)"', text) is not None
+    return ("name" in value and ("parameters" in value or "arguments" in value)) or value.get("type") == "function"
+
+
+def _pythonic(text: str) -> Found:
+    body = text.strip()
+    marked = body.startswith("<|python_start|>")
+    body = body.removeprefix("<|python_start|>").removesuffix("<|python_end|>").strip()
+    if not marked and not re.match(r"\[\s*[A-Za-z_][\w.]*\s*\(", body):
+        return text, []
+    return "", _read(body, reading.python_calls)
+
+
+def _mistral(text: str) -> Found:
+    content, *pieces = text.split("[TOOL_CALLS]")
+    calls: list[ToolCall | Malformed] = []
+    for piece in pieces:
+        calls += _read(piece, _mistral_calls)
+    return content, calls
+
+
+def _mistral_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    name, marked, arguments = text.partition("[ARGS]")
+    if marked:
+        name = name.partition("[CALL_ID]")[0]
+        return [(reading.name_of(name.strip()), reading.arguments_of(reading.json_value(arguments)))]
+    listed = reading.json_value(text)
+    if not isinstance(listed, list):
+        raise Unreadable("calls are a JSON list")
+    return [reading.object_call(x, "name", "arguments") for x in listed]
+
+
+_BEGIN, _END, _SEP = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>", "<｜tool▁sep｜>"
+_FENCE = re.compile(r"(?P<name>[^\n]*)\n```json\n(?P<json>.*)\n```\s*", re.DOTALL)
+
+
+def _deepseek(text: str) -> Found:
+    content, calls = _in_tags(text, _BEGIN, _END, _deepseek_call)
+    for mark in ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"):
+        content = content.replace(mark, "")
+    return content, calls
+
+
+def _deepseek_call(text: str) -> list[tuple[str, dict[str, Any]]]:
+    first, marked, rest = text.partition(_SEP)
+    if not marked:
+        raise Unreadable(f"between {_BEGIN} and {_END} stands {_SEP}")
+    fenced = _FENCE.fullmatch(rest)
+    name, arguments = (fenced["name"], fenced["json"]) if fenced else (first, rest)
+    return [(reading.name_of(name.strip()), reading.arguments_of(reading.json_value(arguments)))]
+
+
+def _cohere(text: str) -> Found:
+    def calls(inside: str) -> list[tuple[str, dict[str, Any]]]:
+        listed = reading.json_value(inside)
+        if not isinstance(listed, list):
+            raise Unreadable("actions are a JSON list")
+        return [reading.object_call(x, "tool_name", "parameters") for x in listed]
+
+    content, found = _in_tags(text, "<|START_ACTION|>", "<|END_ACTION|>", calls)
+    for mark in ("<|START_RESPONSE|>", "<|END_RESPONSE|>"):
+        content = content.replace(mark, "")
+    return content, found
+
+
+_GLM = re.compile(r"\s*(?P<name>[^\s<]+)\s*(?P<rest>(<arg_key>.*)?)", re.DOTALL)
+_GLM_ARG = re.compile(r"\s*<arg_key>(?P<key>.*?)</arg_key>\s*<arg_value>(?P<value>.*?)</arg_value>\s*", re.DOTALL)
+_CODER = re.compile(r"\s*<function=(?P<name>[^>\n]+)>(?P<rest>.*)</function>\s*", re.DOTALL)
+_CODER_ARG = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>\s*", re.DOTALL)
+
+
+def _marked_up(
+    text: str, call: re.Pattern[str], argument: re.Pattern[str], shape: str
+) -> list[tuple[str, dict[str, Any]]]:
+    """A name and marked-up arguments; values are JSON where they are, else text."""
+    found = call.fullmatch(text)
+    if found is None:
+        raise Unreadable(f"a call is written {shape}")
+    out: dict[str, Any] = {}
+    at, rest = 0, found["rest"]
+    while rest[at:].strip():
+        one = argument.match(rest, at)
+        if one is None:
+            raise Unreadable(f"a call is written {shape}, not {rest[at : at + 40].strip()!r}")
+        if one["key"].strip() in out:
+            raise Unreadable(f"argument {one['key'].strip()!r} is given twice")
+        out[one["key"].strip()] = reading.loose_value(one["value"])
+        at = one.end()
+    return [(reading.name_of(found["name"].strip()), out)]
+
+
+def _glm(text: str) -> Found:
+    shape = "NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value>"
+    return _in_tags(text, "<tool_call>", "</tool_call>", lambda t: _marked_up(t, _GLM, _GLM_ARG, shape))
+
+
+def _coder(text: str) -> Found:
+    shape = "<function=NAME><parameter=KEY>VALUE</parameter></function>"
+    return _in_tags(text, "<tool_call>", "</tool_call>", lambda t: _marked_up(t, _CODER, _CODER_ARG, shape))
+
+
+_MESSAGE = re.compile(r"<\|channel\|>(?P<channel>\w+)(?P<to>.*?)<\|message\|>(?P<text>.*)", re.DOTALL)
+
+
+def _harmony(text: str) -> Parsed:
+    """Messages of several channels; one addressed to functions.NAME is a call. The first header may stand in the
+    prompt."""
+    reasoning, content, calls = [], [], list[ToolCall | Malformed]()
+    for message in re.split(r"<\|start\|>assistant|<\|end\|>|<\|call\|>", text):
+        found = _MESSAGE.search(message)
+        if found is None:
+            content.append(message)
+            continue
+        recipient = re.search(r"to=functions\.(\S+?)(?=\s|<|$)", message[: found.start("text")])
+        if recipient:
+            name = recipient[1]
+            calls += _read(
+                found["text"], lambda t, n=name: [(reading.name_of(n), reading.arguments_of(reading.json_value(t)))]
+            )
+        elif found["channel"] == "analysis":
+            reasoning.append(found["text"])
+        else:
+            content.append(found["text"])
+    return Parsed("\n".join(reasoning).strip(), "".join(content).strip(), tuple(calls))
+
+
+FORMATS: dict[str, Callable[[str], Found]] = {
+    "hermes": _hermes,
+    "llama": _llama,
+    "pythonic": _pythonic,
+    "mistral": _mistral,
+    "deepseek": _deepseek,
+    "cohere": _cohere,
+    "glm": _glm,
+    "coder": _coder,
+    "harmony": lambda text: (lambda p: (p.content, list(p.calls)))(_harmony(text)),
+}
+"""Formats by name: text without thoughts -> (text outside the calls, calls)."""

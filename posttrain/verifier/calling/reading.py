@@ -1,0 +1,174 @@
+"""Reading what a model wrote as data: JSON and Python literals, strictly, whatever the text."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+LONGEST = 100_000
+"""Characters of a call that are read; longer ones are malformed."""
+DEEPEST = 50
+"""Most nested brackets."""
+_NAME = re.compile(r"[A-Za-z_][\w.\-]{0,127}")
+
+
+class Unreadable(ValueError):
+    """Why a text is no call, in words that go back to the model."""
+
+
+def json_value(text: str) -> Any:
+    """One JSON value and nothing else."""
+    value, end = json_prefix(text)
+    if rest := text[end:].strip():
+        raise Unreadable(f"after the JSON value there is {rest[:40]!r}")
+    return value
+
+
+def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
+    """(the JSON value that `text` holds from `begin` on, where it ends). Keys once, no NaN, no infinity.
+
+    Raises:
+        Unreadable: saying what is wrong, and where.
+    """
+    while begin < len(text) and text[begin] in " \t\r\n":
+        begin += 1
+    window = text[begin : begin + LONGEST]
+    _check_depth(window)
+    try:
+        value, end = _JSON.raw_decode(window)
+    except json.JSONDecodeError as error:
+        raise Unreadable(f"not valid JSON: {error.msg} at character {error.pos}") from None
+    except (ValueError, RecursionError) as error:
+        raise Unreadable(f"not valid JSON: {error}") from None
+    return value, begin + end
+
+
+def _check_depth(text: str, strings: str = '"') -> None:
+    """Parsers recurse, so the brackets of the first value are counted before: those outside strings, up to where it
+    closes."""
+    depth, quote, skip = 0, "", False
+    for c in text:
+        if skip:
+            skip = False
+        elif quote:
+            skip, quote = c == "\\", "" if c == quote else quote
+        elif c in strings:
+            quote = c
+        elif c in "[{(":
+            depth += 1
+            if depth > DEEPEST:
+                raise Unreadable(f"brackets nest deeper than {DEEPEST}")
+        elif c in "]})":
+            depth -= 1
+            if depth <= 0:
+                return
+        elif depth == 0 and not c.isspace():
+            return
+
+
+def _pairs(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    out: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in out:
+            raise ValueError(f"key {key!r} is given twice")
+        out[key] = value
+    return out
+
+
+def _constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is no JSON number")
+
+
+def _number(text: str) -> float:
+    if (x := float(text)) in (float("inf"), float("-inf")):
+        raise ValueError(f"{text[:20]} is too large a number")
+    return x
+
+
+_JSON = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, parse_float=_number)
+
+
+def name_of(x: Any) -> str:
+    """A tool's name."""
+    if not isinstance(x, str) or not _NAME.fullmatch(x):
+        raise Unreadable(f"{str(x)[:60]!r} is no tool's name" if x is not None else "the call names no tool")
+    return x
+
+
+def arguments_of(x: Any) -> dict[str, Any]:
+    """Arguments by name."""
+    if not isinstance(x, Mapping):
+        raise Unreadable(
+            f"arguments must be a JSON object, not {type(x).__name__}" if x is not None else "the call has no arguments"
+        )
+    return dict(x)
+
+
+def object_call(x: Any, name: str, arguments: str) -> tuple[str, dict[str, Any]]:
+    """(tool, arguments) of a JSON object that holds them under these keys."""
+    if not isinstance(x, Mapping):
+        raise Unreadable(f"a call is a JSON object, not {type(x).__name__}")
+    if extra := sorted(set(x) - {name, arguments, "id", "type", "tool_call_id"}):
+        raise Unreadable(f"a call has {name!r} and {arguments!r}, not {extra[0]!r}")
+    return name_of(x.get(name)), arguments_of(x.get(arguments))
+
+
+def python_calls(text: str) -> list[tuple[str, dict[str, Any]]]:
+    """The calls of a Python list such as `[f(a=1), g(b="x")]`: names and literals only, nothing is evaluated."""
+    if len(text) > LONGEST:
+        raise Unreadable(f"longer than {LONGEST} characters")
+    _check_depth(text, "\"'")
+    try:
+        tree = ast.parse(text.strip(), mode="eval").body
+    except SyntaxError as error:
+        raise Unreadable(f"not a Python list of calls: {error.msg}") from None
+    except (ValueError, RecursionError, MemoryError) as error:
+        raise Unreadable(f"not a Python list of calls: {type(error).__name__}") from None
+    if not isinstance(tree, ast.List) or not all(isinstance(item, ast.Call) for item in tree.elts):
+        raise Unreadable("not a Python list of calls")
+    return [_python_call(item) for item in tree.elts if isinstance(item, ast.Call)]
+
+
+def _python_call(call: ast.Call) -> tuple[str, dict[str, Any]]:
+    if call.args:
+        raise Unreadable("arguments are given by name: f(a=1)")
+    out: dict[str, Any] = {}
+    for keyword in call.keywords:
+        if keyword.arg is None:
+            raise Unreadable("arguments are written out one by one, without **")
+        try:
+            out[keyword.arg] = _plain(ast.literal_eval(keyword.value))
+        except (ValueError, TypeError, RecursionError, MemoryError):
+            raise Unreadable(f"argument {keyword.arg} is no literal value") from None
+    return name_of(_dotted(call.func)), out
+
+
+def _dotted(node: ast.expr) -> str | None:
+    if isinstance(node, ast.Name):
+        return node.id
+    if isinstance(node, ast.Attribute):
+        before = _dotted(node.value)
+        return None if before is None else f"{before}.{node.attr}"
+    return None
+
+
+def _plain(x: Any) -> Any:
+    """Python literals that JSON has; ValueError for others."""
+    if x is None or isinstance(x, bool | int | str) or (isinstance(x, float) and x == x and abs(x) != float("inf")):
+        return x
+    if isinstance(x, list | tuple):
+        return [_plain(v) for v in x]
+    if isinstance(x, dict) and all(isinstance(k, str) for k in x):
+        return {k: _plain(v) for k, v in x.items()}
+    raise ValueError("no JSON value")
+
+
+def loose_value(text: str) -> Any:
+    """A value in a format without quotes: JSON where it is, else the text itself."""
+    try:
+        return json_value(text)
+    except Unreadable:
+        return text

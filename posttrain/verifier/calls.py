@@ -1,0 +1,89 @@
+"""Running other people's functions beside the event loop: in a thread, within a time, without letting a hang spread."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import inspect
+import threading
+from collections.abc import Callable
+from typing import Any
+from weakref import WeakKeyDictionary
+
+THREADS = 16
+"""Synchronous calls running at once per event loop; the others wait, and waiting does not use up their time."""
+
+_slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
+
+
+class TimedOut(Exception):
+    """The call did not return in its time. A thread cannot be killed, so it may still be running."""
+
+
+async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwargs: Any) -> Any:
+    """Call a sync or async function; raises what it raises, or `TimedOut` after `timeout` seconds of its own running.
+
+    A sync function runs in a daemon thread of its own: one that hangs holds up neither the loop, nor the next call, nor
+    the end of the process, which a shared thread pool would.
+    """
+    if is_async(function):
+        return await _within(timeout, function(*args, **kwargs))
+    slots = _slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(THREADS))
+    async with slots:
+        result = await _within(timeout, _threaded(function, args, kwargs))
+    return await _within(timeout, result) if inspect.isawaitable(result) else result
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Whether calling it gives a coroutine, for functions, partials and objects with `__call__`."""
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+async def _within(timeout: float, awaitable: Any) -> Any:
+    clock = asyncio.timeout(timeout)
+    try:
+        async with clock:
+            return await awaitable
+    except TimeoutError:
+        if clock.expired():
+            raise TimedOut from None
+        raise
+
+
+def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> asyncio.Future[Any]:
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[Any] = loop.create_future()
+    context = contextvars.copy_context()
+
+    def finish(result: Any, error: BaseException | None) -> None:
+        if future.done():
+            return
+        if error is None:
+            future.set_result(result)
+        else:
+            future.set_exception(error)
+
+    def work() -> None:
+        result, error = None, None
+        try:
+            result = context.run(function, *args, **kwargs)
+        except BaseException as raised:
+            # A future refuses StopIteration, and SystemExit in the loop would end the run.
+            error = (
+                raised if isinstance(raised, Exception) and not isinstance(raised, StopIteration) else Raised(raised)
+            )
+        try:
+            loop.call_soon_threadsafe(finish, result, error)
+        except RuntimeError:
+            return  # the loop closed while a timed-out call was still running: nobody is waiting
+
+    threading.Thread(target=work, name=f"call {getattr(function, '__name__', 'function')}", daemon=True).start()
+    return future
+
+
+class Raised(Exception):
+    """Carries an exception that cannot travel through a future (SystemExit, StopIteration) as its `__cause__`."""
+
+    def __init__(self, cause: BaseException) -> None:
+        super().__init__(repr(cause))
+        self.__cause__ = cause

@@ -1,0 +1,1 @@
+"""Programs judged by tests."""

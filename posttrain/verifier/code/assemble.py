@@ -1,0 +1,281 @@
+"""Which of a response's blocks are its program: run in the sandbox, because it parses what a policy wrote.
+
+This file runs there as a program of its own (`python assemble.py < request`), so it imports the standard library alone.
+A request is JSON: `blocks`, a list of [marked as Python, source], `bare` (the one block is a text with words around the
+code), and `wanted`, the names that the tests call; none of them says what a test expects. The answer is the program, as
+JSON.
+
+1. The main block is the last one that defines a wanted name, marked blocks first. What only uses it (usage, tests,
+  output,
+   a fragment, another language) is passed over. A test that gives input is answered by the last block that reads it.
+2. Names that the main block uses and does not define are taken from the other blocks: the statement that defines each,
+  and
+   what that one needs. Nothing else of those blocks runs.
+3. Lines of prose around bare code are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import json
+import keyword
+import re
+import symtable
+import sys
+import textwrap
+from collections.abc import Iterable, Iterator
+
+KNOWN = {*dir(builtins), "__name__", "__file__", "__doc__", "__builtins__"}
+MOST_DROPPED = 200
+"""Lines of prose around bare code."""
+
+_DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_PROVIDING = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
+_READS = re.compile(r"\binput\s*\(|\bstdin\b|\bfileinput\b|\bopen\s*\(\s*0\b")
+_CODE = re.compile(r"(?:def|class)\s+\w+\s*[(:]|@\w|import\s+\w|from\s+[\w.]+\s+import\b")
+_WORD = r"[^\W\d_][\w'’-]*"
+_GAP = r"[*_`\"”)]*[,;:.!?]*[*_`\"”]*\s+[*_`\"“(]*"
+_SENTENCE = re.compile(rf"{_WORD}(?:{_GAP}{_WORD}){{2}}")
+_PHRASE = re.compile(rf"\W*({_WORD})(?:{_GAP}{_WORD}\W*|.*[:.!?。：！？]\W*)")
+_RULE = re.compile(r"[-=*_~\s]+")
+
+
+class Part:
+    """One block: its source without the prompts of an interpreter, and its statements, None where it does not parse."""
+
+    def __init__(self, marked: bool, source: str) -> None:
+        self.marked = marked
+        self.source = unprompted(source)
+        self.tree = parsed(self.source)
+
+    def defines(self, names: Iterable[str], imports: bool) -> bool:
+        """Whether it binds one of the names; `imports` counts too, where no block defines it. A broken block counts by
+        its words."""
+        if self.tree is None:
+            text = textwrap.dedent(self.source)
+            return any(
+                re.search(rf"^(?:async\s+)?(?:def|class)\s+{re.escape(name)}\b", text, re.MULTILINE) for name in names
+            )
+        return any(
+            name in names and (imports or not isinstance(s, ast.Import | ast.ImportFrom))
+            for name, s in bound(self.tree.body)
+        )
+
+    @property
+    def reads(self) -> bool:
+        return _READS.search(self.source) is not None
+
+    @property
+    def acts(self) -> bool:
+        """Whether it does something as it runs, beyond defining names."""
+        quiet = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Assert)
+        return self.tree is None or any(
+            not isinstance(s, quiet) and not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
+            for s in self.tree.body
+        )
+
+
+def chosen(blocks: list[tuple[bool, str]], wanted: list[str]) -> str:
+    """The program of fenced blocks.
+
+    >>> chosen([(True, "import math"), (True, "def f(n): return math.sqrt(n)"), (True, "assert f(4) == 2")], ["f"])
+    'import math\\ndef f(n): return math.sqrt(n)'
+    """
+    parts = [Part(marked, source) for marked, source in blocks]
+    main = _defining(parts, wanted) if wanted else _reading(parts)
+    if main is None:
+        main = ([p for p in parts if p.marked] or parts)[-1]
+    return _completed(main, parts, wanted)
+
+
+def _defining(parts: list[Part], wanted: list[str]) -> Part | None:
+    for imports in (False, True):
+        for marked in (True, False):
+            found = [p for p in parts if p.marked is marked and p.defines(wanted, imports)]
+            if found:
+                return found[-1]
+    return None
+
+
+def _reading(parts: list[Part]) -> Part | None:
+    """The last block that reads input; one that only defines how is run by the block after it that uses what it
+    defines."""
+    marked = [p for p in parts if p.marked] or parts
+    readers = [p for p in marked if p.reads]
+    if not readers:
+        return None
+    last = readers[-1]
+    if last.acts or last.tree is None:
+        return last
+    names = {name for name, _ in bound(last.tree.body)}
+    users = [p for p in marked[marked.index(last) + 1 :] if p.tree is not None and p.acts and names & missing(p.source)]
+    return users[0] if users else last
+
+
+def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
+    """The main block behind the statements of other blocks that define what it needs."""
+    if main.tree is None:
+        return main.source
+    at = parts.index(main)
+    order = [*reversed(range(at)), *range(at + 1, len(parts))]
+    own = {name for name, _ in bound(main.tree.body)}
+    taken: dict[tuple[int, int], str] = {}
+    needed = sorted((missing(main.source) | set(wanted)) - own)
+    seen = set(needed) | own
+    while needed:
+        name = needed.pop()
+        place = next((p for i in order if (p := _provider(i, parts[i], name)) is not None), None)
+        if place is None or place in taken:
+            continue
+        tree = parts[place[0]].tree
+        assert tree is not None
+        taken[place] = ast.unparse(tree.body[place[1]])
+        more = missing(taken[place]) - seen
+        seen |= more
+        needed += sorted(more)
+    lines = main.source.split("\n")
+    first = max(
+        (s.end_lineno or 0 for s in main.tree.body if isinstance(s, ast.ImportFrom) and s.module == "__future__"),
+        default=0,
+    )
+    return "\n".join([*lines[:first], *(taken[place] for place in sorted(taken)), *lines[first:]])
+
+
+def _provider(block: int, part: Part, name: str) -> tuple[int, int] | None:
+    """The last statement of a block that defines a name: (block, statement). An import of everything may define any."""
+    if part.tree is None:
+        return None
+    places = [
+        i
+        for i, statement in enumerate(part.tree.body)
+        if isinstance(statement, _PROVIDING)
+        and not _guarded(statement)
+        and any(n in (name, "*") for n, _ in bound([statement]))
+    ]
+    return (block, places[-1]) if places else None
+
+
+def _guarded(statement: ast.stmt) -> bool:
+    """`if __name__ == "__main__":`"""
+    return isinstance(statement, ast.If) and any(
+        isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(statement.test)
+    )
+
+
+def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
+    """(name, statement) for what statements bind in the module, those inside of `if`, `for`, `with` and `try` too."""
+    for s in body:
+        if isinstance(s, _DEFINITION):
+            yield s.name, s
+        elif isinstance(s, ast.Import | ast.ImportFrom):
+            yield from ((alias.asname or alias.name.partition(".")[0], s) for alias in s.names)
+        elif isinstance(s, ast.Assign | ast.AnnAssign | ast.AugAssign | ast.For | ast.With):
+            targets = (
+                s.targets
+                if isinstance(s, ast.Assign)
+                else [i.optional_vars for i in s.items]
+                if isinstance(s, ast.With)
+                else [s.target]
+            )
+            if not (isinstance(s, ast.AnnAssign) and s.value is None):
+                yield from ((n.id, s) for t in targets if t is not None for n in ast.walk(t) if isinstance(n, ast.Name))
+        for inner in ("body", "orelse", "finalbody"):
+            if not isinstance(s, _DEFINITION):
+                yield from bound(getattr(s, inner, []))
+        for handler in getattr(s, "handlers", []):
+            yield from bound(handler.body)
+
+
+def missing(source: str) -> set[str]:
+    """The names that a source reads from its module and does not bind there."""
+    top = symtable.symtable(source, "program", "exec")
+    read, tables = set[str](), [top]
+    while tables:
+        table = tables.pop()
+        tables += table.get_children()
+        read |= {s.get_name() for s in table.get_symbols() if s.is_referenced() and (table is top or s.is_global())}
+    own = {s.get_name() for s in top.get_symbols() if s.is_assigned() or s.is_imported() or s.is_namespace()}
+    return read - own - KNOWN
+
+
+def unprompted(source: str) -> str:
+    """A session of the interpreter as the program that was typed; any other source as it is."""
+    if not source.lstrip().startswith(">>>"):
+        return source
+    lines = [line.strip() for line in source.split("\n")]
+    return "\n".join(line[4:] for line in lines if line.startswith((">>> ", "... ")) or line == "...")
+
+
+def bare(text: str) -> str:
+    """The code of a text without its lines of prose; the text as it is where what is left is no Python.
+
+    >>> bare("Here it is:\\n\\ndef f():\\n    return 1\\n\\nThat is all.").strip()
+    'def f():\\n    return 1'
+    """
+    lines = unprompted(text).split("\n")
+    for _ in range(MOST_DROPPED):
+        rest = textwrap.dedent("\n".join(lines))
+        try:
+            tree = ast.parse(rest)
+        except (ValueError, RecursionError, MemoryError):
+            return text
+        except SyntaxError as error:
+            bad = [min((error.lineno or 1) - 1, len(lines) - 1)]
+            if isinstance(error, IndentationError):
+                bad += [i for i, line in enumerate(lines) if line[:1].strip()]
+            at = next((i for i in bad if prose(lines[i])), None)
+            if at is None:
+                return text
+            lines[at] = ""
+            continue
+        words = [s for s in tree.body if _says_nothing(s)]
+        if len(words) == len(tree.body):
+            return text
+        kept = rest.split("\n")
+        for s in words:
+            kept[s.lineno - 1 : s.end_lineno] = [""] * ((s.end_lineno or s.lineno) - s.lineno + 1)
+        return "\n".join(kept)
+    return text
+
+
+def prose(line: str) -> bool:
+    """Whether a line that does not parse is words: three in a row; or two, or one with a stop behind it, and no sign of
+    code.
+
+    >>> [prose(line) for line in ("It returns a + b.", "Solution:", "else:", "def add(a, b)", "x = = 3")]
+    [True, True, False, False, False]
+    """
+    line = line.strip()
+    if not line or _CODE.match(line):
+        return False
+    if _RULE.fullmatch(line) or _SENTENCE.search(line):
+        return True
+    words = _PHRASE.fullmatch(line)
+    return (
+        words is not None and not keyword.iskeyword(words[1]) and "=" not in line and re.search(r"\w\(", line) is None
+    )
+
+
+def _says_nothing(statement: ast.stmt) -> bool:
+    """A word that happens to parse: `Done`, `Note: this`."""
+    if isinstance(statement, ast.AnnAssign):
+        return statement.value is None
+    return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Name)
+
+
+def parsed(source: str) -> ast.Module | None:
+    try:
+        tree = ast.parse(source)
+        missing(source)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return tree
+
+
+if __name__ == "__main__":
+    asked = json.load(sys.stdin)
+    json.dump(
+        bare(asked["blocks"][0][1]) if asked["bare"] else chosen([(m, s) for m, s in asked["blocks"]], asked["wanted"]),
+        sys.stdout,
+    )

@@ -1,0 +1,155 @@
+"""The blocks of code in a response: fenced as CommonMark reads them, in quotations, or between tags."""
+
+from __future__ import annotations
+
+import bisect
+import html
+import re
+from dataclasses import dataclass
+
+from posttrain.verifier.spoken import spoken
+
+OPEN = re.compile(
+    r"(?<!`)(?P<fence>`{3,}+)[ \t]*+\{?\.?(?P<language>\w*+)[^\n`]*+\n"
+    r"|^[ \t>]*(?:(?:[-*+]|\d+[.)])[ \t]+)*(?P<tildes>~{3,}+)[ \t]*+\{?\.?(?P<mark>\w*+)[^\n]*\n"
+    r"|^[ \t]*(?P<comment><!--)"
+    r"|^[ \t]*<(?P<tag>pre|code)\b[^>\n]*>"
+    r"|(?<![\"'`])<(?P<answer>answer)>"
+    r"|^[ \t]*\[(?P<upper>PYTHON)\][ \t]*$",
+    re.MULTILINE,
+)
+QUOTED = re.compile(r"[ \t]*(?:>(?!>>)[ \t]?)+")
+BEFORE = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)*")
+"""What may stand before an opening fence so that the block is as far in: white space and marks of lists, no words."""
+LINE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<more>[^\n]*)$", re.MULTILINE)
+DEEPER = 3
+"""Columns that a closing fence may stand further in than its opening one; further in it belongs to the program (a
+docstring's)."""
+PYTHON = ("python", "py", "python3", "pycon")
+LONGEST = 256 * 1024
+"""Characters of a response that are searched for blocks."""
+MOST_BLOCKS = 500
+INNER = re.compile(r"\s*<code\b[^>\n]*>|</code>\s*\Z")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One block. `kind`: `fence`, `tag`, `answer` (all that stands between `<answer>` tags), or `bare` for a text
+    without blocks."""
+
+    kind: str
+    language: str
+    body: str
+
+    @property
+    def python(self) -> bool:
+        return self.language.lower() in PYTHON
+
+
+def program_in(text: str) -> str:
+    """The last block marked as Python, else the last block, else the whole response. A block that is never closed goes
+    to the end."""
+    return last_of(blocks_of(text))
+
+
+def last_of(blocks: list[Block]) -> str:
+    """The body of the last block marked as Python, else of the last block."""
+    return ([b for b in blocks if b.python] or blocks)[-1].body
+
+
+def blocks_of(text: str) -> list[Block]:
+    """The blocks of what was said, at least one: of the last `<answer>` where there is one; a text without any is one
+    bare block.
+
+    >>> [b.body for b in blocks_of("so:\\n~~~py\\nx = 1\\n~~~\\n> ```\\n> y\\n> ```")], blocks_of("x = 1")[0].kind
+    (['x = 1\\n', 'y\\n'], 'bare')
+    """
+    text = spoken(text)
+    if len(text) > LONGEST:
+        return [Block("bare", "", text)]
+    found = _marked(text)
+    answers = [b for b in found if b.kind == "answer"]
+    if answers:
+        text = answers[-1].body
+        found = [b for b in _marked(text) if b.kind != "answer"]
+    if found:
+        return found
+    lines = [line for line in text.split("\n") if line.strip()]
+    if lines and all(QUOTED.match(line) for line in lines):
+        text = _unquoted(text)
+    return [Block("bare", "", text)]
+
+
+def _marked(text: str) -> list[Block]:
+    """Every block in its order, without the indentation that its opening fence has; comments of HTML are passed over.
+
+    A line of nothing but a fence closes a fenced block. Where another block opens before such a line, or there is none,
+    the first fence in the middle of a line does.
+    """
+    found: list[Block] = []
+    at = 0
+    lines = list(LINE.finditer(text))
+    while len(found) < MOST_BLOCKS and (opened := OPEN.search(text, at)):
+        fence = opened["fence"] or opened["tildes"]
+        if fence is None:
+            block, at = _tagged(text, opened)
+            found += [block] if block else []
+            continue
+        place = opened.start("fence" if opened["fence"] else "tildes")
+        line = text.rfind("\n", 0, place) + 1
+        before = text[line:place]
+        if ">" in before and QUOTED.fullmatch(before):
+            at = _quotation(text, line)
+            found += _marked(_unquoted(text[line:at]))
+            continue
+        column = len(before) if BEFORE.fullmatch(before) else 0
+        end, at = _closed(text, lines, opened.end(), column, fence)
+        body = text[opened.end() : end]
+        body = re.sub(rf"^[ \t]{{0,{column}}}", "", body, flags=re.MULTILINE) if column else body
+        found.append(Block("fence", opened["language"] or opened["mark"] or "", body))
+    return found
+
+
+def _tagged(text: str, opened: re.Match[str]) -> tuple[Block | None, int]:
+    """The block of a tag, and where what follows it begins. A comment is no block, nor is code within one line."""
+    begin = opened.end()
+    if opened["comment"]:
+        end = text.find("-->", begin)
+        return None, len(text) if end < 0 else end + 3
+    tag = opened["tag"] or opened["answer"] or opened["upper"]
+    closing = f"[/{tag}]" if opened["upper"] else f"</{tag}>"
+    end = text.find(closing, begin)
+    body = text[begin:] if end < 0 else text[begin:end]
+    after = len(text) if end < 0 else end + len(closing)
+    if opened["answer"]:
+        return Block("answer", "", body), after
+    if "\n" not in body.strip("\n"):
+        return None, after
+    if opened["upper"]:
+        return Block("tag", "python", body.lstrip("\n")), after
+    return Block("tag", "", html.unescape(INNER.sub("", body)).lstrip("\n")), after
+
+
+def _quotation(text: str, line: int) -> int:
+    """Where the quotation that begins with this line ends."""
+    while line < len(text) and QUOTED.match(text, line):
+        end = text.find("\n", line)
+        line = len(text) if end < 0 else end + 1
+    return line
+
+
+def _unquoted(text: str) -> str:
+    return re.sub(rf"^{QUOTED.pattern}", "", text, flags=re.MULTILINE)
+
+
+def _closed(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
+    """Where a block ends, and where what follows its closing fence begins. `lines`: all that begin with a fence."""
+    for line in lines[bisect.bisect_left(lines, begin, key=lambda found: found.start()) :]:
+        short = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
+        if short or len(line["indent"].expandtabs(4)) > column + DEEPER:
+            continue
+        if not line["more"].strip():
+            return line.start(), line.end()
+        break
+    inline = text.find(fence, begin) if fence[0] == "`" else -1
+    return (inline, inline + len(fence)) if inline >= 0 else (len(text), len(text))

@@ -1,0 +1,267 @@
+"""Programs judged by tests: each test a fresh process in the sandbox, each answer compared outside.
+
+What was wanted never enters the sandbox, so no program can find it, patch the comparison, or end before it. Tests that
+can only run beside the program are `weak`, accepted by name, and named in the verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Attempt
+from posttrain.core.redact import redacted
+from posttrain.core.types import Gauge, Gauges, Task, merge
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.sandbox.cell.program import encode
+from posttrain.sandbox.choose import open_sandbox
+from posttrain.sandbox.comparison import Unheard, heard, same, shown
+from posttrain.sandbox.pool import Sandbox
+from posttrain.sandbox.port import MOST_SAID, Call, ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError
+from posttrain.verifier.code.fences import LONGEST, blocks_of, last_of
+from posttrain.verifier.code.tests import SPARE, CallTest, InputTest, Test, WeakTest, tests_of, wanted_names
+
+Scoring = Literal["all", "fraction"]
+ASSEMBLE = (Path(__file__).parent / "assemble.py").read_text(encoding="utf-8")
+"""What finds the program among several blocks. It parses what a policy wrote, so it runs in the sandbox."""
+MOST_BLOCKS = 64
+"""Of a response, from its end, among which the program is looked for."""
+MOST_SECONDS = 2.0
+"""That this may take; beyond it the last block is the program."""
+_STATEMENT = re.compile(
+    r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w.,"
+    r" ]+$|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"
+    r"|(?:else|try|finally|except)\b.*:|(?:return|pass|break|raise|assert|del|global)\b|[\w.]+\(|[A-Za-z_][\w.,*"
+    r" \[\]'\"]*+(?::[^=]*)?[-+*/%&|^<>@]*="
+)
+"""How a line of a program begins, and hardly a line of prose."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One test: `kind` is '' where it passed, else what went wrong."""
+
+    kind: str = ""
+    why: str = ""
+    seconds: float = 0.0
+    """That the program ran."""
+
+
+class Code:
+    """A reward source: 1 where the response's program passes every test; with `scoring="fraction"`, the share it
+    passes.
+
+    The program is the block that defines what the tests call, with what it needs of the others (`fences`, `assemble`).
+
+    Args:
+        sandbox: where programs run; None opens `auto`, which is refused here and now if this machine has none.
+        weak: accept tests that run beside the program.
+        seconds: that a program may run in all its tests together; those that it leaves no time for count as timed out.
+        owned: end `sandbox` with this source; one that was opened here always is.
+    """
+
+    def __init__(
+        self,
+        sandbox: Sandbox | None = None,
+        *,
+        scoring: Scoring = "all",
+        weak: bool = False,
+        seconds: float = 60.0,
+        name: str = "code",
+        weight: float = 1.0,
+        owned: bool = False,
+    ) -> None:
+        if scoring not in ("all", "fraction"):
+            raise ConfigError(f"reward code: scoring={scoring!r} is neither all nor fraction")
+        self.name = name
+        self.weight = weight
+        self.scoring: Scoring = scoring
+        self.weak = weak
+        self.seconds = seconds
+        self._owned = owned or sandbox is None
+        self._taken: Gauges = {}
+        self.sandbox = sandbox or open_sandbox()
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """DataError where a task has no tests, or tests that are not understood."""
+        for task in tasks:
+            tests_of(task, weak=self.weak)
+
+    async def __call__(self, attempt: Attempt) -> Judged:
+        return Judged(self.name, self.weight, redacted(await self.verdict(attempt.task, attempt.text)))
+
+    def gauges(self) -> Gauges:
+        """Since the last call: seconds a response took to judge, of all and by what came of it, tests that waited as
+        one more came, and attempts of a program to reach a network, each refused."""
+        taken, self._taken = self._taken, {}
+        return {
+            f"verifier/{self.name}/{name}": gauge
+            for name, gauge in merge(taken, {"network": Gauge(*self.sandbox.network.take())}).items()
+        }
+
+    async def verdict(self, task: Task, text: str) -> Verdict:
+        """What one response is worth. A sandbox that was lost is our failure and no score."""
+        begun = time.monotonic()
+        try:
+            tests = tests_of(task, weak=self.weak)
+            verdict = await self._judged(tests, await self.program(tests, text))
+        except (SandboxBroken, SandboxUnavailableError) as error:
+            verdict = Verdict.failed("sandbox", str(error))
+        took = Gauge(time.monotonic() - begun, 1)
+        self._taken = merge(self._taken, {"seconds": took, f"kind/{verdict.kind or 'passed'}": took})
+        return verdict
+
+    async def program(self, tests: Sequence[Test], text: str) -> str:
+        """The program of a response. Where more than one block could be it, or words stand around it, that is found out
+        in the sandbox."""
+        blocks = blocks_of(text)
+        only, plain = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
+        if plain and (only.kind != "bare" or not _worded(only.body)):
+            return only.body
+        if len(text) > LONGEST:
+            return last_of(blocks)
+        asked = {
+            "blocks": [(b.python, b.body) for b in blocks[-MOST_BLOCKS:]],
+            "bare": only.kind == "bare",
+            "wanted": sorted(wanted_names(tests)),
+        }
+        own = self.sandbox.limits
+        limits = replace(
+            own,
+            cpu=min(own.cpu, MOST_SECONDS),
+            wall=min(own.wall, MOST_SECONDS),
+            output=min(MOST_SAID, SPARE + 8 * len(text)),
+        )
+        ran = await self.sandbox.run(ASSEMBLE, stdin=json.dumps(asked), limits=limits)
+        try:
+            found = json.loads(ran.stdout) if ran.why == "ok" else None
+        except ValueError:
+            found = None
+        return found if isinstance(found, str) else last_of(blocks)
+
+    async def _judged(self, tests: Sequence[Test], program: str) -> Verdict:
+        """Each test in its turn. What counts against the time of all is how long the program ran, not how long it
+        waited for us."""
+        outcomes: list[Outcome] = []
+        spent = 0.0
+        for test in tests:
+            if spent > self.seconds:
+                outcomes.append(Outcome("timeout", f"the tests together took longer than {self.seconds:g} s"))
+            else:
+                self._taken = merge(self._taken, {"queue": Gauge(self.sandbox.waiting, 1)})
+                outcomes.append(await self.outcome(program, test))
+                spent += outcomes[-1].seconds
+            if outcomes[-1].kind and self.scoring == "all":
+                break
+        return self._score(tests, outcomes)
+
+    def _score(self, tests: Sequence[Test], outcomes: Sequence[Outcome]) -> Verdict:
+        notes = [f"sandbox={self.sandbox.name}"] if self.sandbox.name == "none" else []
+        notes += (
+            [f"{sum(isinstance(t, WeakTest) for t in tests)} weak tests"]
+            if any(isinstance(t, WeakTest) for t in tests)
+            else []
+        )
+        bad = next(((i, o) for i, o in enumerate(outcomes) if o.kind), None)
+        if bad is None:
+            return Verdict.value(1.0, why="; ".join(notes))
+        passed = sum(not o.kind for o in outcomes)
+        score = passed / len(tests) if self.scoring == "fraction" else 0.0
+        why = f"test {bad[0] + 1} of {len(tests)}: {bad[1].why}"
+        return Verdict.value(score, bad[1].kind, "; ".join([why, *notes]))
+
+    async def outcome(self, program: str, test: Test) -> Outcome:
+        """One test in a process of its own, which may say as much as is wanted of it."""
+        limits, room = self.sandbox.limits, test.room
+        limits = replace(limits, output=max(limits.output, room)) if isinstance(test, InputTest) else limits
+        limits = replace(limits, result=max(limits.result, room)) if isinstance(test, CallTest) else limits
+        if isinstance(test, InputTest):
+            ran = await self.sandbox.run(program, stdin=test.stdin, limits=limits)
+            found = _printed(ran, test, limits)
+        elif isinstance(test, CallTest):
+            ran = await self.sandbox.run(program, call=test.call, limits=limits)
+            found = _returned(ran, test)
+        else:
+            ran, found = await self._weak(program, test)
+        return replace(found, seconds=ran.seconds)
+
+    async def _weak(self, program: str, test: WeakTest) -> tuple[Ran, Outcome]:
+        """The tests' statements after the program's, then a call of a function whose name the program was not told."""
+        name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
+        whole = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
+        ran = await self.sandbox.run(whole, call=Call(name))
+        if ran.why != "ok":
+            return ran, _ended(ran)
+        try:
+            return ran, (
+                Outcome() if same(heard(ran.result), nonce) else Outcome("wrong", "the tests did not come to their end")
+            )
+        except Unheard as error:
+            return ran, Outcome(error.kind, str(error))
+
+    async def lint(self, tasks: Sequence[Task]) -> list[str]:
+        """Tasks that a program without content passes, a line each: their tests prove nothing."""
+        found: list[str] = []
+        for task in tasks:
+            verdict = await self.verdict(task, "")
+            if verdict.score:
+                found.append(f"task {task.id!r}: an empty program scores {verdict.score:g}")
+        return found
+
+    @property
+    def contained(self) -> str:
+        """Name of the sandbox that programs run in."""
+        return self.sandbox.name
+
+    def close(self) -> None:
+        """End the sandbox, if it was opened here."""
+        if self._owned:
+            self.sandbox.close()
+
+
+def _worded(text: str) -> bool:
+    """Whether a line of a text does not begin as a program's lines do."""
+    return any(_STATEMENT.match(line) is None for line in text.split("\n"))
+
+
+def _ended(ran: Ran) -> Outcome:
+    """A run that did not end well, in words that show no raw control character."""
+    said = f": {ran.complaint}" if ran.complaint else ""
+    return Outcome(ran.why, f"{ran.why} (exit {ran.exit}, {ran.seconds:.2f} s){said}")
+
+
+def _returned(ran: Ran, test: CallTest) -> Outcome:
+    if ran.why != "ok":
+        return _ended(ran)
+    try:
+        said = heard(ran.result)
+    except Unheard as error:
+        return Outcome(error.kind, str(error))
+    return Outcome() if same(said, test.wanted, test.how) else _differs(said, test)
+
+
+def _printed(ran: Ran, test: InputTest, limits: ProgramLimits) -> Outcome:
+    if ran.why != "ok":
+        return _ended(ran)
+    if ran.cut and len(ran.stdout) >= limits.output:
+        return Outcome("output", "printed more than is kept")
+    if _lines(ran.said) == _lines(test.wanted):
+        return Outcome()
+    wanted = f", wanted {test.wanted[:80]!r}" if test.public else ""
+    return Outcome("wrong", f"printed {ran.said[:80]!r}{wanted}")
+
+
+def _lines(text: str) -> list[str]:
+    return [line.rstrip() for line in text.rstrip().splitlines()]
+
+
+def _differs(said: object, test: CallTest) -> Outcome:
+    wanted = f", wanted {shown(encode(test.wanted))}" if test.public else ""
+    return Outcome("wrong", f"returned {shown(said)}{wanted}")

@@ -1,0 +1,44 @@
+"""Reading the integer a response ends on, without ever raising on what a policy can say."""
+
+from __future__ import annotations
+
+import re
+from collections import deque
+
+_MINUS = "\u2212\u2010\u2011\u2013\ufe63\uff0d"
+_TRANSLATE = str.maketrans(
+    {**dict.fromkeys(_MINUS, "-"), "\uff0b": "+", **{chr(0xFF10 + d): str(d) for d in range(10)}}
+)
+_NUMBER = re.compile(
+    r"(?<![0-9])(?<![0-9]\.)"  # not inside a number, nor a further part of 1.2.3
+    r"(?P<sign>(?<![0-9)\]])[+-])?"  # after a digit or a closing bracket, a sign is an operator
+    r"(?P<whole>[0-9]{1,3}(?:[,'_\u00a0\u2009\u202f][0-9]{3})+(?![0-9])|[0-9]+)"
+    r"(?:\.(?P<fraction>[0-9]+))?"
+)
+
+
+def canonical(sign: str | None, digits: str) -> str:
+    """One spelling per integer: no separators, no leading zeros, no plus, no negative zero.
+
+    >>> canonical("-", "0,012"), canonical("+", "000")
+    ('-12', '0')
+    """
+    bare = re.sub(r"[^0-9]", "", digits).lstrip("0") or "0"
+    return "-" + bare if sign == "-" and bare != "0" else bare
+
+
+def last_integer(text: str) -> str | None:
+    """The last number of a text in its canonical spelling; None where there is none or it is no integer.
+
+    Understands a sign that is not an operator, Unicode minus signs, leading zeros, full-width digits and thousands
+    separators (comma, apostrophe, underscore, narrow or fixed space); `12.0` is 12 and `12.5` is no integer. The
+    result is text because Python refuses to convert very long digit strings, and a policy can say one.
+
+    >>> last_integer("3+4=7;7+5=12"), last_integer("about 1,234."), last_integer("\u2212007"), last_integer("12.5")
+    ('12', '1234', '-7', None)
+    """
+    found = deque(_NUMBER.finditer(text.translate(_TRANSLATE)), maxlen=1)
+    last = found[0] if found else None
+    if last is None or (last["fraction"] or "").strip("0"):
+        return None
+    return canonical(last["sign"], last["whole"])

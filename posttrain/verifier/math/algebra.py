@@ -1,0 +1,141 @@
+"""In a worker process: math-verify, for what our own rules leave open.
+
+It is given single, spelled expressions and its LaTeX grammar only. Its other reader, for plain expressions, is Python's
+`eval` behind sympy's `parse_expr`, which is replaced for the whole process by a reader of numbers and names, so no path
+leads there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import re
+from collections.abc import Callable
+from typing import Any, cast
+
+from posttrain.core.verdict import Verdict
+from posttrain.verifier.math.grade import UnreadableError, gold_of, grade
+from posttrain.verifier.math.values import Other, Value, parts
+from posttrain.verifier.workers.pool import told
+
+_SAME = (
+    ("2\\sqrt{2}", "\\sqrt{8}"),
+    ("x^2-1", "(x-1)(x+1)"),
+    ("\\pi", "3.141593"),
+    ("\\frac{x+1}{2}", "\\frac{x}{2}+0.5"),
+)
+"""What a working algebra finds equal."""
+_NUMBER = re.compile(r"[-+]?(?:\d+/\d+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
+
+_DECIMAL = re.compile(r"(?<![\d.,])(\d*)\.(\d{1,15})(?![\d.,])")
+_IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
+
+
+class _RefusedError(BaseException):
+    """Text that would be evaluated as Python. No `except Exception` of the algebra may take it for an ordinary
+    failure."""
+
+
+def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
+    """Answers (gold, response) with a verdict, and (gold, None) with 1 where the gold answer can be read.
+
+    Raises:
+        RuntimeError: the algebra does not know what it must know, so it would judge wrongly.
+    """
+    all(equal(g, s) for g, s in _SAME)  # sympy loads parts of itself late, and builds them from text
+    _forbid_eval()
+    parsed.cache_clear()
+    equal.cache_clear()
+    if not all(equal(g, s) for g, s in _SAME) or equal("x^2+1", "(x-1)(x+1)"):
+        raise RuntimeError("math-verify fails its self-test; install the version of constraints.txt")
+    return lambda request: told(answer(*request))
+
+
+def answer(gold: str, response: str | None) -> Verdict:
+    """One request."""
+    wanted = gold_of(gold)
+    if wanted is None:
+        return Verdict.failed("gold", f"there is no answer in {gold[:80]!r}")
+    if response is None:
+        try:
+            for value in wanted.values:
+                _readable(value)
+        except UnreadableError as error:
+            return Verdict.failed("gold", f"cannot read {str(error)[:80]!r}")
+        return Verdict.value(1.0)
+    try:
+        graded = grade(wanted, response, equal)
+    except UnreadableError as error:
+        return Verdict.failed("gold", f"cannot read the gold answer {str(error)[:80]!r}")
+    return graded.verdict if graded else Verdict.failed("worker", "the algebra gave no answer")
+
+
+@functools.lru_cache(maxsize=65536)
+def equal(gold: str, said: str) -> bool:
+    """Whether math-verify finds two expressions equal; UnreadableError where it cannot read one. Siblings often say the
+    same.
+
+    It does not see that 0.5+0.5i is (1+i)/2, so decimals beside an i are asked about once more as fractions.
+    """
+    from math_verify import verify
+
+    try:
+        wanted, given = parsed(gold), parsed(said)
+        if wanted is None or given is None:
+            raise UnreadableError(gold if wanted is None else said, gold=wanted is None)
+        if verify(wanted, given, allow_set_relation_comp=True, timeout_seconds=None):
+            return True
+        exact = [_DECIMAL.sub(_fraction, text) for text in (gold, said)]
+        if exact == [gold, said] or not any(_IMAGINARY.search(text) for text in exact):
+            return False
+        return bool(verify(parsed(exact[0]), parsed(exact[1]), allow_set_relation_comp=True, timeout_seconds=None))
+    except _RefusedError:
+        raise UnreadableError(said, gold=False) from None
+
+
+@functools.lru_cache(maxsize=4096)
+def parsed(text: str) -> Any:
+    """The expression; None where the grammar does not take it."""
+    from math_verify import LatexExtractionConfig, parse
+
+    inside = text.replace("%", "\\%")
+    found: Any = parse(
+        f"\\boxed{{{inside}}}", [LatexExtractionConfig()], "no_fallback", parsing_timeout=cast(int, None)
+    )
+    return found[0] if found else None
+
+
+def _fraction(decimal: re.Match[str]) -> str:
+    return rf"\frac{{{int(decimal[1] + decimal[2])}}}{{{10 ** len(decimal[2])}}}"
+
+
+def _readable(value: Value) -> None:
+    for inner in parts(value):
+        _readable(inner)
+    if isinstance(value, Other) and parsed(value.text) is None:
+        raise UnreadableError(value.text, gold=True)
+
+
+def _forbid_eval() -> None:
+    """Where sympy turns text into an expression, let it read numbers and names only. Its own way is `eval` of
+    transformed Python."""
+    import sympy
+
+    known = {"oo": sympy.oo, "zoo": sympy.zoo, "nan": sympy.nan, "pi": sympy.pi, "E": sympy.E, "I": sympy.I}
+
+    def numbers_only(text: str, *args: Any, **kwargs: Any) -> Any:
+        if _NUMBER.fullmatch(str(text)) is None:
+            if str(text).isidentifier():
+                return known.get(str(text)) or sympy.Symbol(str(text))
+            raise _RefusedError(str(text)[:80])
+        if "/" in text:
+            return sympy.Rational(*map(int, text.split("/")))
+        return sympy.Integer(int(text)) if text.lstrip("+-").isdigit() else sympy.Float(text)
+
+    for name in (
+        "sympy.parsing.sympy_parser",
+        "sympy.parsing",
+        "math_verify.parser",
+        "latex2sympy2_extended.latex2sympy2",
+    ):
+        importlib.import_module(name).parse_expr = numbers_only  # type: ignore[attr-defined]

@@ -1,0 +1,403 @@
+"""Which part of a response is its answer: in linear time, whatever the policy says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from posttrain.verifier.math.seen import seen
+from posttrain.verifier.math.units import SCALES, changing, unit
+
+LONGEST_LINE = 300
+"""Characters after a phrase such as `the answer is` that are looked at."""
+TAIL = 10_000
+"""Without a box, only so many last characters are searched."""
+
+_SCRIPTS = "\u2e80-\u9fff\uac00-\ud7af\u3040-\u30ff"
+"""Letters that stand directly beside a number: Chinese, Japanese, Korean."""
+_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
+_SIGNLESS = (
+    r"[$€£₹¥]?(?:\d{1,4}["
+    rf" ]\d{{1,3}}/\d{{1,3}}(?!\d)|\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+|(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"
+)
+_PLAIN = re.compile(rf"[-+−–]?{_SIGNLESS}", re.IGNORECASE)
+_NUMBER = re.compile(
+    rf"(?<![^\W{_SCRIPTS}])(?<!\.)(?<!\d:)(?<![\d)\]] )(?:(?<![\d)\]])[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE
+)
+_BRACE = re.compile(
+    r"\\(?:boxed|fbox)\s*\{"
+    r"|\\(?:boxed|fbox)(?![A-Za-z])\s*(\\[dt]?frac(?:\s?\d\s?\d|\{[^{}\n]{1,60}\}\{[^{}\n]{1,60}\})"
+    rf"|[-+−]?{_DIGITS}(?:\.\d+)?|[A-Za-z](?![A-Za-z]))"
+    r"|\\[\\{}]|[{}]"
+)
+_PHRASE = re.compile(
+    r"(?:\banswers?\b|\bresult\b|\b(?:correct|right|best)\s(?:option|choice)\b(?=[*_\s]{0,4}(?:is|:)[*_\s:]{0,6}\(?[A-J]\b)|\b(?:respuesta|resposta|risposta|réponse|antwort|ответ)\b|答案|答え|答)"
+    r"[*_\s]{0,4}(?:\bis(?=n['’]t\b)|\bis\b|\bare\b|\bes\b|\bist\b|\best\b|[:=：是为は])[*_\s:=：]{0,6}"
+    r"|\bsolution is[*_\s:]{0,6}(?=[$\\\d-])"
+    r"|^[ \t]{0,3}\|?[ \t*_]{0,6}(?:final[ ])?answer[ \t*_]{0,6}\|"
+    r"|^[ \t]{0,3}(?:#{1,6}|\*\*|__)[^\n.:]{0,40}\banswers?[*_: \t]{0,6}$",
+    re.IGNORECASE | re.MULTILINE,
+)
+_BELOW = re.compile(r"(?::|\b(?:below|by|follows|following)[.:]?)$", re.IGNORECASE)
+_SPAN = re.compile(
+    r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500}?)(?<!\\)\$(?!\d)|\\\(([^\n]{1,500}?)\\\)|\\\[([^$]{1,500}?)\\\]"
+)
+"""A formula. A dollar sign before a digit ends none: it is money."""
+_MAYBE = re.compile(r"\b(?:maybe|perhaps|possibly|probably|even) ")
+_JOIN = re.compile(rf"\s{{0,4}}(?:,\s{{0,4}}(?:(?:and|or)\b)?|and\b|or\b)\s{{0,4}}(?:{_MAYBE.pattern})?")
+_COMMAND = re.compile(r"\\[A-Za-z]+|\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|max|min|gcd|lcm|mod|and|or)\b")
+_WORD = re.compile(r"[^\W\d_]{2,}")
+_GROWN = re.compile(
+    r"(?:\\(?:pi|sqrt|cdot|times|text|mathrm)(?![A-Za-z])(?:\{[^{}\n]{0,60}\})?|[π√²³°]|(?<=[π√])\d+"
+    r"|(?![mghsLCFNJWV]\b|x"
+    r" (?:as|more|faster|larger|bigger|greater|longer|the)\b)[A-Za-z]{1,3}(?![A-Za-z])|\^\{?-?\w{1,6}\}?)+"
+)
+"""What may stand directly behind a number, so that the number alone is not what was said: `12π`, `5x`, `3rd`."""
+_AFTER = re.compile(r"[ \t]{0,2}(?:\\text\{)?([^\n.,;:!?()$\\{}]{1,60})")
+_POINT = re.compile(r"[-+•] +(?![^\n]*\n\s*[-+•] )")
+_SENTENCE = re.compile(r"(?<!\bsq)(?<!\bcu)[.;!?](?:\s|$)")
+_CORRECT = re.compile(
+    r"\b(?:option|choice)\s\(?([A-J])\)?[*_]{0,3} is (?:the )?(?:correct|right|best)\b"
+    r"|(?:^|[\s*_])(?:\(([A-J])\)|([A-J]))[*_]{0,3} is (?:the )?(?:correct|right|best)\b"
+)
+_ALONE = re.compile(r"\*{0,2}\(?[A-J]\)?\*{0,2}")
+_LABELLED = re.compile(r"(?:^|\s)\(?([A-J])[.):]\s", re.MULTILINE)
+_DATE = re.compile(
+    r"(?:Jan|Feb|Mar|Apr|May|Jun|Jul|Aug|Sep|Oct|Nov|Dec)[a-z]{0,6}\.? \d{1,2}(?:st|nd|rd|th)?(?:,? \d{4})?(?!\d)"
+)
+_RATIO = re.compile(r"\d{1,9} to \d{1,9}(?=\W*$)")
+_CUT = re.compile(r"(?:[+/=]|(?<![-\w])-|\\(?:cdot|times|div|frac|sqrt|left|pm)\s*[({]?)\s*\Z")
+"""An operator at the end: the response was cut off in the middle of a formula."""
+_SEVERAL = re.compile(rf"(?<![\w.])(?:{_DIGITS}(?:\.\d+)?, ?){{2,20}}(?:(?:and|or) )?{_DIGITS}(?:\.\d+)?\W*\Z")
+_HEDGE = re.compile(
+    r"(?:n['’]t|either|neither|between|not|never|at (?:least|most)|(?:more|less|fewer|greater|smaller|larger) than|no"
+    r" (?:more|less) than|anything but|over|under)\b",
+    re.IGNORECASE,
+)
+"""What makes of the number behind it another answer than that number."""
+_DENIED = re.compile(
+    r"(?:\bnot|\bcannot|n['’]t|\bnever|\bneither|\banything but)(?:\s(?:be|equal))?\s{0,3}[$\\(\[\s*]{0,6}\Z",
+    re.IGNORECASE,
+)
+_IGNORANT = re.compile(
+    r"\b(?:I|we)(?:[ ]am|['’]m|[ ]are)?[ ](?:(?:cannot|can['’]t|can not|unable to)["
+    r" ](?:answer|tell|say|solve|determine|find|know)"
+    r"|(?:do not|don['’]t)[ ]know|have no idea|not sure)\b",
+    re.IGNORECASE,
+)
+"""That the answer is not known, said after the last number."""
+_UNSURE = re.compile(r"\b(?:perhaps|maybe|possibly)\b[^\d\n]{0,20}\d", re.IGNORECASE)
+_WITHDRAWN = re.compile(
+    r"[\s$*.)\]\\]{0,8}(?:is|was)\s(?:wrong|incorrect|false|not (?:the|right|correct|true))\b", re.IGNORECASE
+)
+_RETRACTED = re.compile(r"\b(?:wait|actually|correction|wrong|incorrect|mistaken?|oops|rather)\b", re.IGNORECASE)
+_BETWEEN = re.compile(r"[\s$.]{0,6}(?:,|;|\band\b|\bor\b|,\s?and\b|,\s?or\b)[\s$]{0,6}(?:[A-Za-z](?:_\w)?\s?=\s?)?")
+"""What joins two boxes into one answer."""
+_CLEAR = re.compile(r"\([A-J]\)(?=,? (?:because|since|as|is|for)\b)|(?i:yes|no|true|false)(?=[,.;])|([A-J][.)])(?= \S)")
+"""A choice or a word that is the answer, whatever numbers come after it; group 1 is a letter with its value behind
+it."""
+_MEASURING = {"per", "square", "cubic", "squared", "cubed", "sq", "cu", "half", "am", "pm"}
+
+
+@dataclass(frozen=True)
+class Found:
+    """The answer as it was written. `several`: boxes before it say something else."""
+
+    text: str
+    several: bool = False
+    told: bool = field(default=False, repr=False, compare=False)
+    """It was said in a sentence, so that an exclamation mark at its end may be no factorial."""
+
+
+def final(text: str) -> Found | None:
+    """The answer of a response; None where there is none. The first rule that finds something decides:
+
+    1. thoughts, comments and what is struck out do not count (`seen`); where there are `<answer>` tags, only what is in
+      the last ones;
+    2. the last complete `\\boxed{...}`, braces balanced, and the boxes that `and`, `or` or a comma join to it. A box
+      that is never
+       closed after it is no answer, nor one that is denied (`not \\boxed{3}`, `\\boxed{3} is wrong`) or taken back for
+       another answer;
+    3. the line after the last `####`, where it is no heading: it holds a value and no prose, or no answer comes after
+      it;
+    4. what follows the last `answer is`, `answer:`, `| answer |` or heading such as `**Final Answer**`: the formulas
+      that stand first,
+       on whatever line; else its line, all of it where it is no prose, else its first formula or number with its unit;
+    5. the last `option C is correct`; all of a response that is one line without prose; a last line of one letter;
+    6. the last formula in dollar signs, or the last number, whichever ends later, with its unit. Not where options are
+      only listed,
+       or the response was cut off behind an operator.
+
+    >>> final(r"so \\boxed{3}, no: \\boxed{\\frac{1}{2}}"), final("7 of 12 make 1,234.")
+    (Found(text='\\\\frac{1}{2}', several=True), Found(text='1,234', several=False))
+    """
+    text = seen(text)
+    boxes, opened = _boxes(text)
+    if opened or not text.strip():
+        return None
+    if boxes:
+        after = text[boxes[-1].end :]
+        taken_back = _RETRACTED.search(after)
+        other = _PHRASE.search(after, taken_back.end()) if taken_back else None
+        if other is None or not any(c.isdigit() for c in after[other.end() : other.end() + LONGEST_LINE]):
+            return _boxed(text, boxes)
+        text = after
+    text = text[-TAIL:]
+    if "####" in text:
+        line = _marked(text)
+        if line is not None:
+            return Found(line) if line else None
+    phrases = list(_PHRASE.finditer(text))
+    while phrases:
+        last = phrases.pop()
+        if told := (
+            _cell(text, last.end()) if last.group().endswith("|") else _told(text[last.end() :], "\n" in last.group())
+        ):
+            return Found(told, told=True)
+        if not last.group().endswith("|"):
+            break
+    if correct := list(_CORRECT.finditer(text, max(0, len(text) - LONGEST_LINE))):
+        return Found(next(g for g in correct[-1].groups() if g))
+    whole = text.strip()
+    if (
+        len(whole) <= LONGEST_LINE
+        and "\n" not in whole
+        and (not prose(whole) or not any(c.isdigit() or c == "$" for c in whole))
+    ):
+        return Found(whole)
+    line = whole.rpartition("\n")[2].strip()
+    if _ALONE.fullmatch(line):
+        return Found(line.strip("*_"))
+    if _CUT.search(whole):
+        return None
+    if (several := _SEVERAL.search(whole[-LONGEST_LINE:])) is not None:
+        return Found(several[0].strip())
+    found = max(_candidates(text), default=None)
+    if (
+        found is None
+        or _listing(text, found[1])
+        or _DENIED.search(text, max(0, found[1] - 24), found[1])
+        or _IGNORANT.search(text, found[0])
+    ):
+        return None
+    return Found(found[2], told=True)
+
+
+def _listing(text: str, at: int) -> bool:
+    """Whether what stands at `at` belongs to the last of three or more options that are only listed."""
+    labels = [m for m in _LABELLED.finditer(text) if m.end() <= at]
+    if len({m[1] for m in labels}) < 3:
+        return False
+    between = text[labels[-1].end() : at]
+    return "\n" not in between and _SENTENCE.search(between) is None
+
+
+def prose(text: str) -> bool:
+    """Whether it has words beside commands and functions."""
+    return _WORD.search(_COMMAND.sub(" ", text)) is not None
+
+
+@dataclass(frozen=True)
+class Box:
+    """A complete box: where its command begins, where it ends, and what is in it."""
+
+    start: int
+    end: int
+    text: str
+
+
+def _boxed(text: str, boxes: list[Box]) -> Found | None:
+    """The last box with what belongs to it: boxes that are joined to it, and a unit or a word such as `million` behind
+    it."""
+    last = boxes[-1]
+    if _DENIED.search(text, max(0, last.start - 24), last.start) or _WITHDRAWN.match(text, last.end):
+        return None
+    several = any(b.text.strip() != last.text.strip() for b in boxes)
+    joined = [last.text]
+    for one, two in zip(reversed(boxes[:-1]), reversed(boxes), strict=False):
+        if (
+            one.text.strip() == two.text.strip()
+            or two.start - one.end > 24
+            or _BETWEEN.fullmatch(text, one.end, two.start) is None
+        ):
+            break
+        joined.insert(0, one.text)
+    if len(joined) > 1:
+        return Found(", ".join(joined), several and len(joined) < len(boxes))
+    at = last.end + (text[last.end : last.end + 1] == "$")
+    after = _words_after(text, at) if any(c.isdigit() for c in last.text) and "=" not in last.text else ""
+    return Found(rf"{last.text}\text{{ {after}}}" if after else last.text, several)
+
+
+def _boxes(text: str) -> tuple[list[Box], bool]:
+    """The complete boxes in the order in which they end, outermost only, and whether one stays open after them."""
+    stack: list[tuple[int, int, bool]] = []
+    inside, out = 0, list[Box]()
+    if "\\boxed" not in text and "\\fbox" not in text:
+        return out, False
+    for match in _BRACE.finditer(text):
+        token = match.group()
+        if match[1] is not None:
+            if not inside:
+                out.append(Box(match.start(), match.end(), match[1]))
+            continue
+        if len(token) == 2 and token[0] == "\\":
+            continue
+        if token != "}":
+            box = token != "{"
+            stack.append((match.start(), match.end(), box))
+            inside += box
+        elif stack:
+            command, start, box = stack.pop()
+            inside -= box
+            if box and not inside:
+                out.append(Box(command, match.end(), text[start : match.start()]))
+    return out, inside > 0
+
+
+def _marked(text: str) -> str | None:
+    """The line after the last `####`; None where it is a heading, empty where there is nothing."""
+    line, _, rest = text.rpartition("####")[2].strip().partition("\n")
+    line = line.strip()
+    if _PHRASE.search(f"#### {line}") or _PHRASE.search(rest):
+        return None if prose(line) or _PHRASE.search(f"#### {line}") else line
+    if not rest.strip():
+        line = re.sub(r"^[A-Za-z ]{2,40}:\s*(?=\S)", "", line)
+        return line if len(_WORD.findall(line)) <= 3 else _first(line)
+    value = any(c.isdigit() for c in line) or _SPAN.search(line) is not None
+    if (value and not prose(line)) or not any(c.isdigit() or c in "$\\" for c in rest):
+        return line
+    plain = _PLAIN.match(line)
+    return line if plain and re.fullmatch(r"[ ]?[^\W\d_]+", line[plain.end() :]) else None
+
+
+def _cell(text: str, at: int) -> str:
+    """The cell of a table beside its label, where it holds a value."""
+    cell = re.split(r"[|\n]", text[at : at + LONGEST_LINE], maxsplit=1)[0].strip(" *_\t")
+    return cell if any(c.isdigit() or c in "$\\" for c in cell) or re.fullmatch(r"\(?[A-J]\)?", cell) else ""
+
+
+def _told(rest: str, below: bool) -> str:
+    """What is said after a phrase: the formulas that stand first, else the answer at the start of the line.
+
+    `below`: the phrase ended its line, so that what follows may be the one point of a list.
+    """
+    rest = re.sub(r"^[*_\s]*(?:[.…]+\s+)?(?:```\w*\s+)?", "", rest[: 4 * LONGEST_LINE])
+    if below:
+        rest = _POINT.sub("", rest, 1) if _POINT.match(rest) else rest
+    line = _line(rest[:LONGEST_LINE])
+    if _SPAN.match(rest) is None and _BELOW.search(rest.partition("\n")[0].rstrip("* _")) and "\n" in rest:
+        following = rest.partition("\n")[2].lstrip()
+        rest = following if _SPAN.match(following) else rest
+    if (span := _SPAN.match(rest)) is not None:
+        return _joined(rest, span)
+    return _first(line) if line else ""
+
+
+def _line(rest: str) -> str:
+    """What follows a phrase on its line, without markdown and final punctuation."""
+    line = rest.lstrip().partition("\n")[0]
+    line = re.sub(r"(?<![\w)])\*\*|\*\*(?!\w)", "", line)
+    return re.sub(r"^[*_\s]+|[*_\s.,;:。，；：\u2190-\u21ff\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]+$", "", line)
+
+
+def _joined(text: str, span: re.Match[str]) -> str:
+    """Formulas that follow one another as a list, and the unit after the last."""
+    out = _content(span)
+    while (join := _JOIN.match(text, span.end())) and (more := _SPAN.match(text, join.end())):
+        out, span = f"{out.strip()}{_comma(join.group())}{_content(more).strip()}", more
+    after = _words_after(text, span.end())
+    return rf"{out.strip()}\text{{ {after}}}" if after else out
+
+
+def _comma(join: str) -> str:
+    word = join.replace(",", " ").strip()
+    return rf" \text{{ {word} }} " if word else ", "
+
+
+def _first(line: str) -> str:
+    """The answer at the start of a line."""
+    span, number = _SPAN.match(line), _NUMBER.search(line)
+    if span:
+        return _joined(line, span)
+    sentence = _SENTENCE.split(line, maxsplit=1)[0]
+    if (fixed := _DATE.match(line) or _RATIO.match(line)) is not None:
+        return fixed[0]
+    if _HEDGE.match(line) or (number is not None and _UNSURE.search(sentence, number.end())):
+        return rf"\text{{{sentence}}}"
+    if not prose(line) or _measures(sentence):
+        return line if not prose(line) else sentence
+    if (clear := _CLEAR.match(line)) is not None:
+        return clear[0] if clear[1] is None else f"{clear[0]} {_first(line[clear.end() :].strip())}"
+    span = _SPAN.search(line)
+    if span and (number is None or span.start() <= number.start()):
+        return _joined(line, span)
+    if number is None:
+        return sentence
+    plain = _PLAIN.match(line)
+    return _listed(line) or _with_unit(line, plain or number) if plain else _with_unit(line, number)
+
+
+def _listed(line: str) -> str | None:
+    """`1, 2, and 3` at the start of a line that goes on with no more than two words."""
+    end = 0
+    match = _PLAIN.match(line)
+    while match and (join := _JOIN.match(line, match.end())) and (more := _PLAIN.match(line, join.end())):
+        match, end = more, more.end()
+    return _MAYBE.sub("", line[:end]) if end and re.match(r"(?: [^\W\d_]+){0,2}(?:[.;!?]|$)", line[end:]) else None
+
+
+def _measures(sentence: str) -> bool:
+    """Whether all its words are units and the like, so that it is a value as a whole: `12π square cm`."""
+    words = _WORD.findall(_COMMAND.sub(" ", sentence))
+    return any(c.isdigit() or c == "π" for c in sentence) and all(
+        unit(w) or w.lower() in SCALES or w.lower() in _MEASURING for w in words
+    )
+
+
+def _with_unit(text: str, number: re.Match[str]) -> str:
+    """A number with what belongs to it behind it: `12π`, `5 million`, `12 km`, `5 squared`."""
+    grown = _GROWN.match(text, number.end())
+    start, end = number.start(), grown.end() if grown else number.end()
+    start -= len(text[:start]) - len(text[:start].rstrip("√π"))
+    after = _words_after(text, end)
+    return f"{text[start:end]} {after}" if after else text[start:end]
+
+
+def _words_after(text: str, at: int) -> str:
+    """Words after a value that make another value of it, or are its unit and end the phrase; else nothing."""
+    match = _AFTER.match(text, at)
+    words = match[1].split() if match else []
+    if not words:
+        return ""
+    scales = 0
+    while scales < len(words) and words[scales].lower() in SCALES:
+        scales += 1
+    if unit(" ".join(words[scales:])):
+        return " ".join(words)
+    if changing(" ".join(words[scales : scales + 3])):
+        return " ".join(words[: scales + 3])
+    return " ".join(words[:scales])
+
+
+def _candidates(text: str) -> Iterator[tuple[int, int, str]]:
+    """(where it ends, where it begins, what it is) of the last formula and of the last number outside of formulas."""
+    last, spans = None, list[tuple[int, int]]()
+    for last in _SPAN.finditer(text):
+        spans.append(last.span())
+    if last is not None:
+        yield last.end(), last.start(), _joined(text, last)
+    number, at, grown = None, 0, 0
+    for match in _NUMBER.finditer(text):
+        while at < len(spans) and spans[at][1] <= match.start():
+            at += 1
+        if match.start() >= grown and (at == len(spans) or match.end() <= spans[at][0]):
+            number = match
+            grown = more.end() if (more := _GROWN.match(text, match.end())) else 0
+    if number is not None:
+        yield number.end(), number.start(), _with_unit(text, number)
+
+
+def _content(span: re.Match[str]) -> str:
+    return next(g for g in span.groups() if g is not None)

@@ -1,0 +1,119 @@
+"""A response against a gold answer: what was found, what it was read as, what it is worth and why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+from posttrain.core.verdict import Verdict
+from posttrain.verifier.math.equal import Algebra, equal, standing
+from posttrain.verifier.math.extract import final
+from posttrain.verifier.math.reading import read
+from posttrain.verifier.math.spelling import spelled
+from posttrain.verifier.math.values import Other, TooLarge, Value, parts
+
+
+class UnreadableError(ValueError):
+    """The algebra cannot read this; `gold` tells whose it is."""
+
+    def __init__(self, text: str, gold: bool) -> None:
+        super().__init__(text)
+        self.gold = gold
+
+
+@dataclass(frozen=True)
+class Gold:
+    """A gold answer, understood once."""
+
+    raw: str
+    values: tuple[Value, ...]
+
+    @property
+    def certain(self) -> bool:
+        """Whether our own rules understand all of it, so that the algebra need not be asked about it."""
+        return not any(_open(v) for v in self.values)
+
+
+@dataclass(frozen=True)
+class Grade:
+    """`parsed` is the spelling of what was said; None where there was no answer. `why` is empty for a right answer.
+
+    `kind`: wrong, unparsable, unevaluated (a sum was left standing), too_large; `several_answers` for a right last box
+    after boxes that say something else, which still earns its 1.
+    """
+
+    score: float
+    parsed: str | None
+    kind: str = ""
+    why: str = ""
+
+    @property
+    def verdict(self) -> Verdict:
+        return Verdict.value(self.score, self.kind, self.why)
+
+
+@lru_cache(maxsize=65536)
+def gold_of(answer: str) -> Gold | None:
+    """A gold answer as data sets write it: a bare answer, or a solution that ends in `#### 72` or in a box. None: no
+    answer in it."""
+    text = answer.strip()
+    found = final(text) if "####" in text or "\\boxed" in text else None
+    text = found.text if found else "" if "\\boxed" in text else text
+    values = read(spelled(text))
+    return Gold(text, values) if values else None
+
+
+def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | None:
+    """The grade; None where only the algebra can tell and there is none here.
+
+    >>> grade(gold_of("0.5"), r"so \\boxed{\\frac{1}{2}}").score, grade(gold_of("4"), r"\\boxed{3}").kind
+    (1.0, 'wrong')
+    """
+    found = final(response)
+    if found is None:
+        return Grade(0.0, None, "unparsable", f"no answer in {response[-80:]!r}")
+    text = spelled(found.text)
+    values = read(text)
+    if found.told and text.endswith("!"):
+        values += read(text.rstrip("!"))
+    if not values:
+        return Grade(
+            0.0,
+            None,
+            "unparsable",
+            f"{found.text[:80]!r} says nothing" if len(found.text) < 80 else "the answer is too long",
+        )
+    try:
+        answers = _answers(gold.values, values, algebra)
+    except UnreadableError as error:
+        if error.gold:
+            raise
+        return Grade(0.0, text, "unparsable", f"{found.text[:80]!r} cannot be read")
+    if True in answers:
+        return Grade(1.0, text, "several_answers" if found.several else "")
+    if None in answers:
+        return None
+    kind = "wrong"
+    if any(isinstance(v, Other) and standing(v.text) for v in values):
+        kind = "unevaluated"
+    elif any(isinstance(v, TooLarge) for v in values):
+        kind = "too_large"
+    return Grade(0.0, text, kind, f"said {text[:80]}, wanted {gold.raw[:80]}")
+
+
+def _answers(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> list[bool | None]:
+    """The answers of all pairs of readings, up to the first that says equal; our own rules before the algebra."""
+    out: list[bool | None] = []
+    for ask in (None, algebra) if algebra else (None,):
+        out = []
+        for g in gold:
+            for s in said:
+                out.append(equal(g, s, ask))
+                if out[-1]:
+                    return out
+    return out
+
+
+def _open(value: Value) -> bool:
+    return isinstance(value, Other) or any(_open(v) for v in parts(value))

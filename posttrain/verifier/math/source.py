@@ -1,0 +1,123 @@
+"""The `math` reward: our own rules here, at once; what they leave open in a worker process that can be killed."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import itertools
+from collections.abc import Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.ports import Attempt
+from posttrain.core.redact import redacted
+from posttrain.core.types import Gauges, Task
+from posttrain.core.verdict import Judged, State, Verdict
+from posttrain.verifier.math.grade import Gold, Grade, gold_of, grade
+from posttrain.verifier.workers.pool import WorkerPool
+from posttrain.verifier.workers.process import Spec
+
+SECONDS = 2.0
+"""Processor time of one comparison by the algebra; beyond it the answer counts as wrong, with kind `timeout`."""
+WORKERS = 2
+SHOWN = 5
+"""Refused tasks named in a message."""
+WITNESS = ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}")
+"""(gold, response) that a working algebra answers."""
+
+
+@dataclass(frozen=True)
+class MathSource:
+    """1 where the response's final answer equals the task's answer.
+
+    A task whose answer cannot be read is refused when the run is built; where tasks are made without end, it is
+    `failed`.
+    """
+
+    weight: float
+    pool: WorkerPool = field(repr=False)
+    name: str = "math"
+
+    async def __call__(self, attempt: Attempt) -> Judged:
+        settled = self._here(attempt.task, attempt.text)
+        if isinstance(settled, Verdict):
+            return Judged(self.name, self.weight, settled)
+        try:
+            verdict = await asyncio.wrap_future(self._ask(settled, attempt.text))
+        except RuntimeError as error:
+            verdict = Verdict.failed("worker", str(error))
+        return Judged(self.name, self.weight, redacted(verdict))
+
+    def verdict(self, task: Task, text: str) -> Verdict:
+        """The verdict, waited for: for scripts, outside of event loops."""
+        settled = self._here(task, text)
+        return settled if isinstance(settled, Verdict) else self._ask(settled, text).result()
+
+    def _here(self, task: Task, text: str) -> Verdict | Gold:
+        """The verdict where our own rules give one, else the gold answer."""
+        if task.answer is None:
+            return Verdict.failed("gold", f"task {task.id!r} has no answer to compare with")
+        gold = gold_of(str(task.answer))
+        if gold is None:
+            return Verdict.failed("gold", f"the answer {str(task.answer)[:80]!r} of task {task.id!r} says nothing")
+        graded: Grade | None = grade(gold, text)
+        return gold if graded is None else graded.verdict
+
+    def _ask(self, gold: Gold, text: str | None) -> Future[Verdict]:
+        return self.pool.submit((gold.raw, text))
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        """Read every gold answer, once.
+
+        Raises:
+            ConfigError: a task has no answer.
+            DataError: an answer cannot be read; names the first few tasks and what is wrong with each.
+        """
+        bad: list[tuple[Task, str]] = []
+        doubtful: dict[str, tuple[Task, Future[Verdict]]] = {}
+        for task in tasks:
+            if task.answer is None:
+                raise ConfigError(
+                    f"reward {self.name!r} requires column 'answer', which task {task.id!r} does not have"
+                )
+            gold = gold_of(str(task.answer))
+            if gold is None:
+                bad.append((task, "says nothing"))
+            elif not gold.certain and gold.raw not in doubtful:
+                doubtful[gold.raw] = (task, self._ask(gold, None))
+        for task, future in doubtful.values():
+            verdict = future.result()
+            if verdict.kind == "worker":
+                raise ConfigError(f"reward {self.name!r} cannot start its algebra: {verdict.why}")
+            if verdict.state is State.FAILED or verdict.score != 1.0:
+                bad.append((task, verdict.why))
+        if bad:
+            named = "; ".join(f"task {t.id!r}: {str(t.answer)[:60]!r} {why}" for t, why in itertools.islice(bad, SHOWN))
+            raise DataError(
+                f"reward {self.name!r} cannot read the answers of {len(bad)} of {len(tasks)} tasks, so no response to"
+                f" them could be right: {named}. Correct or drop these rows, or judge them with another reward"
+            )
+
+    def gauges(self) -> Gauges:
+        return self.pool.gauges()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def math_source(weight: float = 1.0, workers: int = 0, timeout: float | None = None) -> MathSource:
+    """The reward with its pool. Its processes start with the first comparison that needs them.
+
+    Raises:
+        ConfigError: math-verify is not installed.
+    """
+    if importlib.util.find_spec("math_verify") is None:
+        raise ConfigError(
+            "reward 'math' needs the package math-verify: pip install math-verify (or use last_integer or exact)"
+        )
+    cpu = max(1, round(timeout or SECONDS))
+    spec = Spec(
+        "posttrain.verifier.math.algebra:handler", cpu=cpu, wall=4.0 * cpu + 30, memory=2048, preload=True, quiet=True
+    )
+    return MathSource(weight, WorkerPool(spec, workers or WORKERS, "math", witness=WITNESS))

@@ -1,0 +1,237 @@
+"""One spelling for one notation: Unicode, LaTeX layout, spaces, fractions and text commands, before anything is
+read."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+
+LONGEST = 1000
+"""A longer answer is no answer."""
+
+_SYMBOLS = {
+    **dict.fromkeys("−‐‑‒–—﹣－", "-"),
+    **dict.fromkeys("×✕✖", r"\times "),
+    **dict.fromkeys("·⋅∙", r"\cdot "),
+    **dict.fromkeys("“”„‟", '"'),
+    **dict.fromkeys("’‘′", "'"),
+    "＋": "+", "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
+    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "θ": r"\theta ",
+    "≈": r"\approx ", "≃": r"\approx ", "…": "...", "。": ".", "α": r"\alpha ", "β": r"\beta ", "∠": r"\angle ",
+}  # fmt: skip
+_SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
+_SUB = dict(zip("₀₁₂₃₄₅₆₇₈₉", "0123456789", strict=True))
+_DELIMITERS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"), ("`", "`"))
+_ALIGNED = re.compile(r"\\begin\{(aligned|align\*?|split|gathered|gather\*?|equation\*?)\}(.*)\\end\{\1\}", re.DOTALL)
+_ARROW = re.compile(r"(?:\\(?:Rightarrow|Longrightarrow|implies|therefore)(?![A-Za-z])|[⇒⟹∴])")
+_WRITTEN = (
+    (re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE), r"\emptyset"),
+    (re.compile(r"all real numbers|all reals|every real number", re.IGNORECASE), r"\mathbb{R}"),
+)
+"""Sets that are written in words."""
+_NAMES = (
+    (re.compile(r"(?<!\\)\\\\\s*\[-?[\d.]+\s?(?:pt|em|ex|mm|cm)\]"), r"\\\\"),
+    (re.compile(r"\\(?:simeq|thickapprox|doteq)(?![A-Za-z])"), r"\\approx"),
+    (
+        re.compile(
+            r"\\log\s*_\s*(?:\{\s*(?:e|\\(?:text|mathrm)\s*\{\s*e\s*\})\s*\}|e(?![A-Za-z]))|(?<![\\A-Za-z])log_e(?![A-Za-z])"
+        ),
+        r"\\ln ",
+    ),
+    (re.compile(r"\\dot\s*\{?(\d)\}?"), r"\\overline{\1}"),
+    (re.compile(r"(?<![\w.])(\d{1,3}(?:_\d{3})+)(?![\w.])"), lambda m: m[1].replace("_", "")),
+    (re.compile(r"\\(?:d|t|c)frac(?![A-Za-z])"), r"\\frac"),
+    (
+        re.compile(
+            r"\\(?:left|right|[bB]igg?[lrm]?|displaystyle|textstyle|scriptstyle|limits|nolimits)(?![A-Za-z])\s*\.?"
+        ),
+        "",
+    ),
+    (re.compile(r"\\(?:leqslant|leq)(?![A-Za-z])"), r"\\le"),
+    (re.compile(r"\\(?:geqslant|geq)(?![A-Za-z])"), r"\\ge"),
+    (re.compile(r"\\neq(?![A-Za-z])"), r"\\ne"),
+    (re.compile(r"\\lbrace(?![A-Za-z])"), r"\\{"),
+    (re.compile(r"\\rbrace(?![A-Za-z])"), r"\\}"),
+    (re.compile(r"\\(?:varnothing)(?![A-Za-z])"), r"\\emptyset"),
+    (re.compile(r"\^\s*\{?\s*\\(?:circ|degree)\s*\}?|\\degree(?![A-Za-z])"), r"^\\circ "),
+    (
+        re.compile(
+            r"\\(?:tiny|small|normalsize|large|Large|LARGE|huge|Huge|(?:bf|rm|it|sf|tt)(?:series|family|shape)?)(?![A-Za-z])(?!\s*\{)"
+        ),
+        " ",
+    ),
+    (
+        re.compile(
+            r"\\(?:textbf|textit|textrm|bm|boldsymbol|pmb|textsf|texttt|mbox|mathrm|mathbf|mathit|mathsf|operatorname\*?|emph|rm|bf)\s*\{"
+        ),
+        r"\\text{",
+    ),
+    (re.compile(r"\\(?:quad|qquad|enspace|thinspace)(?![A-Za-z])|(?<!\\)\\[,;:! ]|~"), " "),
+    (re.compile(r"\\text\{([^{}]*[^{}\s,]),?\s+(and|or)\s*\}"), r"\\text{\1}\\text{ \2 }"),
+    (re.compile(r"\{\s*([,:])\s*\}"), r"\1"),
+    (re.compile(r"(\\text\{[^{}]*?[A-Za-z])[ ]([A-Za-z]+)\^\{-1\}\s*\}"), r"\1/\2}"),
+    (re.compile(r"^\\text\{[^{}]*(?::|\bis|\bare|=)\s*\}\s*(?=\S)"), ""),
+    (re.compile(r"^[A-Za-z][A-Za-z ]{2,40}:\s+(?=[-+$\\\d])"), ""),
+    (re.compile(r"^(\d{1,9}) to (\d{1,9})$"), r"\1:\2"),
+    (re.compile(r"\\lt(?![A-Za-z])"), "<"),
+    (re.compile(r"\\gt(?![A-Za-z])"), ">"),
+    (re.compile(r"(?<=[)\]}])\s*U\s*(?=[(\[]|\\\{)"), r"\\cup "),
+    (re.compile(r"(?<![\d.,])(\d+) and a half(?![A-Za-z])"), r"\1\\frac{1}{2}"),
+    (re.compile(r"(?<![\w)}\]])\+\s*\\infty"), r"\\infty"),
+    (re.compile(r"<="), r"\\le "),
+    (re.compile(r">="), r"\\ge "),
+    (re.compile(r"\\([%$&#_])"), r"\1"),
+)
+_PLAIN = (
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"\^\s*\(([^()]*)\)"), r"^{\1}"),
+    (re.compile(r"\^\s*(-?\d{2,}|-\d)"), r"^{\1}"),
+    (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<![\\A-Za-z{])(sin|cos|tan|log|ln|exp|pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
+)
+"""What is written as in a program."""
+_SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d|[A-Za-z])|(\{[^{}]*\}))\s*(?:(\d|[A-Za-z])|(\{[^{}]*\}))")
+_SHORT_ROOT = re.compile(r"\\sqrt\s*(\d+|[A-Za-z])")
+_ORDINAL = re.compile(
+    r"(?<!\d)(\d+)\s?(?:\^\s?\{\s?\\text\{\s?(st|nd|rd|th)\s?\}\s?\}"
+    r"|\^?\\text\{\s?(st|nd|rd|th)\s?\}|\^\{(st|nd|rd|th)\}|(st|nd|rd|th)(?![A-Za-z]))"
+)
+_POWER = re.compile(r"([\^_])\s*\{\s*([^{}\s])\s*\}")
+
+
+def spelled(text: str) -> str:
+    """The one spelling; empty where nothing is left, or it was longer than 1000 characters.
+
+    >>> spelled(r"$\\dfrac12$."), spelled("１２½"), spelled(r"\\left(\\, 1,\\;2 \\right)"), spelled(r"5\\mathrm{ cm}")
+    ('\\\\frac{1}{2}', '12\\\\frac{1}{2}', '(1,2)', '5\\\\text{cm}')
+    """
+    if len(text) > LONGEST:
+        return ""
+    text = _stripped(_last_line(_concluded(text)))
+    text = _stripped(_ascii(text))
+    for pattern, by in _NAMES:
+        text = pattern.sub(by, text)
+    text = _stripped(text)
+    bare = re.sub(r"^\\text\{([^{}]*)\}$", r"\1", text).strip()
+    text = next((name for pattern, name in _WRITTEN if pattern.fullmatch(bare)), text)
+    for pattern, by in _PLAIN:
+        text = pattern.sub(by, text)
+    text = _ORDINAL.sub(_cardinal, text)
+    text = _SHORT_FRACTION.sub(lambda m: rf"\frac{_braced(m[1], m[2])}{_braced(m[3], m[4])}", text)
+    text = _SHORT_ROOT.sub(r"\\sqrt{\1}", text)
+    text = _POWER.sub(r"\1\2", text)
+    text = re.sub(r"\\text\{\s*([^{}]*?)\s*\}", r"\\text{\1}", text)
+    text = re.sub(r"\s+", " ", text)
+    text = re.sub(r"\s*([-+*/^_=<>(){}\[\],;:|!])\s*", r"\1", text)
+    return _unwrapped(text.strip())
+
+
+def _concluded(text: str) -> str:
+    """What comes after the last arrow or `therefore`."""
+    arrows = list(_ARROW.finditer(text))
+    return text[arrows[-1].end() :] if arrows else text
+
+
+def _last_line(text: str) -> str:
+    """The last line of an alignment, with the lines before it that it goes on."""
+    match = _ALIGNED.fullmatch(_stripped(text))
+    if match is None:
+        return text
+    lines = [line.replace("&", "").strip() for line in re.split(r"\\\\(?:\[[^\]\n]{0,9}\])?", match[2])]
+    lines = [line for line in lines if line]
+    chain = ""
+    for line in reversed(lines):
+        chain = f"{line} {chain}"
+        if not line.startswith("="):
+            break
+    return chain.strip()
+
+
+def _cardinal(match: re.Match[str]) -> str:
+    """`5` for `5^{\\text{th}}`; what has the wrong ending stays as it is."""
+    digits, ending = match[1], next(e for e in match.groups()[1:] if e)
+    right = "th" if digits[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(digits[-1], "th")
+    return digits if ending == right else match[0]
+
+
+def _braced(bare: str | None, braced: str | None) -> str:
+    return braced or "{" + (bare or "") + "}"
+
+
+def _ascii(text: str) -> str:
+    """Digits of every script, vulgar fractions, superscripts and symbols as LaTeX would write them."""
+    out: list[str] = []
+    raised = False
+    for c in text:
+        if c in _SUPER:
+            out.append(_SUPER[c] if raised else "^{" + _SUPER[c])
+            raised = True
+            continue
+        if raised:
+            out.append("}")
+            raised = False
+        out.append(c if c < "\x80" else _one(c))
+    return "".join([*out, "}" if raised else ""])
+
+
+def _one(c: str) -> str:
+    if c in _SYMBOLS:
+        return _SYMBOLS[c]
+    if c in _SUB:
+        return "_" + _SUB[c]
+    if (digit := unicodedata.digit(c, None)) is not None and unicodedata.category(c) == "Nd":
+        return str(digit)
+    wide = unicodedata.normalize("NFKC", c)
+    if "⁄" in wide:
+        above, _, below = wide.partition("⁄")
+        return rf"\frac{{{above}}}{{{below}}}"
+    return wide
+
+
+def _stripped(text: str) -> str:
+    """Without white space, math delimiters and final punctuation around it."""
+    before = None
+    while before != text:
+        before = text
+        text = (
+            text.strip().rstrip(".,;:").strip()
+            if not text.rstrip().endswith((r"\,", r"\;", r"\:"))
+            else text.rstrip()[:-2]
+        )
+        for left, right in _DELIMITERS:
+            if len(text) > len(left) + len(right) - 1 and text.startswith(left) and text.endswith(right):
+                inner = text[len(left) : len(text) - len(right)]
+                if left not in inner.replace("\\$", ""):
+                    text = inner
+    return text
+
+
+def _unwrapped(text: str) -> str:
+    """Without braces or a text or box command around all of it. `\\text{...}` keeps its command: it is a word, not a
+    product."""
+    while text.startswith("{") and text.endswith("}") and closing(text, 0) == len(text) - 1:
+        text = text[1:-1].strip()
+    if text.startswith("\\boxed{") and closing(text, 6) == len(text) - 1:
+        return _unwrapped(text[7:-1].strip())
+    return text
+
+
+def closing(text: str, at: int) -> int:
+    """Where the bracket at `at` is closed, by any closing bracket of its family (`[` may end with `)`); -1 where
+    nowhere."""
+    pairs = {"(": ")]", "[": ")]", "{": "}"}
+    stack: list[str] = []
+    i = at
+    while i < len(text):
+        c = text[i]
+        if c == "\\" and i + 1 < len(text) and text[i + 1] in "{}":
+            c, i = text[i + 1], i + 1
+        if c in pairs:
+            stack.append(pairs[c])
+        elif c in ")]}":
+            if not stack or c not in stack.pop():
+                return -1
+            if not stack:
+                return i
+        i += 1
+    return -1

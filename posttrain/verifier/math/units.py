@@ -1,0 +1,153 @@
+"""Units by their names. Nothing is converted: 5 m and 500 cm are different answers, as they are in the data sets."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from fractions import Fraction
+
+_NAMES = {
+    "mm": "millimeter millimetre",
+    "cm": "centimeter centimetre",
+    "dm": "decimeter decimetre",
+    "m": "meter metre",
+    "km": "kilometer kilometre",
+    "in": "inch inches",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "mg": "milligram",
+    "g": "gram",
+    "kg": "kilogram",
+    "lb": "",
+    "oz": "ounce",
+    "ml": "milliliter millilitre mL",
+    "L": "liter litre l",
+    "s": "second sec",
+    "min": "minute",
+    "h": "hour hr",
+    "day": "",
+    "week": "",
+    "month": "",
+    "year": "yr",
+    "deg": "degree ^\\circ",
+    "rad": "radian",
+    "C": "^\\circC celsius",
+    "F": "^\\circF fahrenheit",
+    "$": "dollar USD usd bucks",
+    "cent": "¢",
+    "€": "euro EUR",
+    "£": "GBP",
+    "₹": "rupee INR",
+    "¥": "yen JPY yuan",
+    "pound": "",
+    "mph": "mi/h",
+    "km/h": "kph kmh",
+    "m/s": "",
+    "N": "newton",
+    "J": "joule",
+    "W": "watt",
+    "V": "volt",
+    "unit": "",
+}
+_ALIASES = {
+    alias: name for name, more in _NAMES.items() for word in (name, *more.split()) for alias in (word, f"{word}s")
+}
+_ALIKE = ({"pound", "lb"}, {"pound", "£"}, {"deg", "C"}, {"deg", "F"})
+"""Names that may mean the same: a pound is a weight or money, and the letter after a degree is often left out."""
+_POWERS = {
+    "square ": "^2",
+    "squared ": "^2",
+    "sq ": "^2",
+    "sq. ": "^2",
+    "cubic ": "^3",
+    "cubed ": "^3",
+    "cu ": "^3",
+    "cu. ": "^3",
+}
+_RAISED = re.compile(r"(.+?)(?:\^?\{?([23])\}?| (squared|cubed))")
+_PER = re.compile(r"(?: per |/)(?:1 ?)?")
+_SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12, "lakh": 5, "crore": 7}
+SCALES = {word: Fraction(10**power) for word, power in _SCALES.items()} | {"dozen": Fraction(12)}
+"""Words that multiply the number before them."""
+_COUNTS = (
+    "one two three four five six seven eight nine ten eleven twelve twenty thirty forty fifty sixty seventy eighty"
+    " ninety"
+)
+_ONES = set(_COUNTS.split())
+_CHANGING = {"squared", "cubed", "factorial", "half", "halves"} | set(SCALES)
+_OPERATING = {"plus", "minus", "times", "over", "divided", "point", "by", "to", "and"}
+_PARTS = "half halves third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth"
+_SHARES = {word for part in _PARTS.split() for word in (part, f"{part}s")}
+"""Words that make another number of the one before them, in a way that nothing here works out."""
+_PASSED = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+){0,5}")
+
+
+def unit(text: str) -> str:
+    """The one name of a unit; empty where it is none.
+
+    >>> unit("centimeters"), unit("square cm"), unit("cm^{2}"), unit("inches squared"), unit("miles per hour"), unit("apples")
+    ('cm', 'cm^2', 'cm^2', 'in^2', 'mph', '')
+    """
+    text = (
+        text.strip()
+        .rstrip(".")
+        .replace("^\\circ ", "^\\circ")
+        .replace("$^", "^")
+        .removesuffix("$" if "^" in text else "\0")
+    )
+    if text in _ALIASES:
+        return _ALIASES[text]
+    if text.lower() in _ALIASES and len(text) > 2:
+        return _ALIASES[text.lower()]
+    above, *below = _PER.split(text)
+    if below:
+        named = [unit(part) for part in (above, *below)] if len(below) == 1 else []
+        return _ALIASES.get("/".join(named), "/".join(named)) if named and all(named) else ""
+    for words, power in _POWERS.items():
+        if text.lower().startswith(words):
+            inner = unit(text[len(words) :])
+            return inner and inner + power
+    raised = _RAISED.fullmatch(text)
+    inner = unit(raised[1]) if raised else ""
+    return f"{inner}^{raised[2] or ('2' if raised[3] == 'squared' else '3')}" if raised and inner else ""
+
+
+def clash(one: str, two: str) -> bool:
+    """Whether two units are both given and differ."""
+    return bool(one and two) and one != two and {one, two} not in _ALIKE
+
+
+def tail(words: str) -> tuple[Fraction, str] | None:
+    """(factor, unit) of what follows a number; None where it changes the number in another way, or is no words.
+
+    >>> tail("million dollars"), tail("cm^2"), tail("apples"), tail("squared")
+    ((Fraction(1000000, 1), '$'), (Fraction(1, 1), 'cm^2'), (Fraction(1, 1), ''), None)
+    """
+    factor, rest = Fraction(1), words.strip()
+    rest = rest[1:-1].strip() if rest.startswith("(") and rest.endswith(")") else rest
+    while (first := rest.split(" ", 1)[0]).lower() in SCALES:
+        factor, rest = factor * SCALES[first.lower()], rest[len(first) :].strip()
+        if factor > 10**24:
+            return None
+    known = unit(rest) if rest else ""
+    if rest and not known and (_PASSED.fullmatch(rest) is None or changing(rest)):
+        return None
+    return factor, known
+
+
+def changing(words: str) -> bool:
+    """Whether what follows a number makes another number of it.
+
+    >>> [changing(words) for words in ("and a half", "thirds", "times two", "half lives", "one-dollar bills", "years")]
+    [True, True, True, False, False, False]
+    """
+    said = words.lower().replace(",", " ").split()
+    if not said or said[0] in _CHANGING - {"half"} or (said[0] in _SHARES | _ONES and said[1:2] in ([], ["of"])):
+        return bool(said)
+    if said[0] in _OPERATING and not _ONES.isdisjoint(said[1:]):
+        return True
+    return any(
+        one in ("a", "an", *_ONES) and share in _SHARES | {"quarter", "quarters"}
+        for one, share in itertools.pairwise(said)
+    )

@@ -1,0 +1,99 @@
+"""What an answer can be, once it is read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+
+@dataclass(frozen=True)
+class Number:
+    """An exact number. `decimals`: digits after its decimal point; None where it was written in another way."""
+
+    value: Fraction
+    decimals: int | None = None
+    percent: bool = False
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class TimeOfDay:
+    """A time of day, `2:30` or `2:30 pm`. `half`: `am`, `pm`, or empty where it was not said."""
+
+    hour: int
+    minute: int
+    half: str = ""
+    text: str = ""
+
+
+@dataclass(frozen=True)
+class Based:
+    """The digits of a number in a base: `1011_2`."""
+
+    digits: str
+    base: int
+
+
+@dataclass(frozen=True)
+class WordAnswer:
+    """A word answer, such as a day, true, or none."""
+
+    text: str
+
+
+@dataclass(frozen=True)
+class ChoiceAnswer:
+    """The letter of a choice together with what it stands for: `(C) 12`."""
+
+    letter: str
+    value: Value
+
+
+@dataclass(frozen=True)
+class Items:
+    """Several values. `left` and `right` are brackets: `(`, `[`, `{` for a set, empty for a bare list."""
+
+    left: str
+    right: str
+    items: tuple[Value, ...]
+
+
+@dataclass(frozen=True)
+class Union:
+    """Intervals and sets joined by `\\cup`, or said as `x<1 or x>2`."""
+
+    items: tuple[Items, ...]
+
+
+@dataclass(frozen=True)
+class Named:
+    """`x=3`. `simple`: the left side only names the value, as `x`, `f(2)` or `3+4` do, so that it may be left out."""
+
+    name: str
+    simple: bool
+    value: Value
+
+
+@dataclass(frozen=True)
+class Other:
+    """Only the algebra understands this. `unit`: what was written after it, as in `12\\pi\\text{ cm}`."""
+
+    text: str
+    unit: str = ""
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """A number that nobody should compute."""
+
+    text: str
+
+
+Value = Number | TimeOfDay | Based | WordAnswer | ChoiceAnswer | Items | Union | Named | Other | TooLarge
+
+
+def parts(value: Value) -> tuple[Value, ...]:
+    """What a value is made of."""
+    if isinstance(value, Items | Union):
+        return value.items
+    return (value.value,) if isinstance(value, Named | ChoiceAnswer) else ()

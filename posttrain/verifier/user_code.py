@@ -1,0 +1,84 @@
+"""What users keep in files of their own: a function or a class of a Python file, named `path.py:name`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.verifier.calls import Raised
+
+
+def load(path: Path, attribute: str, what: str = "reward", kind: str = "function") -> Callable[..., Any]:
+    """The function (or class) of a Python file; ConfigError says what exists where the file or the name does not.
+
+    Args:
+        what: what it is to the run, for messages.
+        kind: `function` or `class`.
+    """
+    if not path.is_file():
+        beside = sorted(p.name for p in path.parent.glob("*.py")) if path.parent.is_dir() else []
+        found = (
+            f"{path.parent} has {', '.join(beside) or 'no Python file'}"
+            if path.parent.is_dir()
+            else f"there is no folder {path.parent}"
+        )
+        raise ConfigError(f"{what} {path}:{attribute}: no such file; {found}")
+    module = _module(path.resolve(), what)
+    found = getattr(module, attribute, None)
+    fits = inspect.isclass if kind == "class" else callable
+    if found is None:
+        own = [n for n, v in vars(module).items() if fits(v) and getattr(v, "__module__", None) == module.__name__]
+        raise ConfigError(f"{what} {path}:{attribute}: no such {kind}; {nearest(attribute, own)}")
+    if not fits(found):
+        raise ConfigError(f"{what} {path}:{attribute} is a {type(found).__name__}, not a {kind}")
+    return found
+
+
+def _module(path: Path, what: str) -> ModuleType:
+    """Import a file under a name of its own; its folder becomes importable, as when it is run as a script."""
+    name = "posttrain_user_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{what} file {path} is not Python source; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
+    try:
+        spec.loader.exec_module(module)
+    except BaseException as error:
+        del sys.modules[name]
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        at = f"{path.name}:{error.lineno}" if isinstance(error, SyntaxError) else ""
+        raise ConfigError(
+            f"{what} file {path} cannot be imported: {at or where(error)}"
+            + (f": {error.msg}" if isinstance(error, SyntaxError) else "")
+        ) from error
+    return module
+
+
+def where(error: BaseException, function: Any = None) -> str:
+    """Type, message and line of an exception: of the deepest frame in the function's own file, else of the deepest.
+
+    Example: `ZeroDivisionError: division by zero (rewards.py:12)`.
+    """
+    if isinstance(error, Raised) and error.__cause__ is not None:
+        error = error.__cause__
+    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    frames = traceback.extract_tb(error.__traceback__)
+    own = (
+        getattr(getattr(inspect.unwrap(function), "__code__", None), "co_filename", None)
+        if function is not None
+        else None
+    )
+    frames = [f for f in frames if f.filename == own] or frames
+    return f"{text} ({Path(frames[-1].filename).name}:{frames[-1].lineno})" if frames else text

@@ -1,0 +1,91 @@
+"""Reward functions in worker processes: the same two signatures and the same meaning as in a thread, and they can be
+killed."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.ports import Attempt
+from posttrain.core.redact import redacted
+from posttrain.core.types import Gauges, Task
+from posttrain.core.verdict import Judged, Verdict
+from posttrain.verifier.functions import FunctionSource, source
+from posttrain.verifier.user_code import load, where
+from posttrain.verifier.workers.pool import WorkerPool, told
+from posttrain.verifier.workers.process import Spec
+
+
+@dataclass(frozen=True)
+class PooledSource:
+    """A reward function of a file, called in `workers` processes. `local` is the same function here: read, never
+    called."""
+
+    local: FunctionSource
+    pool: WorkerPool = field(repr=False)
+
+    @property
+    def name(self) -> str:
+        return self.local.name
+
+    @property
+    def weight(self) -> float:
+        return self.local.weight
+
+    async def __call__(self, attempt: Attempt) -> Judged:
+        try:
+            verdict = await self.pool.ask((attempt.task, attempt.turns, attempt.stop, attempt.state))
+        except Exception as error:  # a column that cannot be pickled, a pool that was closed
+            verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
+        return Judged(self.name, self.weight, redacted(verdict), resolution=self.local.resolution)
+
+    def check(self, tasks: Sequence[Task]) -> None:
+        self.local.check(tasks)
+
+    def gauges(self) -> Gauges:
+        return self.pool.gauges()
+
+    def close(self) -> None:
+        self.pool.close()
+
+
+def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, timeout: float) -> PooledSource:
+    """`file:attribute` in a pool. `timeout`: seconds of processor time; on the clock a call may take twice as long and
+    20 s more."""
+    spec = Spec(
+        f"{__name__}:handler", f"{file.resolve()}:{attribute}", cpu=max(1, round(timeout)), wall=2 * timeout + 20
+    )
+    return PooledSource(local, WorkerPool(spec, workers, local.name))
+
+
+def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
+    """In the worker: the function of `path.py:name` as a handler of (task, turns, stop, state)."""
+    path, _, attribute = argument.rpartition(":")
+    judge = source(load(Path(path), attribute))
+
+    def answer(request: Any) -> dict[str, Any]:
+        task, turns, stop, state = request
+        return told(_verdict(judge, Attempt(task=task, turns=turns, stop=stop, state=state)))
+
+    return answer
+
+
+def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
+    """Called in the main thread of the process. SystemExit is an exception like others; memory is the caller's
+    matter."""
+    args, kwargs = judge.arguments(attempt)
+    try:
+        returned = judge.function(*args, **kwargs)
+        return judge.read(asyncio.run(_awaited(returned)) if inspect.isawaitable(returned) else returned)
+    except (MemoryError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        return Verdict.failed("raised", where(error, judge.function))
+
+
+async def _awaited(work: Any) -> Any:
+    return await work

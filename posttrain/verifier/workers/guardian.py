@@ -1,0 +1,146 @@
+"""What runs in a worker: a guardian, and the process it forks to answer: one request in, one reply out.
+
+Started by `process.Worker` as `python -m posttrain.verifier.workers.guardian PARENT`. Requests are answered in the main
+thread, so a verifier that is not thread-safe, or that uses signals, is at home here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import json
+import os
+import pickle
+import resource
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+from posttrain.core.visible import tell
+from posttrain.verifier.workers.process import LENGTH, OUT_OF_MEMORY, confine
+
+PR_SET_PDEATHSIG = 1
+FINISHED = 76
+"""Exit code of an answering process whose trainer closed the pipe."""
+
+
+def main(parent: int) -> None:
+    """The guardian: read the limits, then keep one answering process alive until the trainer is gone."""
+    requests, replies = os.dup(0), os.dup(1)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    os.dup2(nothing, 0)
+    os.dup2(2, 1)
+    die_with(parent)
+    spec = json.loads(take(requests) or b"{}")
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    _limit_memory(spec["memory"])
+    make = functools.partial(_handler, spec["maker"], spec["argument"])
+    if spec["preload"]:
+        try:
+            made = make()
+        except Exception as error:
+            return give(replies, {"error": f"{type(error).__name__}: {error}"})
+        make = functools.partial(_same, made)
+    guardian = os.getpid()
+    while True:
+        child = os.fork()
+        if child == 0:
+            os._exit(_answer_all(requests, replies, guardian, make, spec["cpu"]))
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(child, signal.SIGKILL)
+        if code == FINISHED:
+            return None
+        give(replies, {"ended": code})
+
+
+def _answer_all(
+    requests: int, replies: int, guardian: int, make: Callable[[], Callable[[Any], dict[str, Any]]], cpu: int
+) -> int:
+    """The answering process; returns its exit code. In a process group of its own, which ends with it."""
+    try:
+        os.setpgid(0, 0)
+        die_with(guardian)
+        try:
+            handler = make()
+        except Exception as error:
+            give(replies, {"error": f"{type(error).__name__}: {error}"})
+            return FINISHED
+        give(replies, {"ready": os.getpid()})
+        while (request := take(requests)) is not None:
+            confine(cpu, time.process_time())
+            give(replies, handler(pickle.loads(request)))
+    except MemoryError:
+        return OUT_OF_MEMORY
+    except BaseException:
+        tell(traceback.format_exc(), file=sys.stderr)
+        return 1
+    return FINISHED
+
+
+def _handler(maker: str, argument: str) -> Callable[[Any], dict[str, Any]]:
+    module, _, name = maker.partition(":")
+    return getattr(importlib.import_module(module), name)(argument)
+
+
+def _same(handler: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str, Any]]:
+    return handler
+
+
+def take(pipe: int) -> bytes | None:
+    """One message, read without a buffer, so that the next process finds the next one; None at the end."""
+    head = _exactly(pipe, LENGTH.size)
+    return None if head is None else _exactly(pipe, LENGTH.unpack(head)[0])
+
+
+def _exactly(pipe: int, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = os.read(pipe, count - len(parts))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+def give(pipe: int, reply: dict[str, Any]) -> None:
+    """One message, in full."""
+    body = json.dumps(reply).encode()
+    rest = memoryview(LENGTH.pack(len(body)) + body)
+    while rest:
+        rest = rest[os.write(pipe, rest) :]
+
+
+def _limit_memory(mebibytes: int) -> None:
+    with contextlib.suppress(ValueError, OSError):  # some systems refuse it; the other limits still hold
+        resource.setrlimit(resource.RLIMIT_AS, (mebibytes << 20, mebibytes << 20))
+
+
+def die_with(parent: int) -> None:
+    """Leave when the parent is gone, even if it was killed outright and this process is in the middle of a hang.
+
+    Linux tells; elsewhere a thread looks every second, which a hang in C can stop: then the limit of processor time
+    remains.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    else:
+        threading.Thread(target=_watch, args=(parent,), daemon=True).start()
+    if os.getppid() != parent:
+        os._exit(0)
+
+
+def _watch(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(1.0)
+    os.killpg(0, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,254 @@
+"""A pool of killable workers: whose fault a missing answer is, decided by experiment, and nothing lost.
+
+A request that hangs or kills its worker proves nothing by itself: the machine may be starved, the worker sick. So:
+
+- it used its processor time up: it computed, for ever. The candidate's, if the verifier still answers (see below);
+- it crashed, or ran out of memory: asked again in a fresh worker. Twice is the candidate's, if the verifier still
+  answers;
+- it waited past its time on the clock (a lock, a network, a starved machine), or the worker did not start: ours,
+  `failed`, and the rollout asks again.
+
+*Still answers* means that a fresh worker answers the last request that had an answer. A verifier that never gave one,
+or gives none any more, is an outage, whatever the text was: `failed`, never a wrong answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any
+
+from posttrain.core.types import Gauge, Gauges
+from posttrain.core.verdict import State, Verdict
+from posttrain.verifier.workers.process import Spec, WorkerError, WorkerProcess, packed
+
+SICK_SECONDS = 1.0
+"""After a failed start, requests are answered with that failure for this long before the next try."""
+KINDS = {"cpu": "timeout", "wall": "timeout", "memory": "memory", "crash": "crash", "start": "worker"}
+"""How a worker ended -> the kind of verdict."""
+
+
+@dataclass
+class _Call:
+    request: bytes
+    future: Future[Verdict]
+    asked: float
+
+
+@dataclass
+class _PoolState:
+    """What the threads and the pool both hold. It has no reference to the pool, so a forgotten pool is collected and
+    closed."""
+
+    spec: Spec
+    size: int
+    owner: int = field(default_factory=os.getpid)
+    lock: threading.Condition = field(default_factory=threading.Condition)
+    calls: deque[_Call] = field(default_factory=deque[_Call])
+    threads: int = 0
+    idle: int = 0
+    workers: set[WorkerProcess] = field(default_factory=set[WorkerProcess])
+    witness: bytes | None = None
+    sick: tuple[float, WorkerError] | None = None
+    closed: bool = False
+    counts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+
+    def count(self, name: str, value: float) -> None:
+        with self.lock:
+            entry = self.counts.setdefault(name, [0.0, 0.0])
+            entry[0] += value
+            entry[1] += 1
+
+    def close(self) -> None:
+        """Answer what waits with a failure, kill what runs. In a forked child this does nothing: the workers are not
+        its own."""
+        if os.getpid() != self.owner:
+            return
+        with self.lock:
+            self.closed = True
+            waiting, running = list(self.calls), list(self.workers)
+            self.calls.clear()
+            self.lock.notify_all()
+        for call in waiting:
+            _settle(call.future, Verdict.failed("worker", "the pool was closed"))
+        for worker in running:
+            worker.end()
+
+
+class WorkerPool:
+    """At most `size` workers of one `spec`, started when they are needed, shared by all event loops and threads.
+
+    `name` is that of the verifier, in gauges and messages. `witness`: a request that a working verifier is known to
+    answer.
+    """
+
+    def __init__(self, spec: Spec, size: int, name: str, witness: Any = None) -> None:
+        self.name = name
+        self._shared = _PoolState(spec, size, witness=None if witness is None else packed(witness))
+        self._finalizer = weakref.finalize(self, _PoolState.close, self._shared)
+
+    def submit(self, request: Any) -> Future[Verdict]:
+        """The verdict, later. A request that cannot be pickled raises here."""
+        call = _Call(packed(request), Future(), time.monotonic())
+        s = self._shared
+        with s.lock:
+            if s.closed:
+                raise RuntimeError(f"the workers of {self.name!r} were closed")
+            s.calls.append(call)
+            waiting = max(0, len(s.calls) - s.idle)
+            more = waiting > 0 and s.threads < s.size
+            s.threads += more
+            s.lock.notify()
+        s.count("queue", waiting)
+        if more:
+            threading.Thread(target=_serve, args=(s,), name=f"verifier {self.name}", daemon=True).start()
+        return call.future
+
+    async def ask(self, request: Any) -> Verdict:
+        """The verdict, without holding up the event loop. Cancelled while it waits, the request is never run."""
+        return await asyncio.wrap_future(self.submit(request))
+
+    def gauges(self) -> Gauges:
+        """Since the last call: requests waiting as one more came, seconds waited and worked, workers started, time-outs
+        and ends."""
+        s = self._shared
+        with s.lock:
+            taken, s.counts = s.counts, {}
+        return {f"verifier/{self.name}/{name}": Gauge(*entry) for name, entry in taken.items()}
+
+    def processes(self) -> tuple[int, ...]:
+        """Ids of the processes that live now: of each worker its guardian and, once it is ready, the process that
+        answers."""
+        with self._shared.lock:
+            return tuple(p for w in self._shared.workers for p in (w.process.pid, w.pid) if p is not None)
+
+    def close(self) -> None:
+        """Kill every worker. Also done when the pool is forgotten and when the program ends, however it ends."""
+        self._finalizer()
+
+
+def _serve(s: _PoolState) -> None:
+    """One thread, one worker: take a request, answer it, keep the worker while it lives."""
+    held: list[WorkerProcess] = []
+    try:
+        while (call := _next(s)) is not None:
+            if not call.future.set_running_or_notify_cancel():
+                continue
+            began = time.monotonic()
+            s.count("wait_s", began - call.asked)
+            try:
+                verdict = _verdict(s, held, call.request)
+            except BaseException as error:  # nobody else would answer this call
+                verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
+            s.count("work_s", time.monotonic() - began)
+            s.count(f"kind/{verdict.kind or 'answered'}", time.monotonic() - began)
+            _settle(call.future, verdict)
+    finally:
+        while held:
+            _drop(s, held)
+
+
+def _next(s: _PoolState) -> _Call | None:
+    """The next request; None once the pool is closed."""
+    with s.lock:
+        s.idle += 1
+        while not s.calls and not s.closed:
+            s.lock.wait()
+        s.idle -= 1
+        return None if s.closed else s.calls.popleft()
+
+
+def _verdict(s: _PoolState, held: list[WorkerProcess], request: bytes) -> Verdict:
+    """Ask, ask again where that can help, and decide whose fault a missing answer is."""
+    try:
+        return _ask(s, held, request)
+    except WorkerError as error:
+        fault = error
+    if fault.kind in ("crash", "memory"):
+        try:
+            return _ask(s, held, request)
+        except WorkerError as error:
+            fault = error
+    if s.closed:
+        return Verdict.failed("worker", "the pool was closed")
+    kind = KINDS[fault.kind]
+    if fault.kind in ("start", "wall"):
+        return Verdict.failed(kind, fault.why)
+    if s.witness is None:
+        return Verdict.failed(kind, f"{fault.why}, and the verifier has not answered anything yet")
+    try:
+        if _ask(s, held, s.witness).state is not State.FAILED:
+            return Verdict.value(0.0, kind, fault.why)
+    except WorkerError:
+        pass
+    return Verdict.failed(kind, f"{fault.why}, and the verifier no longer answers what it answered before")
+
+
+def _ask(s: _PoolState, held: list[WorkerProcess], request: bytes) -> Verdict:
+    """One request to this thread's worker, which is started where there is none and forgotten where it ended."""
+    if not held:
+        _start(s, held)
+    try:
+        verdict = _understood(held[0].ask(request))
+    except BaseException:
+        if not held[0].usable:
+            _drop(s, held)
+        raise
+    if verdict.state is not State.FAILED:
+        s.witness = request
+    return verdict
+
+
+def _start(s: _PoolState, held: list[WorkerProcess]) -> None:
+    if s.closed:
+        raise WorkerError("start", "the pool was closed")
+    if s.sick is not None and time.monotonic() - s.sick[0] < SICK_SECONDS:
+        raise s.sick[1]
+    began = time.monotonic()
+    try:
+        worker = WorkerProcess(s.spec)
+    except WorkerError as error:
+        s.sick = (time.monotonic(), error)
+        raise
+    except OSError as error:
+        raise WorkerError("start", f"no process can be started: {error}") from error
+    s.count("start_s", time.monotonic() - began)
+    held.append(worker)
+    with s.lock:
+        s.workers.add(worker)
+        late = s.closed
+    if late:
+        _drop(s, held)
+        raise WorkerError("start", "the pool was closed")
+
+
+def _drop(s: _PoolState, held: list[WorkerProcess]) -> None:
+    worker = held.pop()
+    worker.kill()
+    with s.lock:
+        s.workers.discard(worker)
+
+
+def _understood(reply: dict[str, Any]) -> Verdict:
+    """A reply as a verdict; what is no verdict is the worker's failure."""
+    try:
+        return Verdict(State(reply["state"]), reply["score"], str(reply["kind"]), str(reply["why"]))
+    except Exception as error:
+        return Verdict.failed("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
+
+
+def told(verdict: Verdict) -> dict[str, Any]:
+    """A verdict as a worker replies it."""
+    return {"state": verdict.state.value, "score": verdict.score, "kind": verdict.kind, "why": verdict.why}
+
+
+def _settle(future: Future[Verdict], verdict: Verdict) -> None:
+    with contextlib.suppress(Exception):  # cancelled meanwhile
+        future.set_result(verdict)

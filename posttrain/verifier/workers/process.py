@@ -1,0 +1,251 @@
+"""The trainer's end of one worker process: started with a clean environment, asked over pipes, killed with all it
+started."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import resource
+import selectors
+import signal
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+PASSED = (
+    "PATH",
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "LANG",
+    "LANGUAGE",
+    "TZ",
+    "TMPDIR",
+    "LD_LIBRARY_PATH",
+    "DYLD_LIBRARY_PATH",
+    "VIRTUAL_ENV",
+)
+"""Environment variables a worker is given, beside `LC_*`. Whatever else the trainer has (keys, tokens) it never
+sees."""
+LENGTH = struct.Struct("!Q")
+"""Every message is its length and its bytes."""
+MOST_BYTES = 1 << 20
+"""A longer reply is no reply: the worker is broken."""
+LOOK = 1.0
+"""Seconds between looks at a process that does not answer."""
+OUT_OF_MEMORY = 77
+"""Exit code by which a worker says that it hit its memory limit."""
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a worker runs, and within which limits.
+
+    `maker` is `module:function`; called in the worker with `argument` it returns the function that answers requests.
+    """
+
+    maker: str
+    argument: str = ""
+    cpu: int = 10
+    """Seconds of processor time one request may use; the kernel kills the worker in the second after."""
+    wall: float = 60.0
+    """Seconds one request may take on the clock: long, since a worker that waits or is starved has not computed."""
+    memory: int = 4096
+    """MiB of address space. Libraries reserve much more than they use."""
+    start: float = 120.0
+    """Seconds until it must be ready."""
+    preload: bool = False
+    """Build the handler once, before the process that answers is forked, so that a new one starts in milliseconds. Only
+    for a maker that starts no thread."""
+    most: int = MOST_BYTES
+    """Bytes of its longest reply."""
+    quiet: bool = False
+    """Drop what it prints; otherwise standard output and error arrive on the trainer's standard error."""
+
+
+class WorkerError(Exception):
+    """A worker did not answer. `kind` says how it ended: start, wall, cpu, memory or crash."""
+
+    def __init__(self, kind: str, why: str) -> None:
+        super().__init__(why)
+        self.kind = kind
+        self.why = why
+
+
+class EndedError(WorkerError):
+    """The process that answers ended; a new one is on its way."""
+
+
+class WorkerProcess:
+    """A guardian process and the process it forks to answer, used by one thread at a time.
+
+    The guardian runs no verifier: when the answering process ends, it kills what that one started, says how it ended
+    and forks the next. `pid` is the answering process, None until it is ready.
+    """
+
+    def __init__(self, spec: Spec) -> None:
+        self.spec = spec
+        self.pid: int | None = None
+        self.usable = True
+        self.process = subprocess.Popen(
+            [sys.executable, "-P", "-m", "posttrain.verifier.workers.guardian", str(os.getpid())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL if spec.quiet else None,
+            env=scrubbed(os.environ),
+            start_new_session=True,
+            bufsize=0,
+        )
+        deadline = time.monotonic() + spec.start
+        try:
+            self._send(json.dumps(asdict(spec)).encode(), deadline)
+            self._ready(deadline)
+        except WorkerError as error:
+            self.kill()
+            raise WorkerError("start", error.why) from None
+        except BaseException:
+            self.kill()
+            raise
+
+    def ask(self, request: bytes) -> dict[str, Any]:
+        """The reply to a pickled request.
+
+        Raises:
+            EndedError: the answering process ended; ask again.
+            WorkerError: all is over, and this worker is not `usable` any more.
+        """
+        try:
+            if self.pid is None:
+                self._ready(time.monotonic() + self.spec.start)
+            deadline = time.monotonic() + self.spec.wall
+            self._send(request, deadline)
+            reply = self._receive(deadline)
+        except BaseException:
+            self.kill()
+            raise
+        if "ended" in reply:
+            self.pid = None
+            raise EndedError(*self._how(int(reply["ended"])))
+        return reply
+
+    def end(self) -> None:
+        """End both processes and everything they started; whoever waits for an answer is told. Any thread may do
+        this."""
+        self.usable = False
+        for group in (self.process.pid, self.pid):
+            if group is not None:
+                with contextlib.suppress(ProcessLookupError, PermissionError):
+                    os.killpg(group, signal.SIGKILL)
+        self.process.wait()
+
+    def kill(self) -> None:
+        """`end`, and give the pipes back."""
+        self.end()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe is not None:
+                with contextlib.suppress(OSError):
+                    pipe.close()
+
+    def _ready(self, deadline: float) -> None:
+        """Wait for the answering process to say that it is there."""
+        reply = self._receive(deadline)
+        if "ended" in reply:
+            raise WorkerError("start", f"the worker did not start: {self._how(int(reply['ended']))[1]}")
+        if "ready" not in reply:
+            raise WorkerError("start", str(reply.get("error", "the worker did not start")))
+        self.pid = int(reply["ready"])
+
+    def _send(self, message: bytes, deadline: float) -> None:
+        self._write(LENGTH.pack(len(message)) + message, deadline)
+
+    def _receive(self, deadline: float) -> dict[str, Any]:
+        (length,) = LENGTH.unpack(self._read(LENGTH.size, deadline))
+        if length > self.spec.most:
+            raise WorkerError("crash", f"the worker replied with {length} bytes")
+        try:
+            return dict(json.loads(self._read(length, deadline)))
+        except (ValueError, TypeError) as error:
+            raise WorkerError("crash", f"the worker's reply is no JSON object: {error}") from None
+
+    def _how(self, code: int) -> tuple[str, str]:
+        """Kind and reason of an end, from an exit code or a negative signal."""
+        if code == -signal.SIGXCPU:
+            return "cpu", f"used more than {self.spec.cpu} s of processor time"
+        if code == OUT_OF_MEMORY:
+            return "memory", f"used more than {self.spec.memory} MiB of memory"
+        how = f"signal {signal.Signals(-code).name}" if -code in set(signal.Signals) else f"exit code {code}"
+        return "crash", f"the worker ended with {how}"
+
+    def _write(self, data: bytes, deadline: float) -> None:
+        pipe = self.process.stdin
+        assert pipe is not None
+        os.set_blocking(pipe.fileno(), False)
+        rest = memoryview(data)
+        while rest:
+            self._wait(pipe.fileno(), selectors.EVENT_WRITE, deadline)
+            try:
+                rest = rest[os.write(pipe.fileno(), rest) :]
+            except BlockingIOError:
+                continue
+            except BrokenPipeError:
+                raise self._ended() from None
+
+    def _read(self, count: int, deadline: float) -> bytes:
+        pipe = self.process.stdout
+        assert pipe is not None
+        parts = bytearray()
+        while len(parts) < count:
+            self._wait(pipe.fileno(), selectors.EVENT_READ, deadline)
+            part = os.read(pipe.fileno(), count - len(parts))
+            if not part:
+                raise self._ended()
+            parts += part
+        return bytes(parts)
+
+    def _wait(self, fd: int, event: int, deadline: float) -> None:
+        """Until the pipe is ready. A process that ended is noticed even where a child it left holds the pipe open."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(fd, event)
+            while not selector.select(min(LOOK, max(0.0, deadline - time.monotonic()))):
+                if self.process.poll() is not None:
+                    raise self._ended()
+                if time.monotonic() >= deadline:
+                    raise WorkerError("wall", f"no answer within {self.spec.wall:g} s, most of it spent waiting")
+
+    def _ended(self) -> WorkerError:
+        """The guardian itself is gone."""
+        try:
+            return WorkerError(*self._how(self.process.wait(timeout=1.0)))
+        except subprocess.TimeoutExpired:
+            return WorkerError("crash", "the worker closed its pipe")
+
+
+def packed(request: Any) -> bytes:
+    """A request as `WorkerProcess.ask` takes it. Pickle travels towards the worker only; replies are JSON."""
+    return pickle.dumps(request)
+
+
+def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment of a worker: what a program needs to start, our import path, one thread per numeric library."""
+    kept = {k: v for k, v in environment.items() if k in PASSED or k.startswith("LC_")}
+    path = os.pathsep.join(p or os.getcwd() for p in sys.path)
+    return {
+        **kept,
+        "PYTHONPATH": path,
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "OMP_NUM_THREADS": "1",
+        "OPENBLAS_NUM_THREADS": "1",
+    }
+
+
+def confine(cpu: int, spent: float) -> None:
+    """In the worker: let the kernel kill this process once it has used `cpu` more seconds than it has `spent`."""
+    hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    wanted = int(spent) + 1 + cpu
+    resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
