@@ -125,9 +125,15 @@ def play(name: str, seed: int, steps: int, model: Path, folder: Path) -> Row:
     before, after = accuracies(result.folder, 0), accuracies(result.folder, result.stages[0].steps)
     gain = Score.of([after[t] - before[t] for t in before], -1.0, 1.0)
     return Row(
-        name, seed, float(np.mean(list(before.values()))), float(np.mean(list(after.values()))), gain.mean, gain.low,
-        result.stages[0].optimizer_steps, time.perf_counter() - begun,
-    )  # fmt: skip
+        name,
+        seed,
+        float(np.mean(list(before.values()))),
+        float(np.mean(list(after.values()))),
+        gain.mean,
+        gain.low,
+        result.stages[0].optimizer_steps,
+        time.perf_counter() - begun,
+    )
 
 
 def page(rows: list[Row], steps: int) -> str:

@@ -1,6 +1,6 @@
 """One GRPO step, side by side with TRL's `GRPOTrainer`: the same checkpoint, prompts, lengths, reward and optimizer.
 
-    python benchmarks/grpo_step.py                                  # all of it, about a quarter of an hour on 2 calm cores
+    python benchmarks/grpo_step.py            # all of it, about a quarter of an hour on 2 calm cores
     python benchmarks/grpo_step.py --sizes 1m --regimes heavy --repeats 9
     python benchmarks/grpo_step.py --quick                          # 1m, 8 prompts, 2 repeats: does it run?
 

@@ -1,7 +1,7 @@
 """The embedded engine beside transformers and vLLM: the same checkpoint, prompts and forced lengths, in one run.
 
     python benchmarks/rollout.py --vllm ~/vllm-cpu/bin/python              # all of it; hours on 2 cores
-    python benchmarks/rollout.py --only heavy-1m,equal-1m --rounds 3       # pieces; the others keep their place in the results file
+    python benchmarks/rollout.py --only heavy-1m,equal-1m --rounds 3  # pieces; the others stay in the results file
     python benchmarks/rollout.py --quick --without vllm                    # small and short: does it run?
 
 Each side lives in a process of its own and sleeps while another plays; rounds alternate (A B C A B C ...), and what

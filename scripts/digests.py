@@ -1,7 +1,7 @@
 """Does the package still compute what it computed? Digests of many short runs, taken from two source trees and
 compared.
 
-    PYTHONPATH=TREE python scripts/digests.py take OUT.json            # some five minutes of one core; TREE holds `posttrain`
+    PYTHONPATH=TREE python scripts/digests.py take OUT.json   # five minutes of one core; TREE holds `posttrain`
     PYTHONPATH=TREE python scripts/digests.py take OUT.json --only 'algorithm/*'
     python scripts/digests.py compare BEFORE.json AFTER.json           # status 1 where they differ
 

@@ -96,11 +96,16 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 
     plateau, learning, half = more("plateau", 4), more("learning", 4), more("learning", 4, HALF)
     return [
-        Statement(f"plateau, 4 updates: entropy at the end is higher under clip-higher, interval above 0 ({told(plateau)})", interval(plateau)[0] > 0),
+        Statement(
+            f"plateau, 4 updates: entropy at the end is higher under clip-higher, interval above 0 ({told(plateau)})",
+            interval(plateau)[0] > 0,
+        ),
         Statement(f"learning, 4 updates: so is it at the end ({told(learning)})", interval(learning)[0] > 0),
         Statement(f"learning, 4 updates: and at accuracy .5 ({told(half)})", interval(half)[0] > 0),
-        Statement("one update a step: the two clips are one run, in both worlds", not any(np.any(more(w, 1)) for w in WORLDS)),
-    ]  # fmt: skip
+        Statement(
+            "one update a step: the two clips are one run, in both worlds", not any(np.any(more(w, 1)) for w in WORLDS)
+        ),
+    ]
 
 
 MINIATURE = Miniature(

@@ -58,10 +58,19 @@ def play(seed: int) -> Played:
 def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     then, last = "test pass@16 then", "test pass@16"
     return [
-        Statement("all three memorise: train pass@1 > .98, test pass@16 down by more than .3", all(r["train pass@1"] > 0.98 and r[last] < r["test pass@16 at first"] - 0.3 for r in mean.values())),
-        Statement("at equal train pass@1 (.9) their test pass@16 agrees within .05", max(r[then] for r in mean.values()) - min(r[then] for r in mean.values()) < 0.05),
-        Statement("after 150 steps REINFORCE++ is not ahead of GRPO by .05 (the published sign)", mean["RF++"][last] < mean["GRPO"][last] + 0.05),
-    ]  # fmt: skip
+        Statement(
+            "all three memorise: train pass@1 > .98, test pass@16 down by more than .3",
+            all(r["train pass@1"] > 0.98 and r[last] < r["test pass@16 at first"] - 0.3 for r in mean.values()),
+        ),
+        Statement(
+            "at equal train pass@1 (.9) their test pass@16 agrees within .05",
+            max(r[then] for r in mean.values()) - min(r[then] for r in mean.values()) < 0.05,
+        ),
+        Statement(
+            "after 150 steps REINFORCE++ is not ahead of GRPO by .05 (the published sign)",
+            mean["RF++"][last] < mean["GRPO"][last] + 0.05,
+        ),
+    ]
 
 
 MINIATURE = Miniature(

@@ -110,10 +110,14 @@ def play(seed: int) -> Played:
         x = train(a, gold, proxy, scale, start, seed)
         g = np.convolve(x[:, 1], smooth, "valid")
         figures[arm] = {
-            "gold, best": float(g.max()), "at step": float(g.argmax()), "gold, last 10": float(x[-10:, 1].mean()),
+            "gold, best": float(g.max()),
+            "at step": float(g.argmax()),
+            "gold, last 10": float(x[-10:, 1].mean()),
             "proxy at gold's best": float(np.convolve(x[:, 0], smooth, "valid")[g.argmax()]),
-            "proxy, last 10": float(x[-10:, 0].mean()), "KL at gold's best": float(x[g.argmax(), 2]), "KL, last 10": float(x[-10:, 2].mean()),
-        }  # fmt: skip
+            "proxy, last 10": float(x[-10:, 0].mean()),
+            "KL at gold's best": float(x[g.argmax(), 2]),
+            "KL, last 10": float(x[-10:, 2].mean()),
+        }
         curves |= {
             f"{arm}: gold": Curve(range(STEPS), x[:, 1].tolist()),
             f"{arm}: proxy": Curve(range(STEPS), x[:, 0].tolist()),
@@ -129,12 +133,23 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     rises = all(f[free]["proxy, last 10"] > f[free]["proxy at gold's best"] + 1 for f in each)
     gains = np.diff(chosen)
     return [
-        Statement("no KL, on every seed: gold peaks, then falls by more than 1.5 (in stds of the start)", all(f[free][best] > f[free][last] + 1.5 for f in each)),
+        Statement(
+            "no KL, on every seed: gold peaks, then falls by more than 1.5 (in stds of the start)",
+            all(f[free][best] > f[free][last] + 1.5 for f in each),
+        ),
         Statement("meanwhile the proxy rises by more than 1 further, on every seed", rises),
-        Statement("KL .05 ends with more gold than none, on every seed", all(f[weak][last] > f[free][last] for f in each)),
-        Statement("KL .2 ends within .3 of its best gold, on every seed", all(f[strong][last] > f[strong][best] - 0.3 for f in each)),
-        Statement("best of n: each fourfold n adds less gold than the one before; no fall up to n = 1024", bool((np.diff(gains) < 0).all() and gains[-1] > 0)),
-    ]  # fmt: skip
+        Statement(
+            "KL .05 ends with more gold than none, on every seed", all(f[weak][last] > f[free][last] for f in each)
+        ),
+        Statement(
+            "KL .2 ends within .3 of its best gold, on every seed",
+            all(f[strong][last] > f[strong][best] - 0.3 for f in each),
+        ),
+        Statement(
+            "best of n: each fourfold n adds less gold than the one before; no fall up to n = 1024",
+            bool((np.diff(gains) < 0).all() and gains[-1] > 0),
+        ),
+    ]
 
 
 MINIATURE = Miniature(

@@ -64,11 +64,20 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     slower, better = interval(gains(each, TRAIN, "RF++", "GRPO")), interval(gains(each, TEST, "RF++", "GRPO"))
     own = interval(gains(each, TEST, "RF++-baseline", "GRPO"))
     return [
-        Statement(f"when GRPO reaches .9 on train, REINFORCE++ is behind it there (95 % interval {slower[0]:+.3f} to {slower[1]:+.3f})", slower[1] < 0),
-        Statement(f"and ahead of it on test pass@16, the published sign ({better[0]:+.3f} to {better[1]:+.3f})", better[0] > 0),
-        Statement("at equal train pass@1 (.7) their test pass@16 agrees within .02, on every seed", max(abs(x) for x in gains(each, EQUAL, "RF++", "GRPO")) < 0.02),
+        Statement(
+            f"when GRPO reaches .9 on train, REINFORCE++ is behind it there (95 % interval {slower[0]:+.3f} to"
+            f" {slower[1]:+.3f})",
+            slower[1] < 0,
+        ),
+        Statement(
+            f"and ahead of it on test pass@16, the published sign ({better[0]:+.3f} to {better[1]:+.3f})", better[0] > 0
+        ),
+        Statement(
+            "at equal train pass@1 (.7) their test pass@16 agrees within .02, on every seed",
+            max(abs(x) for x in gains(each, EQUAL, "RF++", "GRPO")) < 0.02,
+        ),
         Statement(f"REINFORCE++-baseline is not ahead of GRPO ({own[0]:+.3f} to {own[1]:+.3f})", own[0] <= 0),
-    ]  # fmt: skip
+    ]
 
 
 MINIATURE = Miniature(

@@ -63,23 +63,40 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     found = np.array([[mean[arm][c] for c in COLUMNS] for arm in ARMS])
     hard = COLUMNS[2]
     return [
-        Statement("pass@1 of hard prompts, on every seed: MaxRL > GRPO > RLOO", all(f["MaxRL"][hard] > f["GRPO"][hard] > f["RLOO"][hard] for f in each)),
-        Statement("pass@1 and pass@16, on every seed: MaxRL > GRPO > RLOO", all(f["MaxRL"][c] > f["GRPO"][c] > f["RLOO"][c] for f in each for c in COLUMNS[:2])),
-        Statement("the survey's values F.3.3 within .05 (pass@1, pass@16) and .12 (hard prompts)", bool((abs(found - wanted) < [0.05, 0.05, 0.12]).all())),
-    ]  # fmt: skip
+        Statement(
+            "pass@1 of hard prompts, on every seed: MaxRL > GRPO > RLOO",
+            all(f["MaxRL"][hard] > f["GRPO"][hard] > f["RLOO"][hard] for f in each),
+        ),
+        Statement(
+            "pass@1 and pass@16, on every seed: MaxRL > GRPO > RLOO",
+            all(f["MaxRL"][c] > f["GRPO"][c] > f["RLOO"][c] for f in each for c in COLUMNS[:2]),
+        ),
+        Statement(
+            "the survey's values F.3.3 within .05 (pass@1, pass@16) and .12 (hard prompts)",
+            bool((abs(found - wanted) < [0.05, 0.05, 0.12]).all()),
+        ),
+    ]
 
 
 MINIATURE = Miniature(
     name="hard_prompts",
     item="F.2 item 3, values F.3.3",
-    claim="What divides the credit decides which prompts are worked on: dividing by the group's mean (MaxRL) weighs a prompt by about "
-    "1/p, by its standard deviation (GRPO) by about 1/sqrt(p), nothing (RLOO) not at all.",
+    claim=(
+        "What divides the credit decides which prompts are worked on: dividing by the group's mean (MaxRL) weighs a"
+        " prompt by about 1/p, by its standard deviation (GRPO) by about 1/sqrt(p), nothing (RLOO) not at all."
+    ),
     source="MaxRL 2602.02710",
-    setup="64 prompts of 50 actions, one correct, its probability at first log-uniform in .002 ... .6; a softmax of its own for each prompt; "
-    "16 siblings, 300 steps, every update scaled to the same norm .4. RLOO and GRPO without their KL.",
+    setup=(
+        "64 prompts of 50 actions, one correct, its probability at first log-uniform in .002 ... .6; a softmax of its"
+        " own for each prompt; 16 siblings, 300 steps, every update scaled to the same norm .4. RLOO and GRPO without"
+        " their KL."
+    ),
     predicted="pass@1 of prompts with p0 < .02, and over all: MaxRL > GRPO > RLOO.",
-    verdict="Holds, with the survey's values. Prompts share nothing here, so this shows the weighting and not what it costs elsewhere.",
+    verdict=(
+        "Holds, with the survey's values. Prompts share nothing here, so this shows the weighting and not what it costs"
+        " elsewhere."
+    ),
     play=play,
     judge=judge,
     picture=Picture("Weighting of hard prompts", "step", "pass@1 of prompts with p0 < .02"),
-)  # fmt: skip
+)

@@ -146,12 +146,29 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     nearer = {n: gains(each, f"value error, {n}", decoupled, coupled) for n in LENGTHS}
     short = [f["VAPO, alpha 1"][QUICK] - f[vapo][QUICK] for f in each]
     return [
-        Statement("value error over the run: critic 1 below critic .95, at 64 and 256, on every seed", all(max(x) < 0 for x in nearer.values())),
-        Statement("success at the end: critic 1 above critic .95 under the same credit, at 64 and 256, on every seed", all(min(x) > 0 for x in better.values())),
-        Statement("both more so at 256, in the mean", float(np.mean(better[256])) > float(np.mean(better[64])) and float(np.mean(nearer[256])) < float(np.mean(nearer[64]))),
-        Statement("VAPO as published: above .9 at 256, where PPO with .95 stays below .6, on every seed", all(f[vapo]["success, 256"] > 0.9 and f[coupled]["success, 256"] < 0.6 for f in each)),
-        Statement(f"16 tokens and slow values: alpha 1 above the published .05 (interval {interval(short)[0]:+.3f} to {interval(short)[1]:+.3f})", interval(short)[0] > 0),
-    ]  # fmt: skip
+        Statement(
+            "value error over the run: critic 1 below critic .95, at 64 and 256, on every seed",
+            all(max(x) < 0 for x in nearer.values()),
+        ),
+        Statement(
+            "success at the end: critic 1 above critic .95 under the same credit, at 64 and 256, on every seed",
+            all(min(x) > 0 for x in better.values()),
+        ),
+        Statement(
+            "both more so at 256, in the mean",
+            float(np.mean(better[256])) > float(np.mean(better[64]))
+            and float(np.mean(nearer[256])) < float(np.mean(nearer[64])),
+        ),
+        Statement(
+            "VAPO as published: above .9 at 256, where PPO with .95 stays below .6, on every seed",
+            all(f[vapo]["success, 256"] > 0.9 and f[coupled]["success, 256"] < 0.6 for f in each),
+        ),
+        Statement(
+            f"16 tokens and slow values: alpha 1 above the published .05 (interval {interval(short)[0]:+.3f} to"
+            f" {interval(short)[1]:+.3f})",
+            interval(short)[0] > 0,
+        ),
+    ]
 
 
 MINIATURE = Miniature(

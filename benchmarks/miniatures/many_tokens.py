@@ -106,15 +106,32 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     half = float(np.mean(lost(NONE, loud))) / 2
     repaired = (TIS, REGION, SEQUENCE_TIS, SEQUENCE_MIS)
     return [
-        Statement("no correction, s = 1: ends below its start of .9, on every seed", all(f[NONE][loud] < RIGHT for f in each)),
+        Statement(
+            "no correction, s = 1: ends below its start of .9, on every seed", all(f[NONE][loud] < RIGHT for f in each)
+        ),
         Statement(f"no correction loses at s = 1 (95 % interval {fall[0]:+.3f} to {fall[1]:+.3f})", fall[0] > 0),
-        Statement(f"token TIS ends above it (interval of the difference {help_[0]:+.3f} to {help_[1]:+.3f}), on every seed", help_[0] > 0 and min(gains(each, loud, TIS, NONE)) > 0),
-        Statement("s = .5: token TIS and DPPO's region stay within .05 of the run without noise, on every seed", max(most[TIS], most[REGION]) < 0.05),
+        Statement(
+            f"token TIS ends above it (interval of the difference {help_[0]:+.3f} to {help_[1]:+.3f}), on every seed",
+            help_[0] > 0 and min(gains(each, loud, TIS, NONE)) > 0,
+        ),
+        Statement(
+            "s = .5: token TIS and DPPO's region stay within .05 of the run without noise, on every seed",
+            max(most[TIS], most[REGION]) < 0.05,
+        ),
         Statement("s = 1: token TIS with cap 10 does, on every seed", most[WIDE] < 0.05),
-        Statement("s = 1: DPPO's region lies above no correction and below token TIS, on every seed", all(f[NONE][loud] < f[REGION][loud] < f[TIS][loud] for f in each)),
-        Statement("s = 1: every correction loses less than half of what none loses, in the mean", all(float(np.mean(lost(arm, loud))) < half for arm in repaired)),
-        Statement("s = 1: GRPO needs no correction here: it ends above .97, on every seed", all(f[CONTROL][loud] > 0.97 for f in each)),
-    ]  # fmt: skip
+        Statement(
+            "s = 1: DPPO's region lies above no correction and below token TIS, on every seed",
+            all(f[NONE][loud] < f[REGION][loud] < f[TIS][loud] for f in each),
+        ),
+        Statement(
+            "s = 1: every correction loses less than half of what none loses, in the mean",
+            all(float(np.mean(lost(arm, loud))) < half for arm in repaired),
+        ),
+        Statement(
+            "s = 1: GRPO needs no correction here: it ends above .97, on every seed",
+            all(f[CONTROL][loud] > 0.97 for f in each),
+        ),
+    ]
 
 
 MINIATURE = Miniature(

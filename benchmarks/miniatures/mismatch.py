@@ -103,13 +103,28 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     gap = [f["bf16 logits"]["mean log-prob gap"] / f["fp16 logits"]["mean log-prob gap"] for f in each]
     plain = [f["no correction"] for f in each]
     return [
-        Statement("no correction, s = 2: the reward falls below where it started, on every seed", all(f[least] < 0.61 for f in plain)),
-        Statement("no correction, step 30: s = 2 is at least .2 below s = 0, on every seed", all(f[loud] < f[clean] - 0.2 for f in plain)),
-        Statement("sequence TIS and MIS: s = 2 within .05 of s = 0, on every seed", all(abs(f[w][loud] - f[w][clean]) < 0.05 for f in each for w in whole)),
-        Statement("token-level TIS and DPPO do not help here: no better than no correction + .05", all(mean[t][loud] < mean["no correction"][loud] + 0.05 for t in single)),
-        Statement("the mismatch KL grows with s, for every algorithm", all(mean[arm]["mismatch KL, s = 2"] > mean[arm]["mismatch KL, s = 1"] for arm in ARMS)),
+        Statement(
+            "no correction, s = 2: the reward falls below where it started, on every seed",
+            all(f[least] < 0.61 for f in plain),
+        ),
+        Statement(
+            "no correction, step 30: s = 2 is at least .2 below s = 0, on every seed",
+            all(f[loud] < f[clean] - 0.2 for f in plain),
+        ),
+        Statement(
+            "sequence TIS and MIS: s = 2 within .05 of s = 0, on every seed",
+            all(abs(f[w][loud] - f[w][clean]) < 0.05 for f in each for w in whole),
+        ),
+        Statement(
+            "token-level TIS and DPPO do not help here: no better than no correction + .05",
+            all(mean[t][loud] < mean["no correction"][loud] + 0.05 for t in single),
+        ),
+        Statement(
+            "the mismatch KL grows with s, for every algorithm",
+            all(mean[arm]["mismatch KL, s = 2"] > mean[arm]["mismatch KL, s = 1"] for arm in ARMS),
+        ),
         Statement("rounding to bf16 leaves 7 to 9 times the gap of fp16, on every seed", all(7 < x < 9 for x in gap)),
-    ]  # fmt: skip
+    ]
 
 
 MINIATURE = Miniature(

@@ -9,14 +9,21 @@ from benchmarks.miniatures.miniature import Figures, Miniature, Statement
 
 HEAD = """# Published effects in miniature
 
-Each effect below was published for large models and is replayed here in seconds on one core: a tabular softmax or a small
-network over short answers, driven through the library's own `credit_step`, `weigh`, `choose` and `objective`, so the thing under
+Each effect below was published for large models and is replayed here in seconds on one core: a tabular softmax or a \
+small
+network over short answers, driven through the library's own `credit_step`, `weigh`, `choose` and `objective`, so the \
+thing under
 test is the algorithm that `posttrain run` uses and not a copy of it. The sign was predicted (it is the survey's) before
-anything was measured; worlds, step sizes and the margins of what is asserted were settled afterwards, and where a first world did not
-show the effect, the section says which and what it gave. So these are demonstrations that can be rerun, not blind tests. A miniature shows that a mechanism exists and which way it points; it says nothing about its size in a large model.
+anything was measured; worlds, step sizes and the margins of what is asserted were settled afterwards, and where a \
+first world did not
+show the effect, the section says which and what it gave. So these are demonstrations that can be rerun, not blind \
+tests. A miniature shows that a mechanism exists and which way it points; it says nothing about its size in a large \
+model.
 
 Written by `python -m benchmarks.miniatures all`; `make prove` repeats every one on its seeds and asserts the statements
-under "asserted". Where a first world had not shown the effect and a second was made for it, what was written down before the runs is in [miniatures-registered.md](miniatures-registered.md). Length bias (F.3.1) and the KL table (A34) are in `tests/laws/`.
+under "asserted". Where a first world had not shown the effect and a second was made for it, what was written down \
+before the runs is in [miniatures-registered.md](miniatures-registered.md). Length bias (F.3.1) and the KL table \
+(A34) are in `tests/laws/`.
 """
 
 

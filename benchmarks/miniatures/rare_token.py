@@ -79,15 +79,20 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
 MINIATURE = Miniature(
     name="rare_token",
     item="F.2 item 2, values F.3.2",
-    claim="A symmetric clip locks rare tokens out: a token of probability p may gain only .2 p a batch. Clip-higher loosens that; CISPO, which silences "
-    "no token, and DPPO, which compares probabilities and not ratios, remove it.",
+    claim=(
+        "A symmetric clip locks rare tokens out: a token of probability p may gain only .2 p a batch. Clip-higher"
+        " loosens that; CISPO, which silences no token, and DPPO, which compares probabilities and not ratios,"
+        " remove it."
+    ),
     source="DAPO 2503.14476, CISPO 2506.13585, DPPO 2602.04879",
-    setup="One rewarded token (credit 1) of probability .001 with one logit; 40 batches of 16 inner updates with step .05; the log-prob "
-    "the ratio compares with is refreshed each batch. Seeds 1 and 2 start at .0005 and .00025.",
+    setup=(
+        "One rewarded token (credit 1) of probability .001 with one logit; 40 batches of 16 inner updates with step"
+        " .05; the log-prob the ratio compares with is refreshed each batch. Seeds 1 and 2 start at .0005 and .00025."
+    ),
     predicted="Batches until p > .5: DPPO = CISPO < clip .2/.28 < clip .2, and the values of F.3.2 at .001.",
     verdict="Holds, with the survey's values.",
     play=play,
     judge=judge,
     picture=Picture("Rare-token lock-out", "batch", "probability of the rewarded token", log_y=True),
     digits=4,
-)  # fmt: skip
+)

@@ -62,11 +62,20 @@ def judge(mean: Figures, each: Sequence[Figures]) -> list[Statement]:
     }
     m2po, decoupled, naive = (float(np.mean(loss[arm][16])) for arm in ("M2PO", "decoupled PPO", "naive PPO"))
     return [
-        Statement("eta 0 is the same run for every algorithm within .02", all(abs(mean[arm]["accuracy, eta 0"] - mean["naive PPO"]["accuracy, eta 0"]) < 0.02 for arm in ARMS)),
+        Statement(
+            "eta 0 is the same run for every algorithm within .02",
+            all(abs(mean[arm]["accuracy, eta 0"] - mean["naive PPO"]["accuracy, eta 0"]) < 0.02 for arm in ARMS),
+        ),
         Statement("naive PPO loses at eta 16, on every seed", min(loss["naive PPO"][16]) > 0.02),
-        Statement("decoupled PPO is flat to eta 8 (within .03), on every seed", max(abs(x) for x in loss["decoupled PPO"][8]) < 0.03),
-        Statement("loss at eta 16: decoupled < M2PO < naive PPO < stale taken for fresh", decoupled < m2po < naive < float(np.mean(loss["GRPO, stale as fresh"][16]))),
-    ]  # fmt: skip
+        Statement(
+            "decoupled PPO is flat to eta 8 (within .03), on every seed",
+            max(abs(x) for x in loss["decoupled PPO"][8]) < 0.03,
+        ),
+        Statement(
+            "loss at eta 16: decoupled < M2PO < naive PPO < stale taken for fresh",
+            decoupled < m2po < naive < float(np.mean(loss["GRPO, stale as fresh"][16])),
+        ),
+    ]
 
 
 MINIATURE = Miniature(

@@ -135,9 +135,12 @@ def contract(length: int) -> Sampling:
 
 
 def scored_group(
-    rewards_GK: np.ndarray, mu_GT: np.ndarray, reference_GT: np.ndarray | None = None, start_GT: np.ndarray | None = None,
+    rewards_GK: np.ndarray,
+    mu_GT: np.ndarray,
+    reference_GT: np.ndarray | None = None,
+    start_GT: np.ndarray | None = None,
     values_GT: np.ndarray | None = None,
-) -> ScoredGroup:  # fmt: skip
+) -> ScoredGroup:
     """Siblings as the library holds them: K reward sources each, one segment of a prompt token and T said ones."""
     task, length = Task("toy", "?"), mu_GT.shape[1]
     mask = np.array([False] + [True] * length)
@@ -220,9 +223,14 @@ def credit_in_full(
 
 
 def batch_of(
-    a: Algorithm, answers: Answers, credit_ET: np.ndarray, g: int, start_ET: Tensor | None = None, reference_ET: Tensor | None = None,
+    a: Algorithm,
+    answers: Answers,
+    credit_ET: np.ndarray,
+    g: int,
+    start_ET: Tensor | None = None,
+    reference_ET: Tensor | None = None,
     rng: np.random.Generator | None = None,
-) -> Batch:  # fmt: skip
+) -> Batch:
     """One minibatch of whole groups of `g` siblings. Credit may be [E] or [E, T]."""
     e, t = answers.tokens_ET.shape
     weight_E = weigh(a.aggregate, [t] * e, (np.arange(e) // g).tolist(), t)

@@ -48,7 +48,8 @@ def v_trace(
 
     With rho_t = min(cap, ratio_t) and c_t = lambda * rho_t, of ratio = start/mu:
 
-        return_t = V_t + rho_t * delta_t + gamma * c_t * (return_{t+1} - V_{t+1})      A_t = r_t + gamma * return_{t+1} - V_t
+        return_t = V_t + rho_t * delta_t + gamma * c_t * (return_{t+1} - V_{t+1})
+        A_t = r_t + gamma * return_{t+1} - V_t
 
     The policy gradient's own weight is the algorithm's correction, so A carries none. On policy and with lambda 1 the
     targets are `gae`'s.

@@ -27,14 +27,18 @@ The printed loss is a surrogate: only its gradient means something. Letters of t
 | letter | is |
 |---|---|
 | `R`, `r` | raw outcome of a response, and what shaping makes of it; credit reads `r`, filters and curricula read `R` |
-| `A` | credit of a token. Standard deviations are ddof 1 without an epsilon; a group without spread (max - min within rounding of its rewards' terms: [algorithms-notes.md](algorithms-notes.md), *No spread*) has credit exactly 0 |
-| `push`, `rho` | how loudly a token may speak, as a function of rho = pi / anchor and the sign of `A`; never differentiated |
+| `A` | credit of a token. Standard deviations are ddof 1 without an epsilon; a group without spread (max - min \
+within rounding of its rewards' terms: [algorithms-notes.md](algorithms-notes.md), *No spread*) has credit exactly 0 |
+| `push`, `rho` | how loudly a token may speak, as a function of rho = pi / anchor and the sign of `A`; never \
+differentiated |
 | `c` | train/inference correction, start / mu; never differentiated |
-| `pi`, `start`, `mu`, `ref` | the policy, the learner at the start of the step, what the sampler stored, the reference (or teacher) |
+| `pi`, `start`, `mu`, `ref` | the policy, the learner at the start of the step, what the sampler stored, the \
+reference (or teacher) |
 | `y`, `\\|y\\|`, `G` | a response (an episode), its spoken tokens, the siblings of its prompt |
 | `sg[x]` | `x`, not differentiated |
 
-In a terminal: `posttrain ladder`, `posttrain ladder NAME`, `posttrain ladder --diff A B`. On the batches of a run of yours:
+In a terminal: `posttrain ladder`, `posttrain ladder NAME`, `posttrain ladder --diff A B`. On the batches of a run of \
+yours:
 `posttrain ladder --on RUN` ([ladder-on-a-run.md](ladder-on-a-run.md)).
 
 """

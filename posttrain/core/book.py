@@ -3,7 +3,8 @@
     run.json               schema, resolved tree, lineage of each algorithm, facts of the machine; written once
     lock                   who is writing
     steps.jsonl            one `Step` a line; gauges as [sum, count]
-    episodes/              one compressed file a step (`rl-000012.npz`) or evaluation (`rl-000012-eval.npz`), index.jsonl
+    episodes/              one compressed file a step (`rl-000012.npz`) or evaluation (`rl-000012-eval.npz`),
+                           index.jsonl
     checkpoints/, kept/    see `core.checkpoint`
 
 Lines after the last checkpoint are rewritten when a run goes on: `open_for_resume` cuts the record back to it.

@@ -5,7 +5,8 @@ Columns of an episode file, N tokens of all segments one after another:
     ids int32 [N], mask bool [N], logp float32 [N], version int32 [N], advantage float64 [N] (NaN: none)
     length int64 [segments]
     kept_length int64 [spoken tokens of truncated segments], kept_ids int32
-    top_ids int32, top_logp float32 [spoken tokens x K of segments that store their K most probable tokens, one after another]
+    top_ids int32, top_logp float32 [spoken tokens x K of segments that store their K most
+        probable tokens, one after another]
     in_turn int32 [spoken tokens of segments whose sampling reads it]: position of each in its turn
     meta uint8: UTF-8 JSON with tasks, samplings and one object per episode
 """

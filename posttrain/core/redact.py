@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from urllib.parse import quote, quote_plus
 
 from posttrain.core.verdict import Verdict
@@ -59,9 +59,10 @@ def scrubbed_data(value: Any, environment: Mapping[str, str] | None = None) -> A
     if isinstance(value, str):
         return scrubbed(value, environment)
     if isinstance(value, Mapping):
-        return {scrubbed_data(k, environment): scrubbed_data(v, environment) for k, v in value.items()}
-    if isinstance(value, list | tuple):
-        return type(value)(scrubbed_data(v, environment) for v in value) if type(value) in (list, tuple) else value
+        entries = cast("Mapping[Any, Any]", value).items()
+        return {scrubbed_data(k, environment): scrubbed_data(v, environment) for k, v in entries}
+    if type(value) in (list, tuple):
+        return type(value)(scrubbed_data(v, environment) for v in cast("Sequence[Any]", value))
     return value
 
 

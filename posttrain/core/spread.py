@@ -24,7 +24,8 @@ def rounding(sizes: Sequence[float] | np.ndarray, resolution: float = RESOLUTION
 def spread(values: Sequence[float] | np.ndarray, noise: float) -> bool:
     """Whether values can be compared: at least two, and max - min > `noise` (what `rounding` says of them).
 
-    >>> spread([0.3, 0.1 + 0.2, 0.3], rounding([0.3])), spread([0.0, 0.1 + 0.2 - 0.3], rounding([0.0, 0.6])), spread([0, 1], rounding([1]))
+    >>> alike, summed = rounding([0.3]), rounding([0.0, 0.6])
+    >>> spread([0.3, 0.1 + 0.2, 0.3], alike), spread([0.0, 0.1 + 0.2 - 0.3], summed), spread([0, 1], rounding([1]))
     (False, False, True)
     """
     return len(values) > 1 and bool(np.max(values) - np.min(values) > noise)

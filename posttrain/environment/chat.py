@@ -218,7 +218,8 @@ class Chat:
             if at < 0:
                 problem = (
                     problem
-                    or f"the chat template ends an assistant's turn with none of the stop tokens {', '.join(self._stops)}"
+                    or "the chat template ends an assistant's turn with none of the stop tokens"
+                    f" {', '.join(self._stops)}"
                 )
             else:
                 problem = problem or (

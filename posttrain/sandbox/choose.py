@@ -18,9 +18,11 @@ from posttrain.sandbox.selftest import selftest
 NAMES = ("auto", "namespaces", "landlock", "none")
 """What a sandbox may be called, beside the address of an executor."""
 REMOTE_WORKERS = 8
-HELP = f"""Fix one of: apt install bubblewrap (scripts/system-packages.sh) and allow user namespaces | a kernel of 5.13 or later with Landlock |
+HELP = f"""Fix one of: apt install bubblewrap (scripts/system-packages.sh) and allow user namespaces | a kernel of \
+5.13 or later with Landlock |
 sandbox=https://HOST (an executor elsewhere; python -m posttrain.sandbox.reference_server is one)
-To run UNSANDBOXED anyway (model-written code gets your user's full rights; refused for root): sandbox='none' and {ALLOW}=1"""
+To run UNSANDBOXED anyway (model-written code gets your user's full rights; refused for root): sandbox='none' and \
+{ALLOW}=1"""
 
 Make = Callable[[tuple[str, ...], str | None], Backend]
 ORDER: dict[str, Make] = {

@@ -17,7 +17,8 @@ ASK = """
 import json, sys, sysconfig
 v = sysconfig.get_config_vars()
 lib = v["INSTSONAME"] if v.get("Py_ENABLE_SHARED") else ""
-print(json.dumps([list(sys.version_info[:2]), sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), lib and v["LIBDIR"] + "/" + lib]))
+paths = [sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), lib and v["LIBDIR"] + "/" + lib]
+print(json.dumps([list(sys.version_info[:2]), *paths]))
 """
 
 

@@ -38,7 +38,8 @@ def _(): return bool(open("/etc/passwd").read())
 @attack("find the host's environment")
 def _():
     if "POSTTRAIN_CANARY" in os.environ: return True
-    return any(b"POSTTRAIN_CANARY" in open(f"/proc/{{p}}/environ", "rb").read() for p in ("self", "1", os.getppid(), parent))
+    processes = ("self", "1", os.getppid(), parent)
+    return any(b"POSTTRAIN_CANARY" in open(f"/proc/{{p}}/environ", "rb").read() for p in processes)
 
 @attack("walk /proc")
 def _(): return bool(os.listdir("/proc/self/fd"))
@@ -50,7 +51,8 @@ def _():
 
 @attack("change a file of the host")
 def _():
-    for change in (lambda: os.chmod(canary, 0o600), lambda: os.utime(canary), lambda: os.utime(canary, (1, 1)), lambda: os.truncate(canary, 0),
+    for change in (lambda: os.chmod(canary, 0o600), lambda: os.utime(canary), lambda: os.utime(canary, (1, 1)),
+                   lambda: os.truncate(canary, 0),
                    lambda: os.open(canary, os.O_RDONLY | os.O_TRUNC), lambda: os.unlink(canary)):
         try:
             change()

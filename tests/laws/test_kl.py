@@ -227,7 +227,8 @@ def test_rk3_takes_the_tokens_own_ratio_whatever_the_push_takes(ratio: str) -> N
 def test_a_mean_ratio_of_the_sequence_makes_another_gradient_of_k3() -> None:
     """TRL multiplies k3 by the ratio of its importance level. The geometric mean of an answer (GSPO's) gives a gradient
     that is no KL's, on policy either: there a token's own term, the one that turns k3 into the KL, has the weight 1 /
-    |y|, and terms of other tokens are added. The product of the ratios of an answer gives that of the KL over whole answers.
+    |y|, and terms of other tokens are added. The product of the ratios of an answer gives that of the KL over whole
+    answers.
     """
     exact = kl_where_the_sampler_goes()
     off = (weighted_k3("sequence_mean", SAMPLER) - exact).abs().max() / exact.abs().max()

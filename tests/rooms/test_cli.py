@@ -63,7 +63,8 @@ from posttrain.cli import main
 from posttrain.cli.ladder import one
 try: main({words!r})
 except SystemExit: pass
-print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizers", "safetensors", "rich") or m == "numpy" and {"run" not in words}), time.perf_counter() - begun, file=sys.stderr)
+print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizers", "safetensors", "rich") or m == \
+"numpy" and {"run" not in words}), time.perf_counter() - begun, file=sys.stderr)
 """
     done = python(code)
     modules, seconds = done.stderr.rsplit(" ", 1)

@@ -69,31 +69,75 @@ CHEATS = [
     ("V-01 exit in the call", "def f(a, b): raise SystemExit"),
     ("V-01 hard exit in the call", "import os\ndef f(a, b): os._exit(0)"),
     ("V-01 at exit", "import atexit, os\natexit.register(os._exit, 0)\ndef f(a, b): return 0"),
-    ("V-01 thread exits", "import os, threading\nthreading.Thread(target=os._exit, args=(0,)).start()\ndef f(a, b):\n while True: pass"),
-    ("V-02 equal to everything", "class E:\n __eq__ = lambda s, o: True\n __ne__ = lambda s, o: False\n __hash__ = lambda s: 3\ndef f(a, b): return E()"),
-    ("V-03 subclass of int", "class I(int):\n __eq__ = lambda s, o: True\n __hash__ = int.__hash__\ndef f(a, b): return I(3)"),
+    (
+        "V-01 thread exits",
+        "import os, threading\nthreading.Thread(target=os._exit, args=(0,)).start()\ndef f(a, b):\n while True: pass",
+    ),
+    (
+        "V-02 equal to everything",
+        (
+            "class E:\n __eq__ = lambda s, o: True\n __ne__ = lambda s, o: False\n __hash__ = lambda s: 3\ndef f(a, b):"
+            " return E()"
+        ),
+    ),
+    (
+        "V-03 subclass of int",
+        "class I(int):\n __eq__ = lambda s, o: True\n __hash__ = int.__hash__\ndef f(a, b): return I(3)",
+    ),
     ("V-03 subclass of str", "class S(str): pass\ndef f(a, b): return S('3')"),
-    ("V-04 patched helpers", "import builtins, json, math, unittest\nmath.isclose = lambda *a, **k: True\njson.loads = lambda *a: 3\nunittest.TestCase.assertEqual = lambda *a: None\ndef f(a, b): return 0"),
-    ("V-05 searches frames and garbage", "import gc, sys\ndef f(a, b):\n for o in gc.get_objects():\n  if isinstance(o, dict) and 'expected' in o: return o['expected']\n g = sys._getframe()\n while g:\n  if 'wanted' in g.f_locals: return g.f_locals['wanted']\n  g = g.f_back\n return None"),
-    ("V-06 reads the tests", "import sys, os, glob\ndef f(a, b):\n for p in [*sys.argv, *glob.glob('/inside/**', recursive=True), *glob.glob('/tmp/**')]:\n  try:\n   if 'wanted' in open(p).read(): return 3\n  except (OSError, UnicodeDecodeError): pass"),
+    (
+        "V-04 patched helpers",
+        (
+            "import builtins, json, math, unittest\nmath.isclose = lambda *a, **k: True\njson.loads = lambda *a:"
+            " 3\nunittest.TestCase.assertEqual = lambda *a: None\ndef f(a, b): return 0"
+        ),
+    ),
+    (
+        "V-05 searches frames and garbage",
+        (
+            "import gc, sys\ndef f(a, b):\n for o in gc.get_objects():\n  if isinstance(o, dict) and 'expected' in o:"
+            " return o['expected']\n g = sys._getframe()\n while g:\n  if 'wanted' in g.f_locals: return"
+            " g.f_locals['wanted']\n  g = g.f_back\n return None"
+        ),
+    ),
+    (
+        "V-06 reads the tests",
+        (
+            "import sys, os, glob\ndef f(a, b):\n for p in [*sys.argv, *glob.glob('/inside/**', recursive=True),"
+            " *glob.glob('/tmp/**')]:\n  try:\n   if 'wanted' in open(p).read(): return 3\n  except (OSError,"
+            " UnicodeDecodeError): pass"
+        ),
+    ),
     ("V-07 says that it passed", "print('ALL TESTS PASSED'); print('1 passed in 0.01s')\ndef f(a, b): pass"),
     ("V-07 writes a result frame", "import os, json\nos.write(3, json.dumps({'passed': True}).encode()); os._exit(0)"),
     ("V-08 breaks the collection", "raise ImportError"),
     ("V-08 does not parse", "def f(a, b) return 3"),
-    ("V-09 leaves a conftest", "open('conftest.py', 'w').write('x'); open('sitecustomize.py', 'w').write('x')\ndef f(a, b): return 0"),
+    (
+        "V-09 leaves a conftest",
+        "open('conftest.py', 'w').write('x'); open('sitecustomize.py', 'w').write('x')\ndef f(a, b): return 0",
+    ),
     ("V-10 a float for an integer", "def f(a, b): return float(a + b)"),
     ("V-10 a decimal", "from decimal import Decimal\ndef f(a, b): return Decimal(a + b)"),
     ("V-10 a float of numpy for an integer", "import numpy as np\ndef f(a, b): return np.float64(a + b)"),
-    ("V-10 a subclass of a number of numpy", "import numpy as np\nclass I(np.int64):\n __eq__ = lambda s, o: True\n item = tolist = lambda s: 3\ndef f(a, b): return I(a + b)"),
+    (
+        "V-10 a subclass of a number of numpy",
+        (
+            "import numpy as np\nclass I(np.int64):\n __eq__ = lambda s, o: True\n item = tolist = lambda s: 3\ndef"
+            " f(a, b): return I(a + b)"
+        ),
+    ),
     ("V-10 text", "def f(a, b): return str(a + b)"),
     ("V-11 recursive", "def f(a, b):\n x = []\n x.append(x)\n return x"),
     ("V-11 huge", "def f(a, b): return [0] * 10**6"),
     ("V-11 long", "def f(a, b): return 'x' * 10**7"),
     ("V-11 generator", "def f(a, b): yield a + b"),
-    ("V-14 right the second time only", "import os\nn = os.path.exists('seen'); open('seen', 'w').close()\ndef f(a, b): return a + b if n else 0"),
+    (
+        "V-14 right the second time only",
+        "import os\nn = os.path.exists('seen'); open('seen', 'w').close()\ndef f(a, b): return a + b if n else 0",
+    ),
     ("the function is missing", "def g(a, b): return a + b"),
     ("nothing", ""),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize("program", [pytest.param(p, id=i) for i, p in CHEATS])
@@ -247,9 +291,13 @@ def test_asserts_with_a_tolerance_and_those_that_stay_weak() -> None:
 
 
 DIFFERENCES = [
-    ("abs(f() - 1000.0) < 0.1", "1000.05", 1.0), ("abs(f() - 1000.0) < 0.1", "1099.0", 0.0), ("abs(f() - 1000000.0) < 1e-3", "1000900.0", 0.0),
-    ("abs(f() - 1.0) < 0.5", "1.5", 0.0), ("abs(f() - 1.0) <= 0.5", "1.5", 1.0), ("abs(f() - 5) < 0.5", "5", 1.0),
-]  # fmt: skip
+    ("abs(f() - 1000.0) < 0.1", "1000.05", 1.0),
+    ("abs(f() - 1000.0) < 0.1", "1099.0", 0.0),
+    ("abs(f() - 1000000.0) < 1e-3", "1000900.0", 0.0),
+    ("abs(f() - 1.0) < 0.5", "1.5", 0.0),
+    ("abs(f() - 1.0) <= 0.5", "1.5", 1.0),
+    ("abs(f() - 5) < 0.5", "5", 1.0),
+]
 
 
 @pytest.mark.parametrize(("test", "value", "score"), DIFFERENCES)
@@ -323,12 +371,29 @@ def test_the_program_of_a_response() -> None:
 
 
 STRICT = [
-    (5, 5, True), (5.0, 5, False), (True, 1, False), (1, True, False), ("5", 5, False), (None, False, False),
-    (float("nan"), float("nan"), True), (1.0, float("nan"), False), (-0.0, 0.0, False), (float("inf"), float("inf"), True),
-    ([1], (1,), False), ((1, 2), (1, 2), True), ({1, 2}, {2, 1}, True), ({1}, frozenset({1}), False), (b"a", b"a", True),
-    ({"a": 1, 2: [3]}, {2: [3], "a": 1}, True), ({1: 2}, {True: 2}, False), ([1, 2], [1], False),
-    ("\ud800", "\ud800", True), ([], {}, False), ({frozenset({"a"})}, {frozenset({"b"})}, False), ({frozenset({1}): 2}, {frozenset({1}): 3}, False),
-]  # fmt: skip
+    (5, 5, True),
+    (5.0, 5, False),
+    (True, 1, False),
+    (1, True, False),
+    ("5", 5, False),
+    (None, False, False),
+    (float("nan"), float("nan"), True),
+    (1.0, float("nan"), False),
+    (-0.0, 0.0, False),
+    (float("inf"), float("inf"), True),
+    ([1], (1,), False),
+    ((1, 2), (1, 2), True),
+    ({1, 2}, {2, 1}, True),
+    ({1}, frozenset({1}), False),
+    (b"a", b"a", True),
+    ({"a": 1, 2: [3]}, {2: [3], "a": 1}, True),
+    ({1: 2}, {True: 2}, False),
+    ([1, 2], [1], False),
+    ("\ud800", "\ud800", True),
+    ([], {}, False),
+    ({frozenset({"a"})}, {frozenset({"b"})}, False),
+    ({frozenset({1}): 2}, {frozenset({1}): 3}, False),
+]
 
 
 @pytest.mark.parametrize(("said", "wanted", "equal"), STRICT)

@@ -46,8 +46,28 @@ def test_what_is_no_right_program_earns_nothing(sandbox: Sandbox, task: str, res
 
 
 @pytest.mark.parametrize(
-    "piece", ["`", "~", "~~~", "```", "```a\n", "a ```x\nb```\n", "<pre>", "<pre>\n", "<answer>", "<!--", "> ", "> ```\n", "- ", "a b\n", "(", "-", "[PYTHON]\n", "      ```\n"]
-)  # fmt: skip
+    "piece",
+    [
+        "`",
+        "~",
+        "~~~",
+        "```",
+        "```a\n",
+        "a ```x\nb```\n",
+        "<pre>",
+        "<pre>\n",
+        "<answer>",
+        "<!--",
+        "> ",
+        "> ```\n",
+        "- ",
+        "a b\n",
+        "(",
+        "-",
+        "[PYTHON]\n",
+        "      ```\n",
+    ],
+)
 def test_repeated_pieces_are_quick(piece: str) -> None:
     """No pattern reads the same text in two ways: the blocks of a long response are found at once in the run's own
     process."""

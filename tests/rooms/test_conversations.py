@@ -22,7 +22,8 @@ from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.single import Listed, SingleTurn
 
-TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks.", "parameters": {"type": "object", "properties": {"x": {"type": "string"}}}}}
+PARAMETERS = {"type": "object", "properties": {"x": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "look_up", "description": "Looks.", "parameters": PARAMETERS}}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -163,7 +163,8 @@ def test_no_name_is_resolved_and_no_address_reached(worker: SandboxWorker, tmp_p
         os.chmod(door, 0o777)
         source = f"""
 import socket
-for family, to in ((2, ("127.0.0.1", 80)), (2, ("169.254.169.254", 80)), (2, ("10.0.0.1", 53)), (10, ("::1", 80)), (1, {str(door)!r})):
+for family, to in ((2, ("127.0.0.1", 80)), (2, ("169.254.169.254", 80)), (2, ("10.0.0.1", 53)), (10, ("::1", 80)), \
+(1, {str(door)!r})):
     for kind in (socket.SOCK_STREAM, socket.SOCK_DGRAM):
         try:
             s = socket.socket(family, kind); s.settimeout(0.5); s.connect(to); print("reached", to)
@@ -175,12 +176,17 @@ except OSError: print("no name")
 
 
 CALLS = {
-    "H-18": {"umount2": 166, "pivot_root": 155, "unshare": 272, "setns": 308, "clone3": 435, "open_tree": 428, "move_mount": 429, "fsopen": 430, "mount_setattr": 442, "sethostname": 170},
+    "H-18": {"umount2": 166, "pivot_root": 155, "unshare": 272, "setns": 308, "clone3": 435, "open_tree": 428,
+    "move_mount": 429, "fsopen": 430, "mount_setattr": 442, "sethostname": 170},
     "H-19": {
-        "bpf": 321, "io_uring_setup": 425, "add_key": 248, "request_key": 249, "keyctl": 250, "perf_event_open": 298, "userfaultfd": 323, "memfd_create": 319,
-        "memfd_secret": 447, "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "init_module": 175, "finit_module": 313, "kexec_load": 246, "reboot": 169,
-        "process_vm_writev": 311, "pidfd_getfd": 438, "pidfd_send_signal": 424, "kcmp": 312, "open_by_handle_at": 304, "personality": 135, "modify_ldt": 154,
-        "ioperm": 173, "iopl": 172, "acct": 163, "swapon": 167, "quotactl": 179, "fanotify_init": 300, "inotify_init": 253, "vmsplice": 278, "seccomp": 317, "rt_sigqueueinfo": 129,
+        "bpf": 321, "io_uring_setup": 425, "add_key": 248, "request_key": 249, "keyctl": 250, "perf_event_open": 298,
+        "userfaultfd": 323, "memfd_create": 319,
+        "memfd_secret": 447, "shmget": 29, "semget": 64, "msgget": 68, "mq_open": 240, "init_module": 175,
+        "finit_module": 313, "kexec_load": 246, "reboot": 169,
+        "process_vm_writev": 311, "pidfd_getfd": 438, "pidfd_send_signal": 424, "kcmp": 312, "open_by_handle_at": 304,
+        "personality": 135, "modify_ldt": 154,
+        "ioperm": 173, "iopl": 172, "acct": 163, "swapon": 167, "quotactl": 179, "fanotify_init": 300,
+        "inotify_init": 253, "vmsplice": 278, "seccomp": 317, "rt_sigqueueinfo": 129,
         "sched_setaffinity": 203, "setpriority": 141, "timer_create": 222, "chown": 92, "mknod": 133, "setxattr": 188,
     },
 }  # fmt: skip
@@ -265,8 +271,10 @@ def test_the_root_that_a_program_sees_holds_one_python_and_cannot_be_written() -
     source = """
 import os
 print(sorted(os.listdir("/")), sorted(os.listdir("/dev")), os.path.exists("/proc"))
-print({oct(os.stat(p).st_mode & 0o777) for p in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", "/usr", "/etc", "/dev")})
-for folder in ("/", "/dev", "/python", "/python/lib", "/inside", "/inside/cell", "/packages", "/usr", "/usr/lib", "/etc"):
+print({oct(os.stat(p).st_mode & 0o777) for p in ("/python", "/python/bin", "/python/lib", "/inside", "/packages", \
+"/usr", "/etc", "/dev")})
+for folder in ("/", "/dev", "/python", "/python/lib", "/inside", "/inside/cell", "/packages", "/usr", "/usr/lib", \
+"/etc"):
     try: open(folder + "/x", "w"); print("wrote in", folder)
     except OSError: pass
 open("/tmp/x", "w").close()
@@ -342,8 +350,8 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "I-09": (
         ("yaml", "ruamel", "marshal", "shelve", "dill", "joblib", "pickle"),
         (
-            "environment/workers/process.py",
-            "environment/workers/worker.py",
+            "verifier/workers/process.py",
+            "verifier/workers/guardian.py",
             "environment/templates.py",
             "engine/checkpoint.py",
         ),
@@ -353,12 +361,12 @@ IMPORTS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("urllib", "http", "requests", "httpx", "aiohttp", "ftplib", "smtplib"),
         (
             "engine/",
-            "environment/redact.py",
-            "recipe/main.py",
-            "recipe/remote.py",
+            "core/redact.py",
+            "api/main.py",
+            "api/endpoint.py",
             "serve/",
-            "environment/sandbox/remote.py",
-            "environment/sandbox/serve.py",
+            "sandbox/remote.py",
+            "sandbox/reference_server.py",
         ),
     ),
 }

@@ -47,8 +47,10 @@ def test_what_is_no_right_answer_earns_nothing(reward: MathSource, gold: str, re
 
 @pytest.mark.parametrize(
     "piece",
-    ["<!--", "~~a", "~~", "\\text{ ", "\\text{a: }", "\\ ", " \\", "<b ", "</answer>", "<answer>", "| answer |", "0.11", "1.1...", "\\phantom{", "\\Rightarrow ", "x=", "=", "\\approx ",
-     "one hundred ", "and ", "(A) ", "C is correct ", "\\boxed{1} and ", "\\boxed{1}, ", "答案是", "1, ", "not ", "perhaps ", "\\begin{aligned}", "\\log_e ", "1 1/", "% ", "wait the answer is "],
+    ["<!--", "~~a", "~~", "\\text{ ", "\\text{a: }", "\\ ", " \\", "<b ", "</answer>", "<answer>", "| answer |", "0.11",
+    "1.1...", "\\phantom{", "\\Rightarrow ", "x=", "=", "\\approx ",
+     "one hundred ", "and ", "(A) ", "C is correct ", "\\boxed{1} and ", "\\boxed{1}, ", "答案是", "1, ", "not ",
+     "perhaps ", "\\begin{aligned}", "\\log_e ", "1 1/", "% ", "wait the answer is "],
 )  # fmt: skip
 def test_repeated_pieces_are_quick(reward: MathSource, piece: str) -> None:
     """No pattern reads the same text in two ways: what the run's own process does with a long response takes linear

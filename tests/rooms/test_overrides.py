@@ -1,4 +1,4 @@
-"""recipe.overrides: one line changes one thing, the lineage says so, and a wrong line says what would be right."""
+"""api.overrides: one line changes one thing, the lineage says so, and a wrong line says what would be right."""
 
 from __future__ import annotations
 

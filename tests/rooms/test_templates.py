@@ -168,7 +168,8 @@ def test_reasoning_that_the_template_drops_is_refused_or_a_new_sequence() -> Non
     assert dialogue.restarted
     whole = (
         "<|im_start|>user\nWhat is the"
-        " weather?<|im_end|>\n<|im_start|>assistant\nrain<|im_end|>\n<|im_start|>user\nsure?<|im_end|>\n<|im_start|>assistant\n"
+        " weather?<|im_end|>\n<|im_start|>assistant\nrain<|im_end|>\n<|im_start|>user\nsure?"
+        "<|im_end|>\n<|im_start|>assistant\n"
     )
     assert r.decode(ids) == whole
     dialogue.said(r.encode("<think>\nagain\n</think>\n\n" + f.call + "<|im_end|>"))

@@ -381,7 +381,8 @@ def prompts(tmp_path: Any, rows: str, reward: str = "", **args: Any) -> Any:
     (tmp_path / "p.jsonl").write_text(rows)
     (tmp_path / "r.py").write_text(
         reward
-        or "def kept(prompts, completions, state, want, **_):\n    return [float(s['files'] == w) for s, w in zip(state, want)]\n"
+        or "def kept(prompts, completions, state, want, **_):\n"
+        "    return [float(s['files'] == w) for s, w in zip(state, want)]\n"
     )
     from posttrain.core.env import Reward
 

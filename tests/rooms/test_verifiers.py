@@ -36,7 +36,8 @@ import verifiers as vf
 from datasets import Dataset
 
 def rows(first, count):
-    return Dataset.from_list([{"question": f"{n}+1?", "answer": str(n + 1), "info": {"n": n}} for n in range(first, first + count)])
+    asked = range(first, first + count)
+    return Dataset.from_list([{"question": f"{n}+1?", "answer": str(n + 1), "info": {"n": n}} for n in asked])
 
 async def right(completion, answer):
     return float(completion[-1]["content"].strip() == answer)
@@ -51,7 +52,8 @@ def breaks(completion, answer):
 
 def load_environment(count: int = 20, system: str = "Add."):
     rubric = vf.Rubric(funcs=[right, short, breaks], weights=[1.0, 0.1, 0.0])
-    return vf.SingleTurnEnv(dataset=rows(0, count), eval_dataset=rows(count - 2, 6), system_prompt=system, rubric=rubric)
+    held = rows(count - 2, 6)
+    return vf.SingleTurnEnv(dataset=rows(0, count), eval_dataset=held, system_prompt=system, rubric=rubric)
 """
 GUESS = '''
 import verifiers as vf
@@ -86,7 +88,8 @@ class Tidy(vf.Rubric):
         CLEANED.append("rubric")
 
 def found(completion, answer, state):
-    return float(any(m["role"] == "assistant" and m["content"].strip() == answer for m in completion)) / max(1, state["guesses"])
+    said = [m["content"].strip() for m in completion if m["role"] == "assistant"]
+    return float(answer in said) / max(1, state["guesses"])
 
 def load_environment(keep: bool = True):
     data = Dataset.from_list([{"question": "a digit", "answer": str(n), "info": {"n": n}} for n in range(10)])
@@ -265,7 +268,8 @@ class Forgets(Guess):
         return [{"role": "user", "content": f"turn {len(state['trajectory'])}"}]
 
 def load_environment():
-    return Forgets(dataset=Dataset.from_list([{"question": "a", "answer": str(n), "info": {}} for n in range(9)]), rubric=vf.Rubric(funcs=[found]))
+    nine = Dataset.from_list([{"question": "a", "answer": str(n), "info": {}} for n in range(9)])
+    return Forgets(dataset=nine, rubric=vf.Rubric(funcs=[found]))
 """
     )
     with pytest.raises(DataError, match="another history than the policy saw"):

@@ -124,11 +124,11 @@ def test_the_bar_of_a_run_reads_no_markup() -> None:
 # --- nothing else prints ----------------------------------------------------------------------------------------------
 
 INSIDE = {
-    "environment/sandbox/cell/cells.py": "prints inside the sandbox, into what is captured",
-    "environment/sandbox/cell/program.py": "prints inside the sandbox, into what is captured",
+    "sandbox/cell/cells.py": "prints inside the sandbox, into what is captured",
+    "sandbox/cell/program.py": "prints inside the sandbox, into what is captured",
 }
 """Files that may print, and why."""
-DOORS = ("core/visible.py", "recipe/console.py")
+DOORS = ("core/visible.py", "api/console.py")
 
 
 def printing(text: str) -> Iterator[tuple[int, str]]:

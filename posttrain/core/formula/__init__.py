@@ -1,7 +1,8 @@
 """Every formula of the family, once: what each choice means, and what an algorithm's choices add up to. One line each.
 
     R     raw outcome of a response y           r    reward after shaping        |y|  its spoken tokens
-    pi    the policy being differentiated       mu   what the sampler stored     start  the learner at the start of the step
+    pi    the policy being differentiated       mu   what the sampler stored
+    start the learner at the start of the step
     ref   the reference (or teacher)            rho  pi / anchor                 sg[x]  x, not differentiated
 
 The ladder's pages and the terminal print from here. A piece brings its own (`Piece.words`); one without is no class

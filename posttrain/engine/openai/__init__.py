@@ -5,4 +5,4 @@ from posttrain.engine.openai.discover import RemoteModel, discover
 from posttrain.engine.openai.text import TextDialogue, TextSampler, TextVocabulary
 from posttrain.engine.openai.tokens import TokenSampler
 
-__all__ = ["RemoteModel", "TextVocabulary", "TextDialogue", "TextSampler", "TokenSampler", "discover"]
+__all__ = ["RemoteModel", "TextDialogue", "TextSampler", "TextVocabulary", "TokenSampler", "discover"]

@@ -9,4 +9,4 @@ from posttrain.environment.check.probe import Mark, Probe, ProbeResult
 from posttrain.environment.check.report import PROBES, RATE, TASKS, CheckReport, check
 from posttrain.environment.check.subject import Subject
 
-__all__ = ["PROBES", "RATE", "TASKS", "ProbeResult", "Mark", "Probe", "CheckReport", "Subject", "check"]
+__all__ = ["PROBES", "RATE", "TASKS", "CheckReport", "Mark", "Probe", "ProbeResult", "Subject", "check"]

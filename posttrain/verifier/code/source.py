@@ -36,10 +36,10 @@ MOST_BLOCKS = 64
 MOST_SECONDS = 2.0
 """That this may take; beyond it the last block is the program."""
 _STATEMENT = re.compile(
-    r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w.,"
-    r" ]+$|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"
-    r"|(?:else|try|finally|except)\b.*:|(?:return|pass|break|raise|assert|del|global)\b|[\w.]+\(|[A-Za-z_][\w.,*"
-    r" \[\]'\"]*+(?::[^=]*)?[-+*/%&|^<>@]*="
+    r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w., ]+$"
+    r"|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"
+    r"|(?:else|try|finally|except)\b.*:|(?:return|pass|break|raise|assert|del|global)\b|[\w.]+\("
+    r"|[A-Za-z_][\w.,* \[\]'\"]*+(?::[^=]*)?[-+*/%&|^<>@]*="
 )
 """How a line of a program begins, and hardly a line of prose."""
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from posttrain.verifier.math.boxes import DIGITS, Box, boxes_of
 from posttrain.verifier.math.seen import seen
 from posttrain.verifier.math.units import SCALES, changing, unit
 
@@ -16,20 +17,14 @@ TAIL = 10_000
 
 _SCRIPTS = "\u2e80-\u9fff\uac00-\ud7af\u3040-\u30ff"
 """Letters that stand directly beside a number: Chinese, Japanese, Korean."""
-_DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
 _SIGNLESS = (
-    r"[$€£₹¥]?(?:\d{1,4}["
-    rf" ]\d{{1,3}}/\d{{1,3}}(?!\d)|\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+|(?:{_DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"
+    r"[$€£₹¥]?(?:\d{1,4}[ ]"
+    rf"\d{{1,3}}/\d{{1,3}}(?!\d)|\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+"
+    rf"|(?:{DIGITS}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s?/\s?\d+)?(?:\s?\\?%)?)"
 )
 _PLAIN = re.compile(rf"[-+−–]?{_SIGNLESS}", re.IGNORECASE)
 _NUMBER = re.compile(
     rf"(?<![^\W{_SCRIPTS}])(?<!\.)(?<!\d:)(?<![\d)\]] )(?:(?<![\d)\]])[-+−–])?{_SIGNLESS}(?![\d])", re.IGNORECASE
-)
-_BRACE = re.compile(
-    r"\\(?:boxed|fbox)\s*\{"
-    r"|\\(?:boxed|fbox)(?![A-Za-z])\s*(\\[dt]?frac(?:\s?\d\s?\d|\{[^{}\n]{1,60}\}\{[^{}\n]{1,60}\})"
-    rf"|[-+−]?{_DIGITS}(?:\.\d+)?|[A-Za-z](?![A-Za-z]))"
-    r"|\\[\\{}]|[{}]"
 )
 _PHRASE = re.compile(
     r"(?:\banswers?\b|\bresult\b|\b(?:correct|right|best)\s(?:option|choice)\b(?=[*_\s]{0,4}(?:is|:)[*_\s:]{0,6}\(?[A-J]\b)|\b(?:respuesta|resposta|risposta|réponse|antwort|ответ)\b|答案|答え|答)"
@@ -50,8 +45,8 @@ _COMMAND = re.compile(r"\\[A-Za-z]+|\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt
 _WORD = re.compile(r"[^\W\d_]{2,}")
 _GROWN = re.compile(
     r"(?:\\(?:pi|sqrt|cdot|times|text|mathrm)(?![A-Za-z])(?:\{[^{}\n]{0,60}\})?|[π√²³°]|(?<=[π√])\d+"
-    r"|(?![mghsLCFNJWV]\b|x"
-    r" (?:as|more|faster|larger|bigger|greater|longer|the)\b)[A-Za-z]{1,3}(?![A-Za-z])|\^\{?-?\w{1,6}\}?)+"
+    r"|(?![mghsLCFNJWV]\b"
+    r"|x (?:as|more|faster|larger|bigger|greater|longer|the)\b)[A-Za-z]{1,3}(?![A-Za-z])|\^\{?-?\w{1,6}\}?)+"
 )
 """What may stand directly behind a number, so that the number alone is not what was said: `12π`, `5x`, `3rd`."""
 _AFTER = re.compile(r"[ \t]{0,2}(?:\\text\{)?([^\n.,;:!?()$\\{}]{1,60})")
@@ -69,7 +64,7 @@ _DATE = re.compile(
 _RATIO = re.compile(r"\d{1,9} to \d{1,9}(?=\W*$)")
 _CUT = re.compile(r"(?:[+/=]|(?<![-\w])-|\\(?:cdot|times|div|frac|sqrt|left|pm)\s*[({]?)\s*\Z")
 """An operator at the end: the response was cut off in the middle of a formula."""
-_SEVERAL = re.compile(rf"(?<![\w.])(?:{_DIGITS}(?:\.\d+)?, ?){{2,20}}(?:(?:and|or) )?{_DIGITS}(?:\.\d+)?\W*\Z")
+_SEVERAL = re.compile(rf"(?<![\w.])(?:{DIGITS}(?:\.\d+)?, ?){{2,20}}(?:(?:and|or) )?{DIGITS}(?:\.\d+)?\W*\Z")
 _HEDGE = re.compile(
     r"(?:n['’]t|either|neither|between|not|never|at (?:least|most)|(?:more|less|fewer|greater|smaller|larger) than|no"
     r" (?:more|less) than|anything but|over|under)\b",
@@ -81,8 +76,8 @@ _DENIED = re.compile(
     re.IGNORECASE,
 )
 _IGNORANT = re.compile(
-    r"\b(?:I|we)(?:[ ]am|['’]m|[ ]are)?[ ](?:(?:cannot|can['’]t|can not|unable to)["
-    r" ](?:answer|tell|say|solve|determine|find|know)"
+    r"\b(?:I|we)(?:[ ]am|['’]m|[ ]are)?[ ](?:(?:cannot|can['’]t|can not|unable to)"
+    r"[ ](?:answer|tell|say|solve|determine|find|know)"
     r"|(?:do not|don['’]t)[ ]know|have no idea|not sure)\b",
     re.IGNORECASE,
 )
@@ -133,7 +128,7 @@ def final(text: str) -> Found | None:
     (Found(text='\\\\frac{1}{2}', several=True), Found(text='1,234', several=False))
     """
     text = seen(text)
-    boxes, opened = _boxes(text)
+    boxes, opened = boxes_of(text)
     if opened or not text.strip():
         return None
     if boxes:
@@ -198,15 +193,6 @@ def prose(text: str) -> bool:
     return _WORD.search(_COMMAND.sub(" ", text)) is not None
 
 
-@dataclass(frozen=True)
-class Box:
-    """A complete box: where its command begins, where it ends, and what is in it."""
-
-    start: int
-    end: int
-    text: str
-
-
 def _boxed(text: str, boxes: list[Box]) -> Found | None:
     """The last box with what belongs to it: boxes that are joined to it, and a unit or a word such as `million` behind
     it."""
@@ -228,32 +214,6 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
     at = last.end + (text[last.end : last.end + 1] == "$")
     after = _words_after(text, at) if any(c.isdigit() for c in last.text) and "=" not in last.text else ""
     return Found(rf"{last.text}\text{{ {after}}}" if after else last.text, several)
-
-
-def _boxes(text: str) -> tuple[list[Box], bool]:
-    """The complete boxes in the order in which they end, outermost only, and whether one stays open after them."""
-    stack: list[tuple[int, int, bool]] = []
-    inside, out = 0, list[Box]()
-    if "\\boxed" not in text and "\\fbox" not in text:
-        return out, False
-    for match in _BRACE.finditer(text):
-        token = match.group()
-        if match[1] is not None:
-            if not inside:
-                out.append(Box(match.start(), match.end(), match[1]))
-            continue
-        if len(token) == 2 and token[0] == "\\":
-            continue
-        if token != "}":
-            box = token != "{"
-            stack.append((match.start(), match.end(), box))
-            inside += box
-        elif stack:
-            command, start, box = stack.pop()
-            inside -= box
-            if box and not inside:
-                out.append(Box(command, match.end(), text[start : match.start()]))
-    return out, inside > 0
 
 
 def _marked(text: str) -> str | None:

@@ -33,8 +33,8 @@ _TEXT = re.compile(r"\\text\{([^{}]*)\}")
 _BODY = re.compile(r"[-+]?(?:[\d.,/ ]|\\frac\{[\d.]+\}\{[\d.]+\}|\^\{?-?\d+\}?|\\times|\\cdot(?![A-Za-z]))*")
 _CLOCK = re.compile(r"(\d\d?)(?::([0-5]\d))?(?: ?(?:\\text\{)?([ap])\.? ?m\.?\}?)?", re.IGNORECASE)
 _BASED = re.compile(
-    r"\(?([0-9A-Z]+(?:\.[0-9A-Z]+)?)\)?(?:_(?:\{(?:\\text\{)?|\\text\{)?| ?(?:\\text\{)?\(?base\}?["
-    r" _]?)(\d\d?|[a-z]+)\)?\}{0,2}"
+    r"\(?([0-9A-Z]+(?:\.[0-9A-Z]+)?)\)?(?:_(?:\{(?:\\text\{)?|\\text\{)?| ?(?:\\text\{)?\(?base\}?[ _]?)"
+    r"(\d\d?|[a-z]+)\)?\}{0,2}"
 )
 _BASES = {
     "two": 2,

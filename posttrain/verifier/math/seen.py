@@ -23,8 +23,10 @@ _ELLIPSIS = re.compile(r"(?<![\w.])(\d{1,20}\.\d{0,20}?)(\d)\2{2,}(?:\.\.\.|…|
 def seen(text: str) -> str:
     """The text that counts; what stands between the last `<answer>` tags, where there are some.
 
-    >>> seen("<think>3</think>~~41~~ 42 <!-- 43 -->"), seen(r"$\\text{Answer: }42$"), seen("0.333..."), seen("<answer>4</answer> or 5")
-    (' 42 ', 'Answer: $42$', '0.\\\\overline{3}', '4')
+    >>> seen("<think>3</think>~~41~~ 42 <!-- 43 -->"), seen(r"$\\text{Answer: }42$"), seen("<answer>4</answer> or 5")
+    (' 42 ', 'Answer: $42$', '4')
+    >>> seen("0.333...")
+    '0.\\\\overline{3}'
     """
     text = spoken(text)
     if "<!--" in text:

@@ -15,8 +15,10 @@ _SYMBOLS = {
     **dict.fromkeys("·⋅∙", r"\cdot "),
     **dict.fromkeys("“”„‟", '"'),
     **dict.fromkeys("’‘′", "'"),
-    "＋": "+", "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm ", "≤": r"\le ", "≥": r"\ge ",
-    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "θ": r"\theta ",
+    "＋": "+", "÷": "/", "∕": "/", "⁄": "/", "π": r"\pi ", "∞": r"\infty ", "√": r"\sqrt ", "±": r"\pm ", "≤": r"\le ",
+    "≥": r"\ge ",
+    "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "°": r"^\circ ", "∅": r"\emptyset ", "ℝ": r"\mathbb{R}",
+    "θ": r"\theta ",
     "≈": r"\approx ", "≃": r"\approx ", "…": "...", "。": ".", "α": r"\alpha ", "β": r"\beta ", "∠": r"\angle ",
 }  # fmt: skip
 _SUPER = dict(zip("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n", strict=True))
