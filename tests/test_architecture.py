@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "posttrain"
 
 FLOORS = (
     ("core",),
-    ("algorithm", "environment", "data", "plan", "diagnose"),
+    ("algorithm", "environment", "data", "plan", "diagnose", "toy"),
     ("role", "engine"),
     ("checks", "controller", "search", "serve"),
     ("recipe",),
@@ -23,6 +23,8 @@ FLOORS = (
 """Rooms from the bottom up. A room that does not exist yet may be listed."""
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 NO_TORCH = ("core", "environment", "data", "plan", "diagnose", "cli")
+PLAYED = ("toy", "lab")
+"""Rooms that no run reaches; only these import `toy`."""
 HEAVY = {"torch", "transformers", "accelerate", "vllm", "ray", "peft", "datasets"}
 LIGHT = {"environment": {"datasets"}, "data": {"datasets"}}
 """What an otherwise light room may import, inside a function."""
@@ -82,6 +84,12 @@ def test_core_is_numpy_and_the_standard_library(path: Path) -> None:
     known = {*sys.stdlib_module_names, "numpy", "posttrain"}
     wrong = [f"{named(path)}:{line} imports {m}" for line, m in imports(path) if m.split(".")[0] not in known]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(p) not in PLAYED], ids=named)
+def test_no_run_reaches_the_small_worlds(path: Path) -> None:
+    wrong = [f"{named(path)}:{line} imports {m}" for line, m in imports(path) if m.startswith("posttrain.toy")]
+    assert not wrong, "\n".join(wrong) + "\nsmall worlds are for laws, miniatures and lessons"
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
