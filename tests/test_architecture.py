@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent / "posttrain"
 
 FLOORS = (
     ("core",),
-    ("algorithm", "sandbox", "verifier", "environment", "data", "plan", "diagnose", "toy"),
+    ("algorithm", "sandbox", "verifier", "environment", "data", "diagnose", "toy"),
     ("role", "engine"),
     ("checks", "controller", "search"),
     ("recipe", "faults"),
@@ -26,7 +26,9 @@ FLOORS = (
 FLOOR = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 OVER = {"verifier": ("sandbox",), "environment": ("verifier", "sandbox")}
 """The one exception within a floor: a room, and those of its floor that it may import."""
-NO_TORCH = ("core", "sandbox", "verifier", "environment", "data", "plan", "diagnose", "recipe", "faults", "cli")
+NO_TORCH = ("core", "sandbox", "verifier", "environment", "data", "diagnose", "recipe", "faults", "cli")
+PLAYED = ("toy", "lab")
+"""Rooms that no run reaches; only these import `toy`."""
 HEAVY = {"torch", "transformers", "accelerate", "vllm", "ray", "peft", "datasets"}
 LIGHT = {"environment": {"datasets"}, "data": {"datasets"}}
 """What an otherwise light room may import, inside a function."""
@@ -88,6 +90,12 @@ def test_core_is_numpy_and_the_standard_library(path: Path) -> None:
     known = {*sys.stdlib_module_names, "numpy", "posttrain"}
     wrong = [f"{named(path)}:{line} imports {m}" for line, m in imports(path) if m.split(".")[0] not in known]
     assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize("path", [p for p in FILES if room(p) not in PLAYED], ids=named)
+def test_no_run_reaches_the_small_worlds(path: Path) -> None:
+    wrong = [f"{named(path)}:{line} imports {m}" for line, m in imports(path) if m.startswith("posttrain.toy")]
+    assert not wrong, "\n".join(wrong) + "\nsmall worlds are for laws, miniatures and lessons"
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)

@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
-from benchmarks.miniatures.world import Answers, Table, Trainer, ask, credit_by_pattern, siblings
+from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO
 from posttrain.core.pieces.trust import Clip
+from posttrain.toy.answers import Answers, ask, siblings
+from posttrain.toy.policies import TabularPolicy
 
 PROMPTS, G, FREE, VOCAB, SKEW, STEPS, PUSH = 16, 8, 3, 16, 1.5, 60, 0.05
 RIGHT, PLATEAU = 0.02, 0.3
@@ -23,12 +25,12 @@ WORLDS = ("plateau", "learning")
 UPDATES = (1, 4)
 
 
-def start() -> Table:
+def start() -> TabularPolicy:
     """Free tokens by the law k^-1.5; of the last one, token 0 is right, one time in fifty."""
     logits = torch.zeros(PROMPTS, FREE + 1, VOCAB, dtype=torch.float64)
     logits[:, :FREE] = -SKEW * torch.log(1.0 + torch.arange(VOCAB, dtype=torch.float64))
     logits[:, FREE, 0] = np.log(RIGHT * (VOCAB - 1) / (1 - RIGHT))
-    return Table(logits)
+    return TabularPolicy(logits)
 
 
 def rewards(world: str, answers: Answers, made: torch.Generator) -> np.ndarray:
@@ -40,7 +42,7 @@ def rewards(world: str, answers: Answers, made: torch.Generator) -> np.ndarray:
 
 
 @torch.no_grad()
-def seen(policy: Table) -> tuple[float, float]:
+def seen(policy: TabularPolicy) -> tuple[float, float]:
     """(entropy a free token, probability of the right last one), exactly."""
     logp: Tensor = torch.log_softmax(policy.table, -1)
     return float(-(logp.exp() * logp)[:, :FREE].sum(-1).mean()), float(logp[:, FREE, 0].exp().mean())

@@ -9,30 +9,22 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from benchmarks.miniatures.world import (
-    Answers,
-    Net,
-    Trainer,
-    ask,
-    credit_by_pattern,
-    credit_in_full,
-    imitate,
-    logp_of,
-    siblings,
-)
+from benchmarks.miniatures.world import Trainer, credit_by_pattern, credit_in_full
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO, OPD
+from posttrain.toy.answers import Answers, ask, imitate, logp_of, siblings
+from posttrain.toy.policies import NetworkPolicy
 
 M, LENGTH, GROUPS, G, LR, SHARE, STEPS = 7, 8, 16, 8, 1e-2, 0.9, 160
 PROMPTS = torch.arange(M * M)
 TRUTH_PT = torch.stack([(PROMPTS // M + k * (PROMPTS % M)) % M for k in range(1, LENGTH + 1)], 1)
 
 
-def taught(seed: int, hidden: int, steps: int, right: float) -> Net:
+def taught(seed: int, hidden: int, steps: int, right: float) -> NetworkPolicy:
     """A network that imitated answers of which each token was right with this probability, else drawn."""
     made = torch.Generator().manual_seed(seed)
     features = torch.cat([torch.eye(M)[PROMPTS // M], torch.eye(M)[PROMPTS % M]], 1)
-    policy = Net(features, LENGTH, M, hidden, seed)
+    policy = NetworkPolicy(features, LENGTH, M, hidden, seed)
     prompt_E = PROMPTS.repeat(40)
     tokens_ET = torch.randint(M, (len(prompt_E), LENGTH), generator=made)
     good_ET = torch.rand(tokens_ET.shape, generator=made) < right
@@ -40,7 +32,7 @@ def taught(seed: int, hidden: int, steps: int, right: float) -> Net:
     return policy
 
 
-def accuracy(policy: Net) -> float:
+def accuracy(policy: NetworkPolicy) -> float:
     """Probability of the whole right answer, exactly."""
     return float(logp_of(policy, Answers(PROMPTS, TRUTH_PT, torch.zeros(0))).sum(1).exp().mean())
 
@@ -49,7 +41,7 @@ def rewards_of(answers: Answers) -> np.ndarray:
     return (answers.tokens_ET == TRUTH_PT[answers.prompt_E]).all(1).double().numpy().reshape(-1, G)
 
 
-def train(a: Algorithm, teacher: Net, target: float, most: int, seed: int) -> list[float]:
+def train(a: Algorithm, teacher: NetworkPolicy, target: float, most: int, seed: int) -> list[float]:
     """Accuracy of the student after every step, until it reaches the target. OPD never sees the reward, GRPO never the
     teacher."""
     student = taught(seed, 64, 400, 0.5)

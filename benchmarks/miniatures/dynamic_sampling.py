@@ -10,15 +10,17 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
 from benchmarks.miniatures.sums import Sums
-from benchmarks.miniatures.world import Answers, Net, Trainer, ask, credit_by_pattern, mixed, siblings
+from benchmarks.miniatures.world import Trainer, credit_by_pattern, mixed
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DAPO
+from posttrain.toy.answers import Answers, ask, siblings
+from posttrain.toy.policies import NetworkPolicy
 
 WORLD, GROUPS, G, STEPS, TARGET, MOST = Sums(), 16, 8, 150, 0.8, 16
 ARMS: dict[str, Algorithm] = {"asks once": replace(DAPO, filter=None), "asks again (DAPO)": DAPO}
 
 
-def gather(a: Algorithm, policy: Net, made: torch.Generator) -> tuple[Answers, np.ndarray, int]:
+def gather(a: Algorithm, policy: NetworkPolicy, made: torch.Generator) -> tuple[Answers, np.ndarray, int]:
     """One step's groups, the rewards [P, G], and how many groups were asked for; as in the rollout, at most 16 times a
     step's."""
     kept: list[tuple[Answers, np.ndarray]] = []

@@ -10,11 +10,12 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
 from benchmarks.miniatures.sums import Sums
-from benchmarks.miniatures.world import Trainer, ask, credit_by_pattern, said_logp, siblings
+from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import CLIP_COV, GRPO, KL_COV
 from posttrain.core.pieces.token import ClipCov, KlCov
 from posttrain.core.pieces.trust import Clip
+from posttrain.toy.answers import ask, said_logp, siblings
 
 GROUPS, G, STEPS, INNER, LR, HIDDEN = 24, 8, 60, 4, 2e-3, 64
 WORLD = Sums(free=1, skew=1.5)

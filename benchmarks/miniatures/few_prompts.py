@@ -10,9 +10,10 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
 from benchmarks.miniatures.sums import Sums
-from benchmarks.miniatures.world import Trainer, ask, credit_by_pattern, siblings
+from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO, REINFORCE_PP, REINFORCE_PP_BASELINE
+from posttrain.toy.answers import ask, siblings
 
 WORLD, TRAINED, G, STEPS, LR, K = Sums(), 16, 8, 150, 4e-3, 16
 ARMS: dict[str, Algorithm] = {

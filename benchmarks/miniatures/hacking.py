@@ -11,10 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.world import Table, Trainer, ask, credit_in_full, logp_of
+from benchmarks.miniatures.world import Trainer, credit_in_full
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import RLOO
 from posttrain.core.pieces.pull import KL
+from posttrain.toy.answers import ask, logp_of
+from posttrain.toy.policies import TabularPolicy
 
 LENGTH, VOCAB, PAIRS, FLIPPED, GROUPS, G, STEPS, LR = 12, 6, 500, 0.25, 8, 8, 120, 0.05
 ARMS: dict[str, Algorithm] = {
@@ -47,7 +49,7 @@ class Gold:
         return (n @ self.value_V - 0.12 * n.square().sum(1) - self.mean) / self.std
 
 
-def learned(gold: Gold, policy: Table, made: torch.Generator) -> nn.Module:
+def learned(gold: Gold, policy: TabularPolicy, made: torch.Generator) -> nn.Module:
     """A linear reward model on token counts, by maximum likelihood of 500 comparisons, a quarter of them turned
     round."""
     prompt_E = torch.zeros(PAIRS, dtype=torch.int64)
@@ -66,10 +68,10 @@ def learned(gold: Gold, policy: Table, made: torch.Generator) -> nn.Module:
 
 
 def train(
-    a: Algorithm, gold: Gold, proxy: nn.Module, scale: tuple[float, float], start: Table, seed: int
+    a: Algorithm, gold: Gold, proxy: nn.Module, scale: tuple[float, float], start: TabularPolicy, seed: int
 ) -> np.ndarray:
     """(proxy, gold, KL to the start in nats an answer) of every step's samples."""
-    policy, made = Table(start.table.detach()), torch.Generator().manual_seed(seed)
+    policy, made = TabularPolicy(start.table.detach()), torch.Generator().manual_seed(seed)
     trainer = Trainer(a, policy, torch.optim.Adam(policy.parameters(), lr=LR), G, seed)
     out: list[tuple[float, ...]] = []
     for _ in range(STEPS):
@@ -96,7 +98,7 @@ def best_of(proxy_E: np.ndarray, gold_E: np.ndarray, n: int) -> tuple[float, flo
 
 def play(seed: int) -> Played:
     made = torch.Generator().manual_seed(seed)
-    start = Table(torch.zeros(1, LENGTH, VOCAB))
+    start = TabularPolicy(torch.zeros(1, LENGTH, VOCAB))
     sample = ask(start, torch.zeros(8192, dtype=torch.int64), made).tokens_ET
     gold = Gold(seed, sample)
     proxy = learned(gold, start, made)

@@ -9,8 +9,9 @@ import torch
 
 from benchmarks.miniatures.few_prompts import ARMS, TRAINED, WORLD, K
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
-from benchmarks.miniatures.world import Trainer, ask, credit_by_pattern, siblings
+from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
+from posttrain.toy.answers import ask, siblings
 
 G, STEPS, LR, EASY, EQUALLY = 64, 70, 0.1, 0.6, 0.7
 

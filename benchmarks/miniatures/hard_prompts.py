@@ -10,9 +10,11 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.world import Table, ask, batch_of, credit_by_pattern, loss_of, siblings
+from benchmarks.miniatures.world import batch_of, credit_by_pattern, loss_of
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO, MAXRL, RLOO
+from posttrain.toy.answers import ask, siblings
+from posttrain.toy.policies import TabularPolicy
 
 PROMPTS, ACTIONS, G, STEPS, NORM, HARD = 64, 50, 16, 300, 0.05 * 8, 0.02
 ARMS: dict[str, Algorithm] = {"RLOO": replace(RLOO, pull=None), "GRPO": replace(GRPO, pull=None), "MaxRL": MAXRL}
@@ -30,7 +32,7 @@ def train(a: Algorithm, seed: int) -> np.ndarray:
     p0 = start(seed)
     logits = torch.zeros(PROMPTS, 1, ACTIONS, dtype=torch.float64)
     logits[:, 0, 0] = torch.log(p0 * (ACTIONS - 1) / (1 - p0))
-    policy, made = Table(logits), torch.Generator().manual_seed(seed)
+    policy, made = TabularPolicy(logits), torch.Generator().manual_seed(seed)
     prompt_E = siblings(torch.arange(PROMPTS), G)
     out = [p0.numpy()]
     for _ in range(STEPS):

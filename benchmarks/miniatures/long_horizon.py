@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
-from benchmarks.miniatures.world import Answers, Table, ask, batch_of, loss_of, scored_group
+from benchmarks.miniatures.world import batch_of, loss_of
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.minibatch import IMITATE
 from posttrain.core.algorithm import Algorithm
@@ -19,6 +19,8 @@ from posttrain.core.ladder import PPO, VAPO
 from posttrain.core.pieces.baseline import Value
 from posttrain.core.streams import RETURN, VALUE
 from posttrain.core.types import Credit
+from posttrain.toy.answers import Answers, ask, groups_of
+from posttrain.toy.policies import TabularPolicy
 
 CHOICES, VOCAB, RIGHT, ANSWERS, STEPS, WARMUP = 8, 4, 0.8, 32, 45, 5
 PUSH, FIT, SLOW = 0.5, 0.3, 0.01
@@ -52,11 +54,11 @@ def places(length: int) -> Tensor:
     return torch.arange(0, length, length // CHOICES)
 
 
-def start(length: int) -> Table:
+def start(length: int) -> TabularPolicy:
     """At a choice token 0 is right, eight times in ten; elsewhere nothing matters."""
     logits = torch.zeros(1, length, VOCAB, dtype=torch.float64)
     logits[0, places(length), 0] = np.log(RIGHT * (VOCAB - 1) / (1 - RIGHT))
-    return Table(logits)
+    return TabularPolicy(logits)
 
 
 def on_track(answers: Answers) -> tuple[Tensor, Tensor]:
@@ -69,7 +71,7 @@ def on_track(answers: Answers) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def truth(policy: Table) -> Tensor:
+def truth(policy: TabularPolicy) -> Tensor:
     """The exact value before each token while on track [T]; off track it is 0. The first is the success rate."""
     t = policy.length
     right_T = torch.ones(t, dtype=torch.float64)
@@ -79,8 +81,8 @@ def truth(policy: Table) -> Tensor:
 
 def credited(a: Algorithm, rewards_E: np.ndarray, answers: Answers, values_ET: Tensor) -> Credit:
     """One `credit_step` of one group, with these values."""
-    group = scored_group(rewards_E[:, None], answers.mu_ET.numpy(), values_GT=values_ET.numpy())
-    return credit_step(a, [group], max_tokens=answers.tokens_ET.shape[1], ema=0.0)
+    groups = groups_of(answers, rewards_E[None], values_ET=values_ET)
+    return credit_step(a, groups, max_tokens=answers.tokens_ET.shape[1], ema=0.0)
 
 
 def train(a: Algorithm, length: int, seed: int, fit: float = FIT) -> np.ndarray:

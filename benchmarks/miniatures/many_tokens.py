@@ -11,12 +11,14 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, gains, interval
 from benchmarks.miniatures.mismatch import noise
-from benchmarks.miniatures.world import Answers, Table, Trainer, ask, credit_by_pattern, siblings
+from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.algorithm.credit import whitened
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DPPO, GRPO, REINFORCE_PP
 from posttrain.core.pieces.baseline import ToGo
 from posttrain.core.pieces.correction import Mask, Truncate
+from posttrain.toy.answers import Answers, ask, siblings
+from posttrain.toy.policies import TabularPolicy
 
 PROMPTS, G, LENGTH, VOCAB, STEPS, LR, RIGHT = 8, 16, 16, 8, 60, 0.05, 0.9
 GLOBAL, LOCAL = replace(REINFORCE_PP, pull=None), replace(GRPO, pull=None)
@@ -41,11 +43,11 @@ all."""
 END, FIRST, LAST = "right at the end, s = {:g}", "mismatch KL, first 10 steps", "mismatch KL, last 10"
 
 
-def start() -> Table:
+def start() -> TabularPolicy:
     """Token 0 is right everywhere, nine times in ten."""
     logits = torch.zeros(PROMPTS, LENGTH, VOCAB, dtype=torch.float64)
     logits[..., 0] = np.log(RIGHT * (VOCAB - 1) / (1 - RIGHT))
-    return Table(logits)
+    return TabularPolicy(logits)
 
 
 def worth(seed: int) -> np.ndarray:
@@ -63,7 +65,7 @@ def credit(a: Algorithm, rewards_PG: np.ndarray) -> np.ndarray:
 
 
 @torch.no_grad()
-def value(policy: Table) -> float:
+def value(policy: TabularPolicy) -> float:
     """Share of right tokens the undisturbed policy says, exactly."""
     return float(torch.softmax(policy.table, -1)[..., 0].mean())
 

@@ -10,10 +10,12 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.world import Answers, Disturb, Table, Trainer, ask, credit_by_pattern, siblings
+from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DPPO, GRPO
 from posttrain.core.pieces.correction import Mask, Truncate
+from posttrain.toy.answers import Answers, Disturb, ask, siblings
+from posttrain.toy.policies import TabularPolicy
 
 PROMPTS, G, LENGTH, VOCAB, STEPS, LR = 16, 16, 4, 6, 60, 0.05
 SAFE, RIGHT = 0.5, 0.9
@@ -38,12 +40,12 @@ def rounded(kind: torch.dtype) -> Disturb:
     return lambda x: x.to(kind).to(x.dtype)
 
 
-def start() -> Table:
+def start() -> TabularPolicy:
     """First token: 0 is safe, 1 is bold, even odds. The others: 0 is right, nine times in ten."""
     logits = torch.zeros(PROMPTS, LENGTH, VOCAB, dtype=torch.float64)
     logits[:, 0, 2:] = -20.0
     logits[:, 1:, 0] = np.log(RIGHT * (VOCAB - 1) / (1 - RIGHT))
-    return Table(logits)
+    return TabularPolicy(logits)
 
 
 def rewards(answers: Answers) -> np.ndarray:
@@ -53,7 +55,7 @@ def rewards(answers: Answers) -> np.ndarray:
 
 
 @torch.no_grad()
-def value(policy: Table) -> float:
+def value(policy: TabularPolicy) -> float:
     """Expected reward of the undisturbed policy, exactly."""
     p = torch.softmax(policy.table, -1)
     return float((p[:, 0, 0] * SAFE + p[:, 0, 1] * p[:, 1:, 0].prod(1)).mean())
@@ -76,7 +78,7 @@ def rounding_gap(kind: torch.dtype, seed: int) -> float:
     """Mean |log-prob of the learner less the sampler's| where the sampler's logits (N(0, 3)) are rounded to this
     type."""
     made = torch.Generator().manual_seed(seed)
-    policy = Table(3 * torch.randn(PROMPTS, LENGTH, 64, generator=made, dtype=torch.float64))
+    policy = TabularPolicy(3 * torch.randn(PROMPTS, LENGTH, 64, generator=made, dtype=torch.float64))
     answers = ask(policy, siblings(torch.arange(PROMPTS), G), made, rounded(kind))
     trainer = Trainer(PLAIN, policy, torch.optim.SGD(policy.parameters(), lr=0.0), G, seed)
     return trainer.step(answers, np.ones(len(answers.prompt_E)))["mismatch/logp_gap"].mean

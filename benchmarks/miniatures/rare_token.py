@@ -9,9 +9,11 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from benchmarks.miniatures.world import Answers, Table, batch_of, logp_of, loss_of
+from benchmarks.miniatures.world import batch_of, loss_of
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import CISPO, DAPO, DPPO, GRPO
+from posttrain.toy.answers import Answers, logp_of
+from posttrain.toy.policies import TabularPolicy
 
 P0, BATCHES, INNER, STEP = 0.001, 40, 16, 0.05
 ARMS: dict[str, Algorithm] = {
@@ -33,7 +35,7 @@ def probabilities(a: Algorithm, p0: float) -> list[float]:
 
     The token is said once a batch; its log-prob at the start of the batch is what the trust region compares with.
     """
-    policy = Table(torch.tensor([[[np.log(p0 / (1 - p0)), 0.0]]]))
+    policy = TabularPolicy(torch.tensor([[[np.log(p0 / (1 - p0)), 0.0]]]))
     out: list[float] = []
     for _ in range(BATCHES):
         said = Answers(torch.zeros(1, dtype=torch.int64), torch.zeros(1, 1, dtype=torch.int64), torch.zeros(0))

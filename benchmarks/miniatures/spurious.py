@@ -10,9 +10,10 @@ import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
 from benchmarks.miniatures.sums import Sums
-from benchmarks.miniatures.world import Trainer, ask, credit_by_pattern, siblings
+from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GRPO
+from posttrain.toy.answers import ask, siblings
 
 WORLD, GROUPS, G, STEPS, LR = Sums(), 32, 8, 60, 1e-3
 FREE = replace(GRPO, pull=None, clip=None)

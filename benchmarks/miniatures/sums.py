@@ -11,7 +11,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.miniatures.world import Answers, Net, imitate
+from posttrain.toy.answers import Answers, imitate
+from posttrain.toy.policies import NetworkPolicy
 
 
 @dataclass(frozen=True)
@@ -41,15 +42,15 @@ class Sums:
     def truth_P(self) -> Tensor:
         return (torch.arange(self.prompts) // self.m + torch.arange(self.prompts) % self.m) % self.m
 
-    def taught(self, seed: int, *, hidden: int, steps: int, right: float | tuple[float, float]) -> Net:
+    def taught(self, seed: int, *, hidden: int, steps: int, right: float | tuple[float, float]) -> NetworkPolicy:
         """A network that imitated answers of which a share `right` was correct (two shares: of every other prompt), the
         others drawn."""
         return deepcopy(self._taught(seed, hidden, steps, right if isinstance(right, tuple) else (right, right)))
 
     @cache  # noqa: B019  (worlds live as long as the program)
-    def _taught(self, seed: int, hidden: int, steps: int, right: tuple[float, float]) -> Net:
+    def _taught(self, seed: int, hidden: int, steps: int, right: tuple[float, float]) -> NetworkPolicy:
         made = torch.Generator().manual_seed(seed)
-        policy = Net(self.features_PF, self.length, self.m, hidden, seed)
+        policy = NetworkPolicy(self.features_PF, self.length, self.m, hidden, seed)
         prompt_E = torch.arange(self.prompts).repeat(20)
         choices = (1.0 + torch.arange(self.m, dtype=torch.float64)) ** -self.skew
         tokens_ET = torch.multinomial(choices, len(prompt_E) * self.length, replacement=True, generator=made).reshape(
@@ -66,12 +67,12 @@ class Sums:
         return (answers.tokens_ET[:, -1] == self.truth_P[answers.prompt_E]).double().numpy().reshape(-1, g)
 
     @torch.no_grad()
-    def solved(self, policy: Net) -> Tensor:
+    def solved(self, policy: NetworkPolicy) -> Tensor:
         """Probability of the sum for every prompt [P], exact where no free token comes first."""
         assert self.free == 0
         everything = torch.arange(self.prompts)
         logits = policy(everything, torch.zeros(self.prompts, 1, dtype=torch.int64))[:, 0]
         return torch.softmax(logits, -1).gather(1, self.truth_P[:, None])[:, 0]
 
-    def accuracy(self, policy: Net) -> float:
+    def accuracy(self, policy: NetworkPolicy) -> float:
         return float(self.solved(policy).mean())

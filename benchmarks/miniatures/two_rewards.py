@@ -10,9 +10,11 @@ import torch
 from torch import Tensor
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement, first_at_least
-from benchmarks.miniatures.world import Answers, Net, Trainer, ask, credit_by_pattern, imitate, siblings
+from benchmarks.miniatures.world import Trainer, credit_by_pattern
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GDPO, GRPO
+from posttrain.toy.answers import Answers, ask, imitate, siblings
+from posttrain.toy.policies import NetworkPolicy
 
 PROMPTS, VOCAB, G, STEPS = 32, 12, 8, 150
 WORTH = 4.0
@@ -28,11 +30,11 @@ def truth(seed: int) -> Tensor:
     return torch.randint(VOCAB, (PROMPTS,), generator=torch.Generator().manual_seed(1000 + seed))
 
 
-def start(seed: int) -> Net:
+def start(seed: int) -> NetworkPolicy:
     """First token: the format (token 0), right half the time. Second: the prompt's answer, right in about one of
     twelve."""
     made = torch.Generator().manual_seed(seed)
-    policy = Net(torch.eye(PROMPTS), 2, VOCAB, 64, seed)
+    policy = NetworkPolicy(torch.eye(PROMPTS), 2, VOCAB, 64, seed)
     prompt_E = torch.arange(PROMPTS).repeat(40)
     tokens_ET = torch.randint(VOCAB, (len(prompt_E), 2), generator=made)
     tokens_ET[torch.rand(len(prompt_E), generator=made) < 0.5, 0] = 0

@@ -9,10 +9,12 @@ import numpy as np
 import torch
 
 from benchmarks.miniatures.miniature import Curve, Figures, Miniature, Picture, Played, Statement
-from benchmarks.miniatures.world import Table, ask, batch_of, loss_of, scored_group, siblings
+from benchmarks.miniatures.world import batch_of, loss_of
 from posttrain.algorithm.credit import credit_step
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import EMA, REINFORCE, RLOO
+from posttrain.toy.answers import ask, groups_of, siblings
+from posttrain.toy.policies import TabularPolicy
 
 SAMPLES, PROMPTS, ACTIONS, DRAWS, WARM = 64, 64, 10, 60, 3
 OTHERS = replace(RLOO, pull=None)
@@ -26,7 +28,7 @@ SPREADS = {"prompts differ": 1.0, "prompts alike": 0.0}
 WITHIN, MEAN = 0.5, 1.5
 
 
-def gradients(a: Algorithm, g: int, policy: Table, reward_PV: np.ndarray, seed: int) -> np.ndarray:
+def gradients(a: Algorithm, g: int, policy: TabularPolicy, reward_PV: np.ndarray, seed: int) -> np.ndarray:
     """[DRAWS, P * V]: gradients of 64 samples each, 64 / g prompts drawn anew; the moving baseline is warmed up
     first."""
     made = torch.Generator().manual_seed(seed)
@@ -34,11 +36,8 @@ def gradients(a: Algorithm, g: int, policy: Table, reward_PV: np.ndarray, seed: 
     for _ in range(WARM + DRAWS):
         prompt_E = siblings(torch.randint(PROMPTS, (SAMPLES // g,), generator=made), g)
         answers = ask(policy, prompt_E, made)
-        rewards_PG = reward_PV[prompt_E.numpy(), answers.tokens_ET[:, 0].numpy()].reshape(-1, g, 1)
-        groups = [
-            scored_group(r, mu) for r, mu in zip(rewards_PG, answers.mu_ET.numpy().reshape(-1, g, 1), strict=True)
-        ]
-        credit = credit_step(a, groups, max_tokens=1, ema=ema)
+        rewards_PG = reward_PV[prompt_E.numpy(), answers.tokens_ET[:, 0].numpy()].reshape(-1, g)
+        credit = credit_step(a, groups_of(answers, rewards_PG), max_tokens=1, ema=ema)
         ema = credit.ema
         flat = np.array([e.advantage[0][0] for group in credit.groups for e in group.episodes])
         loss, _ = loss_of(a, batch_of(a, answers, flat, g), policy, answers)
@@ -49,7 +48,7 @@ def gradients(a: Algorithm, g: int, policy: Table, reward_PV: np.ndarray, seed: 
 def play(seed: int) -> Played:
     """A random softmax for each prompt; the reward is 1.5 plus the prompt's own level plus N(0, .5) for each action."""
     rng = np.random.default_rng(seed)
-    policy = Table(torch.as_tensor(rng.normal(size=(PROMPTS, 1, ACTIONS))))
+    policy = TabularPolicy(torch.as_tensor(rng.normal(size=(PROMPTS, 1, ACTIONS))))
     level_P, quality_PV = rng.normal(size=(PROMPTS, 1)), rng.normal(size=(PROMPTS, ACTIONS)) * WITHIN
     figures: dict[str, dict[str, float]] = {arm: {} for arm in ARMS}
     for world, spread in SPREADS.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -232,16 +231,6 @@ REGISTRY: dict[str, Definition] = {
         "prompt tokens taken from a sibling's prefill, per prompt token asked for", "share", "towards 1 - 1 / siblings"
     ),
 }
-
-
-def definition(name: str) -> Definition | None:
-    """What a gauge of the record says; `eval/pass_at_8` is one of `eval/pass_at_K`, `reward/math` of
-    `reward/SOURCE`."""
-    families = {"reward": "SOURCE", "verdict": "KIND", "failed": "KIND", "abstained": "SOURCE"}
-    name = re.sub(r"^eval/pass_at_\d+$", "eval/pass_at_K", name)
-    family = name.partition("/")[0]
-    name = f"{family}/{families[family]}" if family in families else name
-    return REGISTRY.get(name)
 
 
 def components(episodes: Sequence[Episode]) -> Gauges:

@@ -105,9 +105,6 @@ class Remark:
     notes: tuple[str, ...] = ()
 
 
-NOTHING = Remark()
-
-
 class Observer:
     """Observes one stage. `h` is what the stage works with (`role.roles`). Every verb does nothing here."""
 

@@ -123,10 +123,10 @@ def _integer(said: Any, digits: int = 200) -> int | None:
     return number if hex(number) == text else None
 
 
-def shown(said: Any, length: int = 80) -> str:
+def shown(said: Any) -> str:
     """The beginning of an encoded value, for people: numbers as numbers, everything else as the JSON it came in."""
     number = _integer(said, 40)
-    return str(number) if number is not None else f"{json.dumps(said)[:length]}"
+    return str(number) if number is not None else json.dumps(said)[:80]
 
 
 def _text(value: Any) -> str:

@@ -11,18 +11,16 @@ import json
 import os
 import queue
 import threading
-import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
-from concurrent.futures import Future, InvalidStateError
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Self
 
 from posttrain.sandbox.backends import Backend
 from posttrain.sandbox.cell.program import encode
 from posttrain.sandbox.port import Call, NetworkAttempts, ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError
-from posttrain.sandbox.session import PythonSession, Sessions
+from posttrain.sandbox.session import PythonSession, Sessions, settle
 from posttrain.sandbox.worker import Job, SandboxWorker, begin
 
 RECYCLE = 1000
@@ -37,19 +35,17 @@ TRIES = 3
 
 @dataclass
 class JobCounts:
-    """What a pool has done so far: jobs by how they ended, sandboxes started and lost, seconds spent waiting."""
+    """What a pool has done so far: jobs by how they ended, sandboxes started and lost."""
 
     why: Counter[str] = field(default_factory=Counter)
     started: int = 0
     lost: int = 0
-    waited: float = 0.0
 
 
 @dataclass
 class _Waiting:
     job: Job
     answer: Future[Ran]
-    since: float
     worker: SandboxWorker | None = None
     dropped: bool = False
 
@@ -162,7 +158,7 @@ class Sandbox:
     ) -> _Waiting:
         what = b"" if call is None else as_json(call) if isinstance(call, Call) else call
         job = Job(as_bytes(program), as_bytes(stdin), what, limits or self.limits)
-        asked = _Waiting(job, Future(), time.monotonic())
+        asked = _Waiting(job, Future())
         with self._lock:
             if self._closed:
                 raise SandboxBroken("this sandbox has been closed")
@@ -189,7 +185,7 @@ def _end(asked: queue.SimpleQueue[_Waiting | None], threads: list[threading.Thre
         while True:
             left = asked.get_nowait()
             if left is not None:
-                _answer(
+                settle(
                     left.answer.set_exception, SandboxBroken("the sandbox was closed before this program had its turn")
                 )
     for _ in threads:
@@ -216,8 +212,6 @@ class _Loop:
             while (asked := self.asked.get()) is not None:
                 if asked.dropped or not asked.answer.set_running_or_notify_cancel():
                     continue
-                with self.lock:
-                    self.counts.waited += time.monotonic() - asked.since
                 worker = self._serve(asked, worker)
         finally:
             if worker is not None:
@@ -252,26 +246,20 @@ class _Loop:
                 used.destroy()
             else:
                 worker = used
-            _answer(asked.answer.set_result, self.network.add(ran))
+            settle(asked.answer.set_result, self.network.add(ran))
             if worker is not None and worker.jobs >= RECYCLE:
                 worker.close()
                 worker = None
             return worker
         if not isinstance(lost, SandboxBroken | SandboxUnavailableError):
             lost = SandboxBroken(f"{self.backend.name}: {type(lost).__name__}: {lost}")
-        _answer(asked.answer.set_exception, lost)
+        settle(asked.answer.set_exception, lost)
         return worker
 
     def _start(self, limits: ProgramLimits | None) -> SandboxWorker:
         with self.lock:
             self.counts.started += 1
         return begin(self.backend, limits)
-
-
-def _answer(how: Callable[[Any], None], what: object) -> None:
-    """Answer, unless the question was withdrawn in between."""
-    with contextlib.suppress(InvalidStateError):
-        how(what)
 
 
 def as_bytes(text: str | bytes) -> bytes:

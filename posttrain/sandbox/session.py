@@ -167,7 +167,7 @@ class _Talk:
                 worker.stop()  # here, because once this is let go of the sandbox may be another's
             self.changed.notify()
         for piece in refused:
-            _settle(piece.answer.set_exception, SandboxBroken(self.ended))
+            settle(piece.answer.set_exception, SandboxBroken(self.ended))
         if alone:
             self.leave()
 
@@ -178,7 +178,7 @@ class _Talk:
             self.waits.append(done)
             gone = self.gone
         if gone:
-            _settle(done.set_result, None)
+            settle(done.set_result, None)
         return done
 
     def leave(self) -> None:
@@ -187,7 +187,7 @@ class _Talk:
             self.gone, self.worker = True, None
             waits = list(self.waits)
         for done in waits:
-            _settle(done.set_result, None)
+            settle(done.set_result, None)
 
 
 class Sessions:
@@ -327,9 +327,9 @@ class _Keeper:
                         else SandboxBroken(f"{error!r}")
                     )
                     talk.end(f"this session was lost: {error}")
-                    _settle(piece.answer.set_exception, lost)
+                    settle(piece.answer.set_exception, lost)
                 else:
-                    _settle(piece.answer.set_result, ran)
+                    settle(piece.answer.set_result, ran)
         finally:
             if self.held is not None:
                 self.held.end()
@@ -372,7 +372,7 @@ class _Keeper:
             self.worker = None
 
 
-def _settle(how: Callable[[Any], None], what: object) -> None:
+def settle(how: Callable[[Any], None], what: object) -> None:
     """Answer, unless the question was withdrawn in between."""
     with contextlib.suppress(InvalidStateError):
         how(what)

@@ -12,7 +12,7 @@ from functools import cache, cached_property
 
 import numpy as np
 import torch
-from law_toys import NOW, SAMPLING, Answer, batch_of, scored_group
+from law_toys import NOW, batch_of
 from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
@@ -25,6 +25,7 @@ from posttrain.core.ports import TokenScores
 from posttrain.core.streams import TOP_IDS
 from posttrain.core.types import Credit, Top
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.toy.episodes import SAMPLING, PlainEpisode, scored_group
 
 L_MAX = SAMPLING.max_tokens
 VOCABULARY, FIRST_ID = 12, 100
@@ -118,7 +119,7 @@ class World:
         self.v = torch.tensor(rng.normal(size=m), requires_grad=True)
         self.said = said.astype(np.int64)
         self.greedy = [0.4, 0.9, 0.1]
-        self.answers: list[list[Answer]] = []
+        self.answers: list[list[PlainEpisode]] = []
         self.eps: list[Ep] = []
         end = 0
         for i, shape in enumerate(SHAPES):
@@ -133,7 +134,7 @@ class World:
         a, reads = self.a, self.a.reads
         shown = a.shown is not None and sibling == len(SHAPES[group]) - 1
         ids = (FIRST_ID + VOCABULARY * self.at[:, None] + np.arange(VOCABULARY)).astype(np.int32)
-        answer = Answer(
+        answer = PlainEpisode(
             None if (group, sibling) == UNJUDGED else 0.0,
             turns,
             self.mu[here],

@@ -13,7 +13,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from law_toys import Answer, Tabular, rewarded, scored_group, streams_of
+from law_toys import streams_of
 from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
@@ -26,10 +26,12 @@ from posttrain.core.pieces.correction import Mask, Truncate
 from posttrain.core.ports import TokenScores
 from posttrain.core.streams import RETURN, VALUE
 from posttrain.core.types import ScoredGroup
+from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
+from posttrain.toy.prefixes import PrefixPolicy
 
-POLICY, SAMPLER = Tabular(0), Tabular(1)
+POLICY, SAMPLER = PrefixPolicy(0), PrefixPolicy(1)
 ALL = POLICY.all
-LENGTH = torch.tensor([float(len(y)) for y in ALL], dtype=torch.float64)
+LENGTH = torch.tensor(POLICY.lengths, dtype=torch.float64)
 R = torch.tensor(np.random.default_rng(2).integers(-4, 9, len(ALL)) / 4, dtype=torch.float64)
 EXACT = POLICY.exact(R)
 STATE_VALUE = np.random.default_rng(3).normal(size=len(POLICY.states)).astype(np.float32)
@@ -38,40 +40,38 @@ STATE_VALUE = np.random.default_rng(3).normal(size=len(POLICY.states)).astype(np
 @cache
 def a_group(chosen: tuple[int, ...], values: bool) -> ScoredGroup:
     """The group whose siblings gave these responses. Log-probs are read from the policies, not from here."""
-    answers: list[Answer] = []
+    answers: list[PlainEpisode] = []
     for i in chosen:
         n = len(ALL[i])
-        v = STATE_VALUE[[POLICY.index[ALL[i][:t]] for t in range(n)]] if values else np.zeros(n, np.float32)
+        v = STATE_VALUE[POLICY.states_of(ALL[i])] if values else np.zeros(n, np.float32)
         one = np.full(n, -1, np.float32)
-        answers.append(Answer(float(R[i]), [[n]], one, one, one, v))
+        answers.append(PlainEpisode(float(R[i]), [[n]], one, one, one, v))
     return scored_group("t", answers)
 
 
 def expected(
-    a: Algorithm, *, siblings: int = 2, ema: float = 0.0, values: bool = False, sampler: Tabular = POLICY
+    a: Algorithm, *, siblings: int = 2, ema: float = 0.0, values: bool = False, sampler: PrefixPolicy = POLICY
 ) -> Tensor:
     """E over all groups of siblings drawn from `sampler` of minus the loss's gradient at the policy, [15, 3]."""
-    p = sampler.probabilities().detach().numpy()
     columns: dict[str, list[np.ndarray]] = {"advantage": [], "weight": [], "sequence": []}
     said: list[int] = []
-    for flat in range(len(ALL) ** siblings):
-        chosen = tuple(int(i) for i in np.unravel_index(flat, (len(ALL),) * siblings))
+    for chosen, p in sampler.groups(siblings):
         (g,) = credit_step(a, [a_group(chosen, values)], max_tokens=4, ema=ema).groups
-        tokens = [len(ALL[i]) for i in chosen]
-        weights = weigh(a.aggregate, tokens, [0] * siblings, 4) * np.prod(p[list(chosen)])
+        tokens = [POLICY.lengths[i] for i in chosen]
+        weights = weigh(a.aggregate, tokens, [0] * siblings, 4) * p
         columns["advantage"] += [e.advantage[0] for e in g.episodes]
         columns["weight"].append(np.repeat(weights, tokens))
         columns["sequence"] += [np.full(n, len(said) + j) for j, n in enumerate(tokens)]
         said += chosen
     mu = torch.cat([SAMPLER.token_logp(y) if sampler is SAMPLER else POLICY.token_logp(y) for y in ALL]).detach()
-    cuts = np.cumsum([0, *(len(y) for y in ALL)])
+    cuts = np.cumsum([0, *POLICY.lengths])
     index = np.concatenate([np.arange(cuts[i], cuts[i + 1]) for i in said])
     merged = {k: np.concatenate(v) for k, v in columns.items()}
     s = streams_of(merged["advantage"], merged["weight"], merged["sequence"], mu=mu.numpy()[index])
     logp = torch.cat([POLICY.token_logp(y) for y in ALL])[index]
     zero = torch.zeros_like(logp)
     s = s.having({VALUE: zero, RETURN: zero})
-    return -torch.autograd.grad(objective(a, s, TokenScores(logp, None, zero)).loss, POLICY.logits)[0]
+    return -POLICY.gradient(objective(a, s, TokenScores(logp, None, zero)).loss)
 
 
 def near(found: Tensor, right: Tensor, tolerance: float = 1e-12) -> bool:
@@ -113,17 +113,12 @@ def test_what_is_unbiased_has_the_exact_gradient_as_its_mean(name: str) -> None:
     assert torch.allclose(found, EXACT, rtol=0, atol=1e-12), (found - EXACT).abs().max()
 
 
-def score_of(f: Tensor) -> Tensor:
-    """E[f(y) * grad log pi(y)] for a constant f: the gradient of E[f]."""
-    return POLICY.exact(f)
-
-
 def per_token(f: Callable[[int, int], float]) -> Tensor:
     """E[sum_t f(response, t) * grad log pi(y_t)]."""
     p = POLICY.probabilities().detach()
     total = sum(p[i] * sum(f(i, t) * POLICY.token_logp(y)[t] for t in range(len(y))) for i, y in enumerate(ALL))
     assert isinstance(total, Tensor)
-    return torch.autograd.grad(total, POLICY.logits)[0]
+    return POLICY.gradient(total)
 
 
 MEAN_R = float((POLICY.probabilities().detach() * R).sum())
@@ -138,7 +133,7 @@ BIASED: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
     "std of two siblings: the sign of the difference": (lambda: expected(SHORT_GRPO), lambda: _sign_gradient()),
     "sequence_mean: of E[R/len] less mean R times that of E[1/len]": (
         lambda: expected(patch(LOO, "m", "-", aggregate="sequence_mean")),
-        lambda: score_of(R / LENGTH) - MEAN_R * score_of(1 / LENGTH),
+        lambda: POLICY.exact(R / LENGTH) - MEAN_R * POLICY.exact(1 / LENGTH),
     ),
     "lambda < 1 without values: early tokens are credited less": (
         lambda: expected(patch(PLAIN_PPO, "l", "-", baseline=Value(gae_lambda=0.5)), siblings=1),
@@ -154,13 +149,13 @@ BIASED: dict[str, tuple[Callable[[], Tensor], Callable[[], Tensor]]] = {
             siblings=1,
             sampler=SAMPLER,
         ),
-        lambda: score_of(R * ((SAMPLED_RATIO <= 2) & (SAMPLED_RATIO >= 0.5))),
+        lambda: POLICY.exact(R * ((SAMPLED_RATIO <= 2) & (SAMPLED_RATIO >= 0.5))),
     ),
     "capped correction": (
         lambda: expected(
             patch(REINFORCE, "m", "-", correction=(Truncate(cap=1.2, level="sequence"),)), siblings=1, sampler=SAMPLER
         ),
-        lambda: score_of(R * SAMPLED_RATIO * (1 / SAMPLED_RATIO).clamp(max=1.2)),
+        lambda: POLICY.exact(R * SAMPLED_RATIO * (1 / SAMPLED_RATIO).clamp(max=1.2)),
     ),
 }
 
@@ -174,7 +169,7 @@ def _sign_gradient() -> Tensor:
     """Two siblings, std ddof 1: credit is sign(R - R') / sqrt 2, so the mean gradient is that of E[sum over R' of p(R')
     sign]."""
     p = POLICY.probabilities().detach()
-    return score_of(torch.sign(R[:, None] - R[None, :]) @ p / math.sqrt(2))
+    return POLICY.exact(torch.sign(R[:, None] - R[None, :]) @ p / math.sqrt(2))
 
 
 @pytest.mark.parametrize("name", BIASED)

@@ -14,7 +14,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from law_toys import Answer, Tabular, scored_group, streams_of
+from law_toys import streams_of
 from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
@@ -27,10 +27,11 @@ from posttrain.core.pieces.pull import KL
 from posttrain.core.pieces.shape import BestOf
 from posttrain.core.ports import TokenScores
 from posttrain.core.types import ScoredGroup
+from posttrain.toy.episodes import PlainEpisode, scored_group
+from posttrain.toy.prefixes import PrefixPolicy, answer_kl, state_kl
 
-POLICY, SAMPLER, REFERENCE = Tabular(0), Tabular(1), Tabular(5)
+POLICY, SAMPLER, REFERENCE = PrefixPolicy(0), PrefixPolicy(1), PrefixPolicy(5)
 ALL = POLICY.all
-LENGTH = [len(y) for y in ALL]
 BINARY = [float(i % 3 == 0) for i in range(len(ALL))]
 GRADED = [[0.0, 0.5, 2.0][i % 3] for i in range(len(ALL))]
 
@@ -41,7 +42,7 @@ Class = tuple[float, int]
 def classes(reward: list[float], *, lengths: bool = False) -> dict[Class, list[int]]:
     out: dict[Class, list[int]] = {}
     for i, r in enumerate(reward):
-        out.setdefault((r, LENGTH[i] if lengths else 1), []).append(i)
+        out.setdefault((r, POLICY.lengths[i] if lengths else 1), []).append(i)
     return out
 
 
@@ -51,12 +52,10 @@ def masses(of: dict[Class, list[int]]) -> Tensor:
     return torch.stack([p[i].sum() for i in of.values()])
 
 
-def slope(f: Tensor) -> Tensor:
-    return torch.autograd.grad(f, POLICY.logits)[0]
-
-
 def group_of(chosen: tuple[Class, ...], greedy: float | None) -> ScoredGroup:
-    return scored_group("t", [Answer(r, [[n]], np.full(n, -1.0), np.full(n, -1.0)) for r, n in chosen], greedy=greedy)
+    return scored_group(
+        "t", [PlainEpisode(r, [[n]], np.full(n, -1.0), np.full(n, -1.0)) for r, n in chosen], greedy=greedy
+    )
 
 
 def expected(
@@ -72,14 +71,14 @@ def expected(
         for i, e in enumerate(g.episodes):
             rest = math.prod(float(p[j].detach()) for k, j in enumerate(places) if k != i)
             total = total + float(e.advantage[0][0]) * rest / siblings * p[places[i]]
-    return slope(total)
+    return POLICY.gradient(total)
 
 
 def best_of(reward: list[float], k: int) -> Tensor:
     """Gradient of the expected best reward of k samples."""
     of = classes(reward)
     p, r = masses(of), [c[0] for c in of]
-    return slope(
+    return POLICY.gradient(
         torch.stack(
             [max(r[i] for i in s) * torch.stack([p[i] for i in s]).prod() for s in product(range(len(of)), repeat=k)]
         ).sum()
@@ -87,13 +86,13 @@ def best_of(reward: list[float], k: int) -> Tensor:
 
 
 def mean_of(reward: list[float]) -> Tensor:
-    return slope((POLICY.probabilities() * torch.tensor(reward, dtype=torch.float64)).sum())
+    return POLICY.exact(torch.tensor(reward, dtype=torch.float64))
 
 
 def likelihood(order: int) -> Tensor:
     """Gradient of log p of success truncated at `order`: -sum_{k <= order} (1 - p)^k / k."""
     p = (POLICY.probabilities() * torch.tensor(BINARY, dtype=torch.float64)).sum()
-    return slope(-torch.stack([(1 - p) ** k / k for k in range(1, order + 1)]).sum())
+    return POLICY.gradient(-torch.stack([(1 - p) ** k / k for k in range(1, order + 1)]).sum())
 
 
 def k_of(k: int, gain: bool = True) -> Algorithm:
@@ -103,7 +102,7 @@ def k_of(k: int, gain: bool = True) -> Algorithm:
 def averaged(f: Callable[[Class, Class], float], of: dict[Class, list[int]]) -> Tensor:
     """Gradient through the first of two samples alone of E[f(first, second)]."""
     p = masses(of)
-    return slope(
+    return POLICY.gradient(
         torch.stack([p[i] * p[j].detach() * f(a, b) for i, a in enumerate(of) for j, b in enumerate(of)]).sum()
     )
 
@@ -159,42 +158,48 @@ def test_mean_gradient(name: str) -> None:
 # --- streams: every response listed, one sample a group, log-probs as the sampler stores them (float32) ---------------
 
 
-def single(a: Algorithm, reward: list[float], *, sampler: Tabular = POLICY, reference: Tabular = REFERENCE) -> Tensor:
+def single(
+    a: Algorithm, reward: list[float], *, sampler: PrefixPolicy = POLICY, reference: PrefixPolicy = REFERENCE
+) -> Tensor:
     """E over single samples of minus the loss's gradient, [15, 3]."""
     return pairs(a, reward, 1, sampler=sampler, reference=reference)
 
 
 def pairs(
-    a: Algorithm, reward: list[float], siblings: int, *, sampler: Tabular = POLICY, reference: Tabular = REFERENCE
+    a: Algorithm,
+    reward: list[float],
+    siblings: int,
+    *,
+    sampler: PrefixPolicy = POLICY,
+    reference: PrefixPolicy = REFERENCE,
 ) -> Tensor:
     """E over all groups of `siblings` responses of minus the loss's gradient, through credit and objective."""
     mu, ref = ([t.token_logp(y).detach().numpy() for y in ALL] for t in (sampler, reference))
-    p = sampler.probabilities().detach().numpy()
     f = np.float32
     answers = [
-        Answer(r, [[len(y)]], m.astype(f), m.astype(f), x.astype(f), energy=energy_of(y).astype(f))
+        PlainEpisode(r, [[len(y)]], m.astype(f), m.astype(f), x.astype(f), energy=energy_of(y).astype(f))
         for r, y, m, x in zip(reward, ALL, mu, ref, strict=True)
     ]
-    groups = list(product(range(len(ALL)), repeat=siblings))
+    groups = list(sampler.groups(siblings))
     credit = credit_step(
-        a, [scored_group(str(i), [answers[j] for j in g]) for i, g in enumerate(groups)], max_tokens=4, ema=0.0
+        a, [scored_group(str(i), [answers[j] for j in g]) for i, (g, _) in enumerate(groups)], max_tokens=4, ema=0.0
     )
-    said = [j for g in groups for j in g]
+    said = [j for g, _ in groups for j in g]
     s = streams_of(
         np.concatenate([e.advantage[0] for g in credit.groups for e in g.episodes]),
-        np.concatenate([np.full(LENGTH[j], np.prod(p[list(g)]) / siblings) for g in groups for j in g]),
-        np.repeat(np.arange(len(said)), [LENGTH[j] for j in said]),
+        np.concatenate([np.full(POLICY.lengths[j], p / siblings) for g, p in groups for j in g]),
+        np.repeat(np.arange(len(said)), [POLICY.lengths[j] for j in said]),
         mu=np.concatenate([mu[j] for j in said]),
         ref=np.concatenate([ref[j] for j in said]),
     )
     each = [POLICY.token_logp(y) for y in ALL]
     loss = objective(a, s, TokenScores(torch.cat([each[j] for j in said]), None, None)).loss
-    return -torch.autograd.grad(loss, POLICY.logits)[0]
+    return -POLICY.gradient(loss)
 
 
 def energy_of(y: tuple[int, ...]) -> np.ndarray:
     """1 - 2 pi + sum_v pi_v^2 of every token of a response."""
-    p = torch.softmax(POLICY.logits, -1).detach()[[POLICY.states.index(y[:t]) for t in range(len(y))]]
+    p = torch.softmax(POLICY.logits, -1).detach()[POLICY.states_of(y)]
     return (1 - 2 * p[torch.arange(len(y)), list(y)] + p.square().sum(-1)).numpy()
 
 
@@ -211,28 +216,17 @@ def own_baselines(reward: list[float]) -> Tensor:
             ]
             b = torch.tensor(shared + [reward[i]] * (len(y) - len(shared)), dtype=torch.float64)
             total = total + p[i] * p[j] * (b * POLICY.token_logp(y)).sum()
-    return slope(total)
+    return POLICY.gradient(total)
 
 
 def whole_kl() -> Tensor:
     """Gradient of KL(pi || reference) over whole responses."""
-    p = POLICY.probabilities()
-    q = torch.stack([REFERENCE.token_logp(y).sum() for y in ALL]).detach()
-    return slope((p * (p.log() - q)).sum())
+    return POLICY.gradient(answer_kl(POLICY, REFERENCE))
 
 
 def visited_kl() -> Tensor:
-    """Gradient of KL(pi || teacher) of the next token at every prefix, by how often the prefix is visited (a
-    constant)."""
-    table, ref = torch.log_softmax(POLICY.logits, -1), torch.log_softmax(REFERENCE.logits, -1).detach()
-    p = POLICY.probabilities().detach()
-    visits = torch.stack(
-        [
-            sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0))
-            for s in POLICY.states
-        ]
-    )
-    return slope((visits * (table.exp() * (table - ref)).sum(-1)).sum())
+    """Gradient of KL(pi || teacher) of the next token, where the policy goes."""
+    return POLICY.gradient(state_kl(POLICY, REFERENCE, POLICY.visits()))
 
 
 PAID = KL(coef=1.0, estimator="k1", placement="reward")
@@ -295,8 +289,8 @@ def test_v_trace_targets_are_the_policys_values(gamma: float) -> None:
             ratio = (POLICY.token_logp(y) - SAMPLER.token_logp(y)).detach().exp().numpy()
             rewards = np.zeros(len(y))
             rewards[-1] = GRADED[i]
-            values = v[[POLICY.index[y[:t]] for t in range(len(y))]]
+            values = v[POLICY.states_of(y)]
             total += float(mu[i]) * float(v_trace(values, rewards, ratio, gamma=gamma, gae_lambda=1.0, cap=cap)[1][0])
         means[cap] = total
-    exact = sum(float(p[i]) * gamma ** (LENGTH[i] - 1) * GRADED[i] for i in range(len(ALL)))
+    exact = sum(float(p[i]) * gamma ** (POLICY.lengths[i] - 1) * GRADED[i] for i in range(len(ALL)))
     assert means[1e9] == pytest.approx(exact, abs=1e-12) and abs(means[1.0] - exact) > 0.01

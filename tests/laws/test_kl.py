@@ -8,7 +8,7 @@ from itertools import product
 import numpy as np
 import pytest
 import torch
-from law_toys import Answer, Tabular, scored_group, streams_of
+from law_toys import streams_of
 from torch import Tensor
 
 from posttrain.algorithm.credit import credit_step
@@ -20,6 +20,8 @@ from posttrain.core.ladder import REINFORCE
 from posttrain.core.pieces import pull as data
 from posttrain.core.pieces.pull import KL, Estimator, Placement, SequenceL2
 from posttrain.core.ports import TokenScores
+from posttrain.toy.episodes import PlainEpisode, scored_group
+from posttrain.toy.prefixes import PrefixPolicy, answer_kl, state_kl
 
 REF = torch.tensor([0.5, 0.5], dtype=torch.float64).log()
 
@@ -103,7 +105,7 @@ def test_the_table_of_the_data_is_the_measured_one() -> None:
 
 # --- sequences: the library's own credit and objective, every response listed ----------------------------------------
 
-POLICY, REFERENCE = Tabular(0), Tabular(5)
+POLICY, REFERENCE = PrefixPolicy(0), PrefixPolicy(5)
 ALL = POLICY.all
 
 
@@ -118,41 +120,28 @@ def through_the_library(pull: KL) -> Tensor:
     ref = [REFERENCE.token_logp(y).detach().numpy() for y in ALL]
     mu = [x.detach().numpy() for x in logp]
     answers = [
-        Answer(0.0, [[len(y)]], m.astype(np.float32), reference=r.astype(np.float32))
+        PlainEpisode(0.0, [[len(y)]], m.astype(np.float32), reference=r.astype(np.float32))
         for y, m, r in zip(ALL, mu, ref, strict=True)
     ]
     credit = credit_step(a, [scored_group(str(i), [x]) for i, x in enumerate(answers)], max_tokens=4, ema=0.0)
-    lengths = [len(y) for y in ALL]
     s = streams_of(
         np.concatenate([g.episodes[0].advantage[0] for g in credit.groups]),
-        np.repeat(POLICY.probabilities().detach().numpy(), lengths),
-        np.repeat(np.arange(len(ALL)), lengths),
+        np.repeat(POLICY.probabilities().detach().numpy(), POLICY.lengths),
+        np.repeat(np.arange(len(ALL)), POLICY.lengths),
         mu=np.concatenate(mu),
         ref=np.concatenate(ref),
     )
-    return torch.autograd.grad(objective(a, s, TokenScores(torch.cat(logp), None, None)).loss, POLICY.logits)[0]
+    return POLICY.gradient(objective(a, s, TokenScores(torch.cat(logp), None, None)).loss)
 
 
 def whole_answer_kl() -> Tensor:
     """Gradient of KL(pi || ref) over responses."""
-    p = POLICY.probabilities()
-    q = torch.stack([REFERENCE.token_logp(y).sum() for y in ALL]).detach()
-    return torch.autograd.grad((p * (p.log() - q)).sum(), POLICY.logits)[0]
+    return POLICY.gradient(answer_kl(POLICY, REFERENCE))
 
 
 def visited_kl(forward: bool) -> Tensor:
-    """Sum over prefixes of how often each is visited (a constant) times the gradient of that token's KL, either way
-    round."""
-    table, ref = torch.log_softmax(POLICY.logits, -1), torch.log_softmax(REFERENCE.logits, -1).detach()
-    p = POLICY.probabilities().detach()
-    visits = torch.stack(
-        [
-            sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0))
-            for s in POLICY.states
-        ]
-    )
-    each = (ref.exp() * (ref - table)).sum(-1) if forward else (table.exp() * (table - ref)).sum(-1)
-    return torch.autograd.grad((visits * each).sum(), POLICY.logits)[0]
+    """Gradient of the tokens' KL, either way round, where the policy goes."""
+    return POLICY.gradient(state_kl(POLICY, REFERENCE, POLICY.visits(), forward=forward))
 
 
 @pytest.mark.parametrize(("estimator", "placement"), [("k1", "reward"), ("k3", "both")])
@@ -174,23 +163,15 @@ def test_exact_only_token_by_token(estimator: Estimator, forward: bool) -> None:
 
 # --- rk3 beside a ratio of the whole sequence -------------------------------------------------------------------------
 
-SAMPLER = Tabular(9)
+SAMPLER = PrefixPolicy(9)
 
 
 def kl_where_the_sampler_goes() -> Tensor:
-    """Sum over prefixes of how often the sampler visits each times the gradient of KL(pi || ref) there."""
-    table, ref = torch.log_softmax(POLICY.logits, -1), torch.log_softmax(REFERENCE.logits, -1).detach()
-    p = SAMPLER.probabilities().detach()
-    visits = torch.stack(
-        [
-            sum((p[i] for i, y in enumerate(ALL) if y[: len(s)] == s and len(y) > len(s)), torch.tensor(0.0))
-            for s in POLICY.states
-        ]
-    )
-    return torch.autograd.grad((visits * (table.exp() * (table - ref)).sum(-1)).sum(), POLICY.logits)[0]
+    """Gradient of the tokens' KL(pi || ref) where the sampler goes."""
+    return POLICY.gradient(state_kl(POLICY, REFERENCE, SAMPLER.visits()))
 
 
-def weighted_k3(weight: str, sampler: Tabular) -> Tensor:
+def weighted_k3(weight: str, sampler: PrefixPolicy) -> Tensor:
     """E over the sampler's answers of the gradient of sum_t w k3_t, with w the token's own ratio, or one ratio of the
     answer."""
     total = torch.zeros((), dtype=torch.float64)
@@ -203,23 +184,22 @@ def weighted_k3(weight: str, sampler: Tabular) -> Tensor:
             "sequence_product": ratio.sum().expand(len(y)),
         }[weight].exp()
         total = total + p * (w * estimate("k3", logp - REFERENCE.token_logp(y).detach())).sum()
-    return torch.autograd.grad(total, POLICY.logits)[0]
+    return POLICY.gradient(total)
 
 
 @pytest.mark.parametrize("ratio", ["token", "sequence_mean", "sequence_token", "sequence_product"])
 def test_rk3_takes_the_tokens_own_ratio_whatever_the_push_takes(ratio: str) -> None:
     """Off policy: the library's rk3 is the KL at every prefix the sampler visits, also beside a sequence-level push."""
     a = patch(REINFORCE, f"kl_{ratio}", "-", pull=KL(coef=1.0, estimator="rk3", placement="loss"), ratio=ratio)
-    lengths = [len(y) for y in ALL]
     logp = [POLICY.token_logp(y) for y in ALL]
     s = streams_of(
-        np.zeros(sum(lengths)),
-        np.repeat(SAMPLER.probabilities().detach().numpy(), lengths),
-        np.repeat(np.arange(len(ALL)), lengths),
+        np.zeros(sum(POLICY.lengths)),
+        np.repeat(SAMPLER.probabilities().detach().numpy(), POLICY.lengths),
+        np.repeat(np.arange(len(ALL)), POLICY.lengths),
         mu=np.concatenate([SAMPLER.token_logp(y).detach().numpy() for y in ALL]),
         ref=np.concatenate([REFERENCE.token_logp(y).detach().numpy() for y in ALL]),
     )
-    found = torch.autograd.grad(objective(a, s, TokenScores(torch.cat(logp), None, None)).loss, POLICY.logits)[0]
+    found = POLICY.gradient(objective(a, s, TokenScores(torch.cat(logp), None, None)).loss)
     assert torch.allclose(found, weighted_k3("token", SAMPLER), rtol=0, atol=1e-12)
     assert torch.allclose(found, kl_where_the_sampler_goes(), rtol=0, atol=1e-12)
 

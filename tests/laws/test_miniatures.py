@@ -6,12 +6,12 @@ from functools import cache
 
 import numpy as np
 import pytest
-from law_toys import rewarded
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.weigh import weigh
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import DAPO, DR_GRPO, GRPO
+from posttrain.toy.episodes import rewarded
 
 CAP, PROMPTS, SIBLINGS, STEPS = 200, 16, 8, 400
 

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from law_toys import Answer, credits, look, rewarded, scored_group, streams_of
+from law_toys import credits, look, streams_of
 
 from posttrain.algorithm import kl
 from posttrain.algorithm.correction import effective_share
@@ -26,6 +26,7 @@ from posttrain.core.pieces.shape import DropTruncated, Overlong, Signed
 from posttrain.core.pieces.trust import Clip
 from posttrain.core.ports import TokenScores
 from posttrain.core.types import Gauge, Stop
+from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 
 CENTRED = patch(REINFORCE, "centred", "-", baseline=GroupMean())
 
@@ -142,7 +143,7 @@ def test_gae_steps_over_observations() -> None:
     first."""
     f = np.float32
     for turns in ([[2, 1]], [[2], [1]], [[3]]):
-        answer = Answer(1.0, turns, -np.ones(3, f), -np.ones(3, f), values=np.array([0.5, 0.6, 0.8], f))
+        answer = PlainEpisode(1.0, turns, -np.ones(3, f), -np.ones(3, f), values=np.array([0.5, 0.6, 0.8], f))
         plain = patch(PPO, "unwhitened", "-", whiten=None)
         (g,) = credit_step(plain, [scored_group("t", [answer])], max_tokens=20, ema=0.0).groups
         (e,) = g.episodes
@@ -195,7 +196,7 @@ def test_value_clip() -> None:
 def test_overlong(longest: int, spoken: int, penalty: float) -> None:
     """A10, DAPO Eq. 13 with a cache of a fifth, clamped beyond L_max."""
     one = np.full(spoken, -1, np.float32)
-    (group,) = [scored_group("t", [Answer(1.0, [[spoken]], one)])]
+    (group,) = [scored_group("t", [PlainEpisode(1.0, [[spoken]], one)])]
     (reward,), (why,) = shaped((Overlong(cache=0.2),), np.ones(1), [group.episodes[0].episode], longest)
     assert reward - 1 == pytest.approx(penalty, abs=1e-9) and why == ""
 
@@ -203,7 +204,7 @@ def test_overlong(longest: int, spoken: int, penalty: float) -> None:
 def test_shaping_is_applied_in_order_and_filters_never_see_it() -> None:
     """A10: DAPO's rule reward is -1 or +1, to which the overlong penalty is added; the raw reward stays."""
     long, short = (
-        Answer(r, [[n]], np.full(n, -1, np.float32), np.full(n, -1, np.float32)) for r, n in ((1.0, 19), (0.0, 4))
+        PlainEpisode(r, [[n]], np.full(n, -1, np.float32), np.full(n, -1, np.float32)) for r, n in ((1.0, 19), (0.0, 4))
     )
     (g,) = credit_step(DAPO, [scored_group("t", [long, short])], max_tokens=20, ema=0.0).groups
     assert [e.shaped for e in g.episodes] == pytest.approx([1 - 0.75, -1])
@@ -214,7 +215,11 @@ def test_truncated_answers_stay_in_the_baseline_only() -> None:
     """A10, overlong filtering: a cut-off answer counts in its group's mean and leaves the batch."""
     a = patch(CENTRED, "filtered", "-", shape=(Signed(), DropTruncated()))
     one = np.full(2, -1, np.float32)
-    answers = [Answer(1.0, [[2]], one), Answer(0.0, [[2]], one, stop=Stop.LENGTH), Answer(0.0, [[0]], one[:0])]
+    answers = [
+        PlainEpisode(1.0, [[2]], one),
+        PlainEpisode(0.0, [[2]], one, stop=Stop.LENGTH),
+        PlainEpisode(0.0, [[0]], one[:0]),
+    ]
     (g,) = credit_step(a, [scored_group("t", answers)], max_tokens=20, ema=0.0).groups
     assert [e.dropped for e in g.episodes] == ["", "truncated", "said nothing"]
     assert g.episodes[0].advantage[0] == pytest.approx([4 / 3, 4 / 3])
@@ -312,8 +317,8 @@ def test_kl_in_the_reward_enters_the_baseline() -> None:
     f = np.float32
     ref = [np.array([-1.0, -1.5], f), np.array([-2.0], f)]
     answers = [
-        Answer(1.0, [[2]], np.array([-0.5, -1.0], f), reference=ref[0]),
-        Answer(0.0, [[1]], np.array([-1.0], f), reference=ref[1]),
+        PlainEpisode(1.0, [[2]], np.array([-0.5, -1.0], f), reference=ref[0]),
+        PlainEpisode(0.0, [[1]], np.array([-1.0], f), reference=ref[1]),
     ]
     a = patch(RLOO, "r", "-", pull=KL(coef=0.1, estimator="k1", placement="reward"))
     (g,) = credit_step(a, [scored_group("t", answers)], max_tokens=20, ema=0.0).groups
@@ -328,7 +333,7 @@ def test_kl_in_the_reward_of_values_is_paid_token_by_token() -> None:
     """A05: with a value baseline the reward of token t is -coef * gap_t, plus R at the last one; start is the anchor's
     log-prob."""
     f = np.float32
-    one = Answer(
+    one = PlainEpisode(
         1.0, [[1], [2]], np.full(3, -9, f), np.array([-1, -2, -3], f), np.array([-1.5, -2, -2], f), np.zeros(3, f)
     )
     a = patch(
@@ -382,7 +387,7 @@ def test_weights_are_checked(tokens: list[int], groups: list[int], longest: int)
 
 def test_credit_names_the_stream_that_is_missing() -> None:
     """An algorithm that reads a score which was not made stops, and says which."""
-    nothing = [scored_group("t", [Answer(r, [[1]], np.full(1, -1, np.float32)) for r in (0.0, 1.0)])]
+    nothing = [scored_group("t", [PlainEpisode(r, [[1]], np.full(1, -1, np.float32)) for r in (0.0, 1.0)])]
     for a, name in ((RLOO, "reference"), (PPO, "values")):
         with pytest.raises(InvariantError, match=name):
             credit_step(a, nothing, max_tokens=20, ema=0.0)
@@ -392,8 +397,8 @@ def test_group_without_judged_episodes_is_silent() -> None:
     """An outage leaves the baseline: the failed sibling is not there, and nobody left means no credit and no error."""
     one = np.full(1, -1, np.float32)
     groups = [
-        scored_group("a", [Answer(None, [[1]], one)] * 2),
-        scored_group("b", [Answer(r, [[1]], one, one) for r in (1.0, None, 0.0)]),
+        scored_group("a", [PlainEpisode(None, [[1]], one)] * 2),
+        scored_group("b", [PlainEpisode(r, [[1]], one, one) for r in (1.0, None, 0.0)]),
     ]
     for a in (
         GRPO_NO_KL,

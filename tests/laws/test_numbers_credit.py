@@ -12,7 +12,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from law_toys import Answer, credits, rewarded, scored_group
+from law_toys import credits
 from torch import Tensor
 
 from posttrain.algorithm.baseline import credit_lambda
@@ -49,6 +49,7 @@ from posttrain.core.pieces.pull import KL
 from posttrain.core.pieces.shape import BestOf
 from posttrain.core.types import Gauge, ScoredGroup
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 
 
 def of(a: Algorithm, *groups: ScoredGroup) -> list[list[float]]:
@@ -121,7 +122,7 @@ def test_naive_gae_runs_through_observations() -> None:
 
 def test_remax() -> None:
     """A03: R 1 and greedy .4: .6 on every token; a prompt whose greedy answer was not judged teaches nobody."""
-    answers = [Answer(1.0, [[3]], np.full(3, -1.0)), Answer(0.0, [[1]], np.full(1, -1.0))]
+    answers = [PlainEpisode(1.0, [[3]], np.full(3, -1.0)), PlainEpisode(0.0, [[1]], np.full(1, -1.0))]
     assert of(REMAX, scored_group("t", answers, greedy=0.4)) == [pytest.approx([0.6] * 3), pytest.approx([-0.4])]
     (g,) = credit_step(REMAX, [scored_group("t", answers)], max_tokens=20, ema=0.0).groups
     assert all("greedy" in e.dropped for e in g.episodes)
@@ -132,9 +133,9 @@ def test_opo() -> None:
     assert credits(OPO, [1, 0, 1], lengths=[[10, 20, 30]])[0] == pytest.approx([1 / 3, -2 / 3, 1 / 3])
 
 
-def answer(reward: float, *energy: float) -> Answer:
+def answer(reward: float, *energy: float) -> PlainEpisode:
     n = len(energy)
-    return Answer(reward, [[n]], np.full(n, -1.0), energy=np.array(energy, np.float32))
+    return PlainEpisode(reward, [[n]], np.full(n, -1.0), energy=np.array(energy, np.float32))
 
 
 def test_otb() -> None:
@@ -199,27 +200,27 @@ def test_process_supervision() -> None:
     """A07, process form: steps 1, 0 | 0, 0 of two answers have mean .25 and std .5: 1.5, -.5 | -.5, -.5; sums from the
     end."""
     answers = [
-        Answer(1.0, [[1], [2]], np.full(3, -1.0), verdicts=judged((1, 1.0), (3, 0.0))),
-        Answer(1.0, [[2]], np.full(2, -1.0), verdicts=judged((1, 0.0), (2, 0.0))),
+        PlainEpisode(1.0, [[1], [2]], np.full(3, -1.0), verdicts=judged((1, 1.0), (3, 0.0))),
+        PlainEpisode(1.0, [[2]], np.full(2, -1.0), verdicts=judged((1, 0.0), (2, 0.0))),
     ]
     assert of(GRPO_PROCESS, scored_group("t", answers)) == [
         pytest.approx([1.0, -0.5, -0.5]),
         pytest.approx([-1.0, -0.5]),
     ]
-    alone = [Answer(r, [[2]], np.full(2, -1.0)) for r in (1.0, 0.0, 0.0, 1.0)]
+    alone = [PlainEpisode(r, [[2]], np.full(2, -1.0)) for r in (1.0, 0.0, 0.0, 1.0)]
     half = math.sqrt(3) / 2
     assert [x[0] for x in of(GRPO_PROCESS, scored_group("t", alone))] == pytest.approx([half, -half, -half, half]), (
         "no steps: grpo"
     )
 
 
-def sources(*rows: tuple[float | None, ...]) -> list[Answer]:
+def sources(*rows: tuple[float | None, ...]) -> list[PlainEpisode]:
     """One answer a row, one source a column; None abstains."""
-    out: list[Answer] = []
+    out: list[PlainEpisode] = []
     for row in rows:
         verdicts = [Verdict.abstain() if x is None else Verdict.value(x) for x in row]
         out.append(
-            Answer(
+            PlainEpisode(
                 0.0, [[1]], np.full(1, -1.0), verdicts=tuple(Judged(f"s{i}", 1.0, v) for i, v in enumerate(verdicts))
             )
         )
@@ -408,7 +409,7 @@ def test_on_policy_distillation() -> None:
     """A30: the advantage of token 0 is log .8 - log .5 = +.470004, of token 1 -.916291; their mean under the student
     -KL(S||T)."""
     f = np.float32
-    both = [Answer(0.0, [[1]], np.log([0.5]).astype(f), reference=np.log([q]).astype(f)) for q in (0.8, 0.2)]
+    both = [PlainEpisode(0.0, [[1]], np.log([0.5]).astype(f), reference=np.log([q]).astype(f)) for q in (0.8, 0.2)]
     found = np.concatenate(of(OPD, *(scored_group(str(i), [x]) for i, x in enumerate(both))))
     assert found == pytest.approx([0.470004, -0.916291], abs=1e-6)
     assert found.mean() == pytest.approx(-0.223144, abs=1e-6)

@@ -1,17 +1,12 @@
-"""Numbers of the shapings of reward, of staleness and of scaling: every case names its item of the survey."""
+"""Numbers of the shapings of reward: every case names its item of the survey."""
 
 from __future__ import annotations
 
-import doctest
-
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from law_toys import Answer, scored_group
 
 from posttrain.algorithm.shape import shaped
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import DataError
 from posttrain.core.pieces.shape import (
     Cosine,
     Gate,
@@ -24,16 +19,16 @@ from posttrain.core.pieces.shape import (
 )
 from posttrain.core.types import Episode, Stop
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.plan import scaling, staleness
-from posttrain.plan.scaling import Curve, fit, reward_at
-from posttrain.plan.staleness import capacity, versions_behind
+from posttrain.toy.episodes import PlainEpisode, scored_group
 
 
 def episodes(
     lengths: list[int], rewards: list[float], *, stop: Stop = Stop.SAID, ids: list[int] | None = None, **info: float
 ) -> list[Episode]:
     said = np.array(ids or [], np.int32)
-    answers = [Answer(r, [[n]], np.full(n, -1.0), stop=stop, ids=said) for n, r in zip(lengths, rewards, strict=True)]
+    answers = [
+        PlainEpisode(r, [[n]], np.full(n, -1.0), stop=stop, ids=said) for n, r in zip(lengths, rewards, strict=True)
+    ]
     return [e.episode for e in scored_group("t", answers, info=info).episodes]
 
 
@@ -124,7 +119,7 @@ def test_gate(form: float, reward: float) -> None:
     """C03: multiplied, not added: a right answer in the wrong form earns nothing, and the form alone earns nothing
     either."""
     right, wrong = (
-        Answer(
+        PlainEpisode(
             r,
             [[1]],
             np.full(1, -1.0),
@@ -148,82 +143,3 @@ def test_pieces_follow_each_other() -> None:
     assert both.tolist() == pytest.approx([first[0] - 0.5 * 0.1, first[1] - 0.5 * 0.3])
     for piece in (RankLength(), TargetLength(), RateLength(), Cosine(), Repetition(), Gate(), RelativeLength()):
         assert shaped((piece,), np.zeros(0), [], 100)[0].shape == (0,)
-
-
-# --- A26: staleness ---------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("behind", "version", "batch", "accepted", "running", "room"),
-    [(0, 0, 4, 0, 0, 4), (4, 2, 8, 20, 10, 26), (1, 3, 8, 32, 8, 0), (0, 0, 4, 4, 4, 0)],
-    ids=["A26 capacity eta 0", "A26 capacity eta 4", "A26 capacity eta 1", "A26 capacity never negative"],
-)
-def test_capacity(behind: int, version: int, batch: int, accepted: int, running: int, room: int) -> None:
-    assert capacity(behind=behind, version=version, batch=batch, accepted=accepted, running=running) == room
-    with pytest.raises(ConfigError, match="capacity"):
-        capacity(behind=-1, version=version, batch=batch, accepted=accepted, running=running)
-
-
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 5), st.integers(0, 9), st.integers(1, 6), st.integers(0, 60))
-def test_capacity_is_the_bound_it_claims(behind: int, version: int, batch: int, begun: int) -> None:
-    """A26: the last sample that may start is learned from exactly `behind` versions later, the next one would be too
-    old."""
-    room = capacity(behind=behind, version=version, batch=batch, accepted=begun, running=0)
-    if room:
-        assert versions_behind(place=begun + room - 1, version=version, batch=batch) == behind
-    assert versions_behind(place=begun + room, version=version, batch=batch) > behind
-
-
-# --- A28: scaling -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("compute", "value"),
-    [(100, 0.4), (300, 0.5), (0, 0.2), (1e-300, 0.2), (1e300, 0.6)],
-    ids=["A28 C=100", "A28 C=300", "A28 none", "A28 next to none", "A28 without end"],
-)
-def test_reward_at(compute: float, value: float) -> None:
-    """A28: R0 .2, A .6, B 1, C_mid 100."""
-    assert reward_at(compute, Curve(start=0.2, asymptote=0.6, middle=100, exponent=1)) == pytest.approx(value)
-
-
-@pytest.mark.parametrize("known", [False, True])
-@pytest.mark.parametrize(
-    "curve",
-    [
-        Curve(start=0.2, asymptote=0.6, middle=100, exponent=1),
-        Curve(start=0.05, asymptote=0.95, middle=3.5, exponent=0.6),
-        Curve(start=0.7, asymptote=0.3, middle=2e4, exponent=2.5),
-    ],
-    ids=["A28 fit", "A28 fit slow", "A28 fit falling"],
-)
-def test_fit_recovers_the_curve(curve: Curve, known: bool) -> None:
-    """A28: from 16 points up to six times the middle all four numbers come back, and with a little noise the asymptote
-    to +-.02."""
-    compute = np.geomspace(curve.middle / 30, curve.middle * 6, 16)
-    reward = np.array([reward_at(c, curve) for c in compute])
-    found = fit(compute, reward, start=curve.start if known else None)
-    assert (
-        [*vars(found.curve).values()] == pytest.approx([*vars(curve).values()], rel=1e-4)
-        and found.residual < 1e-6
-        and found.bent
-    )
-    noisy = fit(compute, reward + np.random.default_rng(0).normal(size=16) * 0.002, start=curve.start)
-    assert noisy.curve.asymptote == pytest.approx(curve.asymptote, abs=0.02) and 1e-4 < noisy.residual < 4e-3
-
-
-def test_fit_says_when_it_guesses() -> None:
-    """A28: before the middle the asymptote is a guess; too few points are refused."""
-    curve = Curve(start=0.1, asymptote=0.9, middle=1000, exponent=1.5)
-    early = np.geomspace(10, 400, 12)
-    assert not fit(early, [reward_at(c, curve) for c in early]).bent
-    for compute, reward in (([1, 2, 3], [0, 1, 2]), ([0, 1, 2, 3], [0, 1, 2, 3]), ([1, 2, 3, 4], [0, 1, 2])):
-        with pytest.raises(DataError, match="fit"):
-            fit(compute, reward)
-
-
-@pytest.mark.parametrize("module", [scaling, staleness])
-def test_examples_of_the_plan_are_true(module) -> None:
-    result = doctest.testmod(module)
-    assert result.attempted > 0 and result.failed == 0

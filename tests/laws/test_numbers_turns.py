@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from law_toys import Answer, scored_group
 from test_numbers_credit import of
 
 from posttrain.algorithm.spread import compared
@@ -20,14 +19,15 @@ from posttrain.core.pieces.baseline import AnchorMean, GroupMean, ToGo, TurnMean
 from posttrain.core.pieces.pull import KL
 from posttrain.core.streams import REFERENCE, START
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.toy.episodes import PlainEpisode, scored_group
 
 
-def turned(reward: float, *paid: float, tokens: int = 1) -> Answer:
+def turned(reward: float, *paid: float, tokens: int = 1) -> PlainEpisode:
     """An answer of a turn of `tokens` for each entry of `paid`, and `reward` at the end."""
     n = len(paid) * tokens
     given = [Judged("turn", 1.0, Verdict.value(p), end=(i + 1) * tokens, paid=True) for i, p in enumerate(paid) if p]
     end = Judged("toy", 1.0, Verdict.value(reward))
-    return Answer(
+    return PlainEpisode(
         reward, [[tokens] * len(paid)], np.full(n, -1.0), np.full(n, -1.0), values=np.zeros(n), verdicts=(end, *given)
     )
 

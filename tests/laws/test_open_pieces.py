@@ -20,7 +20,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 import torch
-from law_toys import Answer, credits, scored_group
+from law_toys import credits
 from law_world import World
 
 from posttrain.algorithm.baseline import by_token, centred
@@ -51,6 +51,7 @@ from posttrain.core.run import Reinforce, Run
 from posttrain.core.streams import ADVANTAGE, START, WEIGHT
 from posttrain.core.tree import from_plain, to_plain
 from posttrain.recipe.shipped import RECIPES
+from posttrain.toy.episodes import PlainEpisode, scored_group
 
 CHOICES: tuple[type[Piece], ...] = (Baseline, Correction, Pull, Shaping, Tokens, Curriculum, TrustRegion)
 
@@ -129,7 +130,7 @@ def test_credit_and_loss_use_its_mathematics(toys: Any) -> None:
     assert np.subtract(credits(brief, [1, 0, 0], lengths=lengths), credits(plain, [1, 0, 0], lengths=lengths))[
         0
     ] == pytest.approx(-0.5 * centred_length)
-    group = scored_group("0", [Answer(1.0, [[n]], np.full(n, -1.0)) for n in (2, 9)])
+    group = scored_group("0", [PlainEpisode(1.0, [[n]], np.full(n, -1.0)) for n in (2, 9)])
     rewards, why = shaped((toys.Brief(price=0.5, most=5),), np.ones(2), [s.episode for s in group.episodes], 20)
     assert rewards.tolist() == [0.0, -3.5] and why == ["", "not brief"]
     assert sizes(

@@ -10,7 +10,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from law_toys import SAMPLING, STAGE, Answer, scored_group
+from law_toys import STAGE
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN, WHOLE, Whole
@@ -26,6 +26,7 @@ from posttrain.core.streams import ADVANTAGE, MU, SCORED, START, VERSION, WEIGHT
 from posttrain.core.types import Group, ScoredGroup
 from posttrain.role.pack import pack
 from posttrain.role.score import score
+from posttrain.toy.episodes import SAMPLING, PlainEpisode, scored_group
 
 SURPRISE = Stream("surprise", "float32", "minus the learner's log-prob before the step", "the loss of this test")
 RANK = Stream(
@@ -64,9 +65,11 @@ def groups() -> list[Group]:
     """Two prompts of two answers; one answer in two turns with something seen between them."""
     rng = np.random.default_rng(5)
 
-    def answer(reward: float, turns: list[list[int]]) -> Answer:
+    def answer(reward: float, turns: list[list[int]]) -> PlainEpisode:
         n = sum(map(sum, turns))
-        return Answer(reward, turns, -rng.random(n).astype(np.float32), ids=rng.integers(0, 90, n).astype(np.int32))
+        return PlainEpisode(
+            reward, turns, -rng.random(n).astype(np.float32), ids=rng.integers(0, 90, n).astype(np.int32)
+        )
 
     each = [[answer(1.0, [[3]]), answer(0.5, [[2, 1]])], [answer(2.0, [[1], [2]]), answer(1.0, [[4]])]]
     return [scored_group(str(i), answers).group for i, answers in enumerate(each)]

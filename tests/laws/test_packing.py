@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from law_cases import ALL, NAMES
-from law_toys import SAMPLING, STAGE, Answer, rewarded, scored_group
+from law_toys import STAGE
 from law_world import L_MAX, world
 
 from posttrain.algorithm.choose import choose
@@ -19,6 +19,7 @@ from posttrain.core.pieces.token import ClipCov, EntropyBonus, Imitate
 from posttrain.core.run import Reinforce
 from posttrain.core.streams import ADVANTAGE, MU, START, WEIGHT
 from posttrain.role.pack import pack
+from posttrain.toy.episodes import SAMPLING, PlainEpisode, rewarded, scored_group
 
 every = pytest.mark.parametrize("a", ALL, ids=NAMES)
 
@@ -70,7 +71,7 @@ def test_imitated_tokens_weigh_alike() -> None:
         assert found.sum() == pytest.approx(1)
         assert set(found[found > 0]) == {1 / sum(len(e) for e in wanted)} and 0 < (found > 0).mean() < 1
     f = np.float32
-    nobody = [Answer(r, [[2]], np.full(2, -1, f), np.full(2, -1, f), values=np.zeros(2, f)) for r in (0.0, 0.5)]
+    nobody = [PlainEpisode(r, [[2]], np.full(2, -1, f), np.full(2, -1, f), values=np.zeros(2, f)) for r in (0.0, 0.5)]
     credit = credit_step(VAPO, [scored_group("t", nobody)], max_tokens=20, ema=0.0)
     (made,) = pack(credit, VAPO, STAGE, seed=0, step=0)
     assert made.batch is not None and IMITATE in made.batch and not made.batch[IMITATE].any()
@@ -158,7 +159,9 @@ def test_whitening_by_source_reads_the_tasks_column() -> None:
     f = np.float32
     groups = [
         scored_group(
-            str(i), [Answer(r * scale, [[1]], np.full(1, -1, f), np.full(1, -1, f)) for r in (0.0, 1.0)], info=info
+            str(i),
+            [PlainEpisode(r * scale, [[1]], np.full(1, -1, f), np.full(1, -1, f)) for r in (0.0, 1.0)],
+            info=info,
         )
         for i, (scale, info) in enumerate(((1, {"source": "x"}), (50, {"source": "y"}), (3, {}), (3, {})))
     ]

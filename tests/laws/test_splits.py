@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from law_cases import ALL, NAMES
-from law_toys import Answer, batch_of, scored_group
+from law_toys import batch_of
 from law_world import L_MAX, World, world
 from torch import Tensor
 
@@ -28,6 +28,7 @@ from posttrain.core.ladder import LADDER, PPO
 from posttrain.core.pieces.baseline import AnchorMean, TurnMean, Value
 from posttrain.core.streams import ADVANTAGE, START, TOP_LOGP, WEIGHT
 from posttrain.core.types import Gauges, merge
+from posttrain.toy.episodes import PlainEpisode, scored_group
 
 SEED = 3
 every = pytest.mark.parametrize("a", ALL, ids=NAMES)
@@ -236,7 +237,7 @@ def test_deleting_observations_changes_no_return(
     a = patch(PPO, "p", "-", whiten=None, baseline=Value(gae_lambda=lam, gamma=gamma, clip=None))
 
     def credit(cut: list[list[int]], seen: int) -> tuple[np.ndarray, np.ndarray]:
-        answer = Answer(1.0, cut, mu, mu, values=values, observation=seen)
+        answer = PlainEpisode(1.0, cut, mu, mu, values=values, observation=seen)
         (e,) = credit_step(a, [scored_group("t", [answer])], max_tokens=20, ema=0.0).groups[0].episodes
         assert e.returns is not None
         return np.concatenate(e.advantage), np.concatenate(e.returns)

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from law_toys import Answer, scored_group
 from test_symmetry import RELATIVE, bare
 
 from posttrain.algorithm.credit import credit_step
@@ -29,6 +28,7 @@ from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Credit, ScoredGroup
 from posttrain.core.verdict import Judged, Verdict, size
 from posttrain.role.pack import pack
+from posttrain.toy.episodes import PlainEpisode, scored_group
 
 Terms = tuple[float, ...]
 """The weighted scores one reward is summed from."""
@@ -54,7 +54,7 @@ def siblings(name: str, rewards: Sequence[Terms], resolution: float = RESOLUTION
     return scored_group(
         name,
         [
-            Answer(
+            PlainEpisode(
                 0.0,
                 [[tokens]],
                 one,
@@ -163,7 +163,7 @@ def test_a_model_that_rewards_says_how_fine_it_is() -> None:
         Judged("verifier", 1.0, Verdict.value(1.0)),
         [Judged("model", 1.0, Verdict.value(x), resolution=1e-3) for x in (0.5, 0.5001)],
     )
-    mixed = scored_group("t", [Answer(0.0, [[1]], np.full(1, -1.0), verdicts=(exact, m)) for m in model])
+    mixed = scored_group("t", [PlainEpisode(0.0, [[1]], np.full(1, -1.0), verdicts=(exact, m)) for m in model])
     assert not mixed.group.mixed
     with pytest.raises(InvariantError, match="resolution"):
         Judged("model", 1.0, Verdict.value(1.0), resolution=-1.0)

@@ -41,8 +41,7 @@ SURVEY: dict[str, tuple[str, ...]] = {
         "geo .989669",
         "KPop .4/.5",
     ),
-    "A26": ("(.44)", "(.52)", "capacity eta 0", "capacity eta 4", "capacity eta 1", "versions (3, 6, 7)", "M2"),
-    "A28": ("C=100", "C=300", "fit"),
+    "A26": ("(.44)", "(.52)", "versions (3, 6, 7)", "M2"),
     "A29": ("fipo", "fipo high only", "vespo W=1.5 +", "vespo W=1.5 -", "vespo W=1"),
     "A30": ("KL(S||T)", "KL(T||S)", "JSD .5", "the advantage of token 0"),
     "A31": ("format 1, 1, 0, 1", "collapse"),
@@ -76,7 +75,8 @@ SURVEY: dict[str, tuple[str, ...]] = {
 """Item of the survey -> words of its **Test** line, each found in the id or the docstring of a case that names the
 item.
 
-A23, A27, A36 and A37 print no numbers. A35's normalisers of an old verl (.1, 1.7) and of rlhf-book are a bug and
+A23, A27, A36 and A37 print no numbers. The room for further samples (A26) and the curve of reward over compute (A28)
+have no caller in the library, and so no case. A35's normalisers of an old verl (.1, 1.7) and of rlhf-book are a bug and
 another convention: they have no case here.
 """
 
@@ -103,6 +103,6 @@ def test_every_number_of_the_survey_is_a_case(item: str) -> None:
 
 
 def test_the_list_is_whole() -> None:
-    """Items A01 to A35 that print numbers, C04 and E05."""
-    silent = {"A23", "A27"}
+    """Items A01 to A35 that print numbers of what the library computes, C04 and E05."""
+    silent = {"A23", "A27", "A28"}
     assert list(SURVEY) == [x for x in (f"A{i:02}" for i in range(1, 36)) if x not in silent] + ["C04", "E05"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from law_toys import Answer, credits, scored_group
+from law_toys import credits
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.core.algorithm import Algorithm, patch
@@ -14,6 +14,7 @@ from posttrain.core.ladder import DR_GRPO, EMA, GRPO, LADDER, MAXRL, PASS_AT_K, 
 from posttrain.core.pieces.baseline import Ema, Others
 from posttrain.core.pieces.shape import BestOf
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.toy.episodes import PlainEpisode, scored_group
 
 CREDIT = ("baseline", "scale", "rewards", "whiten", "shape")
 
@@ -170,7 +171,7 @@ def test_silent_groups_are_counted() -> None:
     """`silent` is said of groups without spread, and of no others."""
     for a in RELATIVE:
         groups = [
-            scored_group(str(i), [Answer(r, [[1]], np.full(1, -1.0), energy=np.ones(1)) for r in g])
+            scored_group(str(i), [PlainEpisode(r, [[1]], np.full(1, -1.0), energy=np.ones(1)) for r in g])
             for i, g in enumerate(([1, 0, 0, 0, 0], [1, 1, 1], [0]))
         ]
         assert [g.silent for g in credit_step(a, groups, max_tokens=20, ema=0.0).groups] == [False, True, True], a.name
@@ -182,7 +183,7 @@ def test_baselines_that_compare_no_siblings_keep_credit_without_spread() -> None
     assert credits(EMA, [1, 0])[0] != credits(EMA, [0, 1])[0][::-1]
     assert credits(patch(EMA, "frozen", "-", baseline=Ema(decay=0.0)), [1, 0])[0] == [1, -1]
     assert credits(REINFORCE, [0.1, 0.1])[0] == [0.1, 0.1]
-    group = scored_group("t", [Answer(r, [[1]], np.full(1, -1.0)) for r in (1.0, 1.0, 0.0)], greedy=0.4)
+    group = scored_group("t", [PlainEpisode(r, [[1]], np.full(1, -1.0)) for r in (1.0, 1.0, 0.0)], greedy=0.4)
     found = [float(e.advantage[0][0]) for e in credit_step(REMAX, [group], max_tokens=20, ema=0.0).groups[0].episodes]
     assert found == pytest.approx([0.6, 0.6, -0.4])
 
@@ -194,7 +195,7 @@ def test_sources_are_permuted_with_their_siblings() -> None:
 
     def found(order: list[int], scale: float = 1.0, sign: float = 1.0) -> np.ndarray:
         answers = [
-            Answer(
+            PlainEpisode(
                 0.0,
                 [[1]],
                 np.full(1, -1.0),

@@ -11,9 +11,10 @@ import torch
 
 from benchmarks.miniatures.__main__ import NAMES, miniature
 from benchmarks.miniatures.miniature import mean
-from benchmarks.miniatures.world import Answers, credit_by_pattern, credit_in_full
+from benchmarks.miniatures.world import credit_by_pattern, credit_in_full
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import GDPO, GRPO, MAXRL, PKPO, REINFORCE_PP_BASELINE
+from posttrain.toy.answers import Answers
 
 pytestmark = pytest.mark.prove
 

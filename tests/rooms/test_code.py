@@ -21,7 +21,7 @@ from posttrain.sandbox.cell.program import NotPlain, decode, encode
 from posttrain.sandbox.comparison import Comparison, Unheard, heard, same
 from posttrain.sandbox.pool import Sandbox
 from posttrain.sandbox.port import Call, ProgramLimits, SandboxBroken
-from posttrain.verifier.code.fences import program_in
+from posttrain.verifier.code.fences import blocks_of, last_of
 from posttrain.verifier.code.source import Code
 from posttrain.verifier.code.tests import CallTest, WeakTest, rewritten
 from posttrain.verifier.code.tests import tests_of as read_tests
@@ -352,6 +352,10 @@ def test_the_time_of_all_tests_is_bounded(sandbox: Sandbox) -> None:
     tests = [{"function": "f", "args": [i], "expected": i} for i in range(4)]
     verdict = judged(sandbox, slow, *tests, seconds=0.5, scoring="fraction")
     assert (verdict.score, verdict.kind) == (0.5, "timeout")
+
+
+def program_in(text: str) -> str:
+    return last_of(blocks_of(text))
 
 
 def test_the_program_of_a_response() -> None:

@@ -129,9 +129,13 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))
 
 
-def productive_band(report: EvaluationReport, low: float = 0.1, high: float = 0.8) -> str:
-    """Whether reinforcement has work to do: the pass rate before it lies between 10 and 80 %. No rate is said where
-    nothing could be judged."""
+PRODUCTIVE = (0.1, 0.8)
+"""Pass rates before reinforcement between which most groups have both right and wrong answers."""
+
+
+def productive_band(report: EvaluationReport) -> str:
+    """Whether reinforcement has work to do: the pass rate before it is `PRODUCTIVE`. No rate is said where nothing
+    could be judged."""
     if report.unmeasured:
         return (
             f"pass rate before RL: not known, none of {report.unjudged} held-out samples could be judged."
@@ -143,7 +147,7 @@ def productive_band(report: EvaluationReport, low: float = 0.1, high: float = 0.
         if report.unjudged
         else ""
     )
-    rate = report.pass_at[1].mean if report.pass_at else 0.0
+    (low, high), rate = PRODUCTIVE, report.pass_at[1].mean if report.pass_at else 0.0
     if low <= rate <= high:
         return f"pass rate before RL: {rate:.1%}, inside the productive band ({low:.0%} to {high:.0%}){left}"
     advice = (

@@ -48,10 +48,6 @@ class Parsed:
     content: str
     calls: tuple[ToolCall | Malformed, ...]
 
-    @property
-    def malformed(self) -> tuple[Malformed, ...]:
-        return tuple(c for c in self.calls if isinstance(c, Malformed))
-
 
 Found = tuple[str, list[ToolCall | Malformed]]
 """(text outside the calls, calls)"""

@@ -46,12 +46,6 @@ class Block:
         return self.language.lower() in PYTHON
 
 
-def program_in(text: str) -> str:
-    """The last block marked as Python, else the last block, else the whole response. A block that is never closed goes
-    to the end."""
-    return last_of(blocks_of(text))
-
-
 def last_of(blocks: list[Block]) -> str:
     """The body of the last block marked as Python, else of the last block."""
     return ([b for b in blocks if b.python] or blocks)[-1].body
