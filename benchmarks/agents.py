@@ -29,7 +29,7 @@ from benchmarks.blind import unwatched
 from posttrain import faults
 from posttrain.core.errors import InvariantError
 from posttrain.core.run import Reinforce
-from posttrain.recipe.shipped import recipe
+from posttrain.recipe.recipes import recipe
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/agents.json"

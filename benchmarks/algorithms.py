@@ -27,7 +27,7 @@ from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.ladder import LADDER, VAPO
 from posttrain.core.pieces.baseline import StepMean
 from posttrain.core.run import Model, Reinforce, Run
-from posttrain.recipe.shipped import recipe
+from posttrain.recipe.recipes import recipe
 from posttrain.role.evaluate import Score
 
 ROOT = Path(__file__).parents[1]

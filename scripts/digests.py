@@ -92,21 +92,24 @@ def _imitated(stage: str, steps: int) -> tuple[str, ...]:
 
 def recipes() -> Iterator[Play]:
     """The first steps of each stage of every shipped recipe, seeds 0 and 1."""
-    from posttrain.recipe.shipped import RECIPES
+    from posttrain.recipe.recipes import RECIPES
 
-    stages = {
-        "ladder": (
-            *_imitated("pretrain", 3),
-            *_imitated("sft", 3),
-            *_imitated("cot", 3),
-            *_imitated("sft_continued", 2),
-        )
-    }
+    ladder = (
+        *_imitated("pretrain", 3),
+        *_imitated("sft", 3),
+        *_imitated("cot", 3),
+        *_imitated("sft_continued", 2),
+        *RL,
+    )
+    stages = {"ladder": ladder, "sft": _imitated("sft", 3), "grpo": RL}
     rewards = {"verifiable": ("env.rewards=last_integer,{rewards}:spread",)}
     for recipe in RECIPES:
         for seed in (0, 1):
-            words = (*stages.get(recipe, _imitated("sft", 3)), *rewards.get(recipe, ("env.rewards={rewards}:spread",)))
-            yield Play(f"recipe/{recipe}/{seed}", recipe, (f"seed={seed}", *MEASURED, *RL, *KEPT, *words))
+            words = (
+                *stages.get(recipe, (*_imitated("sft", 3), *RL)),
+                *rewards.get(recipe, ("env.rewards={rewards}:spread",)),
+            )
+            yield Play(f"recipe/{recipe}/{seed}", recipe, (f"seed={seed}", *MEASURED, *KEPT, *words))
 
 
 SEVERAL_TURNS = ("mt_grpo", "gigpo")

@@ -19,14 +19,14 @@ import pytest
 from posttrain.api.overrides import address, surface, value
 from posttrain.core.run import Run
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.recipe.shipped import RECIPES
+from posttrain.recipe.recipes import RECIPES, recipe
 
 GOLDEN = Path(__file__).parent / "golden"
 
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_paths_are_what_they_were(name: str) -> None:
-    now = "".join(f"{path} = {valid}\n" for path, valid in surface(RECIPES[name]()))
+    now = "".join(f"{path} = {valid}\n" for path, valid in surface(recipe(name)))
     path = GOLDEN / f"surface-{name}.txt"
     if os.environ.get("POSTTRAIN_UPDATE"):
         path.parent.mkdir(exist_ok=True)
@@ -43,7 +43,7 @@ def test_paths_are_what_they_were(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_every_path_is_its_own_address_and_has_a_value(name: str) -> None:
-    run = RECIPES[name]()
+    run = recipe(name)
     for path, _ in surface(run):
         assert ".".join(address(run, path)) == path
         value(run, path)
@@ -51,5 +51,5 @@ def test_every_path_is_its_own_address_and_has_a_value(name: str) -> None:
 
 @pytest.mark.parametrize("name", sorted(RECIPES))
 def test_a_shipped_recipe_survives_json(name: str) -> None:
-    run = RECIPES[name]()
+    run = recipe(name)
     assert run.recipe == name and from_plain(Run, json.loads(json.dumps(to_plain(run)))) == run

@@ -25,7 +25,7 @@ from posttrain.environment import check as probes
 from posttrain.environment.check import CheckReport, Mark
 from posttrain.environment.make import environment
 from posttrain.environment.single import SingleTurn
-from posttrain.recipe.shipped import recipe as shipped
+from posttrain.recipe.recipes import recipe as shipped
 
 COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
 

@@ -53,7 +53,7 @@ def next_steps(path: Path, test: Path, cls: str) -> list[str]:
         (f"posttrain check {path}:{cls}", "try it and its verifier"),
         (f"python {test}", "its own test (or: pytest)"),
         (f"posttrain run arithmetic env={path}:{cls} sft.style=answer", "train a small model from scratch on it"),
-        (f"posttrain run arithmetic sft=none model=MODEL env={path}:{cls}", "train a model that you have"),
+        (f"posttrain run grpo model=MODEL env={path}:{cls}", "train a model that you have"),
     ]
     width = max(len(command) for command, _ in steps)
     return [f"{command:<{width}}  # {why}" for command, why in steps]

@@ -40,7 +40,8 @@ from posttrain.core.reader import damage_is_named, folder_of
 from posttrain.core.run import Run
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.models import Policy
-from posttrain.recipe.shipped import recipe as shipped
+from posttrain.recipe.recipes import listed
+from posttrain.recipe.recipes import recipe as shipped
 from posttrain.role.weights import load_weights
 
 
@@ -96,7 +97,7 @@ def afresh(recipe: str | Run, overrides: Sequence[str], out: str | Path | None, 
     if trust:
         raise ConfigError("--trust is about the folder of a run that somebody else made: give it with --resume RUN")
     if not recipe:
-        raise ConfigError("no recipe given: posttrain run ladder, or posttrain run --resume RUN")
+        raise ConfigError(f"no recipe given: posttrain run RECIPE, or posttrain run --resume RUN\n{listed()}")
     run = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
     return Chosen(run, Path(out) if out else None)
 

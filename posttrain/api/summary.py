@@ -14,7 +14,7 @@ from posttrain.core.run import Reinforce, Run
 from posttrain.core.types import Gauge, merge
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.faults import find
-from posttrain.recipe.shipped import RECIPES
+from posttrain.recipe.recipes import RECIPES
 from posttrain.role.evaluate import EvaluationReport, interval
 
 

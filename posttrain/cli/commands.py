@@ -11,9 +11,10 @@ from posttrain.core.visible import tell
 
 def run(o: Namespace) -> int:
     if o.help:
+        from posttrain.recipe.recipes import listed
+
         tell(o.text())
-        if o.recipe:
-            tell(_settings(o.recipe, o.overrides))
+        tell(_settings(o.recipe, o.overrides) if o.recipe else listed())
         return 0
     from posttrain.api import session
 
@@ -128,7 +129,7 @@ def _settings(recipe: str, overrides: list[str]) -> str:
     """Every setting of a recipe with its value (`...` where it stands for several) and what is valid."""
     from posttrain.api.overrides import apply, surface, value
     from posttrain.core.formula import word
-    from posttrain.recipe.shipped import recipe as shipped
+    from posttrain.recipe.recipes import recipe as shipped
 
     chosen = apply(shipped(recipe), overrides)
     short = {"model": chosen.model.path, "env": chosen.env.name}

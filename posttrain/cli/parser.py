@@ -49,8 +49,7 @@ cannot be read, 5 the run folder, 6 the engine, 7 the reward function, 130 Ctrl-
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """`key=value` words may stand anywhere among the options of `run`, `eval`, `serve` and `check`; everything else
-    stays in order."""
+    """`key=value` words of `run`, `eval`, `serve` and `check` may stand anywhere; everything else stays in order."""
     if not words or words[0] not in ("run", "eval", "serve", "check"):
         return words, []
     rest, overrides = [words[0]], list[str]()
@@ -114,10 +113,8 @@ def _trust(p: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
     p.add_argument(
         "--trust",
         action="store_true",
-        help=(
-            "of a run folder that was not made here by you: allow the code, addresses, secrets and files that it asks"
-            " for, which are listed"
-        ),
+        help="of a run folder that was not made here by you: allow the code, addresses, secrets and files that it asks "
+        "for, which are listed",
     )
 
 
@@ -127,11 +124,11 @@ def _run(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         "run",
         commands.run,
         "run a recipe, or go on with a run that was cut",
-        "posttrain run ladder seed=1 algorithm=grpo clip.high=0.28 rl.steps=80 --out runs/mine\n  posttrain run"
-        " --resume runs/mine",
+        "posttrain run ladder seed=1 algorithm=grpo clip.high=0.28 rl.steps=80 --out runs/mine\n"
+        "  posttrain run --resume runs/mine",
         add_help=False,
     )
-    p.add_argument("recipe", nargs="?", help="a shipped recipe; with --help, all its settings are listed")
+    p.add_argument("recipe", nargs="?", help="which one: --help lists them; after its name, all its settings")
     p.add_argument("--out", metavar="FOLDER", help="run folder (default: runs/RECIPE-DATE-TIME)")
     p.add_argument(
         "--resume",
@@ -141,9 +138,8 @@ def _run(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
     p.add_argument(
         "--allow-fault",
         action="store_true",
-        help=(
-            "start although fault=NAME plants a bug on purpose (posttrain faults lists them); its numbers mean nothing"
-        ),
+        help="start although fault=NAME plants a bug on purpose (posttrain faults lists them); its numbers mean "
+        "nothing",
     )
     _trust(p)
     p.add_argument("-h", "--help", action="store_true", help="this text; after a recipe's name also its settings")
@@ -156,8 +152,8 @@ def _ladder(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         sub,
         "ladder",
         commands.ladder,
-        "print the algorithms as a tree of patches, one of them in full, the difference of two, or what they would do"
-        " with a run's batches",
+        "print the algorithms as a tree of patches, one of them in full, the difference of two, or what they would do "
+        "with a run's batches",
         "posttrain ladder\n  posttrain ladder grpo\n  posttrain ladder --table\n  posttrain ladder --diff grpo dapo\n"
         "  posttrain ladder --on runs/mine --step 20 --against dapo,maxrl,gspo",
     )
@@ -192,11 +188,11 @@ def _eval(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         sub,
         "eval",
         commands.evaluate,
-        "held-out accuracy, mean reward and pass@k of a run, a model directory, a hub id, or of what is served at an"
-        " address",
-        "posttrain eval runs/mine --checkpoint best --samples 16\n  posttrain eval my-model env=arithmetic"
-        " env.args.terms=4\n  posttrain eval http://127.0.0.1:8000/v1 env=arithmetic --tokenizer my-model --key-env"
-        " MY_KEY",
+        "held-out accuracy, mean reward and pass@k of a run, a model directory, a hub id, or of what is served at an "
+        "address",
+        "posttrain eval runs/mine --checkpoint best --samples 16\n"
+        "  posttrain eval my-model env=arithmetic env.args.terms=4\n"
+        "  posttrain eval http://127.0.0.1:8000/v1 env=arithmetic --tokenizer my-model --key-env MY_KEY",
     )
     p.usage = "posttrain eval TARGET [key=value ...] [options]"
     p.add_argument(
@@ -234,8 +230,8 @@ def _serve(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         "serve",
         commands.serve,
         "serve a run, a model directory or a hub id to OpenAI's clients: completions, chat, streaming, log-probs",
-        "posttrain serve runs/mine --checkpoint best\n  posttrain serve my-model slots=128 --port 9000 --token-env"
-        " MY_TOKEN",
+        "posttrain serve runs/mine --checkpoint best\n"
+        "  posttrain serve my-model slots=128 --port 9000 --token-env MY_TOKEN",
     )
     p.usage = "posttrain serve TARGET [key=value ...] [options]"
     p.add_argument("target", help="a run folder, a model directory or a hub id")
@@ -274,8 +270,8 @@ def _check(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         sub,
         "check",
         commands.check,
-        "try an environment and its verifiers: right answers, near misses, noise and tricks; ends with 1 where a probe"
-        " failed",
+        "try an environment and its verifiers: right answers, near misses, noise and tricks; ends with 1 where a probe "
+        "failed",
         "posttrain check arithmetic env.args.max_operand=99\n  posttrain check gym:chain_sum --tasks 64\n"
         "  posttrain check mine.py:MyTask --json\n  posttrain check prompts env.prompts=mine.jsonl env.rewards=math",
     )
@@ -319,8 +315,8 @@ def _show(sub: argparse._SubParsersAction[ArgumentParser]) -> None:
         "show",
         commands.show,
         "read what a run's model said: a line an episode, or one episode token by token",
-        "posttrain show runs/mine\n  posttrain show runs/mine --step 20 --wrong\n  posttrain show runs/mine --step 20"
-        " --episode 3",
+        "posttrain show runs/mine\n  posttrain show runs/mine --step 20 --wrong\n"
+        "  posttrain show runs/mine --step 20 --episode 3",
     )
     p.add_argument("run", help="a run folder, finished or being written")
     p.add_argument("--stage", help="name of a stage (default: the last one with episodes)")

@@ -68,8 +68,8 @@ REGISTRY: dict[str, Definition] = {
         "share of verdicts that are scores with that kind of finding, such as wrong or timeout", "share", "its own"
     ),
     "failed/KIND": Definition(
-        "share of verdicts that failed on our side, by kind, such as raised, timeout or worker: outages, no wrong"
-        " answers",
+        "share of verdicts that failed on our side, by kind, such as raised, timeout or worker: outages, "
+        "no wrong answers",
         "share",
         "0",
     ),
@@ -99,8 +99,8 @@ REGISTRY: dict[str, Definition] = {
         "1; less where the learning rate is below rounding",
     ),
     "canary/loss_gap": Definition(
-        "largest difference between what the loss asked of a log-prob and what its definition asks, of the size of its"
-        " terms",
+        "largest difference between what the loss asked of a log-prob and what its definition asks, "
+        "of the size of its terms",
         "1",
         "rounding",
     ),
@@ -287,8 +287,10 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
 
 
 def unjudged_words(played: Sequence[Group]) -> str:
-    """Who could not be judged and why, in words: "2 failed (mine: raised x 2, line 3: ...), 1 abstained from by every
-    source"; '' for nobody."""
+    """Who could not be judged and why, in words; '' for nobody.
+
+    For example "2 failed: mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score".
+    """
     episodes = [e for g in played for e in g.episodes]
     broken = sum(failed(e.verdicts) for e in episodes)
     silent = sum(e.reward is None for e in episodes) - broken

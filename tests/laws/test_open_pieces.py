@@ -50,7 +50,7 @@ from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.streams import ADVANTAGE, START, WEIGHT
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.recipe.shipped import RECIPES
+from posttrain.recipe.recipes import recipe
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 CHOICES: tuple[type[Piece], ...] = (Baseline, Correction, Pull, Shaping, Tokens, Curriculum, TrustRegion)
@@ -75,7 +75,7 @@ def toys() -> Iterator[Any]:
 
 
 def built(*overrides: str) -> Run:
-    return apply(RECIPES["arithmetic"](), ["algorithm=dr_grpo", *overrides])
+    return apply(recipe("arithmetic"), ["algorithm=dr_grpo", *overrides])
 
 
 def algorithm_of(run: Run) -> Algorithm:
@@ -226,14 +226,14 @@ def test_every_shipped_piece_has_its_mathematics() -> None:
 
 def test_an_algorithm_is_one_line_of_the_ladder(monkeypatch: pytest.MonkeyPatch) -> None:
     source = inspect.getsource(ladder)
-    line = 'TOY = patch(DAPO, "toy", "2501.00001", clip=Cap(high=3.0))\n'
+    line = 'TOY = _patch(DAPO, "toy", "2501.00001", clip=Cap(high=3.0))\n'
     before = "# --- on-policy distillation"
     assert source.count(before) == 1
     with_line = ModuleType("with_line")
     exec(compile(source.replace(before, line + before), "ladder", "exec"), with_line.__dict__)
     assert with_line.LADDER.keys() - LADDER.keys() == {"toy"}
     monkeypatch.setitem(LADDER, "toy", with_line.LADDER["toy"])
-    assert [x.name for x in algorithm_of(apply(RECIPES["arithmetic"](), ["algorithm=toy"])).lineage()][-2:] == [
+    assert [x.name for x in algorithm_of(apply(recipe("arithmetic"), ["algorithm=toy"])).lineage()][-2:] == [
         "dapo",
         "toy",
     ]

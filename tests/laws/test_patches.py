@@ -44,6 +44,7 @@ from posttrain.core.ladder import (
     VESPO,
     algorithm,
 )
+from posttrain.core.notes import NOTES
 from posttrain.core.open import alternatives
 from posttrain.core.pieces.baseline import (
     AnchorMean,
@@ -333,3 +334,7 @@ def test_which_silent_tokens_may_leave() -> None:
 def test_unknown_algorithm_names_the_nearest() -> None:
     with pytest.raises(ConfigError, match="did you mean 'grpo'"):
         algorithm("grop")
+
+
+def test_every_note_is_of_an_algorithm_of_the_ladder() -> None:
+    assert {name for name, a in LADDER.items() if a.note} == set(NOTES) <= set(LADDER)

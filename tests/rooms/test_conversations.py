@@ -12,7 +12,7 @@ from posttrain.core import reader
 from posttrain.core.errors import DataError
 from posttrain.core.run import Model
 from posttrain.engine.tiny import build_module
-from posttrain.recipe.shipped import recipe
+from posttrain.recipe.recipes import recipe
 from tests.tiny import MODEL
 
 WORLD = '''

@@ -32,8 +32,8 @@ from posttrain.core.open import alternatives
 from posttrain.core.pieces.piece import Piece
 from posttrain.core.run import Env, Model, Run
 from posttrain.core.stage import Stage
-from posttrain.recipe.shipped import RECIPES
-from posttrain.recipe.shipped import recipe as shipped
+from posttrain.recipe.recipes import RECIPES
+from posttrain.recipe.recipes import recipe as shipped
 from posttrain.role.weights import WEIGHTS
 
 MINE = ("arithmetic", "sft=none", *SMALL, *RL, "env.heldout=8")

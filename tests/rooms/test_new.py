@@ -14,7 +14,7 @@ from posttrain.api.new import new_env
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
-from posttrain.recipe.shipped import recipe
+from posttrain.recipe.recipes import recipe
 
 SMALL = (
     "model.hidden=32",

@@ -20,7 +20,7 @@ from posttrain.core.pieces.shape import Overlong, Signed
 from posttrain.core.pieces.token import EntropyBonus
 from posttrain.core.pieces.trust import Clip
 from posttrain.core.run import Env, Reinforce, Run, Supervised
-from posttrain.recipe.shipped import recipe
+from posttrain.recipe.recipes import recipe
 
 RUN = Run(
     recipe="test",

@@ -22,7 +22,7 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.make import environment
 from posttrain.environment.prompts import PromptsEnv, read
 from posttrain.environment.scripted import judged
-from posttrain.recipe.shipped import recipe
+from posttrain.recipe.recipes import recipe
 
 EXACT = (Reward(function="exact"),)
 

@@ -28,7 +28,7 @@ from posttrain.environment.adapters.verifiers import Verifiers
 from posttrain.environment.check import Mark, check
 from posttrain.environment.make import environment
 from posttrain.environment.scripted import ScriptedPolicy, judged
-from posttrain.recipe.shipped import recipe
+from posttrain.recipe.recipes import recipe
 from tests.tiny import MODEL
 
 SINGLE = """

@@ -31,7 +31,7 @@ from posttrain.cli import main
 from posttrain.cli.ablate import ProgressLine
 from posttrain.core import reader
 from posttrain.core.visible import coloured_lines, guard_logs, tell, visible, visible_lines
-from posttrain.recipe.shipped import recipe as shipped
+from posttrain.recipe.recipes import recipe as shipped
 
 ROOT = Path(__file__).parents[2] / "posttrain"
 ESCAPES = "\x1b[2J\x1b[31m\x9b5A\x1b]8;;http://there\x1b\\here\x1b]8;;\x1b\\\x1b]0;title\x07\r\x08\x7f\u202eright\u2066left\u200b\u2028"

@@ -1,0 +1,157 @@
+"""What a reader of the paper, or of another library's code, should know of an algorithm of the ladder, by its name."""
+
+from __future__ import annotations
+
+NOTES: dict[str, str] = {
+    "reinforce_ema": (
+        "a sample is compared with the baseline as it was before that sample; updating first, as some code does, "
+        "biases it. SPIRAL (2506.24119) keeps one baseline a game and role"
+    ),
+    "rloo": (
+        "sequence sum as in the paper; most peers take a token mean, newer TRL adds a ratio clip. A group of one "
+        "has credit 0, where verl's loop form gives it its raw reward"
+    ),
+    "remax": (
+        "costs one greedy answer a prompt, which is judged and never learned from; no std. A KL in the reward is "
+        "charged to the sample alone"
+    ),
+    "otb": (
+        "a token that only one sibling is left to say has no credit, like a group of one; verl gives it its raw "
+        "reward. Under a correction verl weighs each energy by its square; here it is the learner's own"
+    ),
+    "gpg": (
+        "alpha counts samples of groups with spread, as in the paper; verl counts non-zero rewards, so that rewards "
+        "of +-1 switch it off"
+    ),
+    "opmd": (
+        "the paper's factor 1 / (1 + tau) on the loss is left to the learning rate; b may also be the group's mean. "
+        "An early version left a group of one without credit; here it is 0"
+    ),
+    "pkpo": (
+        "the paper's loo-1 form; a leave-one-out mean of the transformed rewards would shrink the gradient by (G - "
+        "k) / (G - 1)"
+    ),
+    "maxrl_success": (
+        "mean score over the successes alone: unbiased for the log-likelihood truncated at order G; only for "
+        "rewards >= 0. The authors' code uses the centred form (maxrl)"
+    ),
+    "kimi_k15": (
+        "tau is not in the paper; ROLL, verl and prime-rl square token log-ratios instead; the paper also resets "
+        "the optimizer every iteration"
+    ),
+    "topr": (
+        "sequence ratio as in the paper; ROLL's is per token. Without a baseline, so successes are always learned "
+        "in full"
+    ),
+    "ppo": (
+        "whitened with ddof 1 (peers differ); GAE over spoken tokens alone, where SkyRL's recursion runs through "
+        "tool tokens. The paper's value loss has no clip and no 1/2"
+    ),
+    "dual_clip": "3 as in verl and AReaL; ROLL 1.4",
+    "vapo": (
+        "the paper warms its values up for 50 steps of 8,192 samples; lambda of answers up to 20 tokens is clamped to 0"
+    ),
+    "reinforce_pp": (
+        "whitened over tokens as in the peers, so long answers weigh more; the text says samples (whiten=sample). "
+        "NeMo charges the KL to each token alone; OpenRLHF's batch variance has ddof 0, verl's and this 1"
+    ),
+    "reinforce_pp_baseline": (
+        "peers differ in where this variant's KL stands: slime charges it to each token, here it is a loss"
+    ),
+    "grpo": (
+        "std is ddof 1 with no epsilon (TRL adds 1e-4, verl 1e-6, OpenRLHF 1e-9; NeMo leaves the sample out of mean "
+        "and std). The paper leaves the clip range unstated (0.2 is convention). TRL's default has no KL; verl "
+        "gives a group of one its raw reward, here it is 0"
+    ),
+    "grpo_process": "steps are judged by the environment; without step verdicts it is grpo",
+    "mt_grpo": (
+        "Eq. 7 as in Atropos: every turn has its own credit and the outcome's; the paper's first two-turn form "
+        "gives the last turn the outcome's alone, which is the same where that turn is paid nothing. Without paid "
+        "turns it is grpo without KL"
+    ),
+    "gigpo": (
+        "a state is what the world showed last, as in the paper; baseline.by=history where that does not tell the "
+        "state. Of one turn it is grpo twice over"
+    ),
+    "deepseek_v32": (
+        "delta is not in the paper; 0.5 is TRL's. Routing and sampling masks: the kept token sets of the sampler "
+        "are always used here"
+    ),
+    "gdpo": (
+        "whitened over samples like TRL; verl over tokens. A source that abstained leaves its comparison. With one "
+        "reward source it is grpo, whitened"
+    ),
+    "pass_at_k": (
+        "the spread of the best of k is over all k-subsets, ddof 0 as in the authors' code: k = 1 is grpo with that "
+        "ddof"
+    ),
+    "luffy": "the demonstrator's probability is taken as 1, as in the authors' code; a shown token is never clipped",
+    "chord": "mu stays at the valley of the paper's schedule; expert data come as shown siblings",
+    "decoupled_ppo": (
+        "the proximal policy is the learner at the start of the step; without values, as in AReaL's default"
+    ),
+    "a3po": (
+        "interpolated by the versions of the weights: a token of the current weights has the sampler as its anchor"
+    ),
+    "m2po": (
+        "the mask takes the clip's place. It is made over the whole minibatch, largest first, from start/mu; the "
+        "paper makes it again from pi/mu at every update"
+    ),
+    "sapo": "on policy its gradient is grpo's without KL; peers allow no other aggregate",
+    "gspo": (
+        "bounds this narrow need sampler and learner to agree in float32; verl's gspo is gspo_token, and with "
+        "aggregate=token_mean neither is GSPO"
+    ),
+    "gspo_token": "the gradient of gspo where credit is one number an answer; for credit that varies inside it",
+    "cispo": (
+        "the cap is absolute (TRL's 5); the paper does not disclose it and has no lower bound, where verl keeps one"
+    ),
+    "aipo": (
+        "the paper's rho lies in [2, 10]; the weight is detached, unlike min(ratio, rho) * A of older prime-rl docs"
+    ),
+    "clip_cov": "drawn over the whole minibatch before it is split; published code draws inside each micro-batch",
+    "kl_cov": "no clip on any token, as in the authors' code; the penalty is |k1|",
+    "top_entropy": "chosen over the whole minibatch; the silent 80 % stay in the denominators",
+    "skywork_or1": (
+        "the coefficient starts at 0 and follows the measured entropy; at or above the target no bonus is applied"
+    ),
+    "dapo": (
+        "the paper normalises by each group's tokens (prompt_mean); peers by the whole batch's. Its rule reward is "
+        "+-1 (signed), and the overlong punishment ends at -1, where verl's goes on. Its mini-batch of 512 counts "
+        "responses, verl's prompts"
+    ),
+    "fipo": "constants as in ms-swift's implementation",
+    "magistral": (
+        "the paper whitens each minibatch; here the step, which is the same with one minibatch. Its format and "
+        "language rewards are the environment's"
+    ),
+    "scalerl": (
+        "credit over the standard deviation of all credit of the step, not of its rewards. The paper's cap lies in "
+        "4 to 8, insensitive; its FP32 head is the default here, its interruptions are the environment's"
+    ),
+    "dr_grpo": (
+        "the objective has no length divisor; the constant (max_tokens; the paper's code 3,000) only sets the "
+        "scale. verl's form once forgot to divide by the batch"
+    ),
+    "maxrl": (
+        "centred, with credit 0 for groups without success: unbiased for order G - 1, not G; only for rewards >= 0. "
+        "The authors divide by mean + 1e-6, which gives a group of one r / 1e-6; here it is 0"
+    ),
+    "dppo": (
+        "the cap on the ratio is verl's 20 (the authors' code 10, prime-rl none); delta .15 for TV, .05 for KL, "
+        "where SkyRL and prime-rl use .2"
+    ),
+    "prime_rl": (
+        "the default loss of prime-rl at revision 559b447: its docs name a cap on the ratio, its code has none"
+    ),
+    "dppo_kl": "delta is verl's; SkyRL prefers it",
+    "dppo_top": "the paper finds no significant gain over the binary form",
+    "opd": (
+        "the reference is the teacher; discount 0, so that no token answers for the KL of later ones. prime-rl also "
+        "drops tokens with pi - mu < -.2 and adds a squared log-ratio"
+    ),
+    "gkd": (
+        "student samples only (lambda 1); the paper mixes in supervised data. The reference is the teacher. TRL "
+        "defaults: lambda .5, temperature .9"
+    ),
+}

@@ -1,0 +1,37 @@
+"""GRPO alone, on a model that you give."""
+
+from __future__ import annotations
+
+from posttrain.core.env import Env, Reward
+from posttrain.core.ladder import GRPO
+from posttrain.core.run import Evaluation, Optimizer, Reinforce, Run
+from posttrain.core.sampling import Sampling
+from posttrain.recipe.example import PROMPTS, TINY
+
+
+def grpo() -> Run:
+    """RL with GRPO from the weights of the model as it is, without an SFT before it.
+
+    Set `model=`, `env.prompts=` and `env.rewards=`, and `rl.sampling.max_tokens=` for long answers. As shipped it runs
+    to its end and learns nothing: the tiny model has random weights, so nearly no answer is right, and RL can only
+    strengthen what a model already says now and then. The learning rate is one for trained models.
+    """
+    return Run(
+        recipe="grpo",
+        threads=1,
+        model=TINY,
+        env=Env(name="prompts", prompts=PROMPTS, rewards=(Reward(function="exact"),), heldout=40),
+        stages=(
+            Reinforce(
+                name="rl",
+                algorithm=GRPO,
+                sampling=Sampling(max_tokens=64),
+                optimizer=Optimizer(lr=1e-6),
+                prompts=16,
+                siblings=8,
+                steps=100,
+                eval_every=20,
+            ),
+        ),
+        evaluation=Evaluation(samples=4),
+    )

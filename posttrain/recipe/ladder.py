@@ -1,0 +1,49 @@
+"""The whole ladder of stages on arithmetic: each does what the one before cannot."""
+
+from __future__ import annotations
+
+from posttrain.core.env import Env
+from posttrain.core.ladder import DR_GRPO
+from posttrain.core.run import Optimizer, Reinforce, Run, Supervised
+from posttrain.core.sampling import Sampling
+from posttrain.recipe.example import TINY
+
+
+def ladder() -> Run:
+    """Pretraining, SFT on demonstrations (40 % are wrong), chain of thought, RL: each does what none before can."""
+    return Run(
+        recipe="ladder",
+        threads=1,
+        model=TINY,
+        env=Env(name="arithmetic", heldout=200),
+        stages=(
+            Supervised(name="pretrain", style="document", steps=80, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)),
+            Supervised(
+                name="sft", style="answer", wrong=0.4, steps=60, batch=128, optimizer=Optimizer(lr=1e-3, warmup=10)
+            ),
+            Supervised(
+                name="cot", style="cot", wrong=0.4, steps=240, batch=128, optimizer=Optimizer(lr=4e-3, warmup=20)
+            ),
+            Reinforce(
+                name="rl",
+                algorithm=DR_GRPO,
+                sampling=Sampling(max_tokens=24),
+                optimizer=Optimizer(lr=5e-4, warmup=5),
+                prompts=64,
+                siblings=8,
+                steps=40,
+                eval_every=20,
+            ),
+            Supervised(
+                name="sft_continued",
+                style="cot",
+                start="cot",
+                time_of="rl",
+                hands_on=False,
+                wrong=0.4,
+                steps=100_000,
+                batch=128,
+                optimizer=Optimizer(lr=1e-3),
+            ),
+        ),
+    )

@@ -1,0 +1,134 @@
+"""The list of recipes: what each is for, what it shows and what it takes.
+
+A recipe is a function that returns a complete, frozen `Run`; to add one, write the function and a line of `RECIPES`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.run import Run
+from posttrain.recipe.gallery import arithmetic, calculator, programs, shop
+from posttrain.recipe.grpo import grpo
+from posttrain.recipe.ladder import ladder
+from posttrain.recipe.sft import sft
+from posttrain.recipe.verifiable import verifiable
+
+Kind = Literal["yours", "tutorial"]
+KINDS: dict[Kind, str] = {
+    "yours": "any model and data. Set model=PATH env.prompts=FILE env.rewards=mine.py:reward; else both are tiny",
+    "tutorial": "to run as it is and to change: a tiny model with random weights learns a task of the gallery",
+}
+"""What the recipes of a kind are for."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """One line of the list."""
+
+    name: str
+    kind: Kind
+    shows: str
+    build: Callable[[], Run]
+    minutes: float
+    """As shipped, seed 0: of processor time, or of a quiet machine's clock, which differ little on one thread."""
+    reaches: str
+    """Held-out accuracy after each stage of that run."""
+
+
+_ALL = (
+    Recipe(
+        name="sft",
+        kind="yours",
+        shows="imitates the completions of your prompts",
+        build=sft,
+        minutes=0.3,
+        reaches="0.11",
+    ),
+    Recipe(
+        name="grpo",
+        kind="yours",
+        shows="RL alone with GRPO, from the weights of the model that you give",
+        build=grpo,
+        minutes=1.2,
+        reaches="0.00",
+    ),
+    Recipe(
+        name="verifiable",
+        kind="yours",
+        shows="imitates the completions of your prompts, then GRPO with your rewards",
+        build=verifiable,
+        minutes=0.5,
+        reaches="0.11, 0.10",
+    ),
+    Recipe(
+        name="ladder",
+        kind="tutorial",
+        shows="pretraining, SFT, chain of thought, RL: each stage does what the one before cannot",
+        build=ladder,
+        minutes=2.5,
+        reaches="0.00, 0.14, 0.53, 0.98",
+    ),
+    Recipe(
+        name="arithmetic",
+        kind="tutorial",
+        shows="a short SFT, then RL: the smallest run on which algorithms can be compared",
+        build=arithmetic,
+        minutes=1.1,
+        reaches="0.47, 0.90",
+    ),
+    Recipe(
+        name="calculator",
+        kind="tutorial",
+        shows="a tool in two turns: ask the calculator, read its result, answer",
+        build=calculator,
+        minutes=2.5,
+        reaches="0.25, 0.99",
+    ),
+    Recipe(
+        name="shop",
+        kind="tutorial",
+        shows="four tools in three turns, judged by the cart and the calendar that they leave",
+        build=shop,
+        minutes=3.3,
+        reaches="0.06, 0.92",
+    ),
+    Recipe(
+        name="programs",
+        kind="tutorial",
+        shows="short programs, judged by hidden tests in the sandbox",
+        build=programs,
+        minutes=0.8,
+        reaches="0.28, 0.88",
+    ),
+)
+RECIPES: dict[str, Recipe] = {r.name: r for r in _ALL}
+"""Every recipe by its name, those that take your model and data first."""
+
+
+def recipe(name: str) -> Run:
+    """The run of that name as shipped."""
+    if name not in RECIPES:
+        yours = ", ".join(r.name for r in of("yours"))
+        raise ConfigError(
+            f"no recipe is called {name!r}; {nearest(name, RECIPES)}. {yours} take your model and data, "
+            "the others are tutorials"
+        )
+    return RECIPES[name].build()
+
+
+def of(kind: Kind) -> list[Recipe]:
+    """The recipes of a kind, in the order of the list."""
+    return [r for r in RECIPES.values() if r.kind == kind]
+
+
+def listed() -> str:
+    """All recipes by kind, a line each."""
+    width = max(map(len, RECIPES))
+    lines = ["recipes, with their minutes on one core as they are:"]
+    for kind, what in KINDS.items():
+        lines += [f"{kind}: {what}", *(f"  {r.name:<{width}}  {r.minutes:>3g} min  {r.shows}" for r in of(kind))]
+    return "\n".join(lines)

@@ -1,0 +1,23 @@
+"""Supervised fine-tuning on your own prompts with completions."""
+
+from __future__ import annotations
+
+from posttrain.core.env import Env, Reward
+from posttrain.core.run import Evaluation, Optimizer, Run, Supervised
+from posttrain.recipe.example import PROMPTS, TINY
+
+
+def sft() -> Run:
+    """Imitate the completions of your prompts. The reward judges the held-out prompts and trains nothing.
+
+    Set `model=`, `env.prompts=` and `sft.optimizer.lr=`: 2e-3 is for the tiny model, 1e-5 is usual for a trained one.
+    Set `env.rewards=` where the data has no column `answer`, or where a right response need not equal it.
+    """
+    return Run(
+        recipe="sft",
+        threads=1,
+        model=TINY,
+        env=Env(name="prompts", prompts=PROMPTS, rewards=(Reward(function="exact"),), heldout=40),
+        stages=(Supervised(name="sft", style="completion", steps=200, batch=64, optimizer=Optimizer(lr=2e-3)),),
+        evaluation=Evaluation(samples=4),
+    )

@@ -1,0 +1,42 @@
+"""SFT, then RL on the same prompts: your own prompts, your own rewards, your own checkpoint."""
+
+from __future__ import annotations
+
+from posttrain.core.env import Env, Reward
+from posttrain.core.ladder import GRPO
+from posttrain.core.run import Evaluation, Optimizer, Reinforce, Run, Supervised
+from posttrain.core.sampling import Sampling
+from posttrain.recipe.example import PROMPTS, REWARDS, TINY
+
+
+def verifiable() -> Run:
+    """Imitate the completions of your prompts, then GRPO with your rewards. `sft=none` leaves the first stage out.
+
+    Set `model=`, `env.prompts=`, `env.rewards=` and both learning rates: 2e-3 and 5e-4 are for the tiny model, 1e-5 and
+    1e-6 are usual for a trained one.
+    """
+    return Run(
+        recipe="verifiable",
+        threads=1,
+        model=TINY,
+        env=Env(
+            name="prompts",
+            prompts=PROMPTS,
+            rewards=(Reward(function=f"{REWARDS}:correct"), Reward(function=f"{REWARDS}:brief", weight=0.1)),
+            heldout=40,
+        ),
+        stages=(
+            Supervised(name="sft", style="completion", steps=200, batch=64, optimizer=Optimizer(lr=2e-3)),
+            Reinforce(
+                name="rl",
+                algorithm=GRPO,
+                sampling=Sampling(max_tokens=16),
+                optimizer=Optimizer(lr=5e-4),
+                prompts=16,
+                siblings=8,
+                steps=30,
+                eval_every=10,
+            ),
+        ),
+        evaluation=Evaluation(samples=4),
+    )
