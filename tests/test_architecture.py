@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -43,10 +43,18 @@ def room(path: Path) -> str:
     return parts[0] if parts[0] != "__init__" else ""
 
 
-def imports(path: Path, text: str | None = None) -> Iterator[tuple[int, str]]:
-    """(line, module) of every import, wherever it stands; `from posttrain import x` counts as `posttrain.x`."""
+def imports(path: Path, text: str | None = None, only_run: bool = False) -> Iterator[tuple[int, str]]:
+    """(line, module) of every import, wherever it stands; `from posttrain import x` counts as `posttrain.x`.
+
+    With `only_run` without those that stand under `if TYPE_CHECKING`.
+    """
     package = ("posttrain", *path.relative_to(ROOT).parent.parts)
-    for node in ast.walk(ast.parse(path.read_text() if text is None else text)):
+    tree = ast.parse(path.read_text() if text is None else text)
+    typed = [n for n in ast.walk(tree) if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING"]
+    left_out = {id(x) for n in typed for part in n.body for x in ast.walk(part)} if only_run else set[int]()
+    for node in ast.walk(tree):
+        if id(node) in left_out:
+            continue
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -57,6 +65,33 @@ def imports(path: Path, text: str | None = None) -> Iterator[tuple[int, str]]:
 
 def named(path: Path) -> str:
     return str(path.relative_to(ROOT.parent))
+
+
+def module(path: Path) -> str:
+    """The dotted name of a file; of a package it is that of its `__init__`."""
+    parts = path.relative_to(ROOT.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def circles(graph: Mapping[str, Collection[str]]) -> list[list[str]]:
+    """The circles of a graph: groups of nodes that all reach one another."""
+    reach = {node: reached(graph, node) for node in graph}
+    met = {
+        frozenset([node, *(other for other in reach[node] if node in reach[other])])
+        for node in graph
+        if node in reach[node]
+    }
+    return sorted(sorted(group) for group in met)
+
+
+def reached(graph: Mapping[str, Collection[str]], start: str) -> set[str]:
+    """Nodes that a path of one edge or more leads to."""
+    found, waiting = set[str](), [*graph[start]]
+    while waiting:
+        if (node := waiting.pop()) not in found:
+            found.add(node)
+            waiting += graph[node]
+    return found
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)
@@ -70,9 +105,7 @@ def test_a_room_looks_only_down(path: Path) -> None:
         parts = module.split(".")
         if here == "" or parts[0] != "posttrain" or len(parts) < 2 or parts[1] not in FLOOR or parts[1] == here:
             continue
-        if parts[1] in OVER.get(here, ()):
-            continue
-        if FLOOR[parts[1]] >= FLOOR[here]:
+        if FLOOR[parts[1]] >= FLOOR[here] and parts[1] not in OVER.get(here, ()):
             where = "a room of its own floor" if FLOOR[parts[1]] == FLOOR[here] else "a room above it"
             wrong.append(f"{named(path)}:{line} {here} imports {parts[1]}, {where}; meet through core/ports.py")
     assert not wrong, "\n".join(wrong)
@@ -96,6 +129,27 @@ def test_core_is_numpy_and_the_standard_library(path: Path) -> None:
 def test_no_run_reaches_the_small_worlds(path: Path) -> None:
     wrong = [f"{named(path)}:{line} imports {m}" for line, m in imports(path) if m.startswith("posttrain.toy")]
     assert not wrong, "\n".join(wrong) + "\nsmall worlds are for laws, miniatures and lessons"
+
+
+def test_no_module_reaches_itself() -> None:
+    """No circle of modules: each can be read, and moved, knowing only what it imports. Imports inside functions count;
+    those for type checkers alone do not, because they never run."""
+    known = {module(p) for p in FILES}
+
+    def used(path: Path) -> set[str]:
+        names = [m for _, m in imports(path, only_run=True)]
+        return {
+            next(x for x in (m, m.rpartition(".")[0]) if x in known) for m in names if {m, m.rpartition(".")[0]} & known
+        }
+
+    found = circles({module(p): used(p) for p in FILES})
+    assert not found, "modules import each other; move what both need into a third: " + "; ".join(
+        ", ".join(c) for c in found
+    )
+
+
+def test_the_search_finds_circles() -> None:
+    assert circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"d"}, "e": {"a"}}) == [["b", "c"], ["d"]]
 
 
 @pytest.mark.parametrize("path", FILES, ids=named)

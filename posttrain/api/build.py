@@ -15,11 +15,11 @@ import numpy as np
 import torch
 import transformers
 
-from posttrain import __version__
 from posttrain.api.engines import keep_timeline, make_engine
 from posttrain.checks.watch import observers, of_run
 from posttrain.controller.parts import RunParts, StageSetting
 from posttrain.core import seeds
+from posttrain.core.abilities import declared
 from posttrain.core.book import Book
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
@@ -27,12 +27,13 @@ from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
+from posttrain.core.version import VERSION
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import AdamW
 from posttrain.engine.readout import read_out
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import PromptsEnv, placed
+from posttrain.environment.prompts import placed
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
@@ -55,7 +56,7 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
     programs."""
     return {
         "versions": {
-            "posttrain": __version__,
+            "posttrain": VERSION,
             "python": platform.python_version(),
             "torch": torch.__version__,
             "transformers": transformers.__version__,
@@ -76,7 +77,8 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
 
 def check_environment(run: Run, env: Environment, stages: Sequence[Stage]) -> None:
     """A stage that reads demonstrations the environment cannot write never starts."""
-    styles: tuple[str, ...] = getattr(env, "styles", ())
+    texts = declared(env).demonstrations
+    styles = texts.styles if texts is not None else ()
     for stage in stages:
         if why := stage.refuses(env.name, styles):
             raise ConfigError(why)
@@ -122,15 +124,16 @@ def words_in_tokens(run: Run, policy: Policy) -> list[str]:
 def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
     """A row whose prompt, or demonstration, does not fit the context or cannot be written never starts; said with its
     file and line."""
-    if not isinstance(env, PromptsEnv):
+    if (rows := env.abilities.rows) is None:
         return
+    tools = env.abilities.tools or (lambda _: ())
     tokenizer: Any = policy.tokenizer
     render = Renderer(tokenizer, policy.stop_ids, policy.context, run.model.history)
     imitates = any(s.demonstrated for s in stages)
-    for row in env.rows:
+    for row in rows:
         with placed(row.place):
             if row.completion is None or not imitates:
-                render.prompt(row.task.prompt, row.task.id, env.tools_of(row.task))
+                render.prompt(row.task.prompt, row.task.id, tools(row.task))
             elif (
                 length := sum(len(ids) for ids in render.pair(row.task.prompt, row.completion, row.task.id))
             ) > policy.context:
@@ -149,7 +152,7 @@ def make_policy(
     A tokenizer that is built has the characters of all of them, or is the one `written` into a run folder.
     """
     others = others or {}
-    alphabets: list[str | None] = [getattr(e, "alphabet", None) for e in (env, *others.values())]
+    alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
     known = alphabets[0]
     if others:
         known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))

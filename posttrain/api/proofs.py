@@ -17,15 +17,13 @@ import numpy as np
 from posttrain.checks.data import as_written, sameness
 from posttrain.controller.parts import RunParts, StageSetting
 from posttrain.core.errors import DataError, InvariantError, PosttrainError
-from posttrain.core.ports import Attempt, Utterance
+from posttrain.core.ports import Attempt, Environment, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Task
 from posttrain.environment import templates
 from posttrain.environment.chat import PROBE
-from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.render import Renderer
 from posttrain.environment.scripted import attempt
-from posttrain.environment.single import SingleTurn
 from posttrain.role.talk import DemonstrationTalk
 
 TASKS = 8
@@ -57,10 +55,8 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
     held = list(env.heldout[:TASKS])
     train = list(_some(env.train, TASKS))
     prompts_begin_once(setting, tokenizer, [*held, *train])
-    if isinstance(env, SingleTurn) and env.vouches_for_gold:
-        known = [task for task in (*held, *train) if env.knows_gold(task)]
-        await gold_is_paid(env, known)
-        await near_misses_are_not(env, known)
+    await gold_is_paid(env, [*held, *train])
+    await near_misses_are_not(env, [*held, *train])
     answered = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
     return observations_can_be_written(parts, env.name) if any(answered) else []
 
@@ -116,34 +112,39 @@ def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Ta
             )
 
 
-async def gold_is_paid(env: SingleTurn, tasks: Sequence[Task]) -> None:
-    """The environment's own verifier gives a right answer full reward."""
-    for task in tasks:
-        own = await env.verdict(await _play(env, task, env.gold(task)))
+async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
+    """The environment's own verifier gives a right answer full reward, where the environment vouches for one."""
+    gold = env.abilities.gold
+    if gold is None or gold.verdict is None:
+        return
+    for task, right in gold.known(tasks):
+        own = await gold.verdict(await _play(env, task, right))
         if own.score != 1.0:
             raise InvariantError(
-                f"verifier {env.name!r} scores the right answer {env.gold(task)} to task {task.id!r}"
-                f" ({task.prompt!r:.80}) {own.score} ({own.why or own.kind}), not 1: the policy could never be right."
-                " Mend verify() or gold()"
+                f"verifier {env.name!r} scores the right answer {right} to task {task.id!r} ({task.prompt!r:.80})"
+                f" {own.score} ({own.why or own.kind}), not 1: the policy could never be right. Mend verify() or gold()"
             )
 
 
-async def near_misses_are_not(env: SingleTurn, tasks: Sequence[Task]) -> None:
+async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
     """The environment's own verifier gives an answer that only looks right, and silence, nothing; less than all where
     it pays parts."""
-    for task in tasks:
-        gold = env.gold(task)
-        for turns in (env.distractor(task), ("",) * len(gold)):
-            own = await env.verdict(await _play(env, task, turns))
-            if own.score != 0.0 and not (env.pays_parts and own.score is not None and own.score < 1):
+    gold = env.abilities.gold
+    if gold is None or gold.verdict is None:
+        return
+    for task, right in gold.known(tasks):
+        wrong = [gold.wrong(task)] if gold.wrong is not None else []
+        for turns in (*wrong, ("",) * len(right)):
+            own = await gold.verdict(await _play(env, task, turns))
+            if own.score != 0.0 and not (gold.pays_parts and own.score is not None and own.score < 1):
                 raise InvariantError(
                     f"verifier {env.name!r} pays {own.score} for {list(turns)}, which is no answer to task {task.id!r}"
-                    f" ({task.prompt!r:.80}; right: {gold}). The policy will find this out sooner than you: mend"
+                    f" ({task.prompt!r:.80}; right: {right}). The policy will find this out sooner than you: mend"
                     " verify()"
                 )
 
 
-async def _play(env: SingleTurn, task: Task, turns: Sequence[str]) -> Attempt:
+async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:
     """One scripted episode; InvariantError where the environment asks for more turns than it says an answer takes."""
     try:
         return await attempt(env, task, turns)
@@ -164,11 +165,8 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     if render.history == "rewrite":
         return True
     env = setting.environment
-    turns = (
-        env.gold(task)
-        if isinstance(env, SingleTurn) and env.vouches_for_gold and env.knows_gold(task)
-        else (_sayable(render),) * TURNS
-    )
+    gold = env.abilities.gold
+    turns = (gold.right(task) if gold is not None and gold.vouched else None) or (_sayable(render),) * TURNS
     talk = _Rehearsed(
         render,
         setting.rollout.dialogue(task.id),
@@ -191,7 +189,7 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     if talk.tools and not isinstance(task.prompt, str):
         answer = Message(role="tool", name="tool", content="0", tool_call_id="call00000")
         render.encode(render.template.between(list(task.prompt), [answer], talk.tools).text)
-    return talk.shown > 1 or bool(talk.tools) or (isinstance(env, PromptsEnv) and bool(env.tools))
+    return talk.shown > 1 or bool(talk.tools) or env.abilities.tools is not None
 
 
 def _sayable(render: Renderer) -> str:
@@ -224,7 +222,7 @@ class _Rehearsed(DemonstrationTalk):
         return await super().say(most)
 
 
-def split_is_clean(env: Any, others: Sequence[Any] = ()) -> None:
+def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> None:
     """No training task is held out, here or in the `others` that the run is measured on, as far as a short look shows.
 
     Tasks of another environment are the same where they are written alike. What reinforcement asks later is compared as

@@ -184,7 +184,7 @@ def _built(chosen: Chosen, quiet: bool, undone: ExitStack) -> RunSession:
     said = chosen.said
     if book is None:
         folder = chosen.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        contained = dict.fromkeys(x for e in everywhere for x in getattr(e, "contained", ()))
+        contained = dict.fromkeys(x for e in everywhere for x in e.abilities.contained)
         book = Book.create(folder, run, facts(policy, threads, tuple(contained)))
         undone.callback(book.close)
         said = (*said, *noted(folder, run))

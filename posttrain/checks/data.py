@@ -10,7 +10,7 @@ import numpy as np
 
 from posttrain.checks.expected import same_outcome
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import TaskSource
+from posttrain.core.ports import Environment, TaskSource
 from posttrain.core.types import Group, Task
 from posttrain.core.verdict import outcome
 from posttrain.role.events import AskedEvent, Event, Observer, Remark
@@ -142,9 +142,9 @@ class TaskCheck(Observer):
             self._asked.add((g.task.id, g.visit))
 
 
-def sameness(environment: Any) -> Callable[[Task], Hashable]:
+def sameness(environment: Environment) -> Callable[[Task], Hashable]:
     """When two tasks are the same: as the environment says, else where their prompts are."""
-    return getattr(environment, "key", None) or as_written
+    return environment.abilities.key or as_written
 
 
 def as_written(task: Task) -> Hashable:

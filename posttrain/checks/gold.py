@@ -5,12 +5,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
+from posttrain.core.abilities import GoldAnswers, Turns
 from posttrain.core.errors import InvariantError, PosttrainError
-from posttrain.core.ports import Attempt
+from posttrain.core.ports import Attempt, Environment
 from posttrain.core.redact import scrubbed
 from posttrain.core.types import Episode, Gauge, Gauges, Group, Stop, Task
 from posttrain.core.verdict import SOLVED, Judged, State
@@ -25,13 +25,16 @@ class VerifierChecks:
     """The verdicts of right answers as they were at the start, asked again one at a time, beside one episode of every
     step. Where the environment vouches for its right answers they score 1, at the start and ever after."""
 
-    _gold: list[tuple[Attempt, tuple[Judged, ...]]] = field(default_factory=list[tuple[Attempt, tuple[Judged, ...]]])
+    _gold: list[tuple[Turns, Attempt, tuple[Judged, ...]]] = field(
+        default_factory=list[tuple[Turns, Attempt, tuple[Judged, ...]]]
+    )
+    """Turns of a right answer, the episode that they made, and what it was worth."""
     _turn: int = 0
     _wavers: bool = False
     _vouched: str | None = None
     """The source that gives right answers 1 by the environment's word."""
 
-    async def begin(self, env: Any, turn: int) -> None:
+    async def begin(self, env: Environment, turn: int) -> None:
         """Ask for the right answers of some held-out tasks (training tasks where none are held out), where the
         environment knows them and can say them in a script.
 
@@ -39,18 +42,19 @@ class VerifierChecks:
             InvariantError: the environment vouches for a right answer, and it is not paid 1.
         """
         self._turn = turn
-        self._vouched = env.name if getattr(env, "vouches_for_gold", False) else None
-        for task in _asked(env):
+        gold = env.abilities.gold
+        self._vouched = env.name if gold is not None and gold.vouched else None
+        for task, right in _asked(env, gold):
             try:
-                said = await attempt(env, task, env.gold(task))
+                said = await attempt(env, task, right)
             except IndexError:  # the environment asks for more turns than its right answer has
                 continue
             judged = await env.judge(said)
             if self._short(judged) and self._short(judged := await env.judge(said)):
                 raise InvariantError(self._unpaid(env, said, judged, "before the first step"))
-            self._gold.append((said, judged))
+            self._gold.append((right, said, judged))
 
-    async def after(self, env: Any, played: Sequence[Group]) -> tuple[str, ...]:
+    async def after(self, env: Environment, played: Sequence[Group]) -> tuple[str, ...]:
         """One right answer and one or two episodes of the step, judged again. Returns what is odd but may be meant.
 
         Raises:
@@ -66,11 +70,11 @@ class VerifierChecks:
         self._turn += 1
         return tuple(out)
 
-    async def _right_answer(self, env: Any, said: Attempt, before: Sequence[Judged]) -> list[str]:
+    async def _right_answer(self, env: Environment, right: Turns, said: Attempt, before: Sequence[Judged]) -> list[str]:
         """Where it is vouched for it is played anew, because the world it goes through may break too."""
         if self._vouched is not None:
             try:
-                said = await attempt(env, said.task, env.gold(said.task))
+                said = await attempt(env, said.task, right)
             except PosttrainError:
                 raise
             except Exception as error:
@@ -90,7 +94,7 @@ class VerifierChecks:
         own = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
         return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in own)
 
-    def _unpaid(self, env: Any, said: Attempt, judged: Sequence[Judged], when: str) -> str:
+    def _unpaid(self, env: Environment, said: Attempt, judged: Sequence[Judged], when: str) -> str:
         whys = "; ".join(scrubbed(j.verdict.why) for j in judged if j.source == self._vouched and j.verdict.why)
         return (
             f"the right answer {list(said.turns)} to task {said.task.id!r} does not score 1 {when}:"
@@ -104,7 +108,7 @@ class VerifierChecks:
         them either."""
         if not self._gold:
             return {}
-        paid = {j.source for _, verdicts in self._gold for j in verdicts if j.verdict.score not in (0.0, None)}
+        paid = {j.source for _, _, verdicts in self._gold for j in verdicts if j.verdict.score not in (0.0, None)}
         given = [j for g in played for e in g.episodes for j in e.verdicts if j.verdict.score is not None]
         sources = {j.source for j in given}
         return {
@@ -113,7 +117,7 @@ class VerifierChecks:
             )
         }
 
-    async def verdicts_repeat(self, env: Any, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
+    async def verdicts_repeat(self, env: Environment, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
         now = await env.judge(said)
         if _same(before, now):
             return []
@@ -134,13 +138,13 @@ class VerifierChecks:
         ]
 
 
-def _asked(env: Any) -> list[Task]:
-    """The first tasks whose right answer is known."""
-    if not hasattr(env, "gold"):
+def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns]]:
+    """The first tasks whose right answer is known, with it."""
+    if gold is None:
         return []
     count = env.train.count
     tasks = env.heldout[:GOLD] or [env.train.task(i) for i in range(GOLD if count is None else min(GOLD, count))]
-    return [t for t in tasks if getattr(env, "knows_gold", lambda _: True)(t)]
+    return gold.known(tasks)
 
 
 def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:

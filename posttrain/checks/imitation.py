@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from posttrain.checks.data import demonstration_ends_once, same_question
-from posttrain.core import seeds
+from posttrain.core import abilities, seeds
 from posttrain.role.events import Event, Observer, PackedEvent, Remark
 from posttrain.role.prompts import Prompts
 from posttrain.role.roles import SupervisedRoles
@@ -35,7 +35,9 @@ class ImitationCheck(Observer):
             cursor=(event.index - 1) * stage.batch,
         )
         task, _ = next(walk)
-        prompt, _ = h.environment.demonstrate(task, stage.style, seeds.generator(h.run.seed, "look", event.index), 0.0)
+        prompt, _ = abilities.demonstrations(h.environment).write(
+            task, stage.style, seeds.generator(h.run.seed, "look", event.index), 0.0
+        )
         if not len(prompt):
             return
         first = int(batch.source_M[0]) + 1

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.book import Book
-from posttrain.core.ports import Demonstrator, Examiner, Learner, PairRenderer, Sampler, Tracker
+from posttrain.core.ports import Environment, Examiner, Learner, PairRenderer, Sampler, Tracker
 from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling, Spell
 from posttrain.core.stage import Optimizer as OptimizerConfig
@@ -26,7 +26,7 @@ from posttrain.role.trainer import Trainer, WeightOptimizer
 class StageSetting:
     """Where a stage plays: an environment, and the rollout in it."""
 
-    environment: Demonstrator
+    environment: Environment
     rollout: Rollout
 
 
@@ -36,7 +36,7 @@ class MeasuredReport:
 
     version: int
     sampling: Sampling
-    environment: Demonstrator
+    environment: Environment
     report: EvaluationReport
 
 
@@ -45,7 +45,7 @@ class RunParts:
     """What all stages of a run share: the policy's learner, the engine, the environment, the book, who listens."""
 
     run: Run
-    environment: Demonstrator
+    environment: Environment
     renderer: PairRenderer
     learner: Learner
     sampler: Sampler
@@ -100,7 +100,7 @@ class RunParts:
         contract = said.resolve(self.stop_ids, self.spell)
         return replace(contract, top=stores) if stores != contract.top else contract
 
-    def beside(self, stage: Stage) -> tuple[Demonstrator, ...]:
+    def beside(self, stage: Stage) -> tuple[Environment, ...]:
         """Environments beside the stage's own on which the run is measured while it goes on or later: its own, and
         those of later stages."""
         stages = self.run.stages

@@ -8,6 +8,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from posttrain.core.abilities import Abilities
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
@@ -288,7 +289,7 @@ class PairRenderer(Protocol):
 
 
 class Environment(Protocol):
-    """A family of tasks and their judge."""
+    """A family of tasks and their judge. A class may derive from it, and then inherits what it cannot do."""
 
     @property
     def name(self) -> str: ...
@@ -301,6 +302,12 @@ class Environment(Protocol):
         """Fixed tasks that share no prompt (up to the environment's notion of sameness) with `train`."""
         ...
 
+    @property
+    def abilities(self) -> Abilities:
+        """What it can do beside playing and judging; whoever needs one of them reads it here. A class that does not
+        derive from this one writes `abilities = Abilities()`."""
+        return Abilities()
+
     async def play(self, task: Task, talk: Talk) -> Stop:
         """Run one episode: see, say, see... and return why it ended."""
         ...
@@ -311,29 +318,11 @@ class Environment(Protocol):
 
     def gauges(self) -> Gauges:
         """Queue and latency of its verifiers since the last call: facts of the machine, which no digest covers."""
-        ...
+        return {}
 
     def close(self) -> None:
         """End what the verifiers keep running."""
-        ...
-
-
-class Demonstrator(Environment, Protocol):
-    """An environment that can also write texts to imitate."""
-
-    @property
-    def styles(self) -> tuple[str, ...]:
-        """Kinds of demonstration it can write, such as answer or cot; `document` has no prompt."""
-        ...
-
-    def demonstrate(
-        self, task: Task, style: str, rng: np.random.Generator, wrong: float
-    ) -> tuple[str | tuple[Message, ...], str | tuple[str, ...]]:
-        """(prompt, completion without stop token). With probability `wrong` the completion is plausible and false.
-
-        Several completions are the turns of an episode: what the world answers between them comes from playing it.
-        """
-        ...
+        return
 
 
 class Tracker(Protocol):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -12,6 +13,7 @@ from posttrain.core.run import Env
 from posttrain.core.spread import RESOLUTION
 from posttrain.environment.gallery import GALLERY, gallery_class
 from posttrain.environment.single import SingleTurn
+from posttrain.verifier.configured import sources
 from posttrain.verifier.user_code import load
 
 
@@ -39,7 +41,7 @@ def environment(config: Env, seed: int) -> SingleTurn:
     common = {
         "seed": seed,
         "heldout_count": config.heldout,
-        "rewards": _rewards(config),
+        "rewards": sources(config.rewards, where=config.sandbox),
         "limits": config.limits,
         "sandbox": config.sandbox,
         "resolution": RESOLUTION if config.resolution is None else config.resolution,
@@ -75,12 +77,37 @@ def _own(name: str) -> type[SingleTurn]:
             f"env.name={name}: write @dataclass(frozen=True, kw_only=True) above class {attribute}; its fields are its"
             " settings"
         )
+    if strange := [(n, near[0]) for n in vars(cls) if (near := _meant(cls, n))]:
+        raise ConfigError(
+            f"env.name={name}: {attribute} has {strange[0][0]}, which nothing reads: did you mean {strange[0][1]}? Give"
+            " it another name if not"
+        )
     if missing := sorted(cls.__abstractmethods__):
         raise ConfigError(
             f"env.name={name}: {attribute} does not say {', '.join(missing)} yet (posttrain new env writes an example"
             " of each)"
         )
     return cls
+
+
+OPTIONAL = (
+    "knows_gold",
+    "vouches_for_gold",
+    "paraphrases",
+    "pays_parts",
+    "contained",
+    "styles",
+    "demonstrate",
+    "steps",
+    "abilities",
+)
+"""What a subclass of `SingleTurn` may give; a misspelt one would never be read."""
+
+
+def _meant(cls: type[SingleTurn], name: str) -> list[str]:
+    """Which of these a name of a user's class is nearly, where it is none of the class's settings."""
+    known = hasattr(SingleTurn, name) or name.startswith("_") or name in cls.settings()
+    return [] if known else difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)
 
 
 def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dict[str, Any]:
@@ -100,11 +127,3 @@ def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dic
             )
         out[key] = float(value) if wanted is float else value
     return out
-
-
-def _rewards(config: Env) -> tuple[Any, ...]:
-    if not config.rewards:
-        return ()
-    from posttrain.verifier.functions import sources
-
-    return sources(config.rewards, where=config.sandbox)

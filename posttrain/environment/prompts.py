@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from posttrain.core.abilities import Abilities
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
@@ -22,7 +23,8 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.loop import Loop
 from posttrain.environment.tools.offered import OfferedTools
-from posttrain.verifier.functions import Checked, sources
+from posttrain.verifier.configured import sources
+from posttrain.verifier.source import Checked
 
 HELDOUT_SHARE = 5
 """At most one in this many distinct prompts is held out, however many were asked for."""
@@ -164,6 +166,13 @@ class PromptsEnv(SingleTurn):
     def completion(self, task: Task) -> str | None:
         """The row's text to imitate, where it has one."""
         return self._completions.get(task.id)
+
+    @property
+    def abilities(self) -> Abilities:
+        """Its completions are right, so there are no false ones; its rows have places."""
+        base = super().abilities
+        texts = base.demonstrations and replace(base.demonstrations, false=False)
+        return replace(base, demonstrations=texts, rows=self.rows, tools=self.tools_of if self.tools else None)
 
     def distractor(self, task: Task) -> tuple[str, ...]:
         return (f"{self.gold(task)[0]}?",)

@@ -11,7 +11,6 @@ from posttrain.core.ports import Environment
 from posttrain.core.seeds import generator
 from posttrain.core.types import Task
 from posttrain.core.verdict import outcome
-from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.scripted import judged
 from posttrain.environment.single import SingleTurn
 
@@ -34,7 +33,7 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     earns more than the most common answer's share plus 0.02; and all `claims`. Rewards added by the user are left out.
     """
     env = replace(env, rewards=())
-    held, train = [t for t in env.heldout if env.knows_gold(t)], [t for t in _train(env, 200) if env.knows_gold(t)]
+    held, train = (_known(env, tasks) for tasks in (env.heldout, _train(env, 200)))
     most = 1.0 if env.pays_parts else 0.0
     return (
         await _scores("gold scores 1", env, held, [env.gold(t) for t in held], lambda r: r == 1.0),
@@ -55,8 +54,9 @@ async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     equals one; tasks are a function of the seed; the alphabet covers what is written; demonstrations are right, or
     wrong, as asked."""
     held, train = list(env.heldout), _train(env, samples)
-    styles = [] if isinstance(env, PromptsEnv) else getattr(env, "styles", ())
     bare = replace(env, rewards=())
+    texts = bare.abilities.demonstrations
+    styles = texts.styles if texts is not None and texts.false else ()
     return (
         _distinct(env, held),
         _disjoint(env, held, train),
@@ -64,6 +64,10 @@ async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
         _alphabet(env, [*held, *train[:200]]),
         *[await c for style in styles for c in (_demonstrations(bare, style, train[:200], w) for w in (0.0, 1.0))],
     )
+
+
+def _known(env: SingleTurn, tasks: Sequence[Task]) -> list[Task]:
+    return [t for t in tasks if env.knows_gold(t)]
 
 
 def _train(env: SingleTurn, most: int) -> list[Task]:
@@ -106,7 +110,7 @@ def _distinct(env: SingleTurn, held: Sequence[Task]) -> Check:
     keys, ids = {env.key(t) for t in held}, {t.id for t in held}
     return Check(
         "held-out tasks are distinct",
-        len(ids) == len(held) and (len(keys) == len(held) or isinstance(env, PromptsEnv)),
+        len(ids) == len(held) and (len(keys) == len(held) or env.abilities.rows is not None),
         f"{len(held)} tasks, {len(keys)} keys, {len(ids)} ids",
         "tasks that count twice make held-out accuracy less sure than it looks: draw until they differ by key()",
     )
@@ -142,8 +146,7 @@ def _determined(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) ->
 def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
     written = {
         c
-        for t in tasks
-        if env.knows_gold(t)
+        for t in _known(env, tasks)
         for text in (t.prompt, *env.gold(t), *_false(env, t))
         if isinstance(text, str)
         for c in text
@@ -159,14 +162,14 @@ def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
 
 def _false(env: SingleTurn, task: Task) -> tuple[str, ...]:
     """What a wrong answer may be written with; a user's prompts have none of their own."""
-    return () if isinstance(env, PromptsEnv) else env.distractor(task)
+    return env.distractor(task) if env.abilities.rows is None else ()
 
 
 async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:
     """Right ones score 1, wrong ones 0; documents answer nothing and are only checked for their alphabet."""
     name = f"style {style}, wrong={wrong:g}"
     for i, task in enumerate(tasks):
-        prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)  # type: ignore[attr-defined]
+        prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)
         turns = [text] if isinstance(text, str) else list(text)
         if set("".join(turns)) - set(env.alphabet):
             return Check(name, False, f"{text!r} leaves the alphabet")

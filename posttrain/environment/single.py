@@ -6,43 +6,22 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, fields
-from typing import Protocol, runtime_checkable
+from functools import cached_property
 
+import numpy as np
+
+from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers
 from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.stop import EpisodeLimits
-from posttrain.core.types import Gauges, Stop, Task, merge
+from posttrain.core.types import Gauges, Message, Stop, Task, merge
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.verifier.source import ContainedSource, Source, SourceWithProcesses
 
 HELDOUT_SEED = 20_240_229
 """Seed of every generated held-out set: never the run's, so that runs of different seeds answer the same questions."""
-
-
-class Source(Protocol):
-    """A reward source: one verdict about one attempt."""
-
-    async def __call__(self, attempt: Attempt) -> Judged: ...
-
-
-@runtime_checkable
-class PooledSource_(Protocol):
-    """A source with processes of its own."""
-
-    def gauges(self) -> Gauges: ...
-
-    def close(self) -> None: ...
-
-
-@runtime_checkable
-class ContainedSource(Protocol):
-    """A source that runs programs of the policy."""
-
-    @property
-    def contained(self) -> str:
-        """Name of the sandbox they run in."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -103,6 +82,16 @@ class SingleTurn(ABC):
         """Names that `Env.args` may set."""
         own = {f.name for f in fields(SingleTurn)}
         return tuple(f.name for f in fields(cls) if f.name not in own)
+
+    def __init_subclass__(cls) -> None:
+        """ConfigError where a class gives one half of its demonstrations: the other has another name, or is missing."""
+        super().__init_subclass__()
+        given = [f"{n}()" for n in ("styles", "demonstrate") if getattr(cls, n) is not getattr(SingleTurn, n)]
+        if len(given) == 1:
+            raise ConfigError(
+                f"environment class {cls.__name__} has {given[0]} alone: an environment that writes texts to imitate"
+                " has styles and demonstrate()"
+            )
 
     @property
     @abstractmethod
@@ -167,6 +156,38 @@ class SingleTurn(ABC):
     def distractor(self, task: Task) -> tuple[str, ...]:
         """Turns that look like gold and earn nothing."""
 
+    @property
+    def styles(self) -> tuple[str, ...]:
+        """Kinds of text to imitate that `demonstrate` writes; both are given, or none."""
+        return ()
+
+    def demonstrate(
+        self, task: Task, style: str, rng: np.random.Generator, wrong: float
+    ) -> tuple[str | tuple[Message, ...], str | tuple[str, ...]]:
+        """See `core.abilities.Write`."""
+        raise ConfigError(
+            f"environment {self.name!r} writes no demonstrations: give its class styles and demonstrate()"
+        )
+
+    @property
+    def abilities(self) -> Abilities:
+        """What everybody else reads of the methods above."""
+        return self._abilities
+
+    @cached_property
+    def _abilities(self) -> Abilities:
+        gold = GoldAnswers(
+            right=lambda task: self.gold(task) if self.knows_gold(task) else None,
+            wrong=self.distractor,
+            paraphrases=self.paraphrases,
+            verdict=self.verdict if self.vouches_for_gold else None,
+            pays_parts=self.pays_parts,
+        )
+        texts = Demonstrations(styles=self.styles, write=self.demonstrate) if self.styles else None
+        return Abilities(
+            key=self.key, alphabet=self.alphabet, contained=self.contained, gold=gold, demonstrations=texts
+        )
+
     async def play(self, task: Task, talk: Talk) -> Stop:
         talk.see(task.prompt)
         return (await talk.say()).stop
@@ -185,12 +206,13 @@ class SingleTurn(ABC):
 
     def gauges(self) -> Gauges:
         """Queue and latency of the verifiers that run in workers, since the last call."""
-        return merge(*(s.gauges() for s in self.rewards if isinstance(s, PooledSource_)))
+        return merge(*(s.gauges() for s in self.rewards if isinstance(s, SourceWithProcesses)))
 
     def close(self) -> None:
         """End what the verifiers keep running; it also ends by itself with the program."""
+        vars(self).pop("_abilities", None)  # they hold the environment, which holds them
         for s in self.rewards:
-            if isinstance(s, PooledSource_):
+            if isinstance(s, SourceWithProcesses):
                 s.close()
 
 
@@ -198,8 +220,3 @@ def require(condition: bool, name: str, message: str) -> None:
     """A setting's check: ConfigError that names the environment and says what to change."""
     if not condition:
         raise ConfigError(f"env {name}: {message}")
-
-
-def graded(right: bool, said: object, wanted: object, *, kind: str = "wrong") -> Verdict:
-    """1 or 0, with what was said and wanted where they differ."""
-    return Verdict.value(1.0) if right else Verdict.value(0.0, kind, f"said {said}, wanted {wanted}")

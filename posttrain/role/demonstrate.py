@@ -6,10 +6,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from posttrain.core import seeds
+from posttrain.core import abilities, seeds
 from posttrain.core.batch import Batch
 from posttrain.core.errors import DataError
-from posttrain.core.ports import Demonstrator, Dialogue, Environment, PairRenderer
+from posttrain.core.ports import Dialogue, Environment, PairRenderer
 from posttrain.core.run import Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.streams import WEIGHT
@@ -23,7 +23,7 @@ _LIKELIHOOD = Sampling(stop_ids=())
 
 
 async def demonstrations(
-    teacher: Demonstrator,
+    environment: Environment,
     renderer: PairRenderer,
     dialogue: Callable[[str], Dialogue],
     stage: Supervised,
@@ -36,16 +36,17 @@ async def demonstrations(
 
     Its one stream is WEIGHT: every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
     """
-    walk = Prompts(teacher.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
+    walk = Prompts(environment.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
+    texts = abilities.demonstrations(environment)
     rng = seeds.generator(seed, f"demonstrate/{stage.name}", step)
     segments: list[Segment] = []
     for _ in range(stage.batch):
         task, _visit = next(walk)
-        prompt, completion = teacher.demonstrate(task, stage.style, rng, stage.wrong)
+        prompt, completion = texts.write(task, stage.style, rng, stage.wrong)
         if isinstance(completion, str):
             segments.append(demonstration(renderer, task, prompt, completion, context))
         else:
-            said = await recited(teacher, renderer, dialogue(task.id), task, prompt, completion, _LIKELIHOOD)
+            said = await recited(environment, renderer, dialogue(task.id), task, prompt, completion, _LIKELIHOOD)
             segments.append(_fits(said.transcript.segment(), task, context))
     spoken = sum(s.spoken for s in segments)
     return Batch.of(segments, streams={WEIGHT: np.full(spoken, 1.0 / spoken)})

@@ -32,7 +32,7 @@ async def judged(environment: Environment, attempt: Attempt) -> tuple[Judged, ..
             f"environment {environment.name!r} returned no verdict for task {attempt.task.id!r}: judge() must return"
             " one per source"
         )
-    if "none" in getattr(environment, "contained", ()):
+    if "none" in environment.abilities.contained:
         verdicts = tuple(replace(j, verdict=_stamped(j.verdict)) for j in verdicts)
     return tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts)
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from posttrain.algorithm.steer import AdaptiveState
 from posttrain.core.book import Book
-from posttrain.core.ports import Demonstrator, Dialogue, Examiner, Learner, PairRenderer
+from posttrain.core.ports import Dialogue, Environment, Examiner, Learner, PairRenderer
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
@@ -69,7 +69,7 @@ class StageRoles(Generic[S]):
 class SupervisedRoles(StageRoles[Supervised]):
     """What a supervised stage works with."""
 
-    environment: Demonstrator
+    environment: Environment
     renderer: PairRenderer
     dialogue: Callable[[str], Dialogue]
     """A new encoder for one episode of the named task."""
@@ -89,7 +89,7 @@ class ReinforceRoles(StageRoles[Reinforce]):
     reference: Examiner | None
     reference_digest: str
     memory: AdaptiveState = AdaptiveState()
-    beside: tuple[Demonstrator, ...] = ()
+    beside: tuple[Environment, ...] = ()
     """Other environments on which the run, this stage or a later one is measured: what they hold out must not be
     trained on either."""
     own_reference: bool = True

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-from posttrain.core import seeds
+from posttrain.core import abilities, seeds
 from posttrain.core.errors import InvariantError, PosttrainError
-from posttrain.core.ports import Attempt, Demonstrator, Dialogue, Environment, PairRenderer, Sampler
+from posttrain.core.ports import Attempt, Dialogue, Environment, PairRenderer, Sampler
 from posttrain.core.redact import scrubbed, scrubbed_data
 from posttrain.core.request import PassRate, RolloutRequest
 from posttrain.core.sampling import Sampling
@@ -109,11 +109,12 @@ class Rollout:
         if self.renderer is None:
             raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
-        # a run that shows demonstrations starts only where there are some
-        teacher = cast("Demonstrator", self.environment)
-        prompt, completion = teacher.demonstrate(task, style or teacher.styles[-1], rng, 0.0)
+        texts = abilities.demonstrations(self.environment)
+        prompt, completion = texts.write(task, style or texts.styles[-1], rng, 0.0)
         if not isinstance(completion, str):
-            said = await recited(teacher, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling)
+            said = await recited(
+                self.environment, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling
+            )
             segments, text = (said.transcript.segment(),), "\n".join(said.turns)
             attempt = Attempt(task, tuple(said.turns), Stop.SAID, said.spoken_upto, said.state)
             verdicts = (*await bench.judge(attempt, segments), *said.paid)

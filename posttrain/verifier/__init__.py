@@ -1,2 +1,1 @@
-"""Floor 1: what judges an answer: rules, programs, users' functions, worker processes. Imports `sandbox` and `core`; no
-torch."""
+"""Verifiers: what an answer is worth. Text in, verdicts out; programs that a policy wrote run in the sandbox alone."""

@@ -8,9 +8,9 @@ from collections.abc import Callable
 
 from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
-from posttrain.environment.single import graded
 from posttrain.verifier.formats import answer_format, think_format, tool_call
 from posttrain.verifier.integers import last_integer
+from posttrain.verifier.source import graded
 
 Builtin = Callable[[Task, str], Verdict]
 

@@ -14,22 +14,19 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import Any, Literal, Protocol
+from dataclasses import dataclass
+from typing import Any, Literal
 
-from posttrain.core.env import Reward, SandboxSettings
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.single import Source
-from posttrain.verifier.builtin import ANSWERED, BUILTIN, NAMES
+from posttrain.verifier.builtin import ANSWERED, BUILTIN
 from posttrain.verifier.calls import TimedOut, call
 from posttrain.verifier.formats import gold_calls
-from posttrain.verifier.user_code import load, where
+from posttrain.verifier.user_code import where
 
 Form = Literal["ours", "trl"]
 RewardFunction = Callable[..., Any]
@@ -40,18 +37,6 @@ _TRL_UNSUPPORTED = ("completion_ids", "completions_ids", "trainer_state", "log_e
 """What TRL's trainer also passes and a verifier here cannot see: it judges text, after the episode, without a
 trainer."""
 _TRL_ALWAYS = ("prompts", "completions")
-
-
-class Checked(Source, Protocol):
-    """A source with its place in the outcome, which can say what it needs of the tasks."""
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def weight(self) -> float: ...
-
-    def check(self, tasks: Sequence[Task]) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -119,59 +104,6 @@ class FunctionSource:
                     f"reward {self.name!r} requires column {missing[0]!r}, which task {task.id!r} does not have:"
                     f" {nearest(missing[0], sorted(have))}"
                 )
-
-
-def sources(
-    rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: SandboxSettings = SandboxSettings()
-) -> tuple[Checked, ...]:
-    """The configured reward sources, in order; `tasks` are checked for the columns they require, programs run in
-    `where`."""
-    out: list[Checked] = [_source(r, where) for r in rewards]
-    names = [s.name for s in out]
-    for s in out:
-        if names.count(s.name) > 1:
-            raise ConfigError(
-                f"reward {s.name!r} is given twice; give it once, with the weight you want, or rename one of the"
-                " functions"
-            )
-        if not math.isfinite(s.weight):
-            raise ConfigError(f"reward {s.name!r}: weight={s.weight} must be a finite number")
-        s.check(tasks)
-    return tuple(out)
-
-
-def _source(reward: Reward, where: SandboxSettings) -> Checked:
-    """One configured reward: a built-in, or a function in a thread or in worker processes."""
-    name, timeout = reward.function, reward.timeout or TIMEOUT
-    if reward.resolution is not None and ":" not in name:
-        raise ConfigError(
-            f"reward {name!r} is a verifier, and exact: leave resolution out, it is for functions that ask a model"
-        )
-    if name == "math":
-        from posttrain.verifier.math.source import math_source
-
-        return math_source(reward.weight, reward.workers, reward.timeout)
-    if name in ("code", "code_fraction"):
-        from posttrain.sandbox.choose import opened
-        from posttrain.verifier.code.source import Code
-
-        box = opened(where, workers=reward.workers or None)
-        scoring = "all" if name == "code" else "fraction"
-        return Code(box, scoring=scoring, seconds=reward.timeout or 60.0, name=name, weight=reward.weight, owned=True)
-    if name in BUILTIN:
-        if reward.workers:
-            raise ConfigError(f"reward {name!r} is a comparison and needs no workers: set workers=0")
-        return FunctionSource(name, BUILTIN[name], reward.weight, "ours", timeout)
-    if ":" not in name:
-        raise ConfigError(f"reward {name!r} is neither path.py:function nor a built-in: {nearest(name, NAMES)}")
-    path, _, attribute = name.rpartition(":")
-    local = source(load(Path(path), attribute), name=attribute, weight=reward.weight, timeout=timeout)
-    local = local if reward.resolution is None else replace(local, resolution=reward.resolution)
-    if not reward.workers:
-        return local
-    from posttrain.verifier.workers.functions import pooled
-
-    return pooled(local, Path(path), attribute, reward.workers, timeout)
 
 
 def source(

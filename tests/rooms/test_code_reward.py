@@ -19,7 +19,7 @@ from posttrain.environment.tools.offered import OfferedTools
 from posttrain.sandbox import choose
 from posttrain.sandbox.backends import Namespaces
 from posttrain.sandbox.port import SandboxUnavailableError
-from posttrain.verifier.functions import sources
+from posttrain.verifier.configured import sources
 from tests.rooms.sandbox_parts import backend
 
 

@@ -14,8 +14,8 @@ from posttrain.core.env import Reward
 from posttrain.core.errors import DataError
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
+from posttrain.verifier.configured import sources
 from posttrain.verifier.formats import answer_format, think_format, tool_call
-from posttrain.verifier.functions import sources
 
 GOLD = [{"name": "f", "arguments": {"a": 1, "b": 2}}]
 TWICE = [

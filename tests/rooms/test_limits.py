@@ -23,7 +23,7 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Episode, Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.gallery.calculator import CalculatorEnv
-from posttrain.environment.single import graded
+from posttrain.verifier.source import graded
 from tests.tiny import MODEL, only_rl, play, tiny_parts, tiny_run
 
 

@@ -19,7 +19,8 @@ from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.verifier.builtin import BUILTIN
-from posttrain.verifier.functions import source, sources
+from posttrain.verifier.configured import sources
+from posttrain.verifier.functions import source
 
 TASK = Task(id="t1", prompt="what?", answer="12", info={"level": 3})
 CHAT = Task(id="t2", prompt=({"role": "user", "content": "what?"},), answer="12", info={"level": 3})

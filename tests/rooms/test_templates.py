@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from template_parts import FAMILIES, Family, renderer, tokenizer
 
+from posttrain.core.abilities import Abilities
 from posttrain.core.batch import Packed
 from posttrain.core.errors import DataError
 from posttrain.core.request import RolloutRequest
@@ -185,6 +186,7 @@ class Insists:
     """Asks three times."""
 
     name = "insists"
+    abilities = Abilities()
 
     async def play(self, task: Task, talk: Any) -> Stop:
         talk.see(task.prompt)

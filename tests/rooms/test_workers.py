@@ -24,7 +24,7 @@ from posttrain.core.run import Env
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import State, Verdict
 from posttrain.environment.make import environment
-from posttrain.verifier.functions import sources
+from posttrain.verifier.configured import sources
 from posttrain.verifier.workers.process import scrubbed
 
 FUNCTIONS = """
@@ -269,7 +269,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background
 from posttrain.core.ports import Attempt
 from posttrain.core.env import Reward
 from posttrain.core.types import Stop, Task
-from posttrain.verifier.functions import sources
+from posttrain.verifier.configured import sources
 
 source, = sources([Reward(function=sys.argv[1] + ":judge", workers=2, timeout=60)])
 task = Task(id="t", prompt="p", answer="12")

@@ -15,7 +15,6 @@ from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Judged, State, outcome
 from posttrain.environment.check.answers import SHAPES
-from posttrain.environment.prompts import PromptsEnv
 from posttrain.environment.scripted import ScriptedPolicy
 from posttrain.environment.single import SingleTurn
 
@@ -94,7 +93,7 @@ class Subject:
     async def _find_shape(self, tasks: Sequence[Task]) -> str:
         """The form in which right answers earn most, as the user's rewards read them; the plainest of the best."""
         earned: dict[str, float] = {}
-        written = isinstance(self.env, PromptsEnv) and all(self.env.completion(t) is not None for t in tasks)
+        written = self.env.abilities.rows is not None and all(t.id in self.completions for t in tasks)
         for name in (*SHAPES, *([WRITTEN] if written else [])):
             self.shape = name
             told = await self.tell([(t, self.right(t)) for t in tasks])
@@ -111,6 +110,11 @@ class Subject:
     def knows(self, task: Task) -> bool:
         return self.env.knows_gold(task)
 
+    @cached_property
+    def completions(self) -> Mapping[str, str]:
+        """By task, the texts to imitate that the user's data has."""
+        return {r.task.id: r.completion for r in self.env.abilities.rows or () if r.completion is not None}
+
     def core(self, task: Task) -> str:
         """The right answer as the task has it: the last turn, without the form that it is paid in."""
         return self.env.gold(task)[-1] if task.answer is None else str(task.answer)
@@ -119,8 +123,8 @@ class Subject:
         """Turns that earn full reward."""
         if self.env.vouches_for_gold:
             return self.env.gold(task)
-        if self.shape == WRITTEN and isinstance(self.env, PromptsEnv):
-            return (self.env.completion(task) or "",)
+        if self.shape == WRITTEN:
+            return (self.completions.get(task.id, ""),)
         return (self.shaped(self.core(task)),)
 
     def shaped(self, text: str) -> str:

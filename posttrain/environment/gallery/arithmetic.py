@@ -14,8 +14,9 @@ from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.seeds import generator
 from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, graded, require
+from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn, require
 from posttrain.verifier.integers import last_integer
+from posttrain.verifier.source import graded
 
 Signed = tuple[tuple[str, int], ...]
 """Terms in order, each with its sign; the first is positive."""

@@ -16,8 +16,9 @@ from posttrain.core.types import Stop, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.generated import GeneratedTasks
-from posttrain.environment.single import HELDOUT_SEED, graded, require
+from posttrain.environment.single import HELDOUT_SEED, require
 from posttrain.verifier.integers import last_integer
+from posttrain.verifier.source import graded
 
 REQUEST = "calc:"
 Key = tuple[str, int, int]

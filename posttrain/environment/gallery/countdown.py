@@ -14,7 +14,8 @@ from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.generated import GeneratedTasks
-from posttrain.environment.single import graded, require
+from posttrain.environment.single import require
+from posttrain.verifier.source import graded
 
 Key = tuple[tuple[int, ...], int]
 

@@ -1,0 +1,66 @@
+"""The rewards that a run configures, as sources: a verifier by its name, or a function of the user's file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from posttrain.core.env import Reward, SandboxSettings
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.types import Task
+from posttrain.sandbox.choose import opened
+from posttrain.verifier.builtin import BUILTIN, NAMES
+from posttrain.verifier.code.source import Code
+from posttrain.verifier.functions import TIMEOUT, FunctionSource, source
+from posttrain.verifier.math.source import math_source
+from posttrain.verifier.source import Checked
+from posttrain.verifier.user_code import load
+from posttrain.verifier.workers.functions import pooled
+
+
+def sources(
+    rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: SandboxSettings = SandboxSettings()
+) -> tuple[Checked, ...]:
+    """The configured reward sources, in order; `tasks` are checked for the columns they require, programs run in
+    `where`."""
+    out: list[Checked] = [_source(r, where) for r in rewards]
+    names = [s.name for s in out]
+    for s in out:
+        if names.count(s.name) > 1:
+            raise ConfigError(
+                f"reward {s.name!r} is given twice; give it once, with the weight you want, or rename one of the"
+                " functions"
+            )
+        if not math.isfinite(s.weight):
+            raise ConfigError(f"reward {s.name!r}: weight={s.weight} must be a finite number")
+        s.check(tasks)
+    return tuple(out)
+
+
+def _source(reward: Reward, where: SandboxSettings) -> Checked:
+    """One configured reward: a verifier by its name, or a function in a thread or in worker processes."""
+    name, timeout = reward.function, reward.timeout or TIMEOUT
+    if reward.resolution is not None and ":" not in name:
+        raise ConfigError(
+            f"reward {name!r} is a verifier, and exact: leave resolution out, it is for functions that ask a model"
+        )
+    if name == "math":
+        return math_source(reward.weight, reward.workers, reward.timeout)
+    if name in ("code", "code_fraction"):
+        box = opened(where, workers=reward.workers or None)
+        scoring = "all" if name == "code" else "fraction"
+        return Code(box, scoring=scoring, seconds=reward.timeout or 60.0, name=name, weight=reward.weight, owned=True)
+    if name in BUILTIN:
+        if reward.workers:
+            raise ConfigError(f"reward {name!r} is a comparison and needs no workers: set workers=0")
+        return FunctionSource(name, BUILTIN[name], reward.weight, "ours", timeout)
+    if ":" not in name:
+        raise ConfigError(f"reward {name!r} is neither path.py:function nor a built-in: {nearest(name, NAMES)}")
+    path, _, attribute = name.rpartition(":")
+    local = source(load(Path(path), attribute), name=attribute, weight=reward.weight, timeout=timeout)
+    local = local if reward.resolution is None else replace(local, resolution=reward.resolution)
+    if not reward.workers:
+        return local
+    return pooled(local, Path(path), attribute, reward.workers, timeout)
