@@ -147,7 +147,6 @@ def make_roles(parts: RunParts) -> ReinforceRoles:
         trainer=parts.trainer(stage.optimizer, stage.micro_tokens),
         sync=parts.sync,
         reference=None,
-        reference_digest="",
         book=parts.book,
         text=parts.text,
         watch=parts.observe(stage, (), {}),

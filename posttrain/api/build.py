@@ -32,6 +32,7 @@ from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import AdamW
 from posttrain.engine.readout import read_out
+from posttrain.engine.reference import freeze
 from posttrain.environment.make import environment
 from posttrain.environment.prompts import placed
 from posttrain.environment.render import RenderedDialogue, Renderer
@@ -280,9 +281,9 @@ def make_parts(
         stop_ids=policy.stop_ids,
         spell=roles.renderer.spell,
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
-        freeze=lambda: FrozenScorer(policy),
+        freeze=lambda: freeze(learner),
         teacher=lambda path: make_teacher(run, path, policy),
-        optimize=lambda config: AdamW(learner.parameters(), config),
+        optimize=lambda config: AdamW(learner.parameters(), config, run.model.kernels),
         settings={
             s.name: StageSetting(
                 others[s.name], replace(roles.rollout, environment=others[s.name], limits=run.env_of(s).limits)

@@ -41,9 +41,9 @@ def check_engine(run: Run) -> None:
     then."""
     if isinstance(run.engine, VLLM) and run.engine.url is None:
         installed()
-    if isinstance(run.engine, Embedded) and run.engine.compiled and isinstance(why := native.find(), str):
+    if run.model.kernels == "compiled" and (why := native.missing()):
         raise ConfigError(
-            f"engine.compiled=true, but there are no compiled kernels: {why}. Leave it out to compute with torch's"
+            f"model.kernels=compiled, but there are no compiled kernels: {why}. Leave it out to compute with torch's"
             " operations"
         )
 
@@ -88,7 +88,8 @@ def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.
         device=run.model.device,
         cache_bytes=int(how.cache_gib * GIB),
         text=text,
-        compiled=how.compiled,
+        kernels=policy.kernels,
+        update=how.update,
         budget=how.budget,
         retain=how.retain,
         timeline=how.timeline,

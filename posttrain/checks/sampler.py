@@ -11,7 +11,7 @@ from posttrain.checks.noise import noise_band
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
-from posttrain.core.ports import Scorer
+from posttrain.core.ports import Reference
 from posttrain.core.streams import MU, REFERENCE, VERSION
 from posttrain.core.types import SHOWN, Gauge, Gauges, Group, ScoredGroup, Stop, merge
 from posttrain.role.events import AskedEvent, DifferentiatedEvent, Event, Observer, PackedEvent, Remark, ScoredEvent
@@ -63,12 +63,12 @@ def sampler_agrees(
     return {"canary/logp_gap": Gauge(gap.mean * count, count), "canary/logp_gap_worst": Gauge(gap.worst, 1)}
 
 
-def reference_unmoved(reference: Scorer, digest: str) -> None:
-    """The reference still has the digest it was born with."""
+def reference_unmoved(reference: Reference) -> None:
+    """The reference still has the digest it was made with."""
     now = reference.fingerprint()
-    if now != digest:
+    if now != reference.digest:
         raise InvariantError(
-            f"the reference has changed: its digest was {digest} at the start of the stage and is {now}. A trained or"
+            f"the reference has changed: its digest was {reference.digest} when it was made and is {now}. A trained or"
             " refreshed reference makes every KL term a lie. Look for code that shares its tensors with the learner or"
             " puts them in an optimizer"
         )
@@ -154,7 +154,7 @@ class SamplerCheck(Observer):
                 stops_are_true(e.played, h.sampling.stop_ids or (), h.sampling.max_tokens)
             case ScoredEvent(e, groups):
                 if h.reference is not None:
-                    reference_unmoved(h.reference, h.reference_digest)
+                    reference_unmoved(h.reference)
                 if self._fresh and any(g.episodes for g in groups):
                     self._fresh = False
                     return Remark(self._same_weights(h, e, groups))

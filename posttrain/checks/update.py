@@ -19,6 +19,7 @@ from posttrain.core.types import Gauge, Gauges, merge
 from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, PackedEvent, Remark
 from posttrain.role.probe import packed_text
 from posttrain.role.roles import StageRoles
+from posttrain.role.transport import whole_tensors
 
 NUDGE = 0.05
 """How far a weight that got no gradient is moved, in standard deviations of its tensor, to see whether it matters."""
@@ -227,7 +228,7 @@ class UpdateCheck(Observer):
         self._handed: Handed | None = None
 
     async def begin(self, h: StageRoles[Any]) -> None:
-        served_is_trained(dict(h.learner.tensors()), h.trainer.trained())
+        served_is_trained(dict(whole_tensors(h.learner.shards())), h.trainer.trained())
         gradient_reaches(h.learner, h.sync.canary)
 
     def hear(self, h: StageRoles[Any], event: Event) -> Remark | None:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.book import Book
-from posttrain.core.ports import Environment, Examiner, Learner, PairRenderer, Sampler, Tracker
+from posttrain.core.ports import Environment, Learner, PairRenderer, Reference, Sampler, Tracker
 from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling, Spell
 from posttrain.core.stage import Optimizer as OptimizerConfig
@@ -56,9 +56,9 @@ class RunParts:
     spell: Spell
     """The token sequences that write a word."""
     text: Callable[[np.ndarray], str]
-    freeze: Callable[[], Examiner]
-    """A frozen copy of the learner as it is now."""
-    teacher: Callable[[str], Examiner]
+    freeze: Callable[[], Reference]
+    """The learner as it is now, frozen."""
+    teacher: Callable[[str], Reference]
     """A frozen model of this directory, which must share the policy's tokenizer."""
     optimize: Callable[[OptimizerConfig], WeightOptimizer]
     """A new optimizer of the learner's parameters."""

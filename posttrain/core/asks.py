@@ -143,7 +143,14 @@ HARMLESS = frozenset(
     {
         *("Run.recipe", "Run.deterministic", "Run.record_episodes"),
         "Run.fault",  # starts with --allow-fault only
-        *("Model.arch", "Model.device", "Model.dtype", "Model.gradient_checkpointing", "Model.history"),
+        *(
+            "Model.arch",
+            "Model.device",
+            "Model.dtype",
+            "Model.gradient_checkpointing",
+            "Model.history",
+            "Model.kernels",
+        ),
         *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
         *(
             "Algorithm.name",
@@ -155,7 +162,7 @@ HARMLESS = frozenset(
         ),
         *("Algorithm.ratio", "Algorithm.anchor", "Algorithm.aggregate", "Algorithm.filter"),
         *("Sampling.allowed_words", "Sampling.bad_words", "Sampling.greedy", "Sampling.stop", "Evaluation.greedy"),
-        *("Embedded.compiled", "Embedded.timeline", "VLLM.eager"),
+        *("Embedded.update", "Embedded.timeline", "VLLM.eager"),
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )

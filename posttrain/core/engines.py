@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 from posttrain.core.errors import ConfigError
 
 GIB = 1 << 30
+KernelChoice = Literal["auto", "compiled", "torch", "reference"]
+"""Which forms of the engine room's operations may compute: see `Model.kernels`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,10 +32,11 @@ class Embedded:
     seldom pays at temperature 1 (docs/engine.md). None: off."""
     drafts: int = 4
     """Tokens the draft model drafts a pass."""
-    compiled: bool | None = None
-    """Compute with kernels that this machine's C compiler builds once. None: wherever there is one and they serve
-    (float32 on a CPU).
-    True: refuse to start without. False: torch's operations, slower and the same to the last digits."""
+    update: Literal["drain", "inflight", "stale"] = "drain"
+    """What new weights do to sequences that are being said. drain: they end first. inflight: they go on under the new
+    weights, and their keys and values are computed again. stale: they go on over keys and values of the old weights, so
+    their log-probs are those of no policy; `engine/stale_gap` measures by how much. In a run that waits for its samples
+    nothing is being said then."""
     timeline: bool = False
     """Write timeline.json into the run folder: when each request was queued, admitted and done, as a Chrome trace."""
 

@@ -12,6 +12,7 @@ from posttrain.core.abilities import Abilities
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
+from posttrain.core.shards import Shard
 from posttrain.core.types import Gauges, Message, Said, Step, Stop, Task, Top
 from posttrain.core.verdict import Judged
 
@@ -125,6 +126,17 @@ class Examiner(Scorer, Protocol):
         ...
 
 
+class Reference(Examiner, Protocol):
+    """A frozen model that the policy is compared with. It may own its weights, or be the policy's own model with its
+    adapter switched off."""
+
+    @property
+    def digest(self) -> str:
+        """The fingerprint it had when it was made. A run compares it with `fingerprint()` as long as the reference is
+        used."""
+        ...
+
+
 class Learner(Examiner, Protocol):
     """The model that trains, as the trainer sees it. It owns modules; the trainer owns the optimizer and backward()."""
 
@@ -158,12 +170,29 @@ class Learner(Examiner, Protocol):
         """Trainable parameters by name (value head included, under `value_head.`), in a fixed order."""
         ...
 
-    def tensors(self) -> Iterable[tuple[str, Any]]:
-        """The policy's weights as an engine takes them: names of the Hugging Face module, ties listed once."""
+    def shards(self) -> Iterable[Shard]:
+        """The policy's weights as they lie here, under the names of the Hugging Face module, ties once.
+
+        A learner in one process has one whole shard a weight. A learner that is one of several has its own parts. Of an
+        adapter over weights that never move, the adapter's tensors are all that has to travel. `fingerprint` is that of
+        the whole tensors however they are cut.
+        """
         ...
 
     def train_mode(self, on: bool) -> None:
         """Dropout and checkpointing on or off; scoring is always off."""
+        ...
+
+
+class Transport(Protocol):
+    """The way of weights from a learner to a sampler: in this process, by shared memory, by a collective, by a file."""
+
+    async def send(self, version: int, shards: Iterable[Shard], sampler: Sampler) -> str:
+        """Let the sampler serve these weights as `version`; the fingerprint of what it then serves.
+
+        Raises:
+            InvariantError: parts of a weight are missing, came twice, or do not fit together.
+        """
         ...
 
 

@@ -68,7 +68,12 @@ def run_file(folder: Path | str) -> RunFile:
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     with damage_is_named(str(path)):
         return RunFile(
-            from_plain(Run, data["run"]), data["lineages"], facts, data.get("identity"), _edited(data), _digest(data)
+            from_plain(Run, _of_today(data["run"])),
+            data["lineages"],
+            facts,
+            data.get("identity"),
+            _edited(data),
+            _digest(data),
         )
 
 
@@ -83,6 +88,15 @@ def _check_schema(path: Path, schema: object) -> None:
         raise RunFolderError(
             f"{path} has schema {schema}; this posttrain reads {SCHEMA}. Use the version that wrote it"
         )
+
+
+def _of_today(run: Any) -> Any:
+    """The tree of a folder from before `model.kernels`, when `engine.compiled` (true, false or null) said as much."""
+    engine, model = run["engine"], run["model"]
+    if "compiled" not in engine:
+        return run
+    then = {True: "compiled", False: "torch", None: "auto"}[engine["compiled"]]
+    return {**run, "engine": {k: v for k, v in engine.items() if k != "compiled"}, "model": {"kernels": then, **model}}
 
 
 def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from posttrain.core.algorithm import Algorithm
-from posttrain.core.engines import Embedded, Engine
+from posttrain.core.engines import Embedded, Engine, KernelChoice
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import GRPO
@@ -46,6 +46,11 @@ class Model:
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the weights and activations; the head, its softmax and every loss are float32 regardless."""
+    kernels: KernelChoice = "auto"
+    """By which code learner, optimizer, reference and embedded engine compute. auto: the fastest that serves here.
+    compiled: the same, and refuse to start where the embedded engine has no kernels that this machine's C compiler
+    builds (float32 on a CPU). torch: nothing compiled here. reference: every operation by its plain definition, slow,
+    to tell whether a faster form is at fault."""
     gradient_checkpointing: bool = False
     history: Literal["append", "rewrite"] = "append"
     """Conversations of several turns whose earlier ones the chat template writes anew (drops their reasoning, say):
@@ -264,6 +269,15 @@ class Run:
             raise ConfigError(
                 "deterministic=true computes fixed shapes, and drafts differ in number: set engine.lookup=0"
                 " engine.draft=none"
+            )
+        if self.deterministic and isinstance(self.engine, Embedded) and self.engine.update == "stale":
+            raise ConfigError(
+                "deterministic=true computes every sequence by one policy, and engine.update=stale does not: use drain"
+                " or inflight"
+            )
+        if self.model.kernels == "compiled" and not isinstance(self.engine, Embedded):
+            raise ConfigError(
+                "model.kernels=compiled is about the embedded engine. Set engine=embedded, or leave it out"
             )
         names = [s.name for s in self.stages]
         if not names:

@@ -23,7 +23,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import AttentionInterface, AttentionMaskInterface
 
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
+from posttrain.engine import plain
+from posttrain.engine.kernels import Kernel, add_forms, kernel
 
 NAME = "posttrain"
 WASTE = 0.12
@@ -202,13 +205,16 @@ class PackedLayout:
     Example: lengths [2, 4, 4] give buckets [1, 2] (4 positions each) and [0] (2 positions), no padding at all.
     """
 
-    def __init__(self, lengths: Sequence[int] | np.ndarray, *, waste: float = WASTE) -> None:
+    def __init__(
+        self, lengths: Sequence[int] | np.ndarray, *, waste: float = WASTE, kernels: KernelChoice = "auto"
+    ) -> None:
         lengths_S = np.asarray(lengths, np.int64)
         if lengths_S.ndim != 1 or len(lengths_S) == 0 or lengths_S.min() < 1:
             raise EngineError(
                 f"a packed layout needs at least one segment and positive lengths, got {lengths_S.tolist()}"
             )
         self.tokens = int(lengths_S.sum())
+        self._kernels: KernelChoice = kernels
         starts_S = np.cumsum(lengths_S) - lengths_S
         to: list[np.ndarray] = []
         back = np.empty(self.tokens, np.int64)
@@ -251,6 +257,7 @@ class PackedLayout:
         if self._to.device != query.device:
             self._to, self._back, self._masks = self._to.to(query.device), self._back.to(query.device), {}
         q, k, v = (self._spread(x[0].transpose(0, 1)) for x in (query, key, value))
+        attention = kernel("attention", query.device, query.dtype, self._kernels).function
         out: list[Tensor] = []
         row = 0
         for count, longest in self.shapes:
@@ -260,7 +267,7 @@ class PackedLayout:
             mask = None
             if sliding_window is not None and sliding_window < longest:
                 mask = self._mask(longest, sliding_window)
-            attended = dense_attention(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
+            attended = attention(q_BHLD, k_BKLD, v_BKLD, mask, scaling, softcap)
             out.append(attended.transpose(1, 2).flatten(0, 1))
             row += count * longest
         rows = out[0] if len(out) == 1 else torch.cat(out)
@@ -281,21 +288,23 @@ class PackedLayout:
 def dense_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
 ) -> Tensor:
-    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L ==
-    T."""
+    """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T.
+
+    Torch's fused attention, which offers no soft-cap: soft-capped scores are computed by definition.
+    """
     if softcap is not None:
-        return _scores(q, k, v, mask, scaling, softcap)
+        return plain.attention(q, k, v, mask, scaling, softcap)
     return F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
     )
 
 
-def _scores(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float) -> Tensor:
-    """The same with soft-capped scores softcap * tanh(s / softcap), which fused kernels do not offer; softmax in
-    float32."""
-    groups = q.shape[1] // k.shape[1]
-    if groups > 1:
-        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    s = softcap * torch.tanh(q @ k.transpose(-1, -2) * (scaling / softcap))
-    visible = torch.ones(s.shape[-2:], dtype=torch.bool, device=s.device).tril() if mask is None else mask
-    return s.masked_fill(~visible, float("-inf")).softmax(-1, dtype=torch.float32).to(v.dtype) @ v
+add_forms(
+    Kernel(
+        operation="attention",
+        form="torch",
+        function=dense_attention,
+        bounds={torch.float32: 1e-5, torch.float64: 1e-13, torch.bfloat16: 3e-2, torch.float16: 4e-3},
+    ),
+    Kernel(operation="attention", form="reference", function=plain.attention),
+)

@@ -15,8 +15,10 @@ import transformers
 from torch import Tensor, nn
 
 from posttrain.core.batch import Packed
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Odds, TokenScores
+from posttrain.core.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine import attention
 from posttrain.engine.attention import PackedLayout
@@ -107,7 +109,7 @@ class HFLearner:
 
     def exact(self, packed: Packed) -> np.ndarray | None:
         """float64 [M] log-probs by a float64 copy of the weights; None beyond `EXACT` parameters."""
-        if sum(tensor.numel() for _, tensor in self.tensors()) > EXACT:
+        if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > EXACT:
             return None
         copy = self.policy.clone()
         copy.module.double().eval()
@@ -118,13 +120,13 @@ class HFLearner:
         policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
         return policy | {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
 
-    def tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """The policy's weights under their state-dict names, ties once."""
-        return ((name, tensor.detach()) for name, tensor in named_tensors(self.policy.module))
+    def shards(self) -> Iterator[Shard]:
+        """The policy's weights under their state-dict names, ties once, each whole."""
+        return (Shard.of(name, tensor.detach()) for name, tensor in named_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
-        """Exact digest of `tensors()`."""
-        return fingerprint(self.tensors())
+        """Exact digest of the weights under those names."""
+        return fingerprint(named_tensors(self.policy.module))
 
     def train_mode(self, on: bool) -> None:
         """Activation checkpointing happens only while on. Noise never does: it was silenced at load (`silence`)."""
@@ -173,6 +175,7 @@ class _PackedReader:
     def __init__(self, policy: Policy) -> None:
         self.module = policy.module
         self.context = policy.context
+        self.kernels: KernelChoice = policy.kernels
         self.out = read_out(policy.module)
 
     def hidden(self, packed: Packed) -> Tensor:
@@ -189,7 +192,9 @@ class _PackedReader:
             )
         device = self.out.weight.device
         ids, positions, source = (_to(x, device) for x in (packed.ids_N, packed.positions_N, packed.source_M))
-        return _Pick.apply(self.out.hidden(ids, positions, PackedLayout(packed.lengths_S)), source)
+        return _Pick.apply(
+            self.out.hidden(ids, positions, PackedLayout(packed.lengths_S, kernels=self.kernels)), source
+        )
 
     def head(self, packed: Packed, hidden: Tensor, entropy: bool) -> tuple[Tensor, Tensor | None]:
         """(log-prob, entropy or None) [M] each."""
@@ -200,6 +205,7 @@ class _PackedReader:
             out.bias,
             _to(packed.target_M, hidden.device),
             want_entropy=entropy,
+            kernels=self.kernels,
             **self._contract(packed),
         )
 

@@ -19,9 +19,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
+from posttrain.engine import plain
+from posttrain.engine.kernels import Kernel, add_forms, kernel
 from posttrain.engine.logit_rules import LogitRules
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
@@ -61,6 +64,7 @@ def logprobs(
     scale: float = 1.0,
     want_entropy: bool = False,
     chunk: int | None = None,
+    kernels: KernelChoice = "auto",
 ) -> tuple[Tensor, Tensor | None]:
     """Log-prob of each target, and the entropy of the distribution it was drawn from. Both [M], in `exact` dtype.
 
@@ -87,7 +91,8 @@ def logprobs(
     transform = _Transform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Sets(kept, targets)
     )
-    logp, entropy = _Head.apply(
+    form = kernel("head", hidden.device, exact(weight.dtype), kernels)
+    logp, entropy = form.function(
         hidden, weight, bias, targets.long(), transform, want_entropy, chunk or _rows(hidden, weight)
     )
     return logp, entropy if want_entropy else None
@@ -389,3 +394,9 @@ def _cotangent(
         # -(g_logp + g_H (q + H)) p
         d = q.add_(entropy[:, None]).mul_(by_entropy[:, None]).add_(by_logp[:, None]).mul_(p).neg_()
     return d.scatter_add_(1, targets[:, None], by_logp[:, None])
+
+
+add_forms(
+    Kernel(operation="head", form="torch", function=_Head.apply, bounds={torch.float32: 1e-5, torch.float64: 1e-13}),
+    Kernel(operation="head", form="reference", function=plain.head),
+)

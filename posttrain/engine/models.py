@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError, InvariantError, PosttrainError
 from posttrain.core.files import share
 from posttrain.core.run import BUILT_CONTEXT, Model
@@ -53,6 +54,8 @@ class Policy:
     notes: tuple[str, ...] = ()
     remote_code: bool = False
     """Whether the model's own Python code was trusted."""
+    kernels: KernelChoice = "auto"
+    """By which code it computes: `Model.kernels`."""
 
     @property
     def device(self) -> torch.device:
@@ -211,6 +214,7 @@ def prepared(
         source=source,
         notes=tuple(notes),
         remote_code=model.path is not None and model.trust_remote_code,
+        kernels=model.kernels,
     )
 
 

@@ -7,13 +7,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from torch import Tensor
 
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import RunFolderError
 from posttrain.core.ports import ExpectedUpdate
 from posttrain.core.run import Optimizer
+from posttrain.engine import plain
+from posttrain.engine.kernels import Kernel, add_forms, kernel
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -25,22 +29,18 @@ class AdamW:
     Args:
         parameters: by name, in a fixed order; float32, float64, or bfloat16 with a master. Those without a gradient
             in a step are left alone in it.
+        kernels: by which code it computes (`Model.kernels`).
     """
 
-    def __init__(self, parameters: Mapping[str, Tensor], config: Optimizer) -> None:
+    def __init__(self, parameters: Mapping[str, Tensor], config: Optimizer, kernels: KernelChoice = "auto") -> None:
         self.config = config
         self.steps = 0
         """Optimizer steps taken."""
         self._parameters = dict(parameters)
         self._masters = {n: p.detach().float().clone() for n, p in self._parameters.items() if p.dtype.itemsize < 4}
         moved = [self._masters.get(n, p) for n, p in self._parameters.items()]
-        self._adam = torch.optim.AdamW(
-            moved,
-            lr=config.lr,
-            betas=(config.beta1, config.beta2),
-            eps=config.eps,
-            weight_decay=config.weight_decay,
-            fused=True,
+        self._adam: torch.optim.Optimizer = kernel("adamw", moved[0].device, moved[0].dtype, kernels).function(
+            moved, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, weight_decay=config.weight_decay
         )
         self._moved = dict(zip(self._parameters, moved, strict=True))
 
@@ -172,3 +172,14 @@ def _foreign(name: str) -> str:
         f"the optimizer state is of other parameters ({name!r} does not fit): resume with the model and stage the run"
         " was started with"
     )
+
+
+add_forms(
+    Kernel(
+        operation="adamw",
+        form="torch",
+        function=partial(torch.optim.AdamW, fused=True),
+        bounds={torch.float32: 1e-5, torch.float64: 1e-13},
+    ),
+    Kernel(operation="adamw", form="reference", function=plain.adamw),
+)

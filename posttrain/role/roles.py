@@ -12,7 +12,7 @@ import numpy as np
 
 from posttrain.algorithm.steer import AdaptiveState
 from posttrain.core.book import Book
-from posttrain.core.ports import Dialogue, Environment, Examiner, Learner, PairRenderer
+from posttrain.core.ports import Dialogue, Environment, Learner, PairRenderer, Reference
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
@@ -86,8 +86,7 @@ class ReinforceRoles(StageRoles[Reinforce]):
     """The stage's contract, resolved."""
     rollout: Rollout
     prompts: Prompts
-    reference: Examiner | None
-    reference_digest: str
+    reference: Reference | None
     memory: AdaptiveState = AdaptiveState()
     beside: tuple[Environment, ...] = ()
     """Other environments on which the run, this stage or a later one is measured: what they hold out must not be

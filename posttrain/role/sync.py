@@ -3,14 +3,15 @@ push."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import Learner, Sampler
+from posttrain.core.ports import Learner, Sampler, Transport
 from posttrain.role.probe import packed_text
 from posttrain.role.rounding import Gap, allowed
+from posttrain.role.transport import InProcess
 
 
 @dataclass
@@ -23,10 +24,12 @@ class Sync:
     """int32 token ids, at least two: what both sides score after every push."""
     dtype: str = "float32"
     """Of the weights: it bounds how far two computations of the same log-prob may lie apart."""
+    transport: Transport = field(default_factory=InProcess)
+    """Carries the weights."""
 
     async def push(self, version: int) -> str:
         """Serve the learner's weights as `version`; stops the run unless the sampler serves exactly them."""
-        served = await self.sampler.load(version, self.learner.tensors())
+        served = await self.transport.send(version, self.learner.shards(), self.sampler)
         ours = self.learner.fingerprint()
         if served != ours:
             raise InvariantError(

@@ -124,6 +124,10 @@ def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
             raise ConfigError(
                 "engine.timeline=true writes a file into a run folder, and a server has none. Leave it out"
             )
+        if any(text.strip().startswith("engine.update") for text in overrides):
+            raise ConfigError(
+                "engine.update says what new weights do to sequences, and a server's weights stay. Leave it out"
+            )
         check_engine(run)
         return replace(run.engine, timeline=False)
     if any(text.strip().startswith("engine") for text in overrides):

@@ -23,6 +23,7 @@ import torch
 from posttrain.api.build import canary
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
+from posttrain.core.engines import KernelChoice
 from posttrain.core.ports import Sampler
 from posttrain.core.run import Model
 from posttrain.core.sampling import Sampling
@@ -124,13 +125,13 @@ def new_policy() -> Policy:
 LOST = "model.layers.1.self_attn.o_proj.weight"
 
 
-def _embedded(compiled: bool | None = None, device: str = "cpu") -> Subject:
+def _embedded(kernels: KernelChoice = "auto", device: str = "cpu") -> Subject:
     policy = new_policy()
     engine = EmbeddedEngine(
         policy.clone().module,
         slots=SLOTS,
         context=CONTEXT,
-        compiled=compiled,
+        kernels=kernels,
         device=device,
         text=lambda ids: str(policy.tokenizer.decode(ids.tolist())),
     )
@@ -249,13 +250,14 @@ def _vllm_server() -> Subject:
 
 BUILDERS: dict[str, Callable[[], Subject]] = {
     "embedded": _embedded,
-    "embedded-torch": lambda: _embedded(compiled=False),
+    "embedded-torch": lambda: _embedded("torch"),
+    "embedded-reference": lambda: _embedded("reference"),
     "embedded-cuda": lambda: _embedded(device="cuda"),
     "vllm": _vllm,
     "vllm-server": _vllm_server,
 }
 BESIDE: dict[str, tuple[str, ...]] = {
-    "embedded": ("embedded-torch", *(["embedded-cuda"] if torch.cuda.is_available() else []))
+    "embedded": ("embedded-torch", "embedded-reference", *(["embedded-cuda"] if torch.cuda.is_available() else []))
 }
 """Engines that run, where the one before the colon does, the tests marked `beside`: what may differ between two ways of
 computing."""

@@ -17,6 +17,7 @@ from posttrain.core.types import Said
 from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.vllm.server import VLLMServer
 from posttrain.engine.vllm.spawn import Spawned
+from posttrain.role.transport import whole_tensors
 from tests.conformance import subjects
 
 pytestmark = pytest.mark.skipif("vllm-server" not in subjects.ENGINES, reason="needs vLLM: make test-vllm")
@@ -86,7 +87,7 @@ def test_a_server_that_dies_is_reported_with_its_role() -> None:
         assert failed and len(failed) + sum(isinstance(x, Said) for x in outcomes) == 100
         assert all(x.role == "rollout" and "exit code -9" in str(x) for x in failed)
         with pytest.raises(EndpointError, match="exit code -9"):
-            await engine.load(9, subject.learner.tensors())
+            await engine.load(9, whole_tensors(subject.learner.shards()))
         await endpoint.close()
 
     try:

@@ -13,6 +13,7 @@ import torch
 from posttrain.core.errors import EngineError, InvariantError
 from posttrain.core.types import Said, Stop
 from posttrain.role.rounding import LEAST
+from posttrain.role.transport import whole_tensors
 from tests.conformance.subjects import Subject, contract, segment
 
 LONG = "A prompt of several cache blocks, so that there is something to find again under the new weights: " + "=" * 60
@@ -66,12 +67,15 @@ async def test_a_stale_block_would_be_seen(subject: Subject) -> None:
 
 async def test_the_fingerprint_is_that_of_the_weights_served(subject: Subject) -> None:
     """Weights that differ in one bit from the learner's have another fingerprint, so the sync stops."""
-    tensors = {name: t.clone() for name, t in subject.learner.tensors()}
+    tensors = {name: t.clone() for name, t in whole_tensors(subject.learner.shards())}
     name = next(n for n in tensors if n.endswith("down_proj.weight"))
     tensors[name].view(torch.int32)[3, 5] ^= 1
     version = subject.sampler.version
     assert await subject.sampler.load(version + 1, tensors.items()) != subject.learner.fingerprint()
-    assert await subject.sampler.load(version + 2, subject.learner.tensors()) == subject.learner.fingerprint()
+    assert (
+        await subject.sampler.load(version + 2, whole_tensors(subject.learner.shards()))
+        == subject.learner.fingerprint()
+    )
     assert subject.sampler.version == version + 2
 
 
@@ -84,7 +88,7 @@ async def test_a_tensor_lost_on_the_way_would_be_seen(subject: Subject) -> None:
 
 
 async def test_weights_are_taken_whole_or_not_at_all(subject: Subject) -> None:
-    tensors = {name: t + 1 for name, t in subject.learner.tensors()}
+    tensors = {name: t + 1 for name, t in whole_tensors(subject.learner.shards())}
     first = next(iter(tensors))
     bad = {
         "missing": {n: t for n, t in tensors.items() if n != first},

@@ -25,6 +25,7 @@ from posttrain.api.overrides import apply
 from posttrain.core import checkpoint as cp
 from posttrain.core import files, reader, record
 from posttrain.core.book import Book
+from posttrain.core.engines import Embedded
 from posttrain.core.errors import InvariantError, RunFolderError
 from posttrain.core.ladder import GRPO
 from posttrain.core.run import Reinforce, Run
@@ -364,6 +365,19 @@ def test_a_folder_of_an_older_version_is_said_to_be_one(book: Book) -> None:
         ),
     ):
         reader.run_file(book.folder)
+
+
+@pytest.mark.parametrize(("compiled", "kernels"), [(None, "auto"), (True, "compiled"), (False, "torch")])
+def test_a_folder_from_before_the_kernels_had_one_choice_is_read(
+    book: Book, compiled: bool | None, kernels: str
+) -> None:
+    """It has `engine.compiled`, and neither `model.kernels` nor `engine.update`."""
+    data = json.loads((book.folder / "run.json").read_text())
+    del data["run"]["model"]["kernels"], data["run"]["engine"]["update"]
+    data["run"]["engine"]["compiled"] = compiled
+    (book.folder / "run.json").write_text(json.dumps(data))
+    run = reader.run_file(book.folder).run
+    assert (run.model.kernels, run.engine) == (kernels, Embedded())
 
 
 # --- checkpoints ------------------------------------------------------------------------------------------------------

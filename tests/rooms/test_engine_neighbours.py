@@ -96,10 +96,10 @@ def test_what_cannot_be_written_down_fails_alone() -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"speculate": Lookup()}], ids=["plain", "lookup"])
-@pytest.mark.parametrize("compiled", [None, False])
-def test_a_row_without_a_distribution_fails_alone(options: dict[str, Any], compiled: bool | None) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "torch", "reference"])
+def test_a_row_without_a_distribution_fails_alone(options: dict[str, Any], kernels: str) -> None:
     """The logits of the second slot are spoilt, whatever may do that."""
-    e = engine(compiled=compiled, **options)
+    e = engine(kernels=kernels, **options)
     plain = e._scheduler.slots.contracts.put
     broken = sampling(repetition_penalty=1.5)
 

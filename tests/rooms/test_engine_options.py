@@ -4,12 +4,17 @@ refused."""
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from run_parts import mine, model_at, play, refused, rl_steps
 
+from posttrain.api.engines import embedded_engine
+from posttrain.core.engines import Embedded
+from posttrain.core.reader import record_digest, run_file
 from posttrain.engine.embedded import native
+from posttrain.engine.models import load_policy
 
 
 def test_drafts_by_lookup_change_nothing(tmp_path: Path) -> None:
@@ -45,8 +50,26 @@ def test_settings_that_cannot_be(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "both draft" in refused(capsys, "run", *words, "engine.lookup=2", "engine.draft=somewhere", code=2)
     assert "engine.lookup=-1" in refused(capsys, "run", *words, "engine.lookup=-1", code=2)
     assert "deterministic" in refused(capsys, "run", *words, "engine.lookup=2", "deterministic=true", code=2)
+    assert "engine.update=stale" in refused(capsys, "run", *words, "engine.update=stale", "deterministic=true", code=2)
+    assert "about the embedded engine" in refused(
+        capsys, "run", *words, "engine=vllm", "model.kernels=compiled", code=2
+    )
     other = model_at(tmp_path / "other", tokenizer="bpe")
     assert "tokenizer differs" in refused(capsys, "run", *words, f"engine.draft={other}", code=2)
+
+
+def test_what_new_weights_do_is_a_setting(tmp_path: Path) -> None:
+    """Between the steps of a run that waits for its samples nothing is being said, so the record is that of any
+    other."""
+    words, digests = mine(tmp_path / "task"), set[str]()
+    for update in ("drain", "inflight", "stale"):
+        folder = play(tmp_path / update, *words, f"engine.update={update}")
+        run = run_file(folder).run
+        assert isinstance(run.engine, Embedded) and run.engine.update == update
+        policy = load_policy(replace(run.model, path=None), None, 0)
+        assert embedded_engine(run, run.engine, policy, lambda ids: "")._update == update
+        digests.add(record_digest(folder))
+    assert len(digests) == 1
 
 
 def test_a_run_says_by_which_code_it_computes(
@@ -57,12 +80,12 @@ def test_a_run_says_by_which_code_it_computes(
     play(tmp_path / "compiled", *mine(tmp_path / "task"))
     said = capsys.readouterr().out
     assert ("compiled kernels" in said) == isinstance(native.find(), native.Kernels)
-    play(tmp_path / "told", *mine(tmp_path / "task"), "engine.compiled=false")
-    assert "engine: embedded, torch's operations (compiled=false)" in capsys.readouterr().out
+    play(tmp_path / "told", *mine(tmp_path / "task"), "model.kernels=torch")
+    assert "engine: embedded, torch's operations (model.kernels=torch)" in capsys.readouterr().out
     monkeypatch.setattr(native, "find", lambda: "no C compiler 'cc': install gcc or clang, or set CC")
     play(tmp_path / "torch", *mine(tmp_path / "task"))
     assert "engine: embedded, torch's operations (no C compiler" in capsys.readouterr().out
-    words = (*mine(tmp_path / "task"), "--out", str(tmp_path / "refused"), "engine.compiled=true")
-    assert "engine.compiled=true, but there are no compiled kernels: no C compiler" in refused(
+    words = (*mine(tmp_path / "task"), "--out", str(tmp_path / "refused"), "model.kernels=compiled")
+    assert "model.kernels=compiled, but there are no compiled kernels: no C compiler" in refused(
         capsys, "run", *words, code=2
     )

@@ -28,7 +28,9 @@ class Layer:
 
 def pools(heads: int, key: int, value: int, blocks: int) -> list[CachePool]:
     """The same random cache twice, attended by kernels and by torch."""
-    both = [CachePool([LayerShape(heads, key, value)], torch.float32, CPU, compiled) for compiled in (True, False)]
+    both = [
+        CachePool([LayerShape(heads, key, value)], torch.float32, CPU, kernels) for kernels in ("compiled", "torch")
+    ]
     for pool in both:
         pool.grow(blocks)
     for x, y in zip((both[0].keys[0], both[0].values[0]), (both[1].keys[0], both[1].values[0]), strict=True):
@@ -214,14 +216,17 @@ def test_the_pick_is_torchs(size: int) -> None:
 def test_what_it_says_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CC", "no-such-compiler")
     native.find.cache_clear()
+    shapes = [LayerShape(1, 8, 8)]
     try:
-        assert native.choose(None, CPU, torch.float32) is None
+        assert CachePool(shapes, torch.float32, CPU).kernel.form == "torch"
         with pytest.raises(EngineError, match="no C compiler 'no-such-compiler': install gcc or clang, or set CC"):
-            native.choose(True, CPU, torch.float32)
+            CachePool(shapes, torch.float32, CPU, "compiled")
+        with pytest.raises(EngineError, match="no C compiler"):
+            native.library()
     finally:
         native.find.cache_clear()
-    with pytest.raises(EngineError, match="float32 on a CPU"):
-        native.choose(True, CPU, torch.float64)
+    with pytest.raises(EngineError, match=r"serve float32 on cpu, not torch\.float64 on cpu"):
+        CachePool(shapes, torch.float64, CPU, "compiled")
 
 
 @needs_kernels

@@ -87,7 +87,7 @@ def test_a_model_is_served_and_ctrl_c_lets_requests_end(model: Path) -> None:
 def test_a_run_is_served_and_a_second_signal_ends_at_once(tmp_path: Path) -> None:
     """A run folder without a saved model: its weights, its own tokenizer of digits, no chat."""
     assert main(["run", *LADDER, "--out", str(tmp_path / "mine")]) == 0
-    with serving(str(tmp_path / "mine"), "--no-token", "--name", "digits", "engine.compiled=false") as (child, said):
+    with serving(str(tmp_path / "mine"), "--no-token", "--name", "digits", "model.kernels=torch") as (child, said):
         assert (
             "no chat" in said["text"]
             and "token: none" in said["text"]
@@ -126,6 +126,7 @@ def test_what_cannot_be_served_says_why(
     assert "nothing of it is read" in refused(path, "eval.temperature=2")
     assert "posttrain serve answers from the embedded engine" in refused(path, "engine=vllm")
     assert "a server has none" in refused(path, "engine.timeline=true")
+    assert "a server's weights stay" in refused(path, "engine.update=stale")
     assert "both draft" in refused(path, "engine.lookup=2", "engine.draft=somewhere")
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

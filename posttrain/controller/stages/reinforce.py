@@ -12,7 +12,7 @@ from posttrain.controller.stages.driver import Driver, keep
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.step import ask, learn
 from posttrain.core.experience import Experience
-from posttrain.core.ports import Examiner
+from posttrain.core.ports import Reference
 from posttrain.core.run import Reinforce
 from posttrain.core.stage import starts
 from posttrain.core.types import Step
@@ -78,7 +78,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             return f"target {self.stage.target:g} reached at step {self.state.step}"
         return super().enough(report)
 
-    def _roles(self, reference: Examiner | None) -> ReinforceRoles:
+    def _roles(self, reference: Reference | None) -> ReinforceRoles:
         parts, stage, state = self.parts, self.stage, self.state
         source, curriculum = self.setting.environment.train, stage.algorithm.curriculum
         return ReinforceRoles(
@@ -91,7 +91,6 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             trainer=self.trainer,
             sync=parts.sync,
             reference=reference,
-            reference_digest=reference.fingerprint() if reference else "",
             book=parts.book,
             text=parts.text,
             memory=state.memory,
@@ -101,7 +100,7 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             clock=self.clock,
         )
 
-    def _reference(self, checkpoint: Path | None) -> Examiner | None:
+    def _reference(self, checkpoint: Path | None) -> Reference | None:
         """The frozen model the algorithm reads: a named one, or the policy as the stage began or as it was last
         refreshed with."""
         parts = self.parts
@@ -123,7 +122,6 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         if not every or step.index % every:
             return step
         self.roles.reference = self.parts.freeze()
-        self.roles.reference_digest = self.roles.reference.fingerprint()
         self.state.reference = f"{step.stage}-reference-{step.index:06d}"
         keep(self.parts, self.state.reference)
         return replace(step, notes=(*step.notes, f"the reference is now the policy of step {step.index}"))

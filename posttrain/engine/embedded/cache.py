@@ -21,11 +21,13 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 from posttrain.engine.accept import LayerShape
-from posttrain.engine.attention import PackedLayout, dense_attention
+from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded import native
 from posttrain.engine.embedded.blocks import BLOCK
+from posttrain.engine.kernels import Kernel, add_forms, check_compiled, kernel
 
 LANES = 64
 """The score matrix is padded to a multiple of this, so that its width never changes how a row is summed."""
@@ -43,15 +45,21 @@ class CachePool:
     Narrow models are cached wide: the products are exact to their inputs and the ragged kernels exist in float32.
 
     Args:
-        compiled: attend with compiled kernels; None: wherever they compile.
+        kernels: by which code to attend (`Model.kernels`).
+
+    Raises:
+        EngineError: compiled kernels are asked for where they do not serve.
     """
 
     def __init__(
-        self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, compiled: bool | None = None
+        self, shapes: list[LayerShape], dtype: torch.dtype, device: torch.device, kernels: KernelChoice = "auto"
     ) -> None:
         self.shapes = shapes
-        self.kernels = native.choose(compiled, device, torch.float64 if dtype == torch.float64 else torch.float32)
+        self.kernels: KernelChoice = kernels
         self.dtype = torch.float64 if dtype == torch.float64 else torch.float32
+        if kernels == "compiled":
+            check_compiled("paged_attention", device, self.dtype)
+        self.kernel = kernel("paged_attention", device, self.dtype, kernels)
         self.device = device
         self.rows = 0
         self._reserved = 0
@@ -180,17 +188,10 @@ class CachedLayout:
         """query [1, H, N, D], key and value [1, K, N, D] -> [1, N, H, D]."""
         layer: int = module.layer_idx  # type: ignore[assignment]
         b = len(self._lengths_B)
-        out: list[Tensor] = []
-        if self.pool.kernels is not None:
-            out.append(
-                self._compiled(
-                    self.pool.kernels, layer, query[0, :, :b], key[0], value[0], scaling, sliding_window, softcap
-                )
-            )
-        else:
-            self.pool.write(layer, self._rows_N, key[0], value[0])
-            if b:
-                out.append(self._ragged(layer, query[0, :, :b], scaling, sliding_window, softcap).to(query.dtype))
+        seen = self.pool.kernel.function(
+            self, layer, query[0, :, :b], key[0], value[0], scaling, sliding_window, softcap
+        )
+        out: list[Tensor] = [seen] if b else []
         if self.dense is not None:
             to = b + self.dense.tokens
             q, k, v = (x[:, :, b:to] for x in (query, key, value))
@@ -203,9 +204,8 @@ class CachedLayout:
             b += chunk.length
         return out[0] if len(out) == 1 else torch.cat(out, dim=1)
 
-    def _compiled(
+    def by_compiled(
         self,
-        kernels: native.Kernels,
         layer: int,
         query: Tensor,
         key: Tensor,
@@ -220,37 +220,45 @@ class CachedLayout:
         query, key, value = (
             x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (query, key, value)
         )
-        self._bound(kernels, query, key, value, softcap)(
-            self.pool.keys[layer], self.pool.values[layer], scaling, window
-        )
+        self._bound(query, key, value, softcap)(self.pool.keys[layer], self.pool.values[layer], scaling, window)
         return self._seen.to(dtype).unsqueeze(0)
 
-    def every_layer(
-        self, kernels: native.Kernels, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[AttendLayer | None, int]:
+    def every_layer(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[AttendLayer | None, int]:
         """For layers that leave their heads in the same three tensors, as `attend` takes them, float32: what attends a
         layer, and the address of what is then seen [N, H, D]. None where a prompt's beginning or a later chunk is in
         this pass."""
-        if self.pool.kernels is not kernels or self.dense is not None or self._chunks:
+        if self.pool.kernel.form != "compiled" or self.dense is not None or self._chunks:
             return None, 0
-        attend, keys, values = self._bound(kernels, query[0], key[0], value[0], None), self.pool.keys, self.pool.values
+        attend, keys, values = self._bound(query[0], key[0], value[0], None), self.pool.keys, self.pool.values
         return (
             lambda layer, scaling, window: attend(keys[layer], values[layer], scaling, window)
         ), self._seen.data_ptr()
 
-    def _bound(
-        self, kernels: native.Kernels, query: Tensor, key: Tensor, value: Tensor, softcap: float | None
-    ) -> native.Attend:
-        """`kernels.attend` of these tensors into `_seen`."""
+    def _bound(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> native.Attend:
+        """`native.Kernels.attend` of these tensors into `_seen`."""
         shape = query.shape[1], query.shape[0], value.shape[-1]
         if self._seen.shape != shape:
             self._seen = torch.empty(shape)
         visible_T, starts_B, lengths_B = self._bags
-        return kernels.attend(key, value, self._rows_N, query, visible_T, starts_B, lengths_B, self._seen, softcap)
+        return native.library().attend(
+            key, value, self._rows_N, query, visible_T, starts_B, lengths_B, self._seen, softcap
+        )
 
-    def _ragged(self, layer: int, query: Tensor, scaling: float, window: int | None, softcap: float | None) -> Tensor:
-        """query [H, B, D] -> [1, B, H, D]: every query over its own rows."""
+    def by_sparse_product(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """The same with torch's sparse product and embedding bag."""
+        self.pool.write(layer, self._rows_N, key, value)
         heads, count, width = query.shape
+        if not count:
+            return query.new_empty(1, 0, heads, value.shape[-1])
         pattern = self._pattern(heads, self.pool.shapes[layer].heads, window)
         csr = pattern.csr
         torch.sparse.sampled_addmm(
@@ -269,7 +277,39 @@ class CachedLayout:
         weights_E = padded.softmax(-1).view(-1).index_select(0, pattern.places_E)
         values = self.pool.values[layer]
         out = torch.embedding_bag(values, pattern.rows_E, pattern.starts, False, 0, False, weights_E)[0]  # mode 0: sum
-        return out.view(heads, count, -1).transpose(0, 1).unsqueeze(0)
+        return out.view(heads, count, -1).transpose(0, 1).unsqueeze(0).to(query.dtype)
+
+    def by_definition(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scaling: float,
+        window: int | None,
+        softcap: float | None,
+    ) -> Tensor:
+        """The same over copies of all keys and values each query sees, padded to the longest."""
+        self.pool.write(layer, self._rows_N, key, value)
+        heads, count, _ = query.shape
+        longest = int(self._lengths_B.max(initial=0))
+        if not longest:
+            return query.new_zeros(1, count, heads, value.shape[-1])
+        at_T, lengths_B = np.arange(longest), self._lengths_B[:, None]
+        starts_B = np.cumsum(self._lengths_B) - self._lengths_B
+        rows_BT = self._visible_T[np.minimum(starts_B[:, None] + at_T, len(self._visible_T) - 1)]
+        seen_BT = torch.from_numpy((at_T < lengths_B) & (at_T >= lengths_B - (window or longest))).to(query.device)
+        kv_heads = self.pool.shapes[layer].heads
+        places = self.pool.places(torch.from_numpy(rows_BT.ravel()).to(query.device), kv_heads)
+        k_HBTD, v_HBTD = (
+            x[layer][places].view(kv_heads, count, longest, -1).repeat_interleave(heads // kv_heads, 0)
+            for x in (self.pool.keys, self.pool.values)
+        )
+        scores = (k_HBTD @ query.to(self.pool.dtype)[..., None])[..., 0] * scaling
+        if softcap is not None:
+            scores = softcap * torch.tanh(scores / softcap)
+        weights = scores.masked_fill(~seen_BT, float("-inf")).softmax(-1).masked_fill(~seen_BT.any(-1, keepdim=True), 0)
+        return (weights[..., None, :] @ v_HBTD)[:, :, 0].transpose(0, 1).unsqueeze(0).to(query.dtype)
 
     def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
         """Indices made once a forward pass for all layers of one shape."""
@@ -303,6 +343,25 @@ class CachedLayout:
         return _Pattern(csr, rows, crow_[:-1], places, width)
 
 
+add_forms(
+    Kernel(
+        operation="paged_attention",
+        form="compiled",
+        function=CachedLayout.by_compiled,
+        devices=("cpu",),
+        bounds={torch.float32: 1e-5},
+        missing=native.missing,
+    ),
+    Kernel(
+        operation="paged_attention",
+        form="torch",
+        function=CachedLayout.by_sparse_product,
+        bounds={torch.float32: 1e-5, torch.float64: 1e-13},
+    ),
+    Kernel(operation="paged_attention", form="reference", function=CachedLayout.by_definition),
+)
+
+
 class Chunk:
     """Queries at the end of one cached sequence, over all of it: dense, with its keys and values gathered once a
     layer."""
@@ -323,7 +382,8 @@ class Chunk:
             x.index_select(0, places).view(1, heads, len(self._rows_T), -1).to(query.dtype)
             for x in (self._pool.keys[layer], self._pool.values[layer])
         )
-        return dense_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
+        attention = kernel("attention", query.device, query.dtype, self._pool.kernels)
+        return attention.function(query, key, value, mask, scaling, softcap).transpose(1, 2)
 
 
 def ragged_arange(lengths: np.ndarray) -> np.ndarray:

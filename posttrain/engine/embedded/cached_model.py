@@ -7,14 +7,16 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 from posttrain.core.types import Gauge
 from posttrain.engine.accept import accept
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.cache import CachedLayout, CachePool, ragged_arange
-from posttrain.engine.embedded.fused import FAMILIES, FusedDecoder, fusable
+from posttrain.engine.embedded.fused import FusedDecoder, fusable
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.slots import Slots
+from posttrain.engine.kernels import kernel
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields in which architectures keep how many experts a layer routes between."""
@@ -28,8 +30,7 @@ class CachedModel:
     Args:
         rows: read logits out on so many rows whatever the work, for bits that depend on nothing else; None: as many as
             there are.
-        fused: run the decoder in fewer calls; None: wherever it can be.
-        compiled: with compiled kernels; None: wherever they serve.
+        kernels: by which code it computes (`Model.kernels`).
     """
 
     def __init__(
@@ -39,27 +40,21 @@ class CachedModel:
         *,
         device: str,
         rows: int | None = None,
-        fused: bool | None = None,
-        compiled: bool | None = None,
+        kernels: KernelChoice = "auto",
     ) -> None:
         self.module = module.to(device).eval().requires_grad_(False)  # type: ignore[arg-type]
         self.read_out, shapes = accept(module, context)
         if rows is not None:
             _check_deterministic(module)
-        self.fused = fusable(module) if fused is None else fused
-        if self.fused and not fusable(module):
-            raise EngineError(
-                f"fused=True serves plain float32 models of {', '.join(FAMILIES)}, not this {type(module).__name__}"
-            )
-        decoder = (
-            FusedDecoder(module, self.read_out, context, None if compiled else compiled)
-            if self.fused
-            else self.read_out
-        )
+        where = self.read_out.weight.device
+        self.kernels: KernelChoice = kernels
+        self.pool = CachePool(shapes, module.dtype, where, kernels)
+        form = kernel("decoder", where, module.dtype, kernels if fusable(module) else "reference")
+        decoder = form.function(module, self.read_out, context)
         self.hidden = decoder.hidden
+        self.fused = isinstance(decoder, FusedDecoder)
+        """Whether the decoder runs in fewer calls."""
         self.lanes = decoder.lanes if isinstance(decoder, FusedDecoder) else 1
-        self.pool = CachePool(shapes, module.dtype, self.read_out.weight.device, compiled)
-        self.compiled = compiled
         self._rows = rows
 
     @property
@@ -69,7 +64,7 @@ class CachedModel:
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
         """(hidden states [N, H] of a plan's positions, whose keys and values are cached on the way; layout of its dense
         pieces)."""
-        dense = PackedLayout(plan.dense, waste=FINE) if plan.dense else None
+        dense = PackedLayout(plan.dense, waste=FINE, kernels=self.kernels) if plan.dense else None
         layout = CachedLayout(self.pool, plan.rows, plan.visible, plan.lengths, dense, plan.chunks)
         return self.hidden(self._to(plan.ids), self._to(plan.positions), layout), dense
 
@@ -91,7 +86,9 @@ class CachedModel:
     def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: log-probs of ids[1:], each given all before it."""
         whole = self._to(np.asarray(ids, np.int64))
-        hidden = self.hidden(whole, torch.arange(len(whole), device=whole.device), PackedLayout([len(whole)]))
+        hidden = self.hidden(
+            whole, torch.arange(len(whole), device=whole.device), PackedLayout([len(whole)], kernels=self.kernels)
+        )
         logp = self.read_out.logits(hidden[:-1]).log_softmax(-1)
         return logp.gather(1, whole[1:, None])[:, 0].float().cpu().numpy()
 
@@ -104,7 +101,11 @@ class CachedModel:
         stale = self.read_out.logits(self.ahead(slots, at, slots.pending[at], slots.cached[at])).log_softmax(-1)
         whole = [np.append(slots.sequence(i), slots.pending[i]).astype(np.int64) for i in at.tolist()]
         lengths = np.array([len(w) for w in whole])
-        hidden = self.hidden(self._to(np.concatenate(whole)), self._to(ragged_arange(lengths)), PackedLayout(lengths))
+        hidden = self.hidden(
+            self._to(np.concatenate(whole)),
+            self._to(ragged_arange(lengths)),
+            PackedLayout(lengths, kernels=self.kernels),
+        )
         fresh = self.read_out.logits(hidden[self._to(np.cumsum(lengths) - 1)]).log_softmax(-1)
         return Gauge(float((fresh.exp() * (fresh - stale).abs()).sum()), len(at))
 

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Gauges, Said
-from posttrain.engine.embedded import native
 from posttrain.engine.embedded.admission import Admission
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.cached_model import CachedModel
@@ -31,6 +31,7 @@ from posttrain.engine.embedded.stopping import Text
 from posttrain.engine.embedded.timeline import Timeline
 from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.kernels import TABLE
 from posttrain.engine.models import named_tensors
 
 CACHE_BYTES = 4 << 30
@@ -55,8 +56,7 @@ class EmbeddedEngine:
             weights, with their cache computed again. stale: they go on over keys and values of the old weights, and the
             gap is a gauge.
         timeline: record when each request was queued, admitted and done (`EmbeddedEngine.timeline`).
-        fused: run the decoder in fewer calls; None: wherever it can be.
-        compiled: compute with kernels compiled on this machine; None: wherever they serve; true refuses to do without.
+        kernels: by which code it computes (`Model.kernels`).
         text: reads token ids, special tokens included; without it contracts with stop strings are refused.
         speculate: draft several tokens a pass (see `speculate`); None: one token a pass.
 
@@ -73,8 +73,7 @@ class EmbeddedEngine:
         deterministic: bool = False,
         device: str = "cpu",
         cache_bytes: int = CACHE_BYTES,
-        fused: bool | None = None,
-        compiled: bool | None = None,
+        kernels: KernelChoice = "auto",
         budget: int = BUDGET,
         retain: int | None = None,
         update: Update = "drain",
@@ -87,7 +86,7 @@ class EmbeddedEngine:
                 f"slots={slots}, context={context}: an engine needs at least one slot and room for a prompt and a token"
             )
         self._rows = -(-slots // ROWS) * ROWS if deterministic else None
-        self._served = CachedModel(module, context, device=device, rows=self._rows, fused=fused, compiled=compiled)
+        self._served = CachedModel(module, context, device=device, rows=self._rows, kernels=kernels)
         self._module, self._pool = self._served.module, self._served.pool
         self._context, self._slots = context, slots
         self._most = cache_bytes // (BLOCK * self._pool.row_bytes)
@@ -129,13 +128,11 @@ class EmbeddedEngine:
 
     def describe(self) -> str:
         """What a run says of its engine at its start: by which code it computes, and why not by the faster one."""
-        if self._pool.kernels is not None:
+        pool = self._pool
+        if pool.kernel.form == "compiled":
             return "engine: embedded, compiled kernels"
-        if self._served.compiled is False:
-            return "engine: embedded, torch's operations (compiled=false)"
-        found = native.find()
-        device, dtype = self._pool.device, self._module.dtype
-        why = found if isinstance(found, str) else f"compiled ones serve float32 on a CPU, not {dtype} on {device}"
+        fastest = TABLE[pool.kernel.operation][0]
+        why = fastest.unfit(pool.device, pool.dtype) if pool.kernels == "auto" else f"model.kernels={pool.kernels}"
         return f"engine: embedded, torch's operations ({why})"
 
     @property
@@ -254,7 +251,7 @@ class EmbeddedEngine:
             )
         if isinstance(speculate, Lookup):
             return PromptLookup(speculate)
-        return DraftModel(speculate, self._context, self._served.vocabulary, self._slots, device, self._served.compiled)
+        return DraftModel(speculate, self._context, self._served.vocabulary, self._slots, device, self._served.kernels)
 
     def _mark(self, request: GenerateCall, phase: str | None) -> None:
         if self.timeline is not None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -25,6 +26,7 @@ from posttrain.core.errors import EngineError
 from posttrain.engine.attention import Layout, PackedLayout
 from posttrain.engine.embedded import native
 from posttrain.engine.embedded.cache import CachedLayout
+from posttrain.engine.kernels import Kernel, add_forms
 from posttrain.engine.readout import ReadOut
 
 FAMILIES = {
@@ -62,11 +64,11 @@ class FusedDecoder:
     """`ReadOut.hidden` for a model that `fusable` accepts; `read_out` is its own.
 
     Args:
-        compiled: use compiled kernels; None: wherever they compile.
+        compiled: use compiled kernels, which must serve.
     """
 
-    def __init__(self, module: PreTrainedModel, read_out: ReadOut, context: int, compiled: bool | None = None) -> None:
-        self._kernels = native.choose(compiled, read_out.weight.device, module.dtype)
+    def __init__(self, module: PreTrainedModel, read_out: ReadOut, context: int, compiled: bool) -> None:
+        self._kernels = native.library() if compiled else None
         decoder: Any = read_out.decoder
         config = module.config
         self._memory = torch.zeros(0)
@@ -128,9 +130,7 @@ class FusedDecoder:
         here = native.Pass(*rooms, heads.data_ptr(), *tables, count, wide)
         sizes, now = ctypes.addressof(s), ctypes.addressof(here)
         kernels.begin(sizes, now, self._embed.weight.data_ptr())
-        attend, seen_at = (
-            layout.every_layer(kernels, query, key, value) if isinstance(layout, CachedLayout) else (None, 0)
-        )
+        attend, seen_at = layout.every_layer(query, key, value) if isinstance(layout, CachedLayout) else (None, 0)
         for layer, weights in zip(self._layers, self._addresses, strict=True):
             kernels.before(sizes, weights, now)
             if attend is not None:
@@ -201,7 +201,7 @@ class FusedDecoder:
         if not gap <= BOUND:
             raise EngineError(
                 f"the fused {type(read_out.decoder).__name__} differs from the original by {gap:.3g} (bound {BOUND}):"
-                " this version of transformers computes it otherwise. Pass fused=False"
+                " this version of transformers computes it otherwise. Set model.kernels=reference"
             )
 
 
@@ -246,3 +246,19 @@ def _add(x_NE: Tensor, inner: Tensor, linear: nn.Linear) -> Tensor:
     """x + linear(inner)"""
     out = torch.addmm(x_NE, inner, linear.weight.t())
     return out if linear.bias is None else out.add_(linear.bias)
+
+
+add_forms(
+    Kernel(
+        operation="decoder",
+        form="compiled",
+        function=partial(FusedDecoder, compiled=True),
+        devices=("cpu",),
+        bounds={torch.float32: BOUND},
+        missing=native.missing,
+    ),
+    Kernel(
+        operation="decoder", form="torch", function=partial(FusedDecoder, compiled=False), bounds={torch.float32: BOUND}
+    ),
+    Kernel(operation="decoder", form="reference", function=lambda module, read_out, context: read_out),
+)

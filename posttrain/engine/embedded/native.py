@@ -142,23 +142,18 @@ def stride(count: int) -> int:
     return (-(-count // LANES) | 1) * LANES
 
 
-def choose(compiled: bool | None, device: torch.device, dtype: torch.dtype) -> Kernels | None:
-    """The kernels, or None where torch's own operations are to do their work.
+def missing() -> str:
+    """Why this machine has no kernels; '' where it has."""
+    found = find()
+    return found if isinstance(found, str) else ""
 
-    Raises:
-        EngineError: `compiled` is true where they do not serve.
-    """
-    if compiled is False:
-        return None
-    if device.type != "cpu" or dtype != torch.float32:
-        found: Kernels | str = f"they serve float32 on a CPU, not {dtype} on {device}"
-    else:
-        found = find()
-    if isinstance(found, Kernels):
-        return found
-    if compiled:
-        raise EngineError(f"compiled=True, but there are no compiled kernels: {found}")
-    return None
+
+def library() -> Kernels:
+    """The kernels of this machine. EngineError where there are none."""
+    found = find()
+    if isinstance(found, str):
+        raise EngineError(f"there are no compiled kernels: {found}")
+    return found
 
 
 @functools.cache

@@ -16,11 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Top
 from posttrain.engine.embedded import native
 from posttrain.engine.embedded.slot_rules import NotADistribution, SlotRules
+from posttrain.engine.kernels import Kernel, add_forms, kernel
 
 HEAD = 1024
 """Candidates sorted first where the vocabulary is large; rows that keep more are sorted whole."""
@@ -160,14 +162,14 @@ class Spread:
     """Rows that are truncated and not greedy."""
     mask: Tensor | None
     """bool [len(cut), V]: what they keep."""
-    compiled: bool | None
+    kernels: KernelChoice
     """See `pick`."""
     dead: np.ndarray
     """Rows some tokens ahead of their slot, where nothing is left to say: their distributions mean nothing."""
 
     @staticmethod
-    def of(logits: Tensor, contracts: Contracts, compiled: bool | None = None) -> Spread:
-        """logits float32 [B, V], consumed; `compiled` as in `pick`.
+    def of(logits: Tensor, contracts: Contracts, kernels: KernelChoice = "auto") -> Spread:
+        """logits float32 [B, V], consumed; `kernels` as in `pick`.
 
         Raises:
             NothingLeft: rows at what their slot has said of which every token is banned.
@@ -185,7 +187,7 @@ class Spread:
             z = logits.index_select(0, rows)
             mask = kept_mask(z, c.at(cut)) & (z > INF)
             logits.index_copy_(0, rows, z.masked_fill_(~mask, INF))
-        return Spread(torch.log_softmax(logits, -1), c, best, cut, mask, compiled, dead)
+        return Spread(torch.log_softmax(logits, -1), c, best, cut, mask, kernels, dead)
 
     def probabilities(self) -> Tensor:
         """[B, V]; all of it on the most probable token of a greedy row."""
@@ -197,7 +199,7 @@ class Spread:
 
     def pick(self, uniform: np.ndarray) -> Tensor:
         """int64 [B]: one token a row, by one uniform each."""
-        ids = pick(self.logp, uniform, self.compiled)
+        ids = pick(self.logp, uniform, self.kernels)
         return ids if self.best is None else torch.where(_to(self.contracts.greedy, ids), self.best, ids)
 
     def draw(self, uniform: np.ndarray) -> DrawnTokens:
@@ -216,14 +218,14 @@ class Spread:
         )
 
 
-def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, compiled: bool | None = None) -> DrawnTokens:
-    """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1); `compiled` as in `pick`.
+def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, kernels: KernelChoice = "auto") -> DrawnTokens:
+    """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1); `kernels` as in `pick`.
 
     Raises:
         NothingLeft: rows of which every token is banned.
         NotFinite: rows whose probabilities are not finite.
     """
-    return Spread.of(logits, contracts, compiled).draw(uniform)
+    return Spread.of(logits, contracts, kernels).draw(uniform)
 
 
 def _top(logp: Tensor, k: int) -> Top | None:
@@ -236,19 +238,19 @@ def _top(logp: Tensor, k: int) -> Top | None:
     return Top(best.indices.int().cpu().numpy(), best.values.float().cpu().numpy())
 
 
-def pick(logp: Tensor, uniform: np.ndarray, compiled: bool | None = None) -> Tensor:
+def pick(logp: Tensor, uniform: np.ndarray, kernels: KernelChoice = "auto") -> Tensor:
     """int64 [B]: the first token whose cumulative probability exceeds uniform * total. Sums are float64, in order of
     ids.
 
-    False for `compiled` keeps to torch's operations; otherwise the kernels work wherever they can.
-
     Only a token of positive probability can be the first to exceed anything, and the target stays below the total.
+
+    Args:
+        kernels: by which code (`Model.kernels`).
 
     Raises:
         NotFinite: rows whose probabilities are not finite.
     """
-    kernels = None if compiled is False else native.choose(None, logp.device, logp.dtype)
-    ids = _pick(logp, uniform) if kernels is None else kernels.pick(logp, uniform)
+    ids = kernel("draw", logp.device, logp.dtype, kernels).function(logp, uniform)
     if ids is None:
         wrong = ~logp.exp().sum(-1, dtype=torch.float64).isfinite()
         raise NotADistribution(
@@ -260,13 +262,26 @@ def pick(logp: Tensor, uniform: np.ndarray, compiled: bool | None = None) -> Ten
 
 
 def _pick(logp: Tensor, uniform: np.ndarray) -> Tensor | None:
-    """The same by torch's operations; None where a row's sum is not finite."""
+    """The same by its definition; None where a row's sum is not finite."""
     cdf = logp.exp().cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
     if not bool(total.isfinite().all()):
         return None
     target = torch.minimum(_to(uniform, logp) * total, torch.nextafter(total, torch.zeros_like(total)))
     return torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
+
+
+add_forms(
+    Kernel(
+        operation="draw",
+        form="compiled",
+        function=lambda logp, uniform: native.library().pick(logp, uniform),
+        devices=("cpu",),
+        bounds={torch.float32: 0.0},
+        missing=native.missing,
+    ),
+    Kernel(operation="draw", form="reference", function=_pick),
+)
 
 
 def lowest_argmax(logits: Tensor) -> Tensor:

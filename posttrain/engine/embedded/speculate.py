@@ -25,6 +25,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from posttrain.core import seeds
+from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 from posttrain.engine.embedded.cache import ragged_arange
 from posttrain.engine.embedded.cached_model import CachedModel
@@ -32,15 +33,17 @@ from posttrain.engine.embedded.plan import Drafts
 from posttrain.engine.embedded.sampler import DrawnTokens, Spread, pick
 from posttrain.engine.embedded.slots import GenerateCall, Slots
 
+LONGEST = 3
+"""Tokens of the longest end of a sequence that prompt lookup looks for."""
+
 
 @dataclass(frozen=True)
 class Lookup:
-    """Draft what followed the last occurrence of the last `longest` .. 1 tokens in the sequence itself (prompt
+    """Draft what followed the last occurrence of the last `LONGEST` .. 1 tokens in the sequence itself (prompt
     lookup)."""
 
     tokens: int = 4
     """k: most drafts a pass."""
-    longest: int = 3
 
 
 @dataclass(frozen=True, eq=False)
@@ -82,9 +85,9 @@ class PromptLookup:
     """`Lookup` at work."""
 
     def __init__(self, options: Lookup) -> None:
-        if options.tokens < 1 or options.longest < 1:
-            raise EngineError(f"{options}: tokens and longest must be at least 1")
-        self.tokens, self._longest = options.tokens, options.longest
+        if options.tokens < 1:
+            raise EngineError(f"{options}: tokens must be at least 1")
+        self.tokens = options.tokens
         self._known: dict[int, tuple[GenerateCall | None, list[int], dict[tuple[int, ...], int]]] = {}
         """Slot -> (its request, its tokens, position after the last occurrence of each short sequence)."""
 
@@ -109,7 +112,7 @@ class PromptLookup:
         found = next(
             (
                 known[end]
-                for n in range(self._longest, 0, -1)
+                for n in range(LONGEST, 0, -1)
                 if (end := tuple(tokens[len(tokens) - n :])) in known and len(tokens) >= n
             ),
             None,
@@ -121,7 +124,7 @@ class PromptLookup:
     def _learn(self, tokens: list[int], known: dict[tuple[int, ...], int], begun: int) -> None:
         """Note every short sequence that ends before the last token, from position `begun` on."""
         for end in range(max(begun, 1), len(tokens)):
-            for n in range(1, min(self._longest, end) + 1):
+            for n in range(1, min(LONGEST, end) + 1):
                 known[tuple(tokens[end - n : end])] = end
 
 
@@ -129,16 +132,16 @@ class DraftModel:
     """`Draft` at work: a second model over a pool with the same rows, so that the slots' tables serve both.
 
     Args:
-        vocabulary: of the target. compiled: as in the engine.
+        vocabulary: of the target. kernels: as in the engine.
     """
 
     def __init__(
-        self, options: Draft, context: int, vocabulary: int, slots: int, device: str, compiled: bool | None
+        self, options: Draft, context: int, vocabulary: int, slots: int, device: str, kernels: KernelChoice
     ) -> None:
         if options.tokens < 1:
             raise EngineError(f"a draft model drafts at least 1 token a pass, not {options.tokens}")
         self.tokens = options.tokens
-        self.served = CachedModel(options.model, context, device=device, compiled=compiled)
+        self.served = CachedModel(options.model, context, device=device, kernels=kernels)
         if self.served.vocabulary != vocabulary:
             raise EngineError(
                 f"the draft model has a vocabulary of {self.served.vocabulary}, the target one of {vocabulary}: they"
@@ -160,7 +163,7 @@ class DraftModel:
             position = slots.cached[at[go]] + j
             hidden = self.served.ahead(slots, at[go], token[go], position)
             spread = Spread.of(
-                self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.compiled
+                self.served.logits(hidden), slots.contracts.at(at[go], ids[go] if j else None), self.served.kernels
             )
             drawn = spread.draw(self._chance[at[go], 0, slots.said[at[go]] + j])
             of_all = spread.logp.new_zeros((len(at), spread.logp.shape[1]))
@@ -231,5 +234,5 @@ def _residual(
     left = (mine - q).clamp_min(0)
     # where nothing is left, p equals q and every draft is accepted
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, mine)
-    instead = pick(left.log(), uniform[rows], spread.compiled)
+    instead = pick(left.log(), uniform[rows], spread.kernels)
     return ids.index_copy(0, at, torch.where(taken, d[:, 0], instead))

@@ -120,7 +120,7 @@ class Stepper:
         while True:
             try:
                 contracts, uniform = slots.contracts.at(at), slots.uniforms[at, slots.said[at]]
-                return at, draw(self.served.logits(hidden), contracts, uniform, self.served.compiled)
+                return at, draw(self.served.logits(hidden), contracts, uniform, self.served.kernels)
             except NoDraw as error:
                 for s in at[error.rows].tolist():
                     request = slots.request[s]
@@ -141,7 +141,7 @@ class Stepper:
         ahead = np.where(np.arange(padded.shape[1]) < step[:, None], padded[each], -1)
         accept = self.proposer.accepts(slots, at[each], step) if isinstance(self.proposer, DraftModel) else None
         try:
-            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.compiled)
+            spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.kernels)
             drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
         # nothing can be drawn for some slot, whatever was drafted: without drafts it is told apart from the others
         except NoDraw:

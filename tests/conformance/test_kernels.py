@@ -1,0 +1,261 @@
+"""Every form in the table of kernels lies within its stated bound of the plain one, and a form from outside is taken up
+by all."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from posttrain.core.engines import KernelChoice
+from posttrain.core.ladder import GRPO
+from posttrain.core.sampling import Sampling
+from posttrain.core.types import Kept
+from posttrain.engine import attention
+from posttrain.engine.accept import LayerShape
+from posttrain.engine.attention import PackedLayout
+from posttrain.engine.embedded.blocks import BLOCK
+from posttrain.engine.embedded.cache import CachedLayout, CachePool
+from posttrain.engine.kernels import FORMS, TABLE, Kernel, kernel
+from posttrain.engine.learner import HFLearner
+from posttrain.engine.logprob import logprobs
+from posttrain.engine.readout import read_out
+from tests.rooms.engine_parts import packed, policy
+from tests.tiny import only_rl, play, tiny_parts, tiny_run
+
+Made = Callable[[Callable[..., Any]], list[Tensor]]
+"""What a form computes of one fixed case."""
+CPU = torch.device("cpu")
+
+
+def _random(seed: int, device: torch.device, dtype: torch.dtype, *shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
+
+
+def _with_gradients(out: list[Tensor], inputs: list[Tensor]) -> list[Tensor]:
+    by = [_random(9, x.device, x.dtype, *x.shape) for x in out]
+    return [*(x.detach() for x in out), *torch.autograd.grad(out, inputs, by)]
+
+
+def attends(device: torch.device, dtype: torch.dtype) -> list[Made]:
+    """Causal and within a window, heads shared and not, soft-capped and not."""
+
+    def case(kv_heads: int, window: int | None, softcap: float | None) -> Made:
+        def made(form: Callable[..., Any]) -> list[Tensor]:
+            inputs = [
+                _random(i, device, dtype, 2, h, 37, 16).requires_grad_() for i, h in enumerate((4, kv_heads, kv_heads))
+            ]
+            at = torch.arange(37, device=device)
+            away = at[:, None] - at
+            mask = None if window is None else (away >= 0) & (away < window)
+            return _with_gradients([form(*inputs, mask, 0.25, softcap)], inputs)
+
+        return made
+
+    return [case(4, None, None), case(2, 9, None), case(1, None, 4.0), case(2, 9, 4.0)]
+
+
+def attends_pages(device: torch.device, dtype: torch.dtype) -> list[Made]:
+    """Sequences in blocks that lie anywhere, one idle query among them; the keys stored on the way are compared too."""
+    lengths = np.array([1, 40, 16, 0, 17, 130])
+
+    def case(kv_heads: int, window: int | None, softcap: float | None) -> Made:
+        def made(form: Callable[..., Any]) -> list[Tensor]:
+            pool = CachePool([LayerShape(kv_heads, 24, 16)], dtype, device)
+            pool.grow(20)
+            for i, part in enumerate((pool.keys[0], pool.values[0])):
+                part.copy_(_random(i, device, dtype, *part.shape))
+            free = (np.random.default_rng(0).permutation(20)[:, None] * BLOCK + np.arange(BLOCK)).ravel()
+            starts = -(-np.cumsum(lengths) // BLOCK) * BLOCK
+            rows = [free[s : s + n] for s, n in zip((0, *starts[:-1]), lengths, strict=True)]
+            layout = CachedLayout(pool, np.array([r[-1] for r in rows if len(r)]), np.concatenate(rows), lengths, None)
+            q, k, v = (
+                _random(i, device, dtype, h, 6, d) for i, (h, d) in enumerate(((4, 24), (kv_heads, 24), (kv_heads, 16)))
+            )
+            return [form(layout, 0, q, k, v, 0.2, window, softcap).clone(), pool.keys[0], pool.values[0]]
+
+        return made
+
+    return [case(4, None, None), case(2, 19, None), case(1, None, 4.0)]
+
+
+def decodes(device: torch.device, dtype: torch.dtype) -> list[Made]:
+    def made(form: Callable[..., Any]) -> list[Tensor]:
+        torch.manual_seed(0)
+        sizes = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 72, "num_hidden_layers": 2}
+        config = AutoConfig.for_model("qwen3", **sizes, num_attention_heads=4, num_key_value_heads=2)
+        attention.register()
+        model = (
+            AutoModelForCausalLM.from_config(config, attn_implementation=attention.NAME, dtype=dtype).eval().to(device)
+        )
+        ids, at = torch.arange(37, device=device) * 7 % 97, torch.cat([torch.arange(30), torch.arange(7)]).to(device)
+        return [form(model, read_out(model), 64).hidden(ids, at, PackedLayout([30, 7]))]
+
+    return [made]
+
+
+def draws(device: torch.device, dtype: torch.dtype) -> list[Made]:
+    logits = _random(0, device, dtype, 60, 33) * 3
+    logits[20:, ::3] = -torch.inf
+    logp, rng = logits.log_softmax(-1), np.random.default_rng(0)
+    numbers = (rng.random(60), np.zeros(60), np.full(60, np.nextafter(1, 0)))
+    return [lambda form, u=u: [form(logp, u).double()] for u in numbers]
+
+
+def heads(device: torch.device, dtype: torch.dtype) -> list[Made]:
+    targets = torch.arange(300, device=device) % 50
+    kept = Kept.of([np.array([i % 50, (i + 7) % 50, (i + 9) % 50], np.int32) for i in range(300)])
+
+    def case(sampling: Sampling, softcap: float | None) -> Made:
+        def made(form: Callable[..., Any]) -> list[Tensor]:
+            inputs = [
+                _random(i, device, dtype, *s).requires_grad_() for i, s in enumerate(((300, 16), (50, 16), (50,)))
+            ]
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setitem(TABLE, "head", (Kernel(operation="head", form="reference", function=form),))
+                sets = kept if sampling.truncated else None
+                logp, entropy = logprobs(
+                    *inputs, targets, sampling=sampling, kept=sets, softcap=softcap, want_entropy=True
+                )
+            assert entropy is not None
+            return _with_gradients([logp, entropy], inputs)
+
+        return made
+
+    return [case(Sampling(temperature=0.7), None), case(Sampling(top_k=3), 5.0)]
+
+
+def optimizes(device: torch.device, dtype: torch.dtype) -> list[Made]:
+    def made(form: Callable[..., Any]) -> list[Tensor]:
+        parameters = [_random(i, device, dtype, *s).requires_grad_() for i, s in enumerate(((7, 5), (11,)))]
+        adam = form(parameters, lr=0.01, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+        for step in range(5):
+            for p in parameters:
+                p.grad = _random(step, device, dtype, *p.shape)
+            adam.step()
+        return [p.detach() for p in parameters]
+
+    return [made]
+
+
+CASES: Mapping[str, Callable[[torch.device, torch.dtype], list[Made]]] = {
+    "attention": attends,
+    "paged_attention": attends_pages,
+    "decoder": decodes,
+    "draw": draws,
+    "head": heads,
+    "adamw": optimizes,
+}
+DEVICES = (CPU, *([torch.device("cuda", 0)] if torch.cuda.is_available() else []))
+FAST = [
+    (k, device, dtype)
+    for forms in TABLE.values()
+    for k in forms
+    if k.form != "reference"
+    for device in DEVICES
+    for dtype in k.bounds
+]
+
+
+def within(form: Kernel, made: Made, bound: float) -> None:
+    """A case by a form and by the reference form of its operation."""
+    for ours, theirs in zip(made(form.function), made(TABLE[form.operation][-1].function), strict=True):
+        assert ours.dtype == theirs.dtype and ours.shape == theirs.shape
+        gap = float((ours.double() - theirs.double()).abs().max() / max(1.0, float(theirs.double().abs().max())))
+        assert gap <= bound, f"{form.operation} {form.form}: {gap:.3g} > {bound:.3g}"
+
+
+@pytest.mark.parametrize(
+    ("form", "device", "dtype"), FAST, ids=lambda x: f"{x.operation}-{x.form}" if isinstance(x, Kernel) else str(x)
+)
+def test_a_form_is_within_its_bound_of_the_plain_one(form: Kernel, device: torch.device, dtype: torch.dtype) -> None:
+    if why := form.unfit(device, dtype):
+        pytest.skip(why)
+    for made in CASES[form.operation](device, dtype):
+        with torch.inference_mode(form.operation in ("paged_attention", "decoder", "draw")):
+            within(form, made, form.bounds[dtype])
+
+
+def test_the_table_is_whole_and_the_choice_goes_down_its_forms() -> None:
+    assert set(TABLE) == set(CASES), "an operation is compared by a case of its own"
+    for name, forms in TABLE.items():
+        assert [k.form for k in forms] == sorted((k.form for k in forms), key=FORMS.index) and forms[
+            -1
+        ].form == "reference"
+        assert kernel(name, CPU, torch.float32, "reference") is forms[-1]
+        assert kernel(name, CPU, torch.int8) is forms[-1], "what no faster form serves is computed by definition"
+        assert kernel(name, CPU, torch.float32, "torch").form != "compiled"
+        assert kernel(name, CPU, torch.float32) is kernel(name, CPU, torch.float32, "compiled")
+
+
+def _one_query_at_a_time(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None
+) -> Tensor:
+    """Attention as somebody else might write it: row by row, over the keys a query sees and no others."""
+    groups = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(groups, 1), v.repeat_interleave(groups, 1)
+    rows: list[Tensor] = []
+    for i in range(q.shape[2]):
+        seen = torch.arange(i + 1, device=q.device) if mask is None else mask[i].nonzero()[:, 0]
+        s = (q[:, :, i : i + 1] * k[:, :, seen]).sum(-1) * scaling
+        s = s if softcap is None else softcap * torch.tanh(s / softcap)
+        rows.append((s.softmax(-1)[..., None] * v[:, :, seen]).sum(2))
+    return torch.stack(rows, 2)
+
+
+def test_a_form_from_outside_is_one_more_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The learner computes by it as soon as it stands in the table, and no more where the choice is another."""
+    calls = [0]
+
+    def mine(*given: Any) -> Tensor:
+        calls[0] += 1
+        return _one_query_at_a_time(*given)
+
+    row = Kernel(operation="attention", form="compiled", function=mine, devices=("cpu",), bounds={torch.float32: 1e-5})
+    for made in attends(CPU, torch.float32):
+        within(row, made, 1e-5)
+    p, batch = policy(), packed(3)
+    before, calls[0] = HFLearner(p).score(batch), 0
+    monkeypatch.setitem(TABLE, "attention", (row, *TABLE["attention"]))
+    np.testing.assert_allclose(HFLearner(p).score(batch), before, atol=1e-4)
+    assert calls[0] > 0
+    calls[0] = 0
+    HFLearner(replace(p, kernels="torch")).score(batch)
+    assert not calls[0]
+
+
+@pytest.mark.parametrize("choice", ["torch", "reference"])
+def test_a_run_without_the_faster_forms(tmp_path: Path, choice: KernelChoice) -> None:
+    """One word in the tree reaches learner, reference, optimizer and engine, and the run's own checks find them
+    alike."""
+    run = only_rl(tiny_run(algorithm=GRPO))
+    seen: dict[str, set[str]] = {}
+    with pytest.MonkeyPatch.context() as patch:
+        for name, forms in TABLE.items():
+            patch.setitem(
+                TABLE, name, tuple(replace(k, function=_noted(k, seen.setdefault(name, set()))) for k in forms)
+            )
+        parts = tiny_parts(tmp_path / choice, replace(run, model=replace(run.model, kernels=choice)))
+        at_birth = {name: set(forms) for name, forms in seen.items()}
+        for forms in seen.values():
+            forms.clear()
+        asyncio.run(play(parts))
+    assert all(seen[name] == {choice} for name in ("attention", "paged_attention", "head", "adamw"))
+    assert seen["draw"] == {"reference"} and at_birth["decoder"] == {choice}
+    assert isinstance(parts.learner, HFLearner) and parts.learner.policy.kernels == choice
+
+
+def _noted(form: Kernel, into: set[str]) -> Callable[..., Any]:
+    def function(*args: Any, **options: Any) -> Any:
+        into.add(form.form)
+        return form.function(*args, **options)
+
+    return function

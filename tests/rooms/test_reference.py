@@ -1,0 +1,137 @@
+"""A reference is a copy of the weights, or the learner's own model with its adapter switched off, as the model
+offers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from types import MethodType
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from posttrain.api.build import canary
+from posttrain.core.run import Optimizer
+from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.fingerprint import fingerprint
+from posttrain.engine.learner import FrozenScorer, HFLearner
+from posttrain.engine.models import Policy, named_tensors
+from posttrain.engine.optimizer import AdamW
+from posttrain.engine.reference import AdapterOff, freeze
+from posttrain.role.sync import Sync
+from tests.rooms.engine_parts import packed, policy
+
+
+class LoRA(nn.Module):
+    """base(x) + x A' B', with B of zeros at first (2106.09685)."""
+
+    def __init__(self, base: nn.Linear, rank: int = 2) -> None:
+        super().__init__()
+        self.base, self.on = base, True
+        self.a = nn.Parameter(torch.randn(rank, base.in_features, generator=torch.Generator().manual_seed(0)))
+        self.b = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.base(x) + x @ self.a.t() @ self.b.t() if self.on else self.base(x)
+
+
+@contextmanager
+def disable_adapter(self: nn.Module) -> Iterator[None]:
+    adapters = [m for m in self.modules() if isinstance(m, LoRA)]
+    for one in adapters:
+        one.on = False
+    try:
+        yield
+    finally:
+        for one in adapters:
+            one.on = True
+
+
+def adapt(p: Policy, *train: str) -> Policy:
+    """The policy with adapters around its query and value projections; of its own weights only those named in `train`
+    learn."""
+    module = p.clone().module
+    module.requires_grad_(False)
+    for name, one in module.named_parameters():
+        one.requires_grad_(name in train)
+    for layer in module.model.layers:
+        for name in ("q_proj", "v_proj"):
+            setattr(layer.self_attn, name, LoRA(getattr(layer.self_attn, name)))
+    module.__dict__["disable_adapter"] = MethodType(disable_adapter, module)
+    return replace(p, module=module)
+
+
+def learn(learner: HFLearner, steps: int = 3) -> None:
+    adam = AdamW(learner.parameters(), Optimizer(lr=0.03, warmup=0))
+    for _ in range(steps):
+        learner.train_mode(True)
+        learner.forward(packed(3), entropy=False, value=False).logp.sum().neg().backward()
+        adam.step()
+        learner.train_mode(False)
+
+
+def test_without_an_adapter_a_reference_is_a_copy() -> None:
+    assert isinstance(freeze(HFLearner(policy())), FrozenScorer)
+
+
+def test_with_its_adapter_off_a_learner_scores_like_a_copy_of_its_base_bit_for_bit() -> None:
+    base, batch = policy(), packed(4)
+    copy = FrozenScorer(base)
+    learner, alone = (HFLearner(adapt(base)) for _ in range(2))
+    reference = freeze(learner)
+    assert isinstance(reference, AdapterOff)
+    learn(alone)
+    for _ in range(3):
+        learn(learner, 1)
+    other = HFLearner(adapt(base))
+    watching = freeze(other)
+    adam = AdamW(other.parameters(), Optimizer(lr=0.03, warmup=0))
+    for _ in range(3):
+        watching.score(batch)
+        other.train_mode(True)
+        other.forward(packed(3), entropy=False, value=False).logp.sum().neg().backward()
+        assert np.array_equal(watching.score(batch), copy.score(batch)), "also between backward and step"
+        adam.step()
+        other.train_mode(False)
+    assert other.fingerprint() == alone.fingerprint(), "training goes on as without a reference"
+    assert not np.allclose(learner.score(batch), copy.score(batch))
+    for verb in ("score", "entropy", "energy"):
+        assert np.array_equal(getattr(reference, verb)(batch), getattr(copy, verb)(batch))
+    assert np.array_equal(reference.top(batch, 3).logp, copy.top(batch, 3).logp)
+    held = {
+        n.replace(".base.", "."): t for n, t in named_tensors(learner.policy.module) if not n.endswith((".a", ".b"))
+    }
+    assert fingerprint(held.items()) == copy.digest, "the base is the copy's, under other names"
+    assert reference.fingerprint() == reference.digest != learner.fingerprint()
+
+
+def test_the_check_sees_a_base_that_moves() -> None:
+    learner = HFLearner(adapt(policy()))
+    reference = freeze(learner)
+    with torch.no_grad():
+        dict(named_tensors(learner.policy.module))["model.norm.weight"][0] += 1e-6
+    assert isinstance(reference, AdapterOff) and reference.fingerprint() != reference.digest
+
+
+def test_where_the_base_is_not_the_policy_or_trains_the_weights_are_copied() -> None:
+    learned = HFLearner(adapt(policy()))
+    learn(learned, 1)
+    reference = freeze(learned)
+    assert isinstance(reference, FrozenScorer) and np.array_equal(reference.score(packed(2)), learned.score(packed(2)))
+    assert isinstance(freeze(HFLearner(adapt(policy(), "model.norm.weight"))), FrozenScorer)
+
+
+def test_an_adapted_learner_is_published_and_its_reference_stays() -> None:
+    """What is served has the adapter, before and after the reference has scored."""
+    p = adapt(policy())
+    learner = HFLearner(p)
+    engine = EmbeddedEngine(p.clone().module, slots=4, context=p.context)
+    reference, batch = freeze(learner), packed(2)
+    before = reference.score(batch)
+    learn(learner)
+    assert asyncio.run(Sync(learner, engine, canary(p)).push(1)) == learner.fingerprint()
+    assert np.array_equal(reference.score(batch), before) and isinstance(reference, AdapterOff)
+    assert asyncio.run(Sync(learner, engine, canary(p)).push(2)) == learner.fingerprint()
