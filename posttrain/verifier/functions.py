@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
+from posttrain.core.content import plain
 from posttrain.core.env import Reward, SandboxSettings
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
@@ -233,8 +234,8 @@ def columns(task: Task) -> Mapping[str, Any]:
     return {"id": task.id, **answer, **task.info}
 
 
-def _plain(prompt: str | tuple[Message, ...]) -> str | list[Message]:
-    return prompt if isinstance(prompt, str) else list(prompt)
+def _plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, Any]]:
+    return prompt if isinstance(prompt, str) else [{**m, "content": plain(m["content"])} for m in prompt]
 
 
 def _completion(attempt: Attempt) -> str | list[Message]:
