@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -17,11 +17,11 @@ import numpy as np
 from posttrain.checks.data import as_written, sameness
 from posttrain.controller.parts import RunParts, StageSetting
 from posttrain.core.errors import DataError, InvariantError, PosttrainError
-from posttrain.core.ports import Attempt, Environment, Utterance
+from posttrain.core.ports import Attempt, Environment, Seat, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Task
 from posttrain.environment import templates
-from posttrain.environment.chat import PROBE
+from posttrain.environment.chat import PROBE, Chat
 from posttrain.environment.render import Renderer
 from posttrain.environment.scripted import attempt
 from posttrain.role.talk import DemonstrationTalk
@@ -101,7 +101,7 @@ def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Ta
             ]
             options += [bare] if bare[:1] and bare[0] in special else []
         else:
-            text = templates.apply(tokenizer, task.prompt, generate=True)
+            text = templates.apply(tokenizer, Chat(tokenizer, ()).readable(task.prompt), generate=True)
             options = [tokenizer(text, add_special_tokens=False)["input_ids"]]
         if got not in options:
             raise InvariantError(
@@ -167,13 +167,10 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     env = setting.environment
     gold = env.abilities.gold
     turns = (gold.right(task) if gold is not None and gold.vouched else None) or (_sayable(render),) * TURNS
-    talk = _Rehearsed(
-        render,
-        setting.rollout.dialogue(task.id),
-        turns,
-        Sampling(),
-        chat=not isinstance(task.prompt, str),
-        task=task.id,
+    chat, dialogue = not isinstance(task.prompt, str), setting.rollout.dialogue
+    talk = _Rehearsed(render, dialogue(task.id), turns, Sampling(), chat=chat, task=task.id)
+    talk.other = lambda: _Rehearsed(
+        render, dialogue(task.id), (_sayable(render),) * TURNS, Sampling(), chat=chat, task=task.id
     )
     try:
         async with asyncio.timeout(PLAYED):
@@ -210,6 +207,15 @@ class _Rehearsed(DemonstrationTalk):
 
     tools: Sequence[Mapping[str, Any]] = ()
     shown = 0
+    other: Callable[[], _Rehearsed]
+    """A seat that is not trained, rehearsed as if the policy played it."""
+
+    def __init__(self, *args: Any, **more: Any) -> None:
+        super().__init__(*args, **more)
+        self._seats: dict[str, _Rehearsed] = {}
+
+    def seat(self, name: str) -> Seat:
+        return self._seats.setdefault(name, self.other())
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
         self.tools = self.tools or tools

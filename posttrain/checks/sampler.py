@@ -89,8 +89,12 @@ def no_distance_yet(
 
 
 def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
-    """The masks of a step's episodes cover exactly the tokens the engine says it sampled for them."""
-    covered = sum(e.spoken for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if not e.shown)
+    """The masks of a step's episodes cover exactly the tokens the engine says it sampled for them.
+
+    What it sampled for other seats is in no mask, and is counted beside them.
+    """
+    played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if not e.shown]
+    covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
     covered += sum(g.aborted_tokens for g in groups)
     if covered != said_tokens:
         raise InvariantError(

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from posttrain.core import foreign
+from posttrain.core.content import shown as prompted
 from posttrain.core.errors import ConfigError, RunFolderError, nearest
 from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file
 from posttrain.core.record import Recorded
@@ -144,7 +145,7 @@ def _table(
 
 def _row(i: int, r: Recorded, on: bool) -> str:
     e = r.episode
-    prompt = e.task.prompt if isinstance(e.task.prompt, str) else e.task.prompt[-1]["content"]
+    prompt = e.task.prompt if isinstance(e.task.prompt, str) else prompted(e.task.prompt[-1]["content"])
     said = f"{_short(prompt, 40)} -> {_short(e.text, 60)}"
     notes = [f"dropped: {visible(r.dropped or '')}"] * bool(r.dropped) + [f"error: {_short(e.error, 60)}"] * bool(
         e.error
@@ -210,6 +211,8 @@ def episode_lines(i: int, r: Recorded, decode: Callable[[Sequence[int]], str] | 
             f"  {visible(j.source)} (weight {j.weight:g}): {_number(v.score) if v.score is not None else v.state.value}"
             + (f"  {why}" if why else "")
         )
+    for t in e.seats:
+        yield f"  seat {visible(t.seat)} after turn {t.after} ({t.tokens} tokens): {_short(t.text, 200)}"
     if e.error:
         yield paint(f"error: {visible(e.error)}", "red", on)
     if decode is None:

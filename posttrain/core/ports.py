@@ -13,7 +13,7 @@ from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.shards import Shard
-from posttrain.core.types import Gauges, Message, Said, Step, Stop, Task, Top
+from posttrain.core.types import Episode, Gauges, Message, Said, Step, Stop, Task, Top
 from posttrain.core.verdict import Judged
 
 
@@ -250,13 +250,13 @@ class Attempt:
         return self.turns[-1] if self.turns else ""
 
 
-class Talk(Protocol):
-    """An environment's two verbs over one transcript; the rollout implements it."""
+class Seat(Protocol):
+    """One speaker of an episode: an environment's two verbs over that speaker's own view of the conversation."""
 
     @property
     def format(self) -> str | None:
-        """The format in which the policy's chat template writes tool calls; None where there is no template, or none we
-        read."""
+        """The format in which the speaker's chat template writes tool calls. None where there is no template, or none
+        we read."""
         ...
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
@@ -265,8 +265,22 @@ class Talk(Protocol):
         ...
 
     async def say(self, most: int | None = None) -> Utterance:
-        """The policy takes a turn, of at most `most` tokens where the contract allows more. Where a limit leaves it
-        none, nothing is said, and the utterance names the limit as its stop reason."""
+        """The speaker takes a turn, of at most `most` tokens where the contract allows more. Where a limit leaves it
+        none, nothing is said, and the utterance names the limit as its stop reason. Limits on turns and tokens count
+        all seats of the episode."""
+        ...
+
+
+class Talk(Seat, Protocol):
+    """The trained seat of an episode: what it says is learned from. The rollout implements it."""
+
+    def seat(self, name: str) -> Seat:
+        """Another speaker of this episode, such as a simulated user or an opponent; the same one for the same name.
+
+        It sees only what it is shown, and what it says reaches the policy only where the environment shows it. Nothing
+        of it is learned from. The rollout says who plays it (`Rollout.players`): the policy itself where no players are
+        given.
+        """
         ...
 
     def pay(self, source: str, score: float) -> None:
@@ -352,6 +366,31 @@ class Environment(Protocol):
     def close(self) -> None:
         """End what the verifiers keep running."""
         return
+
+
+class EpisodeJudge(Protocol):
+    """A judge of finished episodes that reads their tokens, such as a reward model.
+
+    Its verdicts stand beside the environment's. It is given to the rollout (`Rollout.judges`). The episodes of a group
+    come in one call, so that a model can score them as one batch. Those that say the same come once and share the
+    verdicts. Those that already failed do not come.
+    """
+
+    @property
+    def name(self) -> str:
+        """The source that the record names where the judge itself breaks."""
+        ...
+
+    async def judge(self, episodes: Sequence[Episode]) -> Sequence[tuple[Judged, ...]]:
+        """The verdicts about each episode, in order, at least one. The tokens are in `Episode.segments`: prompt and
+        turns, `mask` True where the policy spoke.
+
+        A verdict without `end` is about the whole episode. One with `end` and `paid` is a reward at that spoken token,
+        counted from 1 over all segments. One with `end` alone is an opinion of a step. An outage is `failed` or raises,
+        and is asked again. A judge that computes for long does so in a thread, because other episodes run on the same
+        loop.
+        """
+        ...
 
 
 class Tracker(Protocol):

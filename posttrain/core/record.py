@@ -20,18 +20,20 @@ import re
 import zipfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
 
 from posttrain.core import foreign
+from posttrain.core.content import ContentPart, content_of
 from posttrain.core.errors import RunFolderError
 from posttrain.core.sampling import Sampling
+from posttrain.core.seats import SeatTurn
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.core.types import Credit, Episode, Gauge, Group, Kept, Segment, Step, Stop, Task, Top
+from posttrain.core.types import Credit, Episode, Gauge, Group, Kept, Message, Segment, Step, Stop, Task, Top
 from posttrain.core.verdict import Judged, State, Verdict
 
 Columns = dict[str, np.ndarray]
@@ -101,7 +103,10 @@ def step_from_plain(data: Mapping[str, Any]) -> Step:
 
 
 def _foreign(value: object) -> Any:
-    """What users put into tasks and JSON cannot hold: numpy by value, anything else as its text without addresses."""
+    """What tasks hold and JSON cannot: parts of messages and numpy by value, anything else as text without
+    addresses."""
+    if isinstance(value, ContentPart):
+        return value.plain()
     if isinstance(value, np.ndarray | np.generic):
         return cast("Any", value).tolist()
     return re.sub(r" at 0x[0-9a-f]+", "", str(value))
@@ -165,6 +170,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
                 "error": e.error,
                 "state": e.state,
                 "turns": list(e.turns),
+                **({"seats": [asdict(t) for t in e.seats]} if e.seats else {}),
             }
         )
     meta = {"tasks": all_tasks, "samplings": [to_plain(s) for s in samplings], "episodes": metas}
@@ -203,14 +209,24 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         verdicts = tuple(_verdict_back(v) for v in m["verdicts"])
         segments = tuple(s for s, _ in drawn)
         said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
-        episode = Episode(tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, *said)
+        seats = tuple(SeatTurn(**t) for t in m.get("seats", ()))
+        episode = Episode(
+            tasks[about], m["visit"], m["sibling"], segments, Stop(m["stop"]), verdicts, *said, seats=seats
+        )
         out.append(Recorded(episode, m["shaped"], tuple(a for _, a in drawn) if m["credited"] else None, m["dropped"]))
     return tuple(out)
 
 
 def _task_back(data: dict[str, Any]) -> Task:
     prompt = data["prompt"]
-    return Task(data["id"], prompt if isinstance(prompt, str) else tuple(prompt), data["answer"], data["info"])
+    return Task(
+        data["id"], prompt if isinstance(prompt, str) else tuple(map(_message, prompt)), data["answer"], data["info"]
+    )
+
+
+def _message(written: dict[str, Any]) -> Message:
+    parts = written.get("content")
+    return cast("Message", {**written, "content": content_of(parts)} if isinstance(parts, list) else written)
 
 
 class _Cut:

@@ -47,9 +47,9 @@ class EpisodeLimits:
     the context."""
 
     turns: int | None = None
-    """Turns of the policy (stop reason `turns`)."""
+    """Turns of the policy, and of the other seats where there are some (stop reason `turns`)."""
     tokens: int | None = None
-    """Tokens that the policy says, over all turns (`tokens`)."""
+    """Tokens that they say, over all turns (`tokens`)."""
     seconds: float | None = None
     """Wall time from the prompt to the end, tools and waiting for the engine included (`time`). What a turn had said by
     then is lost."""

@@ -13,8 +13,10 @@ from typing import Any, ClassVar, NotRequired, TypedDict
 
 import numpy as np
 
+from posttrain.core.content import Content
 from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
+from posttrain.core.seats import SeatTurn
 from posttrain.core.spread import rounding, spread
 from posttrain.core.stop import Stop as Stop
 from posttrain.core.streams import ADVANTAGE, RETURN, Stream, Streamed
@@ -26,7 +28,7 @@ class Message(TypedDict):
     their answers."""
 
     role: str
-    content: str
+    content: Content
     name: NotRequired[str]
     tool_calls: NotRequired[list[dict[str, Any]]]
     tool_call_id: NotRequired[str]
@@ -243,6 +245,8 @@ class Episode:
     demonstration."""
     cut: bool = False
     """Whether a turn was given up while it was being said: its tokens are in no segment."""
+    seats: tuple[SeatTurn, ...] = ()
+    """What other seats said, in order. Their tokens are in no segment either."""
 
     def __post_init__(self) -> None:
         if self.turns and sum(self.turns) != self.spoken:

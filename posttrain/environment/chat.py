@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, Protocol, cast
 
+from posttrain.core.content import content_of, shown, text_of
 from posttrain.core.errors import DataError, PosttrainError
 from posttrain.core.types import Message
-from posttrain.environment import templates
+from posttrain.environment import parts, templates
 from posttrain.verifier.calling.parse import FORMATS, THOUGHTS, Parsed, ToolCall, parse
 
 PROBE = "ok"
@@ -101,6 +103,7 @@ class Chat:
     def render(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
         """Messages through the template; DataError where there is none or it refuses, LimitError where it does not
         end."""
+        written = self.readable(messages)
         if not self._tokenizer.chat_template:
             raise DataError(
                 "the prompt is a list of messages, but this tokenizer has no chat template: give text prompts, or a"
@@ -108,7 +111,7 @@ class Chat:
             )
         try:
             return templates.apply(
-                self._tokenizer, [self._shielded(m) for m in messages], generate=generate, tools=tools
+                self._tokenizer, [self._shielded(m) for m in written], generate=generate, tools=tools
             )
         except PosttrainError:
             raise
@@ -118,13 +121,36 @@ class Chat:
                 f"the chat template refused messages with roles {[m['role'] for m in messages]}: {told}"
             ) from error
 
+    def readable(self, messages: Sequence[Message]) -> list[Message]:
+        """Messages with content as this template takes it: texts stay parts where it reads parts, else are joined.
+
+        Raises:
+            DataError: a part is no text, or malformed; with the number of the message.
+        """
+        out: list[Message] = []
+        for number, message in enumerate(messages, 1):
+            found = message.get("content")
+            if found is not None and not isinstance(found, str):
+                try:
+                    several = content_of(found)
+                    joined = text_of(several)
+                    found = several if self.reads_parts else joined
+                except DataError as error:
+                    raise DataError(f"message {number}: {error}") from error
+                message = cast("Message", {**message, "content": found})
+            out.append(message)
+        return out
+
+    @cached_property
+    def reads_parts(self) -> bool:
+        """Whether the template writes each text of a list of parts (`environment.parts`)."""
+        return parts.read_by(self._tokenizer)
+
     def _shielded(self, message: Message) -> Message:
-        text = message.get("content")
-        if message["role"] == "assistant" or not isinstance(text, str) or not any(s in text for s in self._specials):
+        found = message.get("content")
+        if message["role"] == "assistant" or found is None or not any(s in shown(found) for s in self._specials):
             return message
-        for special in self._specials:
-            text = text.replace(special, f"{special[0]}{SHIELD}{special[1:]}")
-        return Message(**{**message, "content": text})
+        return cast("Message", {**message, "content": parts.shielded(found, self._specials, SHIELD)})
 
     def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> After:
         """What the template writes after any assistant's turn when `new` messages follow, and a turn that stands for

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.abilities import Abilities
+from posttrain.core.content import content_of, mapped, shown, text_of
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
@@ -294,7 +295,7 @@ def digest(prompt: str | Sequence[Message]) -> str:
     text = (
         prompt
         if isinstance(prompt, str)
-        else json.dumps([[m["role"], m["content"]] for m in prompt], ensure_ascii=True)
+        else json.dumps([[m["role"], shown(m["content"])] for m in prompt], ensure_ascii=True)
     )
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -350,7 +351,8 @@ def _prompt(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> tuple[str |
     messages = [_message(place, column, i, m) for i, m in enumerate(value)]
     completion = None
     if messages and messages[-1]["role"] == "assistant":
-        completion = messages.pop()["content"]
+        with placed(f"{place}: the last message of {column!r}"):
+            completion = text_of(messages.pop()["content"])
     if not messages:
         raise DataError(f"{place}: {column!r} has no message for the policy to answer")
     return tuple(messages), completion
@@ -360,9 +362,10 @@ def _message(place: Place, column: str, index: int, value: Any) -> Message:
     where = f"{place}: message {index + 1} of {column!r}"
     if not isinstance(value, Mapping):
         raise DataError(f"{where} is {_kind(value)}, wanted an object with role and content")
-    for part in ("role", "content"):
-        if not isinstance(value.get(part), str):
-            raise DataError(f"{where}: {part!r} is {_kind(value.get(part))}, wanted text")
+    if not isinstance(value.get("role"), str):
+        raise DataError(f"{where}: 'role' is {_kind(value.get('role'))}, wanted text")
+    if not isinstance(value.get("content"), str | list) or value["content"] == []:
+        raise DataError(f"{where}: 'content' is {_kind(value.get('content'))}, wanted text or a list of parts")
     if value["role"] not in ROLES:
         raise DataError(
             f"{where} has role {value['role']!r}, which chat templates do not know: {nearest(value['role'], ROLES)}"
@@ -370,14 +373,19 @@ def _message(place: Place, column: str, index: int, value: Any) -> Message:
     extra = sorted(k for k, v in value.items() if v is not None and k not in ("role", "content"))
     if extra:
         raise DataError(f"{where} has {extra[0]!r}; messages are role and content only")
-    return Message(role=_text(place, column, value["role"]), content=_text(place, column, value["content"]))
+    with placed(where):
+        body = content_of(value["content"])
+    return Message(
+        role=_text(place, column, value["role"]), content=mapped(body, lambda text: _text(place, column, text))
+    )
 
 
 def _completion(place: Place, value: Any, c: PromptsEnv) -> str:
     if isinstance(value, str):
         return _text(place, c.completion_column, value)
     if isinstance(value, list) and len(value) == 1:
-        return _message(place, c.completion_column, 0, value[0])["content"]
+        with placed(f"{place}: {c.completion_column!r}"):
+            return text_of(_message(place, c.completion_column, 0, value[0])["content"])
     raise DataError(f"{place}: {c.completion_column!r} is {_kind(value)}, wanted text or a list of one message")
 
 
@@ -410,7 +418,7 @@ def _kind(value: Any) -> str:
 
 
 def _texts(prompt: str | Sequence[Message]) -> Iterable[str]:
-    return [prompt] if isinstance(prompt, str) else [m["content"] for m in prompt]
+    return [prompt] if isinstance(prompt, str) else [shown(m["content"]) for m in prompt]
 
 
 def _source(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:

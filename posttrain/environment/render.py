@@ -10,6 +10,7 @@ from typing import Any, Literal, Protocol, cast
 
 import numpy as np
 
+from posttrain.core.content import content_of, mapped
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.types import Message
 from posttrain.environment.chat import SHIELD, After, Chat, Tools
@@ -214,8 +215,7 @@ class Renderer:
     def written(self, message: Message) -> Message:
         """A message of the world with its words as this tokenizer can write them."""
         words = {
-            k: self.writable.text(v) if isinstance(v, str) and k in ("content", "name") else v
-            for k, v in message.items()
+            k: mapped(content_of(v), self.writable.text) if k in ("content", "name") else v for k, v in message.items()
         }
         return cast("Message", words)
 

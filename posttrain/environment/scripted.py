@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from posttrain.core.ports import Attempt, Environment, Utterance
@@ -13,12 +14,19 @@ from posttrain.core.verdict import Judged, Verdict
 class ScriptedPolicy:
     """A `Talk` whose policy says `turns` one after the other, each ending as `stop` says (once for all, or per turn).
 
-    `seen` holds what the environment showed. Asking for a turn beyond the script is an error of the script.
+    `seen` holds what the environment showed. `seats` has the turns of the other seats, by name. Asking for a turn
+    beyond the script is an error of the script.
     """
 
     format: str | None = "hermes"
 
-    def __init__(self, turns: Sequence[str], stop: Stop | Sequence[Stop] = Stop.SAID) -> None:
+    def __init__(
+        self,
+        turns: Sequence[str],
+        stop: Stop | Sequence[Stop] = Stop.SAID,
+        seats: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    ) -> None:
+        self.others = {name: ScriptedPolicy(said) for name, said in seats.items()}
         self._turns = tuple(turns)
         self._stops = (stop,) * len(self._turns) if isinstance(stop, Stop) else tuple(stop)
         self.seen: list[str | tuple[Message, ...]] = []
@@ -39,6 +47,9 @@ class ScriptedPolicy:
         text = self._turns[turn][:most]
         self.said.append(text)
         return Utterance(text, self._stops[turn] if len(text) == len(self._turns[turn]) else Stop.LENGTH, len(text))
+
+    def seat(self, name: str) -> ScriptedPolicy:
+        return self.others.setdefault(name, ScriptedPolicy(()))
 
     def pay(self, source: str, score: float) -> None:
         self.paid.append(Judged(source, 1.0, Verdict.value(score), end=sum(map(len, self.said)), paid=True))

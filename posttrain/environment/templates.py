@@ -16,6 +16,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from posttrain.core.content import plain
 from posttrain.core.errors import DataError, LimitError
 from posttrain.verifier.workers.process import EndedError, Spec, WorkerError, WorkerProcess
 
@@ -42,12 +43,15 @@ def apply(
         LimitError: it needed more time or memory than it is given.
     """
     listed = [dict(t) for t in tools] or None
+    conversation = [
+        {**m, "content": plain(m["content"])} if isinstance(m.get("content"), tuple) else dict(m) for m in messages
+    ]
     if getattr(type(tokenizer).apply_chat_template, "__module__", "") != "transformers.tokenization_utils_base":
         more = {"tools": listed} if listed else {}
-        return tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=generate, **more)
+        return tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=generate, **more)
     source = tokenizer.get_chat_template(None, listed)
     named = {name: str(token) for name, token in tokenizer.special_tokens_map.items() if not isinstance(token, list)}
-    reply = _ask(pickle.dumps((source, named, [dict(m) for m in messages], listed, generate)), len(messages))
+    reply = _ask(pickle.dumps((source, named, conversation, listed, generate)), len(messages))
     if "text" not in reply:
         raise RefusedError(reply.get("error", "it wrote nothing"))
     return str(reply["text"])

@@ -7,14 +7,14 @@ A failed rollout is data: what the environment or a verifier of ours broke becom
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar
 
 from posttrain.core import abilities, seeds
 from posttrain.core.errors import InvariantError, PosttrainError
-from posttrain.core.ports import Attempt, Dialogue, Environment, PairRenderer, Sampler
+from posttrain.core.ports import Attempt, Dialogue, Environment, EpisodeJudge, PairRenderer, Sampler
 from posttrain.core.redact import scrubbed, scrubbed_data
 from posttrain.core.request import PassRate, RolloutRequest
 from posttrain.core.sampling import Sampling
@@ -23,8 +23,8 @@ from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.demonstrate import recited
-from posttrain.role.judging import SiblingVerdicts, judged
-from posttrain.role.talk import Conversation, tokens_upto
+from posttrain.role.judging import SiblingVerdicts, judged, with_judges
+from posttrain.role.talk import Conversation, Player, tokens_upto
 
 T = TypeVar("T")
 
@@ -42,6 +42,11 @@ class Rollout:
     """Writes demonstrations as tokens, where groups are shown some."""
     limits: EpisodeLimits = EpisodeLimits()
     """Of every episode."""
+    judges: tuple[EpisodeJudge, ...] = ()
+    """Asked about the tokens of a group's episodes once all of them have ended, beside the environment."""
+    players: Mapping[str, Player] = field(default_factory=dict[str, Player])
+    """Of the seats that an environment asks for beside the trained one, by name. None: the policy plays them, under the
+    episode's contract."""
 
     async def episode(
         self,
@@ -58,10 +63,11 @@ class Rollout:
         `talks` takes note of what is being said, by sibling, for whoever may abort it. `bench` judges the siblings.
         """
 
-        def place(turn: int) -> int:
-            return seeds.key(self.seed, stream, task.id, visit, sibling, turn)
+        def place(*turn: seeds.Coordinate) -> int:
+            return seeds.key(self.seed, stream, task.id, visit, sibling, *turn)
 
-        talk = Conversation(self.sampler, self.dialogue(task.id), sampling, self.limits, place)
+        policy = Player(self.sampler, self.dialogue, sampling)
+        talk = Conversation(policy, task.id, self.limits, place, self.players)
         if talks is not None:
             talks[sibling] = talk
         try:
@@ -98,9 +104,8 @@ class Rollout:
     ) -> Episode:
         text = "\n".join(talk.turns)
         segments, state = talk.segments(), scrubbed_data(talk.state)
-        return Episode(
-            task, visit, sibling, segments, stop, verdicts, text, error, state, tuple(talk.lengths), talk.cut
-        )
+        counts = (tuple(talk.lengths), talk.cut, talk.others)
+        return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, *counts)
 
     async def show(
         self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, bench: SiblingVerdicts
@@ -153,9 +158,10 @@ class Rollout:
             ended, others = await together([said, together(beside)])
         finally:
             await bench.close()
-        spoken = sum(talk.spoken for i, talk in talks.items() if i not in {e.sibling for e in ended})
-        episodes = (*ended, *others[: len(others) - greedy])
-        return Group(task, visit, episodes, others[-1] if greedy else None, started - len(ended), spoken)
+        spoken = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
+        episodes = await with_judges(self.judges, (*ended, *others))
+        argmax = episodes.pop() if greedy else None
+        return Group(task, visit, tuple(episodes), argmax, started - len(ended), spoken)
 
     async def until(
         self,

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import numpy as np
 from aiohttp import web
 
+from posttrain.core.content import shown
 from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Message
 from posttrain.serve.limits import CallerLimits
@@ -167,7 +168,10 @@ class Intake:
                 code="no_chat_template",
             )
         self._room(len(messages), "messages", "messages")
-        self._short(sum(len(str(x).encode(errors="surrogatepass")) for m in messages for x in m.values()), "messages")
+        self._short(
+            sum(len(x.encode(errors="surrogatepass")) for m in messages for x in (m["role"], shown(m["content"]))),
+            "messages",
+        )
         return self._ids(messages, "messages")
 
     def _ids(self, content: str | Sequence[Message], param: str) -> np.ndarray:

@@ -11,7 +11,8 @@ from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from posttrain.core.errors import nearest
+from posttrain.core.content import Content, content_of, unread
+from posttrain.core.errors import DataError, nearest
 from posttrain.core.sampling import LARGEST, Sampling
 from posttrain.core.types import Message
 from posttrain.serve.refusal import Refusal
@@ -177,22 +178,22 @@ class CompletionRequest(GenerationRequest):
         return self.max_tokens
 
 
-def _text(content: Any) -> Any:
-    """Content given as parts of type text is their concatenation."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
-        if not (isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str)):
-            kind = part.get("type") if isinstance(part, dict) else type(part).__name__
-            raise ValueError(f"content parts of type {kind!r} are not supported; this server reads text")
-    return "".join(part["text"] for part in content)
+def _content(given: Any) -> Content:
+    try:
+        found = content_of(given)
+    except DataError as error:
+        raise ValueError(str(error)) from None
+    if why := unread(found):
+        raise ValueError(why)
+    return found
 
 
 class ChatMessage(_Strict):
     """One message; which roles there are is up to the model's chat template."""
 
     role: str
-    content: Annotated[str, BeforeValidator(_text)]
+    content: Annotated[Any, BeforeValidator(_content)]
+    """Text, or parts of text as the model's chat template reads them (`core.content`)."""
 
     def plain(self) -> Message:
         return Message(role=self.role, content=self.content)

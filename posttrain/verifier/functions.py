@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from posttrain.core.content import plain
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
@@ -165,8 +166,8 @@ def columns(task: Task) -> Mapping[str, Any]:
     return {"id": task.id, **answer, **task.info}
 
 
-def _plain(prompt: str | tuple[Message, ...]) -> str | list[Message]:
-    return prompt if isinstance(prompt, str) else list(prompt)
+def _plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, Any]]:
+    return prompt if isinstance(prompt, str) else [{**m, "content": plain(m["content"])} for m in prompt]
 
 
 def _completion(attempt: Attempt) -> str | list[Message]:

@@ -126,9 +126,9 @@ def test_an_episode_with_paid_turns_and_a_state_is_recorded_whole(tmp_path: Path
 
 
 def test_pay_follows_a_turn() -> None:
-    from posttrain.role.talk import Conversation
+    from posttrain.role.talk import Conversation, Player
 
-    talk = Conversation(None, None, None, EpisodeLimits(), int)  # type: ignore[arg-type]
+    talk = Conversation(Player(None, lambda task: None, None), "t", EpisodeLimits(), int)  # type: ignore[arg-type, return-value]
     with pytest.raises(InvariantError, match="before the policy said anything"):
         talk.pay("x", 1.0)
 

@@ -85,7 +85,14 @@ BAD = [
     ([b'{"prompt":[]}'], "no message for the policy"),
     ([b'{"prompt":["a"]}'], "message 1 of 'prompt' is text"),
     ([b'{"prompt":[{"role":"user"}]}'], "message 1 of 'prompt': 'content' is missing"),
-    ([b'{"prompt":[{"role":"user","content":[1]}]}'], "'content' is a list, wanted text"),
+    ([b'{"prompt":[{"role":"user","content":[1]}]}'], "message 1 of 'prompt': content part 1 is int"),
+    ([b'{"prompt":[{"role":"user","content":[]}]}'], "'content' is empty a list, wanted text or a list of parts"),
+    ([b'{"prompt":[{"role":"user","content":[{"type":"text","txt":"a"}]}]}'], "has 'txt'.*did you mean 'text'"),
+    (
+        [b'{"prompt":[{"role":"user","content":[{"type":"image"}]}]}'],
+        "p.jsonl:1: message 1 of 'prompt': .*'image' needs a media_type",
+    ),
+    ([b'{"prompt":[{"role":"user","content":[{"type":"text","text":"\\ud800"}]}]}'], "half of a surrogate pair"),
     ([b'{"prompt":[{"role":"user","content":"a","tool_calls":[1]}]}'], "has 'tool_calls'"),
     ([b'{"prompt":[{"role":"assistant","content":"a"}]}'], "no message for the policy"),
     ([b'{"prompt":"a","answer":{"x":1}}'], "'answer' is an object"),
@@ -271,6 +278,7 @@ def test_one_answer_written_in_two_ways_is_one(tmp_path: Path) -> None:
     assert len(read(write(tmp_path / "p.jsonl", rows))) == 6
 
 
+IMAGE = {"type": "image", "media_type": "image/png", "path": "cat.png"}
 SMALL = (
     "model.hidden=32",
     "model.layers=1",
@@ -297,6 +305,14 @@ SMALL = (
         ),
         ({"prompt": "x" * 20, "answer": "1", "completion": "y" * 20}, "", ("sft=none",)),
         ({"prompt": [{"role": "user", "content": "a"}], "answer": "1"}, r"p.jsonl:7: .*no chat template", ()),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "a"}, IMAGE]}], "answer": "1"},
+            (
+                r"p.jsonl:7: .*message 1: content has a part of type 'image' \(image/png, cat.png\), and this model"
+                r" reads text alone"
+            ),
+            (),
+        ),
     ],
 )
 def test_a_row_that_cannot_be_asked_is_named_before_anything_trains(

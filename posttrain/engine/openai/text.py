@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from posttrain.core.content import content_of, text_of
 from posttrain.core.errors import ConfigError, EngineError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import OUTSIDE, Message, Said, Stop
@@ -69,11 +70,7 @@ class TextDialogue:
         if self._chat is not None and chat != self._chat:
             raise InvariantError("a dialogue shows messages throughout or text throughout, not both")
         self._chat = chat
-        shown = (
-            [TextPiece("user", content)]
-            if isinstance(content, str)
-            else [TextPiece(m["role"], m["content"], True) for m in content]
-        )
+        shown = [TextPiece("user", content)] if isinstance(content, str) else [_piece(m) for m in content]
         return np.array([self._pieces.id(p) for p in shown], np.int32)
 
     def text(self, ids: np.ndarray) -> str:
@@ -81,6 +78,11 @@ class TextDialogue:
 
     def said(self, ids: np.ndarray) -> str:
         return self.text(ids)
+
+
+def _piece(message: Message) -> TextPiece:
+    """A message; several parts of text are joined, because the endpoint's own template is not known here."""
+    return TextPiece(message["role"], text_of(content_of(message["content"])), True)
 
 
 class TextSampler(EndpointSampler):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any
 
+from posttrain.core.content import content_of
 from posttrain.core.errors import DataError
 from posttrain.core.ports import Talk, Utterance
 from posttrain.core.stop import EpisodeLimits
@@ -205,12 +206,7 @@ def _client_class() -> Any:
 def from_package(message: Any) -> Message:
     """One of its messages as one of ours; DataError for what is no text."""
     data = dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
-    content = data.get("content")
-    if isinstance(content, list):
-        if strange := [p.get("type") for p in content if p.get("type") != "text"]:
-            raise DataError(f"a message holds {strange[0]!r}, and the models here read text alone")
-        content = "".join(p["text"] for p in content)
-    out = Message(role=data["role"], content=content or "")
+    out = Message(role=data["role"], content=content_of(data.get("content") or ""))
     if data.get("reasoning_content"):
         out["reasoning_content"] = data["reasoning_content"]
     if data.get("tool_call_id"):

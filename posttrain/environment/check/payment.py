@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from posttrain.core.content import shown
 from posttrain.core.types import Task
 from posttrain.environment.check.answers import PARAPHRASES, PHRASES, SHAPES, SILENCE, WORDS, lists, noise, spellings
 from posttrain.environment.check.probe import Answer, Mark, Probe
@@ -213,7 +214,7 @@ async def templates(s: Subject) -> Answer:
         return NOTHING_PAID
 
     def say(task: Task) -> dict[str, str]:
-        prompt = task.prompt if isinstance(task.prompt, str) else task.prompt[-1]["content"]
+        prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
         empty = {f"an empty {name}": form.format("") for name, form in SHAPES.items() if name != "bare"}
         echo = {"the prompt": prompt, "the prompt as the answer": s.shaped(prompt)}
         return {

@@ -1,0 +1,48 @@
+"""Messages of several parts and chat templates: which templates read parts, and special tokens' names across parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from posttrain.core.content import Content, ContentPart, mapped
+from posttrain.core.errors import PosttrainError
+from posttrain.core.types import Message
+from posttrain.environment import templates
+
+TEXTS = ("first part", "second part")
+"""Of a message by which it is found out whether a template reads parts."""
+
+
+def read_by(tokenizer: Any) -> bool:
+    """Whether its template writes each text of a list of parts. One that does not refuses the list, loses some of it,
+    or writes the list itself."""
+    probe = Message(role="user", content=tuple(ContentPart("text", text) for text in TEXTS))
+    try:
+        written = templates.apply(tokenizer, [probe], generate=False)
+    except PosttrainError:
+        raise
+    except Exception:  # a template may raise anything it likes
+        return False
+    return all(written.count(text) == 1 for text in TEXTS) and "'type'" not in written and '"type"' not in written
+
+
+def shielded(found: Content, specials: Sequence[str], shield: str) -> Content:
+    """The content with `shield` inside each special token's name, also where two parts together would write one."""
+
+    def cut(text: str) -> str:
+        for special in specials:
+            text = text.replace(special, f"{special[0]}{shield}{special[1:]}")
+        return text
+
+    whole = mapped(found, cut)
+    if isinstance(whole, str):
+        return whole
+    out: list[ContentPart] = []
+    before = ""
+    for part in whole:
+        at, joined = len(before), before + part.text
+        meets = any(joined.find(s, max(0, at - len(s) + 1), at + len(s) - 1) >= 0 for s in specials)
+        out.append(ContentPart("text", shield + part.text) if meets else part)
+        before += out[-1].text
+    return tuple(out)
