@@ -25,11 +25,12 @@ from posttrain.controller.parts import RunParts
 from posttrain.controller.step import ask, learn
 from posttrain.core.algorithm import patch
 from posttrain.core.book import Book
+from posttrain.core.gauge import Gauges
 from posttrain.core.ladder import GRPO
 from posttrain.core.ports import Attempt, Sampler, TaskSource
 from posttrain.core.run import Model, Optimizer, Reinforce, Run
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauges, Said, Task
+from posttrain.core.types import Said, Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.single import Generated, SingleTurn
 from posttrain.role.prompts import Prompts

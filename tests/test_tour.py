@@ -28,11 +28,12 @@ from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.ladder import LADDER
-from posttrain.core.ports import TokenScores
 from posttrain.core.run import Model, Optimizer, Reinforce
 from posttrain.core.sampling import Sampling
+from posttrain.core.scored import Credit, Scored, ScoredGroup
+from posttrain.core.scores import TokenScores
 from posttrain.core.streams import REFERENCE, START, VALUE, WEIGHT
-from posttrain.core.types import Credit, Episode, Group, Scored, ScoredGroup, Segment, Stop, Task
+from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, load_policy

@@ -17,8 +17,8 @@ from posttrain.algorithm.minibatch import IMITATE
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.ladder import PPO, VAPO
 from posttrain.core.pieces.baseline import Value
+from posttrain.core.scored import Credit
 from posttrain.core.streams import RETURN, VALUE
-from posttrain.core.types import Credit
 from posttrain.toy.answers import Answers, ask, groups_of
 from posttrain.toy.policies import TabularPolicy
 

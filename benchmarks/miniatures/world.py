@@ -23,9 +23,10 @@ from posttrain.algorithm.streams import streams
 from posttrain.algorithm.weigh import weigh
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
+from posttrain.core.gauge import Gauges
 from posttrain.core.pieces.baseline import Ema, Value
-from posttrain.core.ports import TokenScores
-from posttrain.core.types import Gauges, ScoredGroup
+from posttrain.core.scored import ScoredGroup
+from posttrain.core.scores import TokenScores
 from posttrain.toy.answers import Answers, batch_of_answers, groups_of, logp_of, said_logp
 from posttrain.toy.policies import ToyPolicy
 

@@ -19,9 +19,9 @@ from posttrain.algorithm.distance import binary_kl
 from posttrain.algorithm.register import missing
 from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import bounded_exp
+from posttrain.core.gauge import Gauge
 from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
 from posttrain.core.streams import ADVANTAGE, MU
-from posttrain.core.types import Gauge
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,9 +28,9 @@ from posttrain.algorithm.spread import std as _std
 from posttrain.algorithm.turns import earned
 from posttrain.algorithm.whiten import whitened
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
 from posttrain.core.spread import rounding, spread
 from posttrain.core.streams import VALUE
-from posttrain.core.types import Credit, EpisodeCredit, GroupCredit, Scored, ScoredGroup
 from posttrain.core.verdict import size
 
 

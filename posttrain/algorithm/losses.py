@@ -14,9 +14,9 @@ from posttrain.algorithm.objective import Terms, objective, supervised
 from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
-from posttrain.core.ports import TokenScores
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.scores import TokenScores
 from posttrain.core.streams import TOP_IDS, WEIGHT
-from posttrain.core.types import Gauge, Gauges, merge
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,8 +14,9 @@ import numpy as np
 from posttrain.algorithm.choose import choose, mixing
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
+from posttrain.core.scored import EpisodeCredit
 from posttrain.core.streams import ENTROPY, TOP_IDS, TOP_LOGP, VERSION, Maker, Stream
-from posttrain.core.types import SHOWN, EpisodeCredit
+from posttrain.core.types import SHOWN
 from posttrain.core.verdict import SOLVED
 
 MIX = Stream(

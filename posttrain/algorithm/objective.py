@@ -24,9 +24,9 @@ from posttrain.algorithm.trust import Push, TrustInputs, importance, push
 from posttrain.algorithm.value import value_loss
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import TokenScores
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.scores import TokenScores
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, TOP_LOGP, VALUE, WEIGHT
-from posttrain.core.types import Gauge, Gauges
 
 
 @dataclass(frozen=True, eq=False)

@@ -13,9 +13,9 @@ import torch
 from posttrain.algorithm import kl
 from posttrain.algorithm.spread import Array
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.scored import Scored
 from posttrain.core.spread import rounding
 from posttrain.core.streams import REFERENCE, START
-from posttrain.core.types import Scored
 from posttrain.core.verdict import resolution
 
 

@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.gauge import Gauge
 from posttrain.core.pieces.pull import KL
 from posttrain.core.request import PassRate
-from posttrain.core.types import Gauge
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,9 @@ from posttrain.api.recorded import RecordedStep, choose_stage, rebuild, recorded
 from posttrain.core import reader
 from posttrain.core.algorithm import CHOICES, Algorithm
 from posttrain.core.errors import ConfigError, PosttrainError
+from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ladder import LADDER, algorithm
-from posttrain.core.types import Credit, Gauges, Scored, ScoredGroup, merge
+from posttrain.core.scored import Credit, Scored, ScoredGroup
 from posttrain.core.verdict import SOLVED
 from posttrain.role.pack import Minibatch, pack
 from posttrain.role.score import score

@@ -34,8 +34,8 @@ from posttrain.engine.optimizer import AdamW
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import placed
 from posttrain.environment.render import RenderedDialogue, Renderer
+from posttrain.environment.rows import placed
 from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 

@@ -19,10 +19,12 @@ from posttrain.api.target import built_policy
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import RunFolderError
-from posttrain.core.ports import Examiner, ExpectedUpdate, Learner, TokenScores
+from posttrain.core.gauge import Gauges
+from posttrain.core.ports import Examiner, Learner
 from posttrain.core.run import Run
+from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.core.stage import starts
-from posttrain.core.types import Gauges, Top
+from posttrain.core.types import Top
 from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.role.trainer import Trainer
 from posttrain.role.weights import load_weights

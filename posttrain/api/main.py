@@ -140,16 +140,10 @@ def evaluate(
     else:
         run, weights = target_run(target, checkpoint, *overrides, parts=("model", "env", "engine"), allow=trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
-    contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
-    contract = replace(
-        contract, **{k: v for k, v in (("max_tokens", max_tokens), ("temperature", temperature)) if v is not None}
-    )
+    contract = _contract(run, max_tokens, temperature)
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
-    # the stages they name are left out
-    alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
-    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
-    run = replace(run, stages=asked or run.stages)
+    run = _asked(run, contract)
     environment = make_environment(run)
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
@@ -177,6 +171,20 @@ def evaluate(
         environment.close()
     show_report(console, str(target), environment.name, report)
     return report
+
+
+def _asked(run: Run, contract: Sampling) -> Run:
+    """The run with its RL stages alone, which name no other stage."""
+    alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
+    asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
+    return replace(run, stages=asked or run.stages)
+
+
+def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:
+    """The contract of the run's first RL stage, with what the caller wants otherwise."""
+    contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
+    wanted = {"max_tokens": max_tokens, "temperature": temperature}
+    return replace(contract, **{k: v for k, v in wanted.items() if v is not None})
 
 
 def export(run_folder: str | Path, folder: str | Path, checkpoint: str = "last", trust: bool = False) -> Path:

@@ -12,10 +12,11 @@ from typing import Any
 from posttrain.core import files, reader
 from posttrain.core.checkpoint import Checkpoint, find, scan
 from posttrain.core.errors import ConfigError, RunFolderError, nearest
+from posttrain.core.gauge import Step
 from posttrain.core.record import Recorded
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.stage import starts
-from posttrain.core.types import Episode, Group, Step, Top
+from posttrain.core.types import Episode, Group, Top
 
 KEPT_REFERENCE = "-reference-"
 

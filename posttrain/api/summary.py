@@ -10,8 +10,8 @@ from rich.table import Table
 from posttrain.api.console import PlainConsole
 from posttrain.controller.stages import StageResult
 from posttrain.core import reader
+from posttrain.core.gauge import Gauge, merge
 from posttrain.core.run import Reinforce, Run
-from posttrain.core.types import Gauge, merge
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.faults import find
 from posttrain.recipe.recipes import RECIPES

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from posttrain.api.console import PlainConsole
+from posttrain.core.gauge import Step
 from posttrain.core.run import Run
-from posttrain.core.types import Step
 
 PLAIN_EVERY = 5.0
 """Seconds between two plain lines of the same stage."""

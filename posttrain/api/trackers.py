@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.gauge import Step
 from posttrain.core.ports import Tracker
 from posttrain.core.run import Run
 from posttrain.core.tree import to_plain
-from posttrain.core.types import Step
 from posttrain.core.visible import tell, visible
 
 PROJECT = "posttrain"

@@ -13,8 +13,10 @@ from posttrain.checks.schedule import due
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.gauge import Step
+from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import ADVANTAGE, MU, RETURN, WEIGHT
-from posttrain.core.types import Group, ScoredGroup, Step
+from posttrain.core.types import Group
 from posttrain.role.events import Event, Observer, PackedEvent, Remark, ScoredEvent
 from posttrain.role.roles import ReinforceRoles
 

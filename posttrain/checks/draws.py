@@ -25,8 +25,9 @@ from posttrain.core import seeds, tree
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
-from posttrain.core.ports import Odds
-from posttrain.core.types import Episode, Gauge, Gauges, Group, Kept, Segment, Top
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.scores import Odds
+from posttrain.core.types import Episode, Group, Kept, Segment, Top
 from posttrain.role.events import AskedEvent, Event, Observer, Remark, ScoredEvent
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.rounding import noise, unmeasured

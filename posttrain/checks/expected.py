@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.algorithm import Algorithm
+from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import REFERENCE, START, VALUE
-from posttrain.core.types import Episode, Scored, ScoredGroup, Stop
+from posttrain.core.types import Episode, Stop
 from posttrain.role.culprits import key
 
 READS: dict[str, tuple[str, ...]] = {

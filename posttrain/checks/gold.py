@@ -10,9 +10,10 @@ import numpy as np
 
 from posttrain.core.abilities import GoldAnswers, Turns
 from posttrain.core.errors import InvariantError, PosttrainError
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Attempt, Environment
 from posttrain.core.redact import scrubbed
-from posttrain.core.types import Episode, Gauge, Gauges, Group, Stop, Task
+from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import SOLVED, Judged, State
 from posttrain.environment.scripted import attempt
 

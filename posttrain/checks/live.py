@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from posttrain.checks.past import Past
-from posttrain.core.types import Step
+from posttrain.core.gauge import Step
 from posttrain.diagnose.rules import findings
 from posttrain.role.events import Observer, Remark
 from posttrain.role.roles import ReinforceRoles

@@ -9,8 +9,8 @@ from posttrain.checks.expected import plain
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.streams import ADVANTAGE, WEIGHT
-from posttrain.core.types import Gauge, Gauges
 from posttrain.role.passes import Passes
 
 LOSS_BOUND = 5e-6

@@ -16,8 +16,8 @@ from posttrain.algorithm.streams import Streams
 from posttrain.algorithm.trust import TrustInputs, importance, push
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.errors import ConfigError
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
-from posttrain.core.types import Gauge, Gauges
 
 MOST = 0.01
 """Largest share of tokens that noise alone may silence."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from posttrain.core.types import Step
+from posttrain.core.gauge import Step
 
 KEPT = 64
 """Steps that are kept while the stage goes on; at the start all of those before a resume are there."""

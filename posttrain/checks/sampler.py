@@ -11,9 +11,11 @@ from posttrain.checks.noise import noise_band
 from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
+from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Reference
+from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import MU, REFERENCE, VERSION
-from posttrain.core.types import SHOWN, Gauge, Gauges, Group, ScoredGroup, Stop, merge
+from posttrain.core.types import SHOWN, Group, Stop
 from posttrain.role.events import AskedEvent, DifferentiatedEvent, Event, Observer, PackedEvent, Remark, ScoredEvent
 from posttrain.role.passes import Needs
 from posttrain.role.roles import ReinforceRoles

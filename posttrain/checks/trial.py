@@ -16,8 +16,8 @@ from posttrain.checks.schedule import due
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import TokenScores
 from posttrain.core.sampling import Sampling
+from posttrain.core.scores import TokenScores
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, VERSION, WEIGHT
 from posttrain.role.events import Event, LearnedEvent, Observer, PackedEvent, Remark
 from posttrain.role.passes import Needs, Passes

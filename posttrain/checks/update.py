@@ -12,10 +12,11 @@ import torch
 
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import ExpectedUpdate, Learner
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.ports import Learner
 from posttrain.core.run import Optimizer
+from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.streams import ADVANTAGE
-from posttrain.core.types import Gauge, Gauges, merge
 from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, PackedEvent, Remark
 from posttrain.role.probe import packed_text
 from posttrain.role.roles import StageRoles

@@ -9,7 +9,8 @@ from posttrain.checks.gold import VerifierChecks
 from posttrain.checks.past import Past
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.experience import Experience
-from posttrain.core.types import Gauge, Group, Step
+from posttrain.core.gauge import Gauge, Step
+from posttrain.core.types import Group
 from posttrain.core.verdict import State, failed
 from posttrain.diagnose.gauges import components, unjudged_words
 from posttrain.role.events import AskedEvent, Event, Observer, PushedEvent, Remark

@@ -17,9 +17,9 @@ from posttrain.checks.sampler import SamplerCheck
 from posttrain.checks.trial import LossCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.verifier import VerifierCheck
+from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce, Supervised
 from posttrain.core.stage import Stage
-from posttrain.core.types import Step
 from posttrain.role.events import Observer, Observers
 
 

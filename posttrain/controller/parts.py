@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.book import Book
+from posttrain.core.gauge import Step
 from posttrain.core.ports import Environment, Learner, PairRenderer, Reference, Sampler, Tracker
 from posttrain.core.run import Run
 from posttrain.core.sampling import Sampling, Spell
 from posttrain.core.stage import Optimizer as OptimizerConfig
 from posttrain.core.stage import Stage
-from posttrain.core.types import Step
 from posttrain.role.evaluate import EvaluationReport, evaluate
 from posttrain.role.events import Observers
 from posttrain.role.rollout import Rollout

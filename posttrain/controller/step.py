@@ -21,8 +21,10 @@ from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience, Walk
+from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.request import PassRate
-from posttrain.core.types import Credit, Gauge, Gauges, Group, Step, merge
+from posttrain.core.scored import Credit
+from posttrain.core.types import Group
 from posttrain.diagnose.gauges import rollout_gauges
 from posttrain.diagnose.notes import notes
 from posttrain.role.culprits import named

@@ -24,9 +24,11 @@ from posttrain.core import files, reader, record
 from posttrain.core.algorithm import Algorithm, differences
 from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position, newest_good
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
+from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce, Run
+from posttrain.core.scored import Credit
 from posttrain.core.tree import to_plain
-from posttrain.core.types import Credit, Group, Step
+from posttrain.core.types import Group
 
 
 def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from posttrain.core.types import Gauges, Group
+from posttrain.core.gauge import Gauges
+from posttrain.core.types import Group
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from typing import Any, cast
 
 from posttrain.core import files, record
 from posttrain.core.errors import PosttrainError, RunFolderError
+from posttrain.core.gauge import Step
 from posttrain.core.run import Run
 from posttrain.core.tree import from_plain
-from posttrain.core.types import Step
 
 SCHEMA = 2
 """Of run.json and of the record beside it."""

@@ -29,11 +29,13 @@ import numpy as np
 from posttrain.core import foreign
 from posttrain.core.content import ContentPart, content_of
 from posttrain.core.errors import RunFolderError
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.sampling import Sampling
+from posttrain.core.scored import Credit
 from posttrain.core.seats import SeatTurn
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.core.types import Credit, Episode, Gauge, Group, Kept, Message, Segment, Step, Stop, Task, Top
+from posttrain.core.types import Episode, Group, Kept, Message, Segment, Stop, Task, Top
 from posttrain.core.verdict import Judged, State, Verdict
 
 Columns = dict[str, np.ndarray]

@@ -6,10 +6,9 @@ batch, N packed positions, M spoken positions.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NotRequired, TypedDict
+from typing import Any, NotRequired, TypedDict
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.seats import SeatTurn
 from posttrain.core.spread import rounding, spread
 from posttrain.core.stop import Stop as Stop
-from posttrain.core.streams import ADVANTAGE, RETURN, Stream, Streamed
 from posttrain.core.verdict import Judged, outcome, resolution, size
 
 
@@ -308,125 +306,3 @@ class Group:
         own = [e for e in self.judged if not e.shown]
         noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)
-
-
-@dataclass(frozen=True, eq=False)
-class Scored(Streamed[tuple[np.ndarray, ...]]):
-    """A judged episode with what forward-only models said of it: of each stream that the algorithm reads
-    (`core.streams.SCORED`), per segment an array over its spoken tokens."""
-
-    HOLDER: ClassVar[str] = "what was scored of an episode"
-    episode: Episode
-
-    def __post_init__(self) -> None:
-        if self.episode.reward is None:
-            raise InvariantError("an episode that was not judged cannot be scored: it leaves baseline and batch")
-        for stream, parts in self.streams.items():
-            if len(parts) != len(self.episode.segments):
-                raise InvariantError(
-                    f"stream {stream.name!r} has {len(parts)} parts for {len(self.episode.segments)} segments: give one"
-                    " to each"
-                )
-            for segment, x in zip(self.episode.segments, parts, strict=True):
-                stream.check(x, segment.spoken)
-
-
-@dataclass(frozen=True, eq=False)
-class ScoredGroup:
-    """A group with its judged episodes scored, in order of sibling."""
-
-    group: Group
-    episodes: tuple[Scored, ...]
-
-
-@dataclass(frozen=True, eq=False)
-class EpisodeCredit:
-    """What the algorithm made of one episode: per segment, arrays over its spoken tokens in order.
-
-    `shaped` is the reward after shaping (raw stays in the episode); `advantage` float64 per spoken token;
-    `returns` the value targets, only where the algorithm learns values; `dropped` says why no token of this
-    episode may carry a gradient ('' otherwise): it stays in the baseline and leaves the batch.
-    """
-
-    scored: Scored
-    shaped: float
-    advantage: tuple[np.ndarray, ...]
-    returns: tuple[np.ndarray, ...] | None = None
-    dropped: str = ""
-
-    def __post_init__(self) -> None:
-        for segment, a in zip(self.episode.segments, self.advantage, strict=True):
-            if len(a) != segment.spoken:
-                raise InvariantError(f"credit of {len(a)} tokens for {segment.spoken} spoken ones")
-            if not np.all(np.isfinite(a)):
-                raise InvariantError(f"credit of task {self.episode.task.id!r} is not finite")
-
-    @property
-    def episode(self) -> Episode:
-        return self.scored.episode
-
-    @property
-    def streams(self) -> dict[Stream, tuple[np.ndarray, ...]]:
-        """All that was scored, with what the algorithm made of it: what a batch holds of this episode."""
-        own = {ADVANTAGE: self.advantage} if self.returns is None else {ADVANTAGE: self.advantage, RETURN: self.returns}
-        return {**own, **self.scored.streams}
-
-
-@dataclass(frozen=True, eq=False)
-class GroupCredit:
-    """Credit of one group's judged episodes, in order. `silent`: a group-relative baseline saw no spread."""
-
-    group: Group
-    episodes: tuple[EpisodeCredit, ...]
-    silent: bool
-
-
-@dataclass(frozen=True, eq=False)
-class Credit:
-    """Credit of a whole step, and the moving baseline after it (unchanged where the algorithm has none)."""
-
-    groups: tuple[GroupCredit, ...]
-    ema: float
-
-
-@dataclass(frozen=True)
-class Gauge:
-    """A sum and a count, so that a mean of means cannot happen. Merge by adding."""
-
-    sum: float
-    count: float
-
-    def __add__(self, other: Gauge) -> Gauge:
-        return Gauge(self.sum + other.sum, self.count + other.count)
-
-    @property
-    def mean(self) -> float:
-        return self.sum / self.count if self.count else math.nan
-
-    @staticmethod
-    def of(values: Sequence[float] | np.ndarray) -> Gauge:
-        return Gauge(float(np.sum(values)), float(np.size(values)))
-
-
-Gauges = dict[str, Gauge]
-
-
-def merge(*parts: Mapping[str, Gauge]) -> Gauges:
-    """Gauges of a whole from the gauges of its parts."""
-    out: Gauges = {}
-    for part in parts:
-        for name, gauge in part.items():
-            out[name] = out[name] + gauge if name in out else gauge
-    return out
-
-
-@dataclass(frozen=True)
-class Step:
-    """One line of the record. `clock` holds wall-time facts, which no digest covers."""
-
-    stage: str
-    index: int
-    version: int
-    gauges: Mapping[str, Gauge]
-    clock: Mapping[str, float] = field(default_factory=dict[str, float])
-    notes: tuple[str, ...] = ()

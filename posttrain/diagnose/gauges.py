@@ -9,7 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.core.experience import Experience
-from posttrain.core.types import Credit, Episode, Gauge, Gauges, Group
+from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.scored import Credit
+from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import SOLVED, State, failed
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from posttrain.core.experience import Experience
+from posttrain.core.scored import Credit
 from posttrain.core.spread import rounding, spread
-from posttrain.core.types import Credit
 from posttrain.core.verdict import resolution, size
 
 

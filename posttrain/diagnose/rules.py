@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
-from posttrain.core.types import Step
 
 
 @dataclass(frozen=True)

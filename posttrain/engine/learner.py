@@ -17,16 +17,17 @@ from torch import Tensor, nn
 from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError
-from posttrain.core.ports import Odds, TokenScores
+from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine import attention
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.logit_rules import LogitRules
-from posttrain.engine.logprob import candidates, energies, exact, logprobs, most_probable, odds
+from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
+from posttrain.engine.transform import exact
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""

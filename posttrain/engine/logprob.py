@@ -10,10 +10,8 @@ Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens of one chu
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -26,6 +24,7 @@ from posttrain.core.types import Kept
 from posttrain.engine import plain
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 from posttrain.engine.logit_rules import LogitRules
+from posttrain.engine.transform import KeptMask, KeptSets, LogitSlope, LogitTransform, exact
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """Logits (C * V) worked on at once, on each kind of device: 8 MiB of float32 stay near a CPU's caches, 512 MiB fill a
@@ -33,22 +32,6 @@ GPU."""
 CHUNK_ROWS = 128
 """Tokens a chunk has at least, whatever the vocabulary: fewer would read the whole head's weight for too little
 work."""
-
-
-def exact(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which logits of weights of `dtype` are computed: float32 at least."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def logits(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, softcap: float | None = None
-) -> Tensor:
-    """[..., H] -> [..., V] logits in `exact` dtype; sampler and learner both come through here."""
-    dtype = exact(weight.dtype)
-    out = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
-    if scale != 1:
-        out = out * scale
-    return out if softcap is None else torch.tanh(out / softcap) * softcap
 
 
 def logprobs(
@@ -88,8 +71,8 @@ def logprobs(
         raise InvariantError(f"rules must be given exactly where the contract has some: {sampling}")
     if hidden.shape[0] != targets.shape[0]:
         raise InvariantError(f"{hidden.shape[0]} hidden states for {targets.shape[0]} tokens")
-    transform = _Transform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Sets(kept, targets)
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptSets(kept, targets)
     )
     form = kernel("head", hidden.device, exact(weight.dtype), kernels)
     logp, entropy = form.function(
@@ -113,8 +96,8 @@ def candidates(
     """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable; each chunk's logits are computed
     again in the backward. A token that cannot be said has the log-prob of probability 0, as low as its dtype goes."""
     dtype = exact(weight.dtype)
-    transform = _Transform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device)
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
     low = torch.finfo(dtype).min
 
@@ -145,8 +128,8 @@ def most_probable(
 ) -> Any:
     """(values, indices) [M, K] of the most probable tokens, in descending order; k = 0 takes the whole vocabulary."""
     dtype = exact(weight.dtype)
-    transform = _Transform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device)
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
     w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
     k, rows = k or weight.shape[0], _rows(hidden, weight)
@@ -176,8 +159,8 @@ def energies(
     """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract, z being what the softmax is taken
     of."""
     dtype = exact(weight.dtype)
-    transform = _Transform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device)
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
     w, b, rows = weight.to(dtype), None if bias is None else bias.to(dtype), _rows(hidden, weight)
     out = [hidden.new_zeros(0, dtype=dtype)]
@@ -206,8 +189,8 @@ def odds(
     those up to it [M]; for each q proportional to p^(1 / temperature), log q - log p of it [M, K], and the total
     variation between q and p [M, K]."""
     dtype = exact(weight.dtype)
-    transform = _Transform(
-        1 / sampling.temperature, softcap, scale, rules, None if kept is None else _Kept(kept, hidden.device)
+    transform = LogitTransform(
+        1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
     w, b, rows = weight.to(dtype), None if bias is None else bias.to(dtype), _rows(hidden, weight)
     ids = torch.arange(weight.shape[0], device=weight.device)
@@ -233,81 +216,6 @@ def _rows(hidden: Tensor, weight: Tensor) -> int:
     return max(CHUNK_ROWS, CHUNK_ELEMENTS["cpu" if hidden.device.type == "cpu" else "accelerator"] // weight.shape[0])
 
 
-class _Kept:
-    """Kept sets on the device, ready to mask chunk after chunk."""
-
-    def __init__(self, kept: Kept, device: torch.device) -> None:
-        self.offsets = kept.offsets
-        self.rows = torch.from_numpy(np.repeat(np.arange(len(kept)), np.diff(kept.offsets))).to(device)
-        self.ids = torch.from_numpy(kept.ids.astype(np.int64)).to(device)
-
-    def outside(self, a: int, b: int, vocabulary: int) -> Tensor:
-        """bool [b - a, V]: True where tokens a..b did not keep the id."""
-        lo, hi = int(self.offsets[a]), int(self.offsets[b])
-        mask = torch.ones(b - a, vocabulary, dtype=torch.bool, device=self.ids.device)
-        mask[self.rows[lo:hi] - a, self.ids[lo:hi]] = False
-        return mask
-
-
-class _Sets(_Kept):
-    """Kept sets that were checked to hold the token said."""
-
-    def __init__(self, kept: Kept, targets: Tensor) -> None:
-        said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
-        inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
-        if not inside.all():
-            first = int(np.flatnonzero(~inside)[0])
-            raise InvariantError(
-                f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution"
-            )
-        super().__init__(kept, targets.device)
-
-
-@dataclass(frozen=True, eq=False)
-class _Transform:
-    """What lies between the head's product and the distribution: scale, soft-cap, rules, temperature, kept sets."""
-
-    beta: float
-    """1 / temperature"""
-    softcap: float | None
-    scale: float
-    rules: LogitRules | None
-    sets: _Kept | None
-
-    def scores(self, h: Tensor, w: Tensor, b: Tensor | None, at: int, slopes: list[_Slope] | None = None) -> Tensor:
-        """z [C, V] of tokens at..at + C, -inf where nothing can be said. `slopes` takes what the backward multiplies
-        by."""
-        z = logits(h, w, b, self.scale, self.softcap)
-        if slopes is not None and self.softcap is not None:
-            slopes.append(_Slope(None, 1 - (z / self.softcap).square_()))
-        penalised = None if self.rules is None else self.rules.adjust(z, at)
-        if slopes is not None and penalised is not None:
-            slopes.append(_Slope(*penalised))
-        if self.beta != 1:
-            z.mul_(self.beta)
-        return z if self.sets is None else z.masked_fill_(self.sets.outside(at, at + len(z), z.shape[1]), float("-inf"))
-
-    def outside(self, z: Tensor) -> Tensor | None:
-        """bool [C, V]: where nothing can be said; None where everything can."""
-        return torch.isneginf(z) if self.sets is not None or (self.rules is not None and self.rules.bans) else None
-
-
-@dataclass(frozen=True, eq=False)
-class _Slope:
-    """A derivative: of the whole [C, V], or at some places of it counted row by row."""
-
-    places: Tensor | None
-    by: Tensor
-
-    def times(self, d: Tensor) -> None:
-        """d *= slope"""
-        if self.places is None:
-            d.mul_(self.by)
-        else:
-            flat = d.view(-1)
-            flat.index_copy_(0, self.places, flat[self.places].mul_(self.by))
-
-
 class _Head(torch.autograd.Function):
     """Saves inputs and the normaliser [M]; recomputes each chunk's logits in the backward."""
 
@@ -318,7 +226,7 @@ class _Head(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        transform: _Transform,
+        transform: LogitTransform,
         want_entropy: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
@@ -348,7 +256,7 @@ class _Head(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
-        transform: _Transform = ctx.transform
+        transform: LogitTransform = ctx.transform
         want_entropy, chunk = ctx.want_entropy, ctx.chunk
         dtype = exact(weight.dtype)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
@@ -359,7 +267,7 @@ class _Head(torch.autograd.Function):
         for at in range(0, hidden.shape[0], chunk):
             to = min(at + chunk, hidden.shape[0])
             h = hidden[at:to].to(dtype)
-            slopes: list[_Slope] = []
+            slopes: list[LogitSlope] = []
             z = transform.scores(h, w, b, at, slopes)
             by_logp, by_entropy = grads[0][at:to], grads[1][at:to] if want_entropy else None
             outside = transform.outside(z) if want_entropy else None

@@ -14,8 +14,8 @@ from torch import Tensor
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import RunFolderError
-from posttrain.core.ports import ExpectedUpdate
 from posttrain.core.run import Optimizer
+from posttrain.core.scores import ExpectedUpdate
 from posttrain.engine import plain
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 

@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
 from posttrain.engine.attention import Layout, PackedLayout, using
-from posttrain.engine.logprob import logits as head_logits
+from posttrain.engine.transform import logits as head_logits
 
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
 """Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and whether they divide."""

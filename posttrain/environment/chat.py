@@ -18,6 +18,7 @@ from posttrain.core.content import content_of, shown, text_of
 from posttrain.core.errors import DataError, PosttrainError
 from posttrain.core.types import Message
 from posttrain.environment import parts, templates
+from posttrain.environment.renderings import REWRITES, common, differs, squeezed
 from posttrain.verifier.calling.parse import FORMATS, THOUGHTS, Parsed, ToolCall, parse
 
 PROBE = "ok"
@@ -210,7 +211,7 @@ class Chat:
         before = self.render(history, generate=True)
         for content in (PROBE, THOUGHT, THOUGHT_ON):
             whole = self.render([*history, Message(role="assistant", content=content)], generate=False)
-            if (at := whole.find(PROBE, len(_common(before, whole)))) >= 0:
+            if (at := whole.find(PROBE, len(common(before, whole)))) >= 0:
                 return whole[at + len(PROBE) :]
         raise DataError(f"{REWRITES} (an assistant's turn of {PROBE!r} is written as {whole[-60:]!r})")
 
@@ -238,7 +239,7 @@ class Chat:
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
             whole = self.render([*history, turn, *new], generate=bool(new), tools=tools)
-            at = max((alone.rfind(s, len(_common(before, alone))) for s in self._stops), default=-1)
+            at = max((alone.rfind(s, len(common(before, alone))) for s in self._stops), default=-1)
             if at >= 0 and whole.startswith(before) and whole.startswith(alone[:at]):
                 return whole[at:]
             if at < 0:
@@ -249,7 +250,7 @@ class Chat:
                 )
             else:
                 problem = problem or (
-                    _differs(alone[:at], whole) if whole.startswith(before) else _differs(before, whole)
+                    differs(alone[:at], whole) if whole.startswith(before) else differs(before, whole)
                 )
         raise DataError(problem)
 
@@ -258,12 +259,12 @@ class Chat:
         differ; of a turn of calls only the reasoning is looked for, because the calls stand there in the template's own
         words."""
         if not whole.startswith(before):
-            raise DataError(_differs(before, whole))
-        rest = _squeezed(whole[len(before) :])
+            raise DataError(differs(before, whole))
+        rest = squeezed(whole[len(before) :])
         kept = (
-            rest.startswith(_squeezed(said))
+            rest.startswith(squeezed(said))
             if not calls
-            else not self._reasoned or _squeezed(self._parsed(said).reasoning) in rest
+            else not self._reasoned or squeezed(self._parsed(said).reasoning) in rest
         )
         if not kept:
             follow = new[0]["role"] if new else "nothing"
@@ -331,7 +332,7 @@ class Chat:
         """A plain turn in the words of the template: some put marks around it, which the policy says itself."""
         before = self.render(history, generate=True, tools=tools)
         alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
-        at = max((alone.rfind(s, len(_common(before, alone))) for s in self._stops), default=-1)
+        at = max((alone.rfind(s, len(common(before, alone))) for s in self._stops), default=-1)
         return (
             alone[len(before) : at].strip()
             if alone.startswith(before) and PROBE in alone[len(before) : max(at, 0)]
@@ -358,7 +359,7 @@ class Chat:
                 whole = self.render([*history, turn], generate=False, tools=[WEATHER])
             except DataError:
                 continue
-            body = whole[len(_common(before, whole)) :]
+            body = whole[len(common(before, whole)) :]
             for name in FORMATS:
                 if any(parse(text, name).calls == wanted for text in self._without_end(body)):
                     return name
@@ -372,31 +373,6 @@ class Chat:
                 yield body[:at]
                 at = body.rfind(stop, 0, at)
         yield body
-
-
-REWRITES = (
-    "this chat template rewrites history: with a further message it no longer writes the earlier turns as the policy"
-    " saw them, so several turns cannot be one token sequence. Set model.history=rewrite (each turn is then a sequence"
-    " of its own), or use a template that only appends"
-)
-
-
-def _differs(before: str, whole: str) -> str:
-    """REWRITES with the place where two renderings part."""
-    at = len(_common(before, whole))
-    return (
-        f"{REWRITES} (it wrote ...{before[max(0, at - 20) : at + 40]!r}, and then"
-        f" ...{whole[max(0, at - 20) : at + 40]!r})"
-    )
-
-
-def _common(a: str, b: str) -> str:
-    n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-    return a[:n]
-
-
-def _squeezed(text: str) -> str:
-    return "".join(text.split())
 
 
 def _call_counts(new: Sequence[Message]) -> Iterator[int]:

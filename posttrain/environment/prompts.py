@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from posttrain.core.abilities import Abilities
-from posttrain.core.content import content_of, mapped, shown, text_of
 from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
-from posttrain.core.types import Gauges, Message, Stop, Task, merge
+from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.environment.rows import Place, PromptRow, digest, row_of, source_rows, texts_of
 from posttrain.environment.single import Listed, SingleTurn
 from posttrain.environment.tools.loop import Loop
 from posttrain.environment.tools.offered import OfferedTools
@@ -29,21 +25,6 @@ from posttrain.verifier.source import Checked
 
 HELDOUT_SHARE = 5
 """At most one in this many distinct prompts is held out, however many were asked for."""
-
-ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Whose messages chat templates know."""
-Place = str
-"""Where a row stands, for messages: `file:line`, or `name row n`."""
-
-
-@dataclass(frozen=True)
-class PromptRow:
-    """One checked row of the user's data. `key` is the digest of its prompt."""
-
-    task: Task
-    completion: str | None
-    key: str
-    place: Place = "a row"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +83,7 @@ class PromptsEnv(SingleTurn):
     @cached_property
     def alphabet(self) -> str:
         """Every character of prompts, answers and completions."""
-        texts = [t for r in self.rows for t in (*_texts(r.task.prompt), str(r.task.answer or ""), r.completion or "")]
+        texts = [t for r in self.rows for t in (*texts_of(r.task.prompt), str(r.task.answer or ""), r.completion or "")]
         return "".join(sorted(set("".join(texts))))
 
     def __post_init__(self) -> None:
@@ -235,8 +216,8 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[PromptRow, ...]:
     given: dict[str, Place] = {}
     repeats: dict[str, int] = {}
     answered: dict[str, PromptRow] = {}
-    for place, data in _source(path, columns.split):
-        row = _row(place, data, columns)
+    for place, data in source_rows(path, columns.split):
+        row = row_of(place, data, columns)
         if row.task.answer is not None:
             _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
         name = row.task.id
@@ -269,15 +250,6 @@ def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
         raise
 
 
-@contextmanager
-def placed(place: Place) -> Iterator[None]:
-    """What is wrong with a task is said with the place of its row."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        raise type(error)(f"{place}: {error}") from error
-
-
 def _same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
     """DataError where a prompt was answered otherwise before: whatever the policy says, one of the two would call it
     wrong."""
@@ -288,156 +260,3 @@ def _same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
             " the two would score every policy wrong. Keep one row, or give a list of answers and a reward that takes"
             " any of them"
         )
-
-
-def digest(prompt: str | Sequence[Message]) -> str:
-    """16 hex digits of a prompt: equal prompts have equal ones, and nothing else enters."""
-    text = (
-        prompt
-        if isinstance(prompt, str)
-        else json.dumps([[m["role"], shown(m["content"])] for m in prompt], ensure_ascii=True)
-    )
-    return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
-
-
-def _row(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> PromptRow:
-    """One row, checked."""
-    prompt, completion = _prompt(place, data, c)
-    if (written := data.get(c.completion_column)) is not None:
-        completion = _completion(place, written, c)
-    known = {c.prompt_column, c.messages_column, c.completion_column, c.id_column}
-    info = {k: v for k, v in data.items() if k not in known and k != "answer"}
-    if c.answer_column != "answer" and "answer" in data:
-        info["answer"] = data["answer"]
-    answer = data.get(c.answer_column)
-    if answer is not None and not isinstance(answer, str | int | float | bool | list):
-        raise DataError(f"{place}: {c.answer_column!r} is {_kind(answer)}, wanted text, a number or a list")
-    if strange := [
-        a for a in (answer if isinstance(answer, list) else [answer]) if isinstance(a, float) and not math.isfinite(a)
-    ]:
-        raise DataError(
-            f"{place}: {c.answer_column!r} is {strange[0]}, which nothing equals; leave the row out, or give it its"
-            " answer"
-        )
-    return PromptRow(
-        Task(id=_id(place, data, c), prompt=prompt, answer=answer, info=info), completion, digest(prompt), place
-    )
-
-
-def _id(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> str:
-    name = data.get(c.id_column)
-    if name is None:
-        return ""
-    if isinstance(name, bool) or not isinstance(name, str | int) or name == "":
-        raise DataError(f"{place}: {c.id_column!r} is {_kind(name)}, wanted non-empty text or a whole number")
-    return _text(place, c.id_column, str(name))
-
-
-def _prompt(place: Place, data: Mapping[str, Any], c: PromptsEnv) -> tuple[str | tuple[Message, ...], str | None]:
-    column = c.prompt_column if data.get(c.prompt_column) is not None else c.messages_column
-    value = data.get(column)
-    if value is None:
-        have = sorted(k for k, v in data.items() if v is not None)
-        hint = nearest(c.prompt_column, have) if have else "the row is empty"
-        raise DataError(
-            f"{place}: no column {c.prompt_column!r} (env.args.prompt_column) nor {c.messages_column!r}: {hint}"
-        )
-    if isinstance(value, str):
-        if not value.strip():
-            raise DataError(f"{place}: {column!r} is empty")
-        return _text(place, column, value), None
-    if not isinstance(value, list):
-        raise DataError(f"{place}: {column!r} is {_kind(value)}, wanted text or a list of messages")
-    messages = [_message(place, column, i, m) for i, m in enumerate(value)]
-    completion = None
-    if messages and messages[-1]["role"] == "assistant":
-        with placed(f"{place}: the last message of {column!r}"):
-            completion = text_of(messages.pop()["content"])
-    if not messages:
-        raise DataError(f"{place}: {column!r} has no message for the policy to answer")
-    return tuple(messages), completion
-
-
-def _message(place: Place, column: str, index: int, value: Any) -> Message:
-    where = f"{place}: message {index + 1} of {column!r}"
-    if not isinstance(value, Mapping):
-        raise DataError(f"{where} is {_kind(value)}, wanted an object with role and content")
-    if not isinstance(value.get("role"), str):
-        raise DataError(f"{where}: 'role' is {_kind(value.get('role'))}, wanted text")
-    if not isinstance(value.get("content"), str | list) or value["content"] == []:
-        raise DataError(f"{where}: 'content' is {_kind(value.get('content'))}, wanted text or a list of parts")
-    if value["role"] not in ROLES:
-        raise DataError(
-            f"{where} has role {value['role']!r}, which chat templates do not know: {nearest(value['role'], ROLES)}"
-        )
-    extra = sorted(k for k, v in value.items() if v is not None and k not in ("role", "content"))
-    if extra:
-        raise DataError(f"{where} has {extra[0]!r}; messages are role and content only")
-    with placed(where):
-        body = content_of(value["content"])
-    return Message(
-        role=_text(place, column, value["role"]), content=mapped(body, lambda text: _text(place, column, text))
-    )
-
-
-def _completion(place: Place, value: Any, c: PromptsEnv) -> str:
-    if isinstance(value, str):
-        return _text(place, c.completion_column, value)
-    if isinstance(value, list) and len(value) == 1:
-        with placed(f"{place}: {c.completion_column!r}"):
-            return text_of(_message(place, c.completion_column, 0, value[0])["content"])
-    raise DataError(f"{place}: {c.completion_column!r} is {_kind(value)}, wanted text or a list of one message")
-
-
-def _text(place: Place, column: str, value: str) -> str:
-    """Text that can be written as UTF-8; JSON can smuggle in half a surrogate pair, which no tokenizer takes."""
-    try:
-        value.encode()
-    except UnicodeEncodeError as error:
-        raise DataError(
-            f"{place}: {column!r} has half of a surrogate pair at character {error.start}, which is no text"
-        ) from None
-    return value
-
-
-def _kind(value: Any) -> str:
-    names = {
-        type(None): "missing",
-        str: "text",
-        bool: "true or false",
-        int: "a number",
-        float: "a number",
-        list: "a list",
-        dict: "an object",
-    }
-    return (
-        f"empty {names[type(value)]}"
-        if value in ("", []) and not isinstance(value, bool)
-        else names.get(type(value), type(value).__name__)
-    )
-
-
-def _texts(prompt: str | Sequence[Message]) -> Iterable[str]:
-    return [prompt] if isinstance(prompt, str) else [shown(m["content"]) for m in prompt]
-
-
-def _source(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Rows with their places, from whatever `path` is."""
-    from posttrain.environment import tables
-
-    file = Path(path)
-    try:
-        folder, there = file.is_dir(), file.exists()
-    except OSError as error:
-        raise DataError(f"env.prompts={path[:200]}: {error.strerror}") from error
-    if folder:
-        return tables.saved(path, split)
-    if there:
-        return tables.parquet(file) if file.suffix == ".parquet" else tables.json_rows(file)
-    if (
-        file.suffix in (".jsonl", ".json", ".parquet", ".ndjson")
-        or path.startswith((".", "/", "~"))
-        or path.count("/") > 1
-    ):
-        raise DataError(f"no such file or folder: {path}")
-    return tables.hub(path, split)

@@ -13,10 +13,11 @@ import numpy as np
 from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers
 from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError
+from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.stop import EpisodeLimits
-from posttrain.core.types import Gauges, Message, Stop, Task, merge
+from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.verifier.source import ContainedSource, Source, SourceWithProcesses
 

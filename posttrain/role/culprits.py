@@ -7,8 +7,9 @@ from contextlib import contextmanager
 
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.scored import Credit
 from posttrain.core.streams import MU
-from posttrain.core.types import Credit, Episode
+from posttrain.core.types import Episode
 from posttrain.role.trainer import NonFiniteGradient
 
 

@@ -8,10 +8,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Evaluation
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauge, Gauges, Group, Task
+from posttrain.core.types import Group, Task
 from posttrain.core.verdict import SOLVED, failed
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.role.rollout import Rollout, together

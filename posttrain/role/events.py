@@ -22,7 +22,8 @@ from typing import Any
 
 from posttrain.core.batch import Batch
 from posttrain.core.experience import Experience
-from posttrain.core.types import Credit, Gauges, ScoredGroup, Step, merge
+from posttrain.core.gauge import Gauges, Step, merge
+from posttrain.core.scored import Credit, ScoredGroup
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.passes import Needs, Passes
 

@@ -19,8 +19,9 @@ from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
 from posttrain.core.run import Reinforce
+from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit
 from posttrain.core.streams import MU, VERSION, WEIGHT
-from posttrain.core.types import OUTSIDE, Credit, EpisodeCredit, GroupCredit
+from posttrain.core.types import OUTSIDE
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,8 @@ import numpy as np
 from torch import Tensor
 
 from posttrain.core.batch import Batch
-from posttrain.core.ports import Learner, TokenScores
+from posttrain.core.ports import Learner
+from posttrain.core.scores import TokenScores
 
 
 @dataclass(frozen=True)

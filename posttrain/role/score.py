@@ -11,8 +11,9 @@ from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Examiner, Learner
+from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import SCORED, Scoring, Stream
-from posttrain.core.types import Episode, Group, Scored, ScoredGroup
+from posttrain.core.types import Episode, Group
 
 
 def score(

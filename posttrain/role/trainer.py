@@ -14,9 +14,10 @@ from posttrain.algorithm.losses import Loss
 from posttrain.algorithm.objective import Terms
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import ExpectedUpdate, Learner, TokenScores
+from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.ports import Learner
 from posttrain.core.run import Optimizer as OptimizerConfig
-from posttrain.core.types import Gauge, Gauges, merge
+from posttrain.core.scores import ExpectedUpdate, TokenScores
 from posttrain.role.events import UNOBSERVED, DifferentiatedEvent, LearnedEvent, Observers, PackedEvent
 from posttrain.role.passes import Passes
 

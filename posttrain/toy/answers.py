@@ -27,8 +27,9 @@ from torch import Tensor
 
 from posttrain.core.batch import Batch
 from posttrain.core.sampling import Sampling
+from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, START, VERSION, WEIGHT
-from posttrain.core.types import ScoredGroup, Stop
+from posttrain.core.types import Stop
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.toy.policies import ToyPolicy

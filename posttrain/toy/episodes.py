@@ -1,6 +1,7 @@
 """Groups of episodes from plain numbers: rewards, log-probs, and how many tokens each turn has.
 
->>> group = scored_group("a", [PlainEpisode(1.0, [[2]], np.array([-0.5, -1.0])), PlainEpisode(0.0, [[1]], np.array([-2.0]))])
+>>> right, wrong = PlainEpisode(1.0, [[2]], np.array([-0.5, -1.0])), PlainEpisode(0.0, [[1]], np.array([-2.0]))
+>>> group = scored_group("a", [right, wrong])
 >>> group.group.rewards.tolist(), [e.episode.spoken for e in group.episodes]
 ([1.0, 0.0], [2, 1])
 """
@@ -14,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.sampling import Sampling
+from posttrain.core.scored import Scored, ScoredGroup
 from posttrain.core.streams import ENERGY, ENTROPY, REFERENCE, START, TOP_IDS, TOP_LOGP, VALUE
-from posttrain.core.types import SHOWN, Episode, Group, Scored, ScoredGroup, Segment, Stop, Task, Top
+from posttrain.core.types import SHOWN, Episode, Group, Segment, Stop, Task, Top
 from posttrain.core.verdict import Judged, Verdict
 
 SAMPLING = Sampling(max_tokens=20, stop_ids=(0,))

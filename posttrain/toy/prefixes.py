@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import ScoredGroup, Stop
+from posttrain.core.scored import ScoredGroup
+from posttrain.core.types import Stop
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 Response = tuple[int, ...]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
-from posttrain.core.types import Gauges, Task
+from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 
 

@@ -22,11 +22,12 @@ from posttrain.checks.watch import observers
 from posttrain.core import reader
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
+from posttrain.core.gauge import Step
 from posttrain.core.ladder import DAPO, DR_GRPO
 from posttrain.core.run import Optimizer, Reinforce
 from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Stage
-from posttrain.core.types import Episode, Group, Segment, Step, Stop, Task
+from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.optimizer import AdamW
 from posttrain.role.events import AskedEvent, Event, LearnedEvent, Observer, Observers, PackedEvent, PushedEvent, Remark

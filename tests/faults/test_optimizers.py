@@ -16,8 +16,8 @@ from torch import Tensor
 
 from posttrain.core import reader
 from posttrain.core.errors import InvariantError
-from posttrain.core.ports import ExpectedUpdate
 from posttrain.core.run import Optimizer
+from posttrain.core.scores import ExpectedUpdate
 from posttrain.engine.optimizer import AdamW
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 

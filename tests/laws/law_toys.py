@@ -15,8 +15,8 @@ from posttrain.algorithm.trust import TrustInputs
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.run import Reinforce
+from posttrain.core.scored import Credit
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, START, WEIGHT
-from posttrain.core.types import Credit
 from posttrain.role.pack import pack
 from posttrain.toy.episodes import SAMPLING, rewarded
 

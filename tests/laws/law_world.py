@@ -21,9 +21,10 @@ from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.batch import Batch
 from posttrain.core.pieces.baseline import AnchorMean, TurnMean
-from posttrain.core.ports import TokenScores
+from posttrain.core.scored import Credit
+from posttrain.core.scores import TokenScores
 from posttrain.core.streams import TOP_IDS
-from posttrain.core.types import Credit, Top
+from posttrain.core.types import Top
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.toy.episodes import SAMPLING, PlainEpisode, scored_group
 

@@ -36,9 +36,9 @@ from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
-from posttrain.core.ports import Odds
 from posttrain.core.request import RolloutRequest
 from posttrain.core.sampling import Sampling
+from posttrain.core.scores import Odds
 from posttrain.core.transcript import Transcript
 from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict

@@ -23,9 +23,9 @@ from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.ladder import DR_GRPO, EMA, GRPO, PPO, REINFORCE
 from posttrain.core.pieces.baseline import Ema, GroupMean, Others, Value
 from posttrain.core.pieces.correction import Mask, Truncate
-from posttrain.core.ports import TokenScores
+from posttrain.core.scored import ScoredGroup
+from posttrain.core.scores import TokenScores
 from posttrain.core.streams import RETURN, VALUE
-from posttrain.core.types import ScoredGroup
 from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 from posttrain.toy.prefixes import PrefixPolicy
 

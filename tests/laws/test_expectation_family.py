@@ -25,8 +25,8 @@ from posttrain.core.ladder import GPG, MAXRL, MAXRL_SUCCESS, OPD, OPMD, OPO, OTB
 from posttrain.core.pieces.baseline import GroupMean, Others, ToGo
 from posttrain.core.pieces.pull import KL
 from posttrain.core.pieces.shape import BestOf
-from posttrain.core.ports import TokenScores
-from posttrain.core.types import ScoredGroup
+from posttrain.core.scored import ScoredGroup
+from posttrain.core.scores import TokenScores
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.toy.prefixes import PrefixPolicy, answer_kl, state_kl
 

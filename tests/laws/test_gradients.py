@@ -22,7 +22,7 @@ from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import A3PO, DPPO_TOP, DR_GRPO, GKD, GRPO, KL_COV, LADDER, LUFFY, PPO, TOP_ENTROPY, VAPO
 from posttrain.core.pieces.token import EntropyBonus
-from posttrain.core.ports import TokenScores
+from posttrain.core.scores import TokenScores
 from posttrain.core.streams import (
     ADVANTAGE,
     ENERGY,

@@ -19,7 +19,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import REINFORCE
 from posttrain.core.pieces import pull as data
 from posttrain.core.pieces.pull import KL, Estimator, Placement, SequenceL2
-from posttrain.core.ports import TokenScores
+from posttrain.core.scores import TokenScores
 from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.toy.prefixes import PrefixPolicy, answer_kl, state_kl
 

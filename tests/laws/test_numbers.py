@@ -19,13 +19,14 @@ from posttrain.algorithm.value import gae, value_loss
 from posttrain.algorithm.weigh import weigh
 from posttrain.core.algorithm import patch
 from posttrain.core.errors import InvariantError
+from posttrain.core.gauge import Gauge
 from posttrain.core.ladder import DAPO, DR_GRPO, EMA, GRPO, PPO, REINFORCE, RLOO
 from posttrain.core.pieces.baseline import Ema, GroupMean, Others, Value, Zero
 from posttrain.core.pieces.pull import KL, SequenceL2
 from posttrain.core.pieces.shape import DropTruncated, Overlong, Signed
 from posttrain.core.pieces.trust import Clip
-from posttrain.core.ports import TokenScores
-from posttrain.core.types import Gauge, Stop
+from posttrain.core.scores import TokenScores
+from posttrain.core.types import Stop
 from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 
 CENTRED = patch(REINFORCE, "centred", "-", baseline=GroupMean())

@@ -24,6 +24,7 @@ from posttrain.algorithm.steer import AdaptiveState, remember, steered
 from posttrain.algorithm.streams import discounted
 from posttrain.algorithm.value import gae, v_trace
 from posttrain.core.algorithm import Algorithm, patch
+from posttrain.core.gauge import Gauge
 from posttrain.core.ladder import (
     DR_GRPO,
     GDPO,
@@ -47,7 +48,7 @@ from posttrain.core.ladder import (
 from posttrain.core.pieces.baseline import Others, SoftMean
 from posttrain.core.pieces.pull import KL
 from posttrain.core.pieces.shape import BestOf
-from posttrain.core.types import Gauge, ScoredGroup
+from posttrain.core.scored import ScoredGroup
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.toy.episodes import PlainEpisode, rewarded, scored_group
 

@@ -22,7 +22,7 @@ from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.ladder import DECOUPLED, REINFORCE
 from posttrain.core.pieces.correction import BinaryKL, Correction, Mask, NegativeMask, Reject, Truncate, Veto
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper, TrustRegion
-from posttrain.core.ports import TokenScores
+from posttrain.core.scores import TokenScores
 from posttrain.core.streams import ADVANTAGE
 
 

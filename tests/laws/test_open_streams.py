@@ -22,8 +22,9 @@ from posttrain.core.batch import Batch, Packed
 from posttrain.core.errors import InvariantError
 from posttrain.core.ladder import GRPO, REINFORCE
 from posttrain.core.ports import Learner
+from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import ADVANTAGE, MU, SCORED, START, VERSION, WEIGHT, Maker, Scoring, Stream
-from posttrain.core.types import Group, ScoredGroup
+from posttrain.core.types import Group
 from posttrain.role.pack import pack
 from posttrain.role.score import score
 from posttrain.toy.episodes import SAMPLING, PlainEpisode, scored_group

@@ -24,10 +24,10 @@ from posttrain.algorithm.streams import streams
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError
+from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ladder import LADDER, PPO
 from posttrain.core.pieces.baseline import AnchorMean, TurnMean, Value
 from posttrain.core.streams import ADVANTAGE, START, TOP_LOGP, WEIGHT
-from posttrain.core.types import Gauges, merge
 from posttrain.toy.episodes import PlainEpisode, scored_group
 
 SEED = 3

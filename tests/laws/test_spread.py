@@ -24,8 +24,8 @@ from posttrain.core.pieces.baseline import Value
 from posttrain.core.pieces.shape import BestOf, Cosine, Gate, Overlong, Repetition, Signed
 from posttrain.core.run import Reinforce
 from posttrain.core.sampling import Sampling
+from posttrain.core.scored import Credit, ScoredGroup
 from posttrain.core.spread import RESOLUTION
-from posttrain.core.types import Credit, ScoredGroup
 from posttrain.core.verdict import Judged, Verdict, size
 from posttrain.role.pack import pack
 from posttrain.toy.episodes import PlainEpisode, scored_group

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.checkpoint import find
-from posttrain.core.types import Step
+from posttrain.core.gauge import Step
 from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters, train_bpe, train_byte_level, train_unigram
 from posttrain.role.weights import WEIGHTS

@@ -27,25 +27,13 @@ from posttrain.core import files, reader, record
 from posttrain.core.book import Book
 from posttrain.core.engines import Embedded
 from posttrain.core.errors import InvariantError, RunFolderError
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ladder import GRPO
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import (
-    Credit,
-    Episode,
-    EpisodeCredit,
-    Gauge,
-    Group,
-    GroupCredit,
-    Kept,
-    Said,
-    Scored,
-    Segment,
-    Step,
-    Stop,
-    Task,
-)
+from posttrain.core.types import Episode, Group, Kept, Said, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 
 RUN = Run(recipe="test", stages=(Reinforce(name="rl"),), keep_checkpoints=2)

@@ -28,7 +28,8 @@ from posttrain.environment.check.workings import WORKINGS, sandboxes
 from posttrain.environment.gallery.arithmetic import Arithmetic
 from posttrain.environment.gallery.calculator import CalculatorEnv
 from posttrain.environment.make import environment
-from posttrain.environment.prompts import PromptRow, PromptsEnv, digest
+from posttrain.environment.prompts import PromptsEnv
+from posttrain.environment.rows import PromptRow, digest
 from posttrain.environment.scripted import judged
 from posttrain.sandbox.backends import Unconfined
 from posttrain.sandbox.pool import Sandbox

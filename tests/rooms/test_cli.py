@@ -30,8 +30,9 @@ from posttrain.core.formula import formula, formulas
 from posttrain.core.ladder import LADDER
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.core.scored import Credit, EpisodeCredit, GroupCredit, Scored
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Credit, Episode, EpisodeCredit, Group, GroupCredit, Said, Scored, Stop, Task
+from posttrain.core.types import Episode, Group, Said, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 
 PYTHON = (sys.executable, "-m", "posttrain.cli")

@@ -17,6 +17,7 @@ from posttrain.controller.parts import RunParts
 from posttrain.core import reader
 from posttrain.core.algorithm import Algorithm, patch
 from posttrain.core.errors import ConfigError
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.ladder import DPPO_TOP, DR_GRPO, GKD, GRPO, GRPO_PROCESS, LUFFY, PPO, REMAX
 from posttrain.core.pieces.baseline import Value
 from posttrain.core.pieces.pull import KL
@@ -25,7 +26,7 @@ from posttrain.core.pieces.trust import Clip
 from posttrain.core.run import Env
 from posttrain.core.sampling import Sampling
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import SHOWN, Episode, Gauge, Group, Step, Stop, Task
+from posttrain.core.types import SHOWN, Episode, Group, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.environment.single import Listed
 from posttrain.role.prompts import Prompts

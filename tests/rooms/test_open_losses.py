@@ -17,10 +17,10 @@ from posttrain.algorithm.losses import Reads
 from posttrain.algorithm.objective import Terms
 from posttrain.algorithm.streams import streams
 from posttrain.core.batch import Batch
-from posttrain.core.ports import TokenScores
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.run import Optimizer
+from posttrain.core.scores import TokenScores
 from posttrain.core.streams import WEIGHT
-from posttrain.core.types import Gauge, Gauges
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.optimizer import AdamW
 from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, Observers, PackedEvent, Remark

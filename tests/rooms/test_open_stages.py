@@ -28,11 +28,11 @@ from posttrain.core.asks import Kind, asks, decided
 from posttrain.core.checkpoint import find, scan
 from posttrain.core.env import Env, Reward
 from posttrain.core.errors import ConfigError, RewardError, RunFolderError
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.open import alternatives
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage, come_to, starts
 from posttrain.core.tree import from_plain, to_plain
-from posttrain.core.types import Gauge, Step
 from posttrain.role.weights import WEIGHTS
 from tests.tiny import only_rl, tiny_parts, tiny_run
 

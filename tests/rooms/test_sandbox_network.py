@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from posttrain.core.gauge import Gauge
 from posttrain.core.stop import EpisodeLimits as Stops
-from posttrain.core.types import Gauge, Task
+from posttrain.core.types import Task
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.sandbox.cell import syscalls
 from posttrain.sandbox.pool import Sandbox

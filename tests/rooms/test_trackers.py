@@ -12,8 +12,8 @@ import pytest
 
 from posttrain.api.trackers import Guarded, check_trackers, make_trackers, scalars
 from posttrain.core.errors import ConfigError
+from posttrain.core.gauge import Gauge, Step
 from posttrain.core.run import Reinforce, Run
-from posttrain.core.types import Gauge, Step
 
 
 def run_with(*names: str) -> Run:

@@ -20,8 +20,8 @@ from posttrain.controller.parts import MeasuredReport, RunParts
 from posttrain.controller.stages.progress import Progress, StageResult, StageState
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
+from posttrain.core.gauge import Step, merge
 from posttrain.core.stage import Stage, come_to, starts
-from posttrain.core.types import Step, merge
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.role.evaluate import EvaluationReport

@@ -12,10 +12,10 @@ from posttrain.controller.stages.driver import Driver, keep
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.step import ask, learn
 from posttrain.core.experience import Experience
+from posttrain.core.gauge import Step
 from posttrain.core.ports import Reference
 from posttrain.core.run import Reinforce
 from posttrain.core.stage import starts
-from posttrain.core.types import Step
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.pack import batch_algebra
 from posttrain.role.prompts import Prompts

@@ -10,8 +10,8 @@ from pathlib import Path
 from posttrain.controller.stages.driver import Driver
 from posttrain.controller.stages.progress import StageState
 from posttrain.controller.step import SupervisedBatch, imitate
+from posttrain.core.gauge import Step
 from posttrain.core.run import Supervised
-from posttrain.core.types import Step
 from posttrain.role.demonstrate import demonstrations
 from posttrain.role.roles import SupervisedRoles
 

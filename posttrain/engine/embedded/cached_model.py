@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
-from posttrain.core.types import Gauge
+from posttrain.core.gauge import Gauge
 from posttrain.engine.accept import accept
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.cache import CachedLayout, CachePool, ragged_arange

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from posttrain.core.types import Gauge, Gauges
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.scheduler import Scheduler

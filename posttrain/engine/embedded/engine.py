@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
+from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauges, Said
+from posttrain.core.types import Said
 from posttrain.engine.embedded.admission import Admission
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for
 from posttrain.engine.embedded.cached_model import CachedModel

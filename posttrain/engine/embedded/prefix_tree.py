@@ -10,6 +10,7 @@ Least recently used goes first, and a leaf before its parent. numpy and dictiona
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -143,3 +144,21 @@ class PrefixTree:
         """These were used now, a parent after its child."""
         for node in reversed(path):
             self._order.move_to_end(node.serial)
+
+
+SPARE = 64
+"""Blocks given up at once, so that the search for them is rare."""
+
+
+def take_blocks(blocks: Blocks, tree: PrefixTree, n: int, grow: Callable[[int], None]) -> np.ndarray:
+    """`n` blocks: free ones, new ones as far as the budget goes, then the least recently used that only the tree owns.
+
+    `grow` is called with the number of blocks that the pool must hold.
+    """
+    if n > blocks.free and blocks.capacity < blocks.most:
+        capacity = min(blocks.most, max(blocks.capacity + n - blocks.free, blocks.capacity + blocks.capacity // 4))
+        grow(capacity)
+        blocks.grow(capacity)
+    if n > blocks.free:
+        tree.evict(max(n - blocks.free, SPARE))
+    return blocks.take(n)

@@ -17,12 +17,9 @@ from torch import Tensor
 
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for, rows_of
 from posttrain.engine.embedded.plan import SHORT, Drafts, Plan, PrefillPieces, make_plan, room_in_lanes
-from posttrain.engine.embedded.prefix_tree import PrefixTree
+from posttrain.engine.embedded.prefix_tree import SPARE, PrefixTree, take_blocks
 from posttrain.engine.embedded.slots import GenerateCall, Prompt, Slots
 from posttrain.engine.embedded.tally import SchedulerCounts
-
-SPARE = 64
-"""Blocks given up at once, so that the search for them is rare."""
 
 
 class Scheduler:
@@ -258,7 +255,7 @@ class Scheduler:
         if not self._room(own + int(np.count_nonzero(self.slots.speaking))):
             self.blocks.release(found.blocks)
             return None
-        rows = rows_of(np.concatenate([found.blocks, self._take(own)]))
+        rows = rows_of(np.concatenate([found.blocks, self._blocks(own)]))
         prompt = Prompt(ids, rows, done=found.tokens, resumes=resumes)
         if found.extra:
             at = len(found.blocks) * BLOCK
@@ -336,7 +333,7 @@ class Scheduler:
         else:
             self.blocks.share(prompt.blocks[:full])
             if full * BLOCK < size:
-                own = rows_of(self._take(1))
+                own = rows_of(self._blocks(1))
                 self.slots.table[s, full * BLOCK : (full + 1) * BLOCK] = own
                 self.copies.append((prompt.rows[full * BLOCK : size], own[: size - full * BLOCK]))
         del self._waits[s]
@@ -387,21 +384,12 @@ class Scheduler:
                     break
         return self.blocks.fits(n)
 
+    def _blocks(self, n: int) -> np.ndarray:
+        return take_blocks(self.blocks, self.tree, n, self._grow)
+
     def _extend(self, at: np.ndarray) -> None:
         """One more block for each of these slots."""
         if len(at):
-            rows = rows_of(self._take(len(at))).reshape(-1, BLOCK)
+            rows = rows_of(self._blocks(len(at))).reshape(-1, BLOCK)
             self.slots.table[at[:, None], self.slots.held[at][:, None] + np.arange(BLOCK)] = rows
             self.slots.held[at] += BLOCK
-
-    def _take(self, n: int) -> np.ndarray:
-        """`n` blocks: free ones, new ones as far as the budget goes, then the least recently used that only the tree
-        owns."""
-        b = self.blocks
-        if n > b.free and b.capacity < b.most:
-            capacity = min(b.most, max(b.capacity + n - b.free, b.capacity + b.capacity // 4))
-            self._grow(capacity)
-            b.grow(capacity)
-        if n > b.free:
-            self.tree.evict(max(n - b.free, SPARE))
-        return b.take(n)

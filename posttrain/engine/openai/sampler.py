@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 
 from posttrain.core.errors import EndpointError, EngineError
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauge, Gauges
 from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.openai.body import fields
 from posttrain.engine.openai.discover import RemoteModel

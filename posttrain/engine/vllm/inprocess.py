@@ -22,8 +22,9 @@ import numpy as np
 import torch
 
 from posttrain.core.errors import EngineError
+from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauges, Said
+from posttrain.core.types import Said
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import Answer, fields, said

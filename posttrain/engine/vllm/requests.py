@@ -14,8 +14,9 @@ import numpy as np
 from torch import Tensor
 
 from posttrain.core.errors import DataError, EngineError, nearest
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauge, Gauges, Said, Stop
+from posttrain.core.types import Said, Stop
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.vllm.contract import Capabilities, check
 

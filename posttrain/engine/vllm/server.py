@@ -20,8 +20,9 @@ import numpy as np
 from safetensors.torch import save_file
 
 from posttrain.core.errors import ConfigError, EndpointError, EngineError
+from posttrain.core.gauge import Gauges
 from posttrain.core.sampling import Sampling
-from posttrain.core.types import Gauges, Said
+from posttrain.core.types import Said
 from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import Answer, fields, said

@@ -14,9 +14,10 @@ from typing import Any
 
 from posttrain.core.env import Scalar
 from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Attempt, TaskSource
 from posttrain.core.seeds import key as seed_key
-from posttrain.core.types import Gauges, Task, merge
+from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.adapters import gym_scoring
 from posttrain.environment.adapters.gym_scoring import CHUNK, ScoringRequest

@@ -9,9 +9,10 @@ from functools import cached_property
 import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
-from posttrain.core.types import Gauges, Task, merge
+from posttrain.core.types import Task
 from posttrain.core.verdict import Verdict
 from posttrain.environment.generated import GeneratedTasks
 from posttrain.environment.single import require

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Talk
 from posttrain.core.stop import EpisodeLimits
-from posttrain.core.types import Gauge, Gauges, Message, Stop
+from posttrain.core.types import Message, Stop
 from posttrain.environment.tools.tool import CallCounts, Observation, Toolbox
 from posttrain.verifier.calling import parse
 

@@ -9,8 +9,9 @@ from typing import Any
 
 from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError, DataError, nearest
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.stop import EpisodeLimits
-from posttrain.core.types import Gauge, Gauges, Task
+from posttrain.core.types import Task
 from posttrain.environment.tools.boxes import Calculator, Files, KeyValue
 from posttrain.environment.tools.database import Database
 from posttrain.environment.tools.python import AT_ONCE, InterpreterSeats, Python

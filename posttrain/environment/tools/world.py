@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Talk
-from posttrain.core.types import Gauges, Stop, Task, merge
+from posttrain.core.types import Stop, Task
 from posttrain.environment.single import SingleTurn
 from posttrain.environment.tools.loop import Loop, bracketed
 from posttrain.environment.tools.tool import Observation, Toolbox

@@ -16,9 +16,10 @@ from pathlib import Path
 from typing import Literal
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
-from posttrain.core.types import Gauge, Gauges, Task, merge
+from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.sandbox.cell.program import encode
 from posttrain.sandbox.choose import open_sandbox

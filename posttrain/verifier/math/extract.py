@@ -108,21 +108,19 @@ class Found:
 def final(text: str) -> Found | None:
     """The answer of a response; None where there is none. The first rule that finds something decides:
 
-    1. thoughts, comments and what is struck out do not count (`seen`); where there are `<answer>` tags, only what is in
-      the last ones;
-    2. the last complete `\\boxed{...}`, braces balanced, and the boxes that `and`, `or` or a comma join to it. A box
-      that is never
-       closed after it is no answer, nor one that is denied (`not \\boxed{3}`, `\\boxed{3} is wrong`) or taken back for
-       another answer;
-    3. the line after the last `####`, where it is no heading: it holds a value and no prose, or no answer comes after
-      it;
-    4. what follows the last `answer is`, `answer:`, `| answer |` or heading such as `**Final Answer**`: the formulas
-      that stand first,
-       on whatever line; else its line, all of it where it is no prose, else its first formula or number with its unit;
-    5. the last `option C is correct`; all of a response that is one line without prose; a last line of one letter;
-    6. the last formula in dollar signs, or the last number, whichever ends later, with its unit. Not where options are
-      only listed,
-       or the response was cut off behind an operator.
+    1. Thoughts, comments and what is struck out do not count (`seen`). Where there are `<answer>` tags, only what is
+       in the last ones counts.
+    2. The last complete `\\boxed{...}`, braces balanced, and the boxes that `and`, `or` or a comma join to it. There is
+       no answer where a box that is never closed comes after it. A box that is denied (`not \\boxed{3}`,
+       `\\boxed{3} is wrong`) or taken back for another answer is none.
+    3. The line after the last `####`, where it is no heading: it holds a value and no prose, or no answer comes after
+       it.
+    4. What follows the last `answer is`, `answer:`, `| answer |` or heading such as `**Final Answer**`: the formulas
+       that stand first, on whatever line; else its line, all of it where it is no prose, else its first formula or
+       number with its unit.
+    5. The last `option C is correct`; all of a response that is one line without prose; a last line of one letter.
+    6. The last formula in dollar signs, or the last number, whichever ends later, with its unit. Not where options are
+       only listed, or the response was cut off behind an operator.
 
     >>> final(r"so \\boxed{3}, no: \\boxed{\\frac{1}{2}}"), final("7 of 12 make 1,234.")
     (Found(text='\\\\frac{1}{2}', several=True), Found(text='1,234', several=False))
@@ -143,15 +141,27 @@ def final(text: str) -> Found | None:
         line = _marked(text)
         if line is not None:
             return Found(line) if line else None
+    if told := _phrased(text):
+        return Found(told, told=True)
+    return _at_the_end(text)
+
+
+def _phrased(text: str) -> str | None:
+    """What follows the last phrase that announces an answer."""
     phrases = list(_PHRASE.finditer(text))
     while phrases:
         last = phrases.pop()
         if told := (
             _cell(text, last.end()) if last.group().endswith("|") else _told(text[last.end() :], "\n" in last.group())
         ):
-            return Found(told, told=True)
+            return told
         if not last.group().endswith("|"):
             break
+    return None
+
+
+def _at_the_end(text: str) -> Found | None:
+    """The answer of a response that announces none."""
     if correct := list(_CORRECT.finditer(text, max(0, len(text) - LONGEST_LINE))):
         return Found(next(g for g in correct[-1].groups() if g))
     whole = text.strip()

@@ -10,9 +10,10 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
-from posttrain.core.types import Gauges, Task
+from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.verifier.math.grade import Gold, Grade, gold_of, grade
 from posttrain.verifier.workers.pool import WorkerPool

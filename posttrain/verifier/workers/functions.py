@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
-from posttrain.core.types import Gauges, Task
+from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.verifier.functions import FunctionSource, source
 from posttrain.verifier.user_code import load, where

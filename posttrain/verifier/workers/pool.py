@@ -25,7 +25,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
-from posttrain.core.types import Gauge, Gauges
+from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.verdict import State, Verdict
 from posttrain.verifier.workers.process import Spec, WorkerError, WorkerProcess, packed
 

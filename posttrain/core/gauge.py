@@ -1,0 +1,54 @@
+"""Numbers of a step: gauges as (sum, count), and the line of the record that carries them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from posttrain.core.stop import Stop as Stop
+
+
+@dataclass(frozen=True)
+class Gauge:
+    """A sum and a count, so that a mean of means cannot happen. Merge by adding."""
+
+    sum: float
+    count: float
+
+    def __add__(self, other: Gauge) -> Gauge:
+        return Gauge(self.sum + other.sum, self.count + other.count)
+
+    @property
+    def mean(self) -> float:
+        return self.sum / self.count if self.count else math.nan
+
+    @staticmethod
+    def of(values: Sequence[float] | np.ndarray) -> Gauge:
+        return Gauge(float(np.sum(values)), float(np.size(values)))
+
+
+Gauges = dict[str, Gauge]
+
+
+def merge(*parts: Mapping[str, Gauge]) -> Gauges:
+    """Gauges of a whole from the gauges of its parts."""
+    out: Gauges = {}
+    for part in parts:
+        for name, gauge in part.items():
+            out[name] = out[name] + gauge if name in out else gauge
+    return out
+
+
+@dataclass(frozen=True)
+class Step:
+    """One line of the record. `clock` holds wall-time facts, which no digest covers."""
+
+    stage: str
+    index: int
+    version: int
+    gauges: Mapping[str, Gauge]
+    clock: Mapping[str, float] = field(default_factory=dict[str, float])
+    notes: tuple[str, ...] = ()

@@ -1,0 +1,92 @@
+"""Episodes after scoring and after credit: what the mathematics reads, and what it gives each spoken token."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from posttrain.core.errors import InvariantError
+from posttrain.core.stop import Stop as Stop
+from posttrain.core.streams import ADVANTAGE, RETURN, Stream, Streamed
+from posttrain.core.types import Episode, Group
+
+
+@dataclass(frozen=True, eq=False)
+class Scored(Streamed[tuple[np.ndarray, ...]]):
+    """A judged episode with what forward-only models said of it: of each stream that the algorithm reads
+    (`core.streams.SCORED`), per segment an array over its spoken tokens."""
+
+    HOLDER: ClassVar[str] = "what was scored of an episode"
+    episode: Episode
+
+    def __post_init__(self) -> None:
+        if self.episode.reward is None:
+            raise InvariantError("an episode that was not judged cannot be scored: it leaves baseline and batch")
+        for stream, parts in self.streams.items():
+            if len(parts) != len(self.episode.segments):
+                raise InvariantError(
+                    f"stream {stream.name!r} has {len(parts)} parts for {len(self.episode.segments)} segments: give one"
+                    " to each"
+                )
+            for segment, x in zip(self.episode.segments, parts, strict=True):
+                stream.check(x, segment.spoken)
+
+
+@dataclass(frozen=True, eq=False)
+class ScoredGroup:
+    """A group with its judged episodes scored, in order of sibling."""
+
+    group: Group
+    episodes: tuple[Scored, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class EpisodeCredit:
+    """What the algorithm made of one episode: per segment, arrays over its spoken tokens in order.
+
+    `shaped` is the reward after shaping (raw stays in the episode); `advantage` float64 per spoken token;
+    `returns` the value targets, only where the algorithm learns values; `dropped` says why no token of this
+    episode may carry a gradient ('' otherwise): it stays in the baseline and leaves the batch.
+    """
+
+    scored: Scored
+    shaped: float
+    advantage: tuple[np.ndarray, ...]
+    returns: tuple[np.ndarray, ...] | None = None
+    dropped: str = ""
+
+    def __post_init__(self) -> None:
+        for segment, a in zip(self.episode.segments, self.advantage, strict=True):
+            if len(a) != segment.spoken:
+                raise InvariantError(f"credit of {len(a)} tokens for {segment.spoken} spoken ones")
+            if not np.all(np.isfinite(a)):
+                raise InvariantError(f"credit of task {self.episode.task.id!r} is not finite")
+
+    @property
+    def episode(self) -> Episode:
+        return self.scored.episode
+
+    @property
+    def streams(self) -> dict[Stream, tuple[np.ndarray, ...]]:
+        """All that was scored, with what the algorithm made of it: what a batch holds of this episode."""
+        own = {ADVANTAGE: self.advantage} if self.returns is None else {ADVANTAGE: self.advantage, RETURN: self.returns}
+        return {**own, **self.scored.streams}
+
+
+@dataclass(frozen=True, eq=False)
+class GroupCredit:
+    """Credit of one group's judged episodes, in order. `silent`: a group-relative baseline saw no spread."""
+
+    group: Group
+    episodes: tuple[EpisodeCredit, ...]
+    silent: bool
+
+
+@dataclass(frozen=True, eq=False)
+class Credit:
+    """Credit of a whole step, and the moving baseline after it (unchanged where the algorithm has none)."""
+
+    groups: tuple[GroupCredit, ...]
+    ema: float

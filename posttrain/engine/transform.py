@@ -1,0 +1,104 @@
+"""From hidden states to the log-probs of one chunk of tokens: what the contract does to the logits, and its slope."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from posttrain.core.errors import InvariantError
+from posttrain.core.types import Kept
+from posttrain.engine.logit_rules import LogitRules
+
+
+class KeptMask:
+    """Kept sets on the device, ready to mask chunk after chunk."""
+
+    def __init__(self, kept: Kept, device: torch.device) -> None:
+        self.offsets = kept.offsets
+        self.rows = torch.from_numpy(np.repeat(np.arange(len(kept)), np.diff(kept.offsets))).to(device)
+        self.ids = torch.from_numpy(kept.ids.astype(np.int64)).to(device)
+
+    def outside(self, a: int, b: int, vocabulary: int) -> Tensor:
+        """bool [b - a, V]: True where tokens a..b did not keep the id."""
+        lo, hi = int(self.offsets[a]), int(self.offsets[b])
+        mask = torch.ones(b - a, vocabulary, dtype=torch.bool, device=self.ids.device)
+        mask[self.rows[lo:hi] - a, self.ids[lo:hi]] = False
+        return mask
+
+
+class KeptSets(KeptMask):
+    """Kept sets that were checked to hold the token said."""
+
+    def __init__(self, kept: Kept, targets: Tensor) -> None:
+        said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
+        inside = np.logical_or.reduceat(said, kept.offsets[:-1]) if len(kept) else np.zeros(0, bool)
+        if not inside.all():
+            first = int(np.flatnonzero(~inside)[0])
+            raise InvariantError(
+                f"spoken token {first} is not in its own kept set: sampler and batch disagree on the distribution"
+            )
+        super().__init__(kept, targets.device)
+
+
+@dataclass(frozen=True, eq=False)
+class LogitTransform:
+    """What lies between the head's product and the distribution: scale, soft-cap, rules, temperature, kept sets."""
+
+    beta: float
+    """1 / temperature"""
+    softcap: float | None
+    scale: float
+    rules: LogitRules | None
+    sets: KeptMask | None
+
+    def scores(self, h: Tensor, w: Tensor, b: Tensor | None, at: int, slopes: list[LogitSlope] | None = None) -> Tensor:
+        """z [C, V] of tokens at..at + C, -inf where nothing can be said. `slopes` takes what the backward multiplies
+        by."""
+        z = logits(h, w, b, self.scale, self.softcap)
+        if slopes is not None and self.softcap is not None:
+            slopes.append(LogitSlope(None, 1 - (z / self.softcap).square_()))
+        penalised = None if self.rules is None else self.rules.adjust(z, at)
+        if slopes is not None and penalised is not None:
+            slopes.append(LogitSlope(*penalised))
+        if self.beta != 1:
+            z.mul_(self.beta)
+        return z if self.sets is None else z.masked_fill_(self.sets.outside(at, at + len(z), z.shape[1]), float("-inf"))
+
+    def outside(self, z: Tensor) -> Tensor | None:
+        """bool [C, V]: where nothing can be said; None where everything can."""
+        return torch.isneginf(z) if self.sets is not None or (self.rules is not None and self.rules.bans) else None
+
+
+@dataclass(frozen=True, eq=False)
+class LogitSlope:
+    """A derivative: of the whole [C, V], or at some places of it counted row by row."""
+
+    places: Tensor | None
+    by: Tensor
+
+    def times(self, d: Tensor) -> None:
+        """d *= slope"""
+        if self.places is None:
+            d.mul_(self.by)
+        else:
+            flat = d.view(-1)
+            flat.index_copy_(0, self.places, flat[self.places].mul_(self.by))
+
+
+def logits(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, softcap: float | None = None
+) -> Tensor:
+    """[..., H] -> [..., V] logits in `exact` dtype; sampler and learner both come through here."""
+    dtype = exact(weight.dtype)
+    out = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
+    if scale != 1:
+        out = out * scale
+    return out if softcap is None else torch.tanh(out / softcap) * softcap
+
+
+def exact(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which logits of weights of `dtype` are computed: float32 at least."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
