@@ -144,8 +144,8 @@ def _signed(sign: str, value: Fraction) -> Fraction:
 def clock(text: str) -> TimeOfDay | None:
     """A time of day: hours to 24 and two digits of minutes, or either with am or pm. Every other `a:b` is a ratio.
 
-    >>> clock("2:30"), clock("2:4"), clock("10:75"), clock("5 pm")
-    (TimeOfDay(hour=2, minute=30, half='', text='2:30'), None, None, TimeOfDay(hour=5, minute=0, half='pm', text='5 pm'))
+    >>> clock("5 pm"), clock("2:4"), clock("10:75")
+    (TimeOfDay(hour=5, minute=0, half='pm', text='5 pm'), None, None)
     """
     match = _CLOCK.fullmatch(text)
     if match is None or not (match[2] or match[3]) or int(match[1]) > (12 if match[3] else 24):
