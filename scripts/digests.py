@@ -32,22 +32,9 @@ from typing import Any
 
 RENAMED: dict[str, str] = {}
 """Regular expression over `RUN PART` of the older take -> what it is called now."""
-_WAVES = "waves are as large as the rate of groups that pass lets them have to be, so other prompts are asked"
-_FILTERED = ("cispo", "dapo", "fipo", "magistral", "scalerl", "skywork_or1")
 INTENDED: dict[str, str] = {
-    "* result/*/beside": "a stage says where it starts, whose time it has and whether it hands on, in place of beside",
-    "* result/*/start": "the same",
-    "* result/*/time_of": "the same",
-    "* result/*/hands_on": "the same",
-    "recipe/ladder/* kept/sft_continued/*": "a stage's kept weights are its own, also where it hands nothing on",
-    **{
-        f"* record/{stage}/gauge/canary/{name}": "the first update of a supervised stage is followed too"
-        for stage in ("pretrain", "sft", "cot", "sft_continued")
-        for name in ("moved", "update_gap")
-    },
-    **{f"algorithm/{name} *": _WAVES for name in _FILTERED},
-    "option/filter *": _WAVES,
-    "option/curriculum *": _WAVES,
+    "recipe/sft/* *": "a recipe that the older tree does not have",
+    "recipe/grpo/* *": "a recipe that the older tree does not have",
 }
 """Pattern (of fnmatch) over `RUN PART` of the newer take -> why it may differ."""
 

@@ -123,11 +123,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, fake: SimpleNamespace) -> None:
-    """A module of the recipes, replaced."""
-    import posttrain.recipe
+    """A module of the api, replaced."""
+    import posttrain.api
 
-    monkeypatch.setitem(sys.modules, f"posttrain.recipe.{name}", fake)
-    monkeypatch.setattr(posttrain.recipe, name, fake, raising=False)
+    monkeypatch.setitem(sys.modules, f"posttrain.api.{name}", fake)
+    monkeypatch.setattr(posttrain.api, name, fake, raising=False)
 
 
 def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
@@ -187,7 +187,7 @@ fake = types.ModuleType("posttrain.api.session")
 def begun(*a, **k):
     print("ready", flush=True); time.sleep(60)
 fake.begun = begun
-import posttrain.recipe; posttrain.api.session = fake; sys.modules["posttrain.api.session"] = fake
+import posttrain.api; posttrain.api.session = fake; sys.modules["posttrain.api.session"] = fake
 from posttrain.cli import main
 from posttrain.cli.ladder import one
 sys.exit(main(["run", "ladder"]))
