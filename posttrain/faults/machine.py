@@ -137,7 +137,7 @@ def _(real: Real) -> Real:
     source="pain 25: opinionated defaults",
 )
 def _(real: Real) -> Real:
-    return lambda parameters, config: real(parameters, replace(config, weight_decay=0.1))
+    return lambda parameters, config, *rest: real(parameters, replace(config, weight_decay=0.1), *rest)
 
 
 @fault(
@@ -149,7 +149,7 @@ def _(real: Real) -> Real:
     shows=("rl.optimizer.clip=0.05",),
 )
 def _(real: Real) -> Real:
-    return lambda parameters, config: real(parameters, replace(config, clip=float("inf")))
+    return lambda parameters, config, *rest: real(parameters, replace(config, clip=float("inf")), *rest)
 
 
 @fault(
@@ -285,7 +285,7 @@ def _(real: Real) -> Real:
     source="pain 25: opinionated defaults",
 )
 def _(real: Real) -> Real:
-    return lambda parameters, config: real(parameters, replace(config, beta2=0.5))
+    return lambda parameters, config, *rest: real(parameters, replace(config, beta2=0.5), *rest)
 
 
 @fault(
