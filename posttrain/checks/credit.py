@@ -17,7 +17,7 @@ from posttrain.core.gauge import Step
 from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import ADVANTAGE, MU, RETURN, WEIGHT
 from posttrain.core.types import Group
-from posttrain.role.events import Event, Observer, PackedEvent, Remark, ScoredEvent
+from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent, ScoredEvent
 from posttrain.role.roles import ReinforceRoles
 
 CREDIT_BOUND = 1e-9
@@ -42,13 +42,13 @@ def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) ->
         )
 
 
-class StepAccount:
+class StepCreditAudit:
     """One step's second opinion, and what its minibatches were found to hold."""
 
     def __init__(
         self, a: Algorithm, expected_credit: Sequence[ExpectedCredit], minibatches: int, max_tokens: int
     ) -> None:
-        self._a, self._opinions, self._max_tokens = a, expected_credit, max_tokens
+        self._a, self._expected, self._max_tokens = a, expected_credit, max_tokens
         self._by_key: dict[bytes, list[ExpectedCredit]] = {}
         for o in expected_credit:
             self._by_key.setdefault(o.key, []).append(o)
@@ -126,7 +126,7 @@ class StepAccount:
 
     def weights_agree(self, batch: Batch, found: Sequence[Sequence[ExpectedCredit]], part: set[int]) -> None:
         """Each token weighs what the aggregation over the whole minibatch gives it."""
-        members = [o for o in self._opinions if o.group in part and not o.dropped]
+        members = [o for o in self._expected if o.group in part and not o.dropped]
         want = weights(
             self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens
         )
@@ -165,25 +165,25 @@ class CreditCheck(Observer):
     weights."""
 
     def __init__(self) -> None:
-        self._books: StepAccount | None = None
+        self._audit: StepCreditAudit | None = None
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
             case ScoredEvent(e, groups):
                 everyone_is_scored(e.groups, groups)
-                self._books = self._opened(h, groups) if due(e.index) else None
-            case PackedEvent(batch=batch) if self._books is not None:
-                self._books.check(batch)
+                self._audit = self._begun(roles, groups) if due(e.index) else None
+            case PackedEvent(batch=batch) if self._audit is not None:
+                self._audit.check(batch)
             case _:
                 pass
         return None
 
-    def _opened(self, h: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepAccount | None:
-        a, most = h.stage.algorithm, h.sampling.max_tokens
-        mine = expected_credit(a, groups, max_tokens=most, ema=h.memory.ema)
-        return None if mine is None else StepAccount(a, mine, h.stage.minibatches, most)
+    def _begun(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
+        a, most = roles.stage.algorithm, roles.sampling.max_tokens
+        mine = expected_credit(a, groups, max_tokens=most, ema=roles.adaptive.ema)
+        return None if mine is None else StepCreditAudit(a, mine, roles.stage.minibatches, most)
 
-    async def after(self, h: ReinforceRoles, step: Step) -> Remark | None:
-        if self._books is not None:
-            self._books.complete()
-        self._books = None
+    async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
+        if self._audit is not None:
+            self._audit.complete()
+        self._audit = None

@@ -13,7 +13,7 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Environment, TaskSource
 from posttrain.core.types import Group, Task
 from posttrain.core.verdict import outcome
-from posttrain.role.events import AskedEvent, Event, Observer, Remark
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
 from posttrain.role.roles import ReinforceRoles
 
 
@@ -113,21 +113,21 @@ class TaskCheck(Observer):
         self._asked: set[tuple[str, int]] = set()
         self._walk: list[str] = []
 
-    async def begin(self, h: ReinforceRoles) -> None:
-        same = sameness(h.rollout.environment)
-        self._held = {same(t): t.id for t in h.rollout.environment.heldout}
-        self._held_beside = {as_written(t): t.id for e in h.beside for t in e.heldout}
+    async def begin(self, roles: ReinforceRoles) -> None:
+        same = sameness(roles.rollout.environment)
+        self._held = {same(t): t.id for t in roles.rollout.environment.heldout}
+        self._held_beside = {as_written(t): t.id for e in roles.other_environments for t in e.heldout}
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
-        if not isinstance(event, AskedEvent):
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        if not isinstance(event, PlayedEvent):
             return
         e = event.experience
-        no_held_out_task(e.played, self._held, sameness(h.rollout.environment))
+        no_held_out_task(e.played, self._held, sameness(roles.rollout.environment))
         no_held_out_task(e.played, self._held_beside, as_written)
         self._never_asked_before(e.played)
         self._walk += [g.task.id for g in e.played][: WALK - len(self._walk)]
-        in_order_of_the_file(self._walk, h.prompts.source)
-        if h.stage.algorithm.filter == "mixed":
+        in_order_of_the_file(self._walk, roles.prompts.source)
+        if roles.stage.algorithm.filter == "mixed":
             filter_reads_outcomes((*e.groups, *e.spare), e.refused)
 
     def _never_asked_before(self, played: Sequence[Group]) -> None:

@@ -28,7 +28,7 @@ from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.scores import Odds
 from posttrain.core.types import Episode, Group, Kept, Segment, Top
-from posttrain.role.events import AskedEvent, Event, Observer, Remark, ScoredEvent
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent, ScoredEvent
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.rounding import noise, unmeasured
 
@@ -282,31 +282,35 @@ class DrawsCheck(Observer):
     def state(self) -> dict[str, Any]:
         return {"bets": self._bets.plain()}
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
-            case AskedEvent(e) if not h.stage.oversample:
-                apart = unmeasured(h.run.model.dtype, h.sampling.temperature).worst
-                return Remark(bet_on_siblings(self._bets.siblings, e.played, apart))
+            case PlayedEvent(e) if not roles.stage.oversample:
+                apart = unmeasured(roles.run.model.dtype, roles.sampling.temperature).worst
+                return ObserverReport(bet_on_siblings(self._bets.siblings, e.played, apart))
             case ScoredEvent(e, _) if e.index <= 16 or e.index % 8 == 0:
-                return Remark(self._probe(h, e))
+                return ObserverReport(self._probe(roles, e))
             case _:
                 return None
 
-    def _probe(self, h: ReinforceRoles, e: Experience) -> Gauges:
+    def _probe(self, roles: ReinforceRoles, e: Experience) -> Gauges:
         """Of the first groups asked, of which there are always as many: how many others are asked, and which pass the
         filter, hangs on what was said."""
-        episodes = [x for g in e.played[: h.stage.prompts] for x in g.episodes]
-        first, dtype = e.index * 7 % len(episodes), h.run.model.dtype
-        if h.sync.sampler.draws_by_place:
+        episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
+        first, dtype = e.index * 7 % len(episodes), roles.run.model.dtype
+        if roles.sync.sampler.draws_by_place:
             if (looked := look(episodes, first)) is None:
                 return {}
-            uniform = uniforms(looked, h.run.seed, h.stream)
+            uniform = uniforms(looked, roles.run.seed, roles.stream)
             return drawn_again(
-                looked, h.learner.odds(looked.packed), uniform, lambda: noise(dtype, h.learner, looked.packed), h.text
+                looked,
+                roles.learner.odds(looked.packed),
+                uniform,
+                lambda: noise(dtype, roles.learner, looked.packed),
+                roles.text,
             )
-        if h.stage.oversample:
+        if roles.stage.oversample:
             return {}
-        odds = lambda packed: h.learner.odds(packed, TEMPERATURES)  # noqa: E731
-        cheap, believed = dtype == "float32", unmeasured(dtype, h.sampling.temperature).worst
-        apart = lambda packed: believed if cheap else noise(dtype, h.learner, packed)  # noqa: E731
+        odds = lambda packed: roles.learner.odds(packed, TEMPERATURES)  # noqa: E731
+        cheap, believed = dtype == "float32", unmeasured(dtype, roles.sampling.temperature).worst
+        apart = lambda packed: believed if cheap else noise(dtype, roles.learner, packed)  # noqa: E731
         return bet_on_answers(self._bets.draws, episodes, first, odds, apart)

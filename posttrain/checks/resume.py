@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.checks.past import Past
+from posttrain.checks.history import StageHistory
 from posttrain.core.errors import InvariantError
-from posttrain.role.events import Event, Observer, Remark, RestoredEvent
+from posttrain.role.events import Event, Observer, ObserverReport, RestoredEvent
 from posttrain.role.roles import ReinforceRoles
 
 
@@ -38,24 +38,24 @@ def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
 class ResumeCheck(Observer):
     """A stage that is gone on with asks the prompts that come next, with an optimizer that remembers its steps."""
 
-    def __init__(self, past: Past) -> None:
-        self._past = past
+    def __init__(self, history: StageHistory) -> None:
+        self._history = history
 
-    async def begin(self, h: ReinforceRoles) -> None:
-        steps = self._past.steps
+    async def begin(self, roles: ReinforceRoles) -> None:
+        steps = self._history.steps
         if not steps:
             return
         walked = steps[-1].gauges.get("rollout/walked")
         taken = sum(s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
-        remembered = h.trainer.optimizer.state_tensors().get("steps")
+        remembered = roles.trainer.optimizer.state_tensors().get("steps")
         goes_on(
-            walked.sum if walked else None, h.prompts.cursor, taken, None if remembered is None else int(remembered)
+            walked.sum if walked else None, roles.prompts.cursor, taken, None if remembered is None else int(remembered)
         )
 
 
 class RestoreCheck(Observer):
     """What a checkpoint gave back is what was saved into it."""
 
-    def hear(self, h: Any, event: Event) -> Remark | None:
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, RestoredEvent):
             came_back(event.what, event.saved, event.now)

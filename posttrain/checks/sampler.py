@@ -16,7 +16,15 @@ from posttrain.core.ports import Reference
 from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import MU, REFERENCE, VERSION
 from posttrain.core.types import SHOWN, Group, Stop
-from posttrain.role.events import AskedEvent, DifferentiatedEvent, Event, Observer, PackedEvent, Remark, ScoredEvent
+from posttrain.role.events import (
+    DifferentiatedEvent,
+    Event,
+    Observer,
+    ObserverReport,
+    PackedEvent,
+    PlayedEvent,
+    ScoredEvent,
+)
 from posttrain.role.passes import Needs
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.rounding import Exact, Gap, allowed
@@ -149,57 +157,65 @@ class SamplerCheck(Observer):
         self._fresh = fresh
         """Whether learner, sampler and reference still hold the same weights."""
 
-    def needs(self, h: ReinforceRoles, event: PackedEvent) -> Needs:
+    def needs(self, roles: ReinforceRoles, event: PackedEvent) -> Needs:
         return Needs(logp=event.first)
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
-            case AskedEvent(e):
+            case PlayedEvent(e):
                 masks_cover_what_was_said(e.played, int(e.engine["engine/tokens"].sum))
-                said_by_these_weights(e.played, e.version, h.trainer.version)
-                stops_are_true(e.played, h.sampling.stop_ids or (), h.sampling.max_tokens)
+                said_by_these_weights(e.played, e.version, roles.trainer.version)
+                stops_are_true(e.played, roles.sampling.stop_ids or (), roles.sampling.max_tokens)
             case ScoredEvent(e, groups):
-                if h.reference is not None:
-                    reference_unmoved(h.reference)
+                if roles.reference is not None:
+                    reference_unmoved(roles.reference)
                 if self._fresh and any(g.episodes for g in groups):
                     self._fresh = False
-                    return Remark(self._same_weights(h, e, groups))
+                    return ObserverReport(self._same_weights(roles, e, groups))
             case DifferentiatedEvent(packed, passes) if packed.first:
-                return Remark(self._ratio_is_one(h, packed, list(zip(passes.micros, passes.logp, strict=True))))
+                return ObserverReport(
+                    self._ratio_is_one(roles, packed, list(zip(passes.micros, passes.logp, strict=True)))
+                )
             case _:
                 pass
         return None
 
-    def _same_weights(self, h: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> Gauges:
+    def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> Gauges:
         """Before the first optimizer step of a stage: rho = 1, and no distance to a reference that began as the
         policy."""
         episodes = [s for g in groups for s in g.episodes]
         segments = [s for x in episodes for s in x.episode.segments]
         packed = Packed.of(segments, [i for i, x in enumerate(episodes) for _ in x.episode.segments])
-        learner = h.learner.score(packed)
+        learner = roles.learner.score(packed)
         version = np.concatenate([s.version[s.mask] for s in segments])
         mu = np.concatenate([s.logp[s.mask] for s in segments])
-        own, dtype = version == h.trainer.version, h.run.model.dtype
-        exact = lambda: h.learner.exact(packed)  # noqa: E731
-        seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=h.text)
+        own, dtype = version == roles.trainer.version, roles.run.model.dtype
+        exact = lambda: roles.learner.exact(packed)  # noqa: E731
+        seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=roles.text)
         band = noise_band(
-            h.stage.algorithm, mu[own], learner[own], np.unique(packed.sequence_M[own], return_inverse=True)[1], dtype
+            roles.stage.algorithm,
+            mu[own],
+            learner[own],
+            np.unique(packed.sequence_M[own], return_inverse=True)[1],
+            dtype,
         )
-        if h.reference is not None and h.own_reference and REFERENCE in episodes[0]:
+        if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
             no_distance_yet(learner, reference, dtype, exact, packed.sampling.temperature)
         return merge(seen, band)
 
     def _ratio_is_one(
-        self, h: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
+        self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
     ) -> Gauges:
         """On the first optimizer step after a push, every token that the current weights said has rho = 1."""
         out: list[Gauges] = []
         for micro, logp in micros:
-            exact = lambda batch=micro: h.learner.exact(batch)  # noqa: E731
+            exact = lambda batch=micro: roles.learner.exact(batch)  # noqa: E731
             fresh = micro[VERSION] == packed.version
             learner = logp.astype(np.float32)
             out.append(
-                sampler_agrees(micro, micro[MU], learner, fresh, dtype=h.run.model.dtype, exact=exact, text=h.text)
+                sampler_agrees(
+                    micro, micro[MU], learner, fresh, dtype=roles.run.model.dtype, exact=exact, text=roles.text
+                )
             )
         return merge(*out)

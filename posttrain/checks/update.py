@@ -17,7 +17,7 @@ from posttrain.core.ports import Learner
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.streams import ADVANTAGE
-from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, PackedEvent, Remark
+from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport, PackedEvent
 from posttrain.role.probe import packed_text
 from posttrain.role.roles import StageRoles
 from posttrain.role.transport import whole_tensors
@@ -228,30 +228,32 @@ class UpdateCheck(Observer):
         """Whether a step was followed already."""
         self._handed: Handed | None = None
 
-    async def begin(self, h: StageRoles[Any]) -> None:
-        served_is_trained(dict(whole_tensors(h.learner.shards())), h.trainer.trained())
-        gradient_reaches(h.learner, h.sync.canary)
+    async def begin(self, roles: StageRoles[Any]) -> None:
+        served_is_trained(dict(whole_tensors(roles.learner.shards())), roles.trainer.trained())
+        gradient_reaches(roles.learner, roles.sync.probe_ids)
 
-    def hear(self, h: StageRoles[Any], event: Event) -> Remark | None:
+    def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         match event:
             case DifferentiatedEvent(packed, _):
                 self._handed = (
-                    None if self._moved or not _carries(packed) else Handed.of(h.trainer.optimizer, h.stage.optimizer)
+                    None
+                    if self._moved or not _carries(packed)
+                    else Handed.of(roles.trainer.optimizer, roles.stage.optimizer)
                 )
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
-                return Remark(self._follow(h, handed, lr))
+                return ObserverReport(self._follow(roles, handed, lr))
             case _:
                 pass
         return None
 
-    def _follow(self, h: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
-        trained, optimizer = h.trainer.trained(), h.trainer.optimizer
+    def _follow(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
+        trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
         seen = moved(handed, trained, lr)
         self._moved = bool(seen)
         return merge(
             seen,
-            update_agrees(h.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {},
+            update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {},
         )
 
 

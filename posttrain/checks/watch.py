@@ -8,13 +8,13 @@ from typing import Any
 from posttrain.checks.credit import CreditCheck
 from posttrain.checks.data import TaskCheck
 from posttrain.checks.draws import Bets, DrawsCheck
+from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
-from posttrain.checks.past import Past
 from posttrain.checks.resume import RestoreCheck, ResumeCheck
 from posttrain.checks.sampler import SamplerCheck
-from posttrain.checks.trial import LossCheck
+from posttrain.checks.synthetic import LossCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.verifier import VerifierCheck
 from posttrain.core.gauge import Step
@@ -24,17 +24,17 @@ from posttrain.role.events import Observer, Observers
 
 
 def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
-    past = Past(steps)
+    history = StageHistory(steps)
     return [
-        ResumeCheck(past),
+        ResumeCheck(history),
         LossCheck(),
         UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
         CreditCheck(),
         SamplerCheck(fresh=not steps),
         TaskCheck(),
         DrawsCheck(Bets.of(kept.get("bets"))),
-        VerifierCheck(past),
-        LiveRules(past),
+        VerifierCheck(history),
+        LiveRules(history),
     ]
 
 

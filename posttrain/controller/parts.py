@@ -100,7 +100,7 @@ class RunParts:
         contract = said.resolve(self.stop_ids, self.spell)
         return replace(contract, top=stores) if stores != contract.top else contract
 
-    def beside(self, stage: Stage) -> tuple[Environment, ...]:
+    def other_environments(self, stage: Stage) -> tuple[Environment, ...]:
         """Environments beside the stage's own on which the run is measured while it goes on or later: its own, and
         those of later stages."""
         stages = self.run.stages

@@ -10,7 +10,7 @@ from posttrain.core.types import Group
 
 
 @dataclass(frozen=True)
-class Walk:
+class PromptState:
     """Where the walk through the prompts stood after asking: what a checkpoint of the step stores."""
 
     cursor: int
@@ -35,7 +35,7 @@ class Experience:
     """Groups the step has room for: the first of those that passed."""
     engine: Gauges = field(default_factory=Gauges)
     """The engine's counters for it."""
-    walk: Walk = Walk(0)
+    prompts: PromptState = PromptState(0)
 
     @property
     def groups(self) -> tuple[Group, ...]:

@@ -3,7 +3,7 @@
 The step emits one event a phase; every observer hears it before the step goes on, in order. An observer may raise,
 which stops the run. Nothing is computed differently because somebody observes.
 
-    AskedEvent            answers were played and judged
+    PlayedEvent            answers were played and judged
     ScoredEvent           models scored them; there is no credit yet
     PackedEvent           a minibatch is made; nothing was differentiated
     DifferentiatedEvent   its gradient is there; the optimizer has not moved
@@ -29,7 +29,7 @@ from posttrain.role.passes import Needs, Passes
 
 
 @dataclass(frozen=True, eq=False)
-class AskedEvent:
+class PlayedEvent:
     experience: Experience
 
 
@@ -87,7 +87,7 @@ class RestoredEvent:
 
 
 Event = (
-    AskedEvent
+    PlayedEvent
     | ScoredEvent
     | PackedEvent
     | DifferentiatedEvent
@@ -99,7 +99,7 @@ Event = (
 
 
 @dataclass(frozen=True)
-class Remark:
+class ObserverReport:
     """What an observer adds to the record of the step."""
 
     gauges: Gauges = field(default_factory=Gauges)
@@ -107,19 +107,19 @@ class Remark:
 
 
 class Observer:
-    """Observes one stage. `h` is what the stage works with (`role.roles`). Every verb does nothing here."""
+    """Observes one stage. `roles` is what the stage works with (`role.roles`). Every verb does nothing here."""
 
-    def needs(self, h: Any, event: PackedEvent) -> Needs:
+    def needs(self, roles: Any, event: PackedEvent) -> Needs:
         """What must be kept of the passes of this minibatch."""
         return Needs()
 
-    async def begin(self, h: Any) -> None:
+    async def begin(self, roles: Any) -> None:
         """Before the first step of the stage, also of one that is gone on with."""
 
-    def hear(self, h: Any, event: Event) -> Remark | None:
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         """One phase of the step; the next one waits."""
 
-    async def after(self, h: Any, step: Step) -> Remark | None:
+    async def after(self, roles: Any, step: Step) -> ObserverReport | None:
         """After the step, whose line of the record this is. It may ask the environment."""
 
     def state(self) -> dict[str, Any]:
@@ -132,53 +132,53 @@ class Observers:
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._all = tuple(observers)
-        self._h: Any = None
+        self._roles: Any = None
         self._gauges: Gauges = {}
         self._notes: tuple[str, ...] = ()
 
     def needs(self, event: PackedEvent) -> Needs:
         out = Needs()
         for one in self._all:
-            out = out | one.needs(self._h, event)
+            out = out | one.needs(self._roles, event)
         return out
 
-    async def begin(self, h: Any) -> None:
+    async def begin(self, roles: Any) -> None:
         """What the stage works with, before its first step."""
-        self._h = h
+        self._roles = roles
         for one in self._all:
-            await one.begin(h)
+            await one.begin(roles)
 
     def end(self) -> None:
         """The stage is over. What it works with holds these observers, so it would not be freed while they hold it."""
-        self._h = None
+        self._roles = None
 
-    def tell(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Every observer hears it, in order."""
         for one in self._all:
-            self._add(one.hear(self._h, event))
+            self._add(one.on_event(self._roles, event))
 
     async def after(self, step: Step) -> Step:
         """The step's line with what the observers say of it, each of the line as the one before left it."""
         for one in self._all:
-            if (remark := await one.after(self._h, step)) is not None:
+            if (remark := await one.after(self._roles, step)) is not None:
                 step = _with(step, remark)
         return step
 
-    def take(self) -> Remark:
+    def take(self) -> ObserverReport:
         """What was remarked since the last call."""
-        seen, self._gauges, self._notes = Remark(self._gauges, self._notes), {}, ()
+        seen, self._gauges, self._notes = ObserverReport(self._gauges, self._notes), {}, ()
         return seen
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint must carry of all of them."""
         return {key: value for one in self._all for key, value in one.state().items()}
 
-    def _add(self, remark: Remark | None) -> None:
+    def _add(self, remark: ObserverReport | None) -> None:
         if remark is not None:
             self._gauges, self._notes = merge(self._gauges, remark.gauges), (*self._notes, *remark.notes)
 
 
-def _with(step: Step, remark: Remark) -> Step:
+def _with(step: Step, remark: ObserverReport) -> Step:
     return Step(
         step.stage, step.index, step.version, {**step.gauges, **remark.gauges}, step.clock, (*step.notes, *remark.notes)
     )

@@ -18,11 +18,11 @@ class Needs:
 
     logp: bool = False
     """The learner's log-probs of every spoken token."""
-    asked: bool = False
+    gradients: bool = False
     """What the loss asks of each log-prob, entropy and value: its derivative by them."""
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(self.logp or other.logp, self.asked or other.asked)
+        return Needs(self.logp or other.logp, self.gradients or other.gradients)
 
 
 @dataclass
@@ -32,37 +32,37 @@ class Passes:
     needs: Needs
     micros: list[Batch] = field(default_factory=list[Batch])
     logp: list[np.ndarray] = field(default_factory=list[np.ndarray])
-    asked: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    logp_grad: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """d loss / d log-prob."""
-    entropy: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    entropy_grad: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """d loss / d entropy, where the loss reads it."""
     value: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
     """(value, d loss / d value), where the loss reads it."""
-    left: int = 0
+    stale_gradients: int = 0
     """Parameters that still held a gradient before the first backward."""
 
     @classmethod
     def of(cls, needs: Needs, learner: Learner) -> Passes:
         """Before the first pass."""
-        held = [p.grad for p in learner.parameters().values()] if needs.asked else []
-        return cls(needs, left=sum(g is not None and bool(g.any()) for g in held))
+        held = [p.grad for p in learner.parameters().values()] if needs.gradients else []
+        return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held))
 
-    def listen(self, micro: Batch, scores: TokenScores) -> None:
+    def record(self, micro: Batch, scores: TokenScores) -> None:
         """Take note of differentiable scores, and of their derivatives once these are there. Hooks read, they never
         write."""
-        if not (self.needs.logp or self.needs.asked):
+        if not (self.needs.logp or self.needs.gradients):
             return
         self.micros.append(micro)
         self.logp.append(_numbers(scores.logp))
-        if not self.needs.asked:
+        if not self.needs.gradients:
             return
         if scores.entropy is not None and scores.entropy.requires_grad:
-            scores.entropy.register_hook(lambda grad: self.entropy.append(_numbers(grad)))
+            scores.entropy.register_hook(lambda grad: self.entropy_grad.append(_numbers(grad)))
         if scores.value is not None and scores.value.requires_grad:
             said = _numbers(scores.value)
             scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad))))
         if scores.logp.requires_grad:
-            scores.logp.register_hook(lambda grad: self.asked.append(_numbers(grad)))
+            scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad)))
 
 
 def _numbers(x: Tensor) -> np.ndarray:

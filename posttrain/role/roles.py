@@ -87,8 +87,8 @@ class ReinforceRoles(StageRoles[Reinforce]):
     rollout: Rollout
     prompts: Prompts
     reference: Reference | None
-    memory: AdaptiveState = AdaptiveState()
-    beside: tuple[Environment, ...] = ()
+    adaptive: AdaptiveState = AdaptiveState()
+    other_environments: tuple[Environment, ...] = ()
     """Other environments on which the run, this stage or a later one is measured: what they hold out must not be
     trained on either."""
     own_reference: bool = True

@@ -20,7 +20,7 @@ class Sync:
 
     learner: Learner
     sampler: Sampler
-    canary: np.ndarray
+    probe_ids: np.ndarray
     """int32 token ids, at least two: what both sides score after every push."""
     dtype: str = "float32"
     """Of the weights: it bounds how far two computations of the same log-prob may lie apart."""
@@ -47,8 +47,8 @@ class Sync:
 
     async def _scores_alike(self, version: int) -> None:
         """The weights may have arrived and be computed with wrongly: caches, adapters, another dtype."""
-        n, packed = len(self.canary), packed_text(self.canary)
-        ours, theirs = self.learner.score(packed), await self.sampler.score(self.canary)
+        n, packed = len(self.probe_ids), packed_text(self.probe_ids)
+        ours, theirs = self.learner.score(packed), await self.sampler.score(self.probe_ids)
         found = Gap.of(theirs, ours)
         bound = allowed(self.dtype, found, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
         if not found.worst <= bound.worst:

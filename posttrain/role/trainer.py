@@ -129,20 +129,20 @@ class Trainer:
             NotFinite: the gradient is not; the weights were left as they were.
         """
         packed = PackedEvent(index, batch, first, self.version)
-        watch.tell(packed)
+        watch.emit(packed)
         lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
         self.learner.train_mode(True)
         parts: list[Terms] = []
         for micro in batch.split(self.micro_tokens):
             scores = self._forward(micro, loss)
-            passes.listen(micro, scores)
+            passes.record(micro, scores)
             terms = loss.terms(micro, scores)
             terms.loss.backward()
             self.optimizer.gather()
             parts.append(Terms(terms.loss.detach(), terms.gauges))
-        watch.tell(DifferentiatedEvent(packed, passes))
+        watch.emit(DifferentiatedEvent(packed, passes))
         gauges = merge(loss.gauges(batch, parts), self._update(batch, loss))
-        watch.tell(LearnedEvent(packed, passes, lr))
+        watch.emit(LearnedEvent(packed, passes, lr))
         return gauges
 
     def _forward(self, micro: Batch, loss: Loss) -> TokenScores:

@@ -19,14 +19,14 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.scores import TokenScores
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, VERSION, WEIGHT
-from posttrain.role.events import Event, LearnedEvent, Observer, PackedEvent, Remark
+from posttrain.role.events import Event, LearnedEvent, Observer, ObserverReport, PackedEvent
 from posttrain.role.passes import Needs, Passes
 from posttrain.role.roles import ReinforceRoles
 
 EPISODES, TOKENS = 6, 16
 
 
-def try_loss(a: Algorithm) -> None:
+def agrees_on_synthetic_batch(a: Algorithm) -> None:
     """The loss asks of made-up log-probs, entropies and values what the algorithm's definition asks, as far as the
     audit understands it.
 
@@ -39,13 +39,13 @@ def try_loss(a: Algorithm) -> None:
         return
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
     PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
-    heard = Passes(Needs(), logp=[_numbers(logp)], asked=[_gradient(logp)])
+    passes = Passes(Needs(), logp=[_numbers(logp)], logp_grad=[_gradient(logp)])
     if entropy.grad is not None:
-        heard.entropy.append(_gradient(entropy))
+        passes.entropy_grad.append(_gradient(entropy))
     if value.grad is not None:
-        heard.value.append((_numbers(value), _gradient(value)))
+        passes.value.append((_numbers(value), _gradient(value)))
     try:
-        loss_agrees(a, batch, heard)
+        loss_agrees(a, batch, passes)
     except InvariantError as error:
         raise InvariantError(f"on made-up numbers far off policy, before the first step: {error}") from error
 
@@ -130,15 +130,15 @@ class LossCheck(Observer):
     """The loss is tried on made-up numbers before the first step; at the steps of a second opinion its gradient is what
     it should be."""
 
-    async def begin(self, h: ReinforceRoles) -> None:
-        try_loss(h.stage.algorithm)
+    async def begin(self, roles: ReinforceRoles) -> None:
+        agrees_on_synthetic_batch(roles.stage.algorithm)
 
-    def needs(self, h: ReinforceRoles, event: PackedEvent) -> Needs:
-        return Needs(logp=due(event.index), asked=due(event.index))
+    def needs(self, roles: ReinforceRoles, event: PackedEvent) -> Needs:
+        return Needs(logp=due(event.index), gradients=due(event.index))
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
             case LearnedEvent(packed=PackedEvent(index=index, batch=batch), passes=passes) if due(index):
-                return Remark(loss_agrees(h.stage.algorithm, batch, passes))
+                return ObserverReport(loss_agrees(roles.stage.algorithm, batch, passes))
             case _:
                 return None

@@ -10,7 +10,7 @@ KEPT = 64
 """Steps that are kept while the stage goes on; at the start all of those before a resume are there."""
 
 
-class Past:
+class StageHistory:
     """The steps of one stage up to now. Empty where learner, sampler and reference still hold the same weights."""
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:

@@ -22,7 +22,7 @@ GOLD = 8
 
 
 @dataclass
-class VerifierChecks:
+class RejudgedAnswers:
     """The verdicts of right answers as they were at the start, asked again one at a time, beside one episode of every
     step. Where the environment vouches for its right answers they score 1, at the start and ever after."""
 
