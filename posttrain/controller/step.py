@@ -1,12 +1,12 @@
-"""The step, as a sentence: ask, answer, judge, score, credit, pack, learn, publish, write down.
+"""One training step: rollouts, verdicts, scores, credit, minibatches, optimizer steps, weight sync, one record line.
 
-It is two functions, with an `Experience` between them: `ask` plays and judges, `learn` does the rest. Nothing else is
-woven in; checks and whoever else wants to know observe the events of `role.events`.
+A reinforcement step is two functions with an `Experience` between them. `ask` plays the rollouts and judges them.
+`learn` does the rest. A supervised step is `imitate`. The checks are not called here: they observe the events that a
+step emits (`role.events`).
 
-consumes   prompts from `ReinforceRoles.prompts`, weights from the last push
-waits for  the rollout (every group of the step), then the learner
-unblocked  by the engine finishing the last episode
-produces   new weights at the sampler, one `Step` for the record
+consumes   prompts from `ReinforceRoles.prompts`, and the weights of the last push
+waits for  the rollouts of every group of the step, then the learner
+produces   new weights at the sampler, and one `Step` for the record
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from posttrain.role.trainer import NAMED, NonFiniteGradient
 
 
 async def ask(roles: ReinforceRoles, index: int) -> Experience:
-    """Play and judge the groups of step `index`, from 1."""
+    """Play and judge the groups of step `index`, counted from 1."""
     version, request = roles.trainer.version, roles.stage.algorithm.request(roles.stage)
     with roles.clock.of("rollout"):
         played, passed = await roles.rollout.until(
@@ -49,7 +49,7 @@ async def ask(roles: ReinforceRoles, index: int) -> Experience:
 
 @dataclass
 class UnfinishedStep:
-    """What learning has come to, for the record where it cannot be finished."""
+    """What a step has computed so far. If something stops it, this much still reaches the record."""
 
     experience: Experience
     credit: Credit | None = None
@@ -58,22 +58,22 @@ class UnfinishedStep:
 
 
 async def learn(roles: ReinforceRoles, e: Experience) -> Step:
-    """Up to `stage.optimizer_steps` optimizer steps on what was asked, then the step's line of the record.
+    """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record.
 
-    A step that a check or a loss stops is recorded all the same, as far as it came, with what stopped it as its note.
+    A step that a check or the loss stops is recorded too, as far as it got. Its note says what stopped it.
     """
-    stage, version, begun = roles.stage, roles.trainer.version, UnfinishedStep(e)
+    stage, version, partial = roles.stage, roles.trainer.version, UnfinishedStep(e)
     a = steered(stage.algorithm, roles.adaptive)
     if warming := a.learns_values is not None and e.index <= a.learns_values.warmup:
         a = standing(a)
-    with stopped_is_recorded(roles, begun):
+    with stopped_is_recorded(roles, partial):
         with roles.clock.of("rollout"):
             roles.watch.emit(PlayedEvent(e))
         with roles.clock.of("score"):
             groups = score(e.groups, a, roles.learner, roles.reference, optimizer_steps=stage.optimizer_steps)
             roles.watch.emit(ScoredEvent(e, groups))
             credit = credit_step(a, groups, max_tokens=roles.sampling.max_tokens, ema=roles.adaptive.ema)
-            begun.credit = credit = without_credit(credit) if warming else credit
+            partial.credit = credit = without_credit(credit) if warming else credit
         with roles.clock.of("learn"):
             for minibatch in pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version):
                 if (batch := minibatch.batch) is not None:
@@ -81,19 +81,19 @@ async def learn(roles: ReinforceRoles, e: Experience) -> Step:
                         seen = roles.trainer.step(
                             batch, PolicyLoss(a, warming), roles.watch, index=e.index, first=minibatch.first
                         )
-                    begun.learned.append(seen)
+                    partial.learned.append(seen)
         with roles.clock.of("sync"):
             if roles.trainer.version != version:
                 await roles.sync.push(roles.trainer.version)
             roles.watch.emit(PushedEvent(e, credit))
-        begun.line = _line(roles, begun, notes(e, credit, stage.prompts))
-        roles.adaptive = _memory(roles, begun, credit)
-        return await roles.watch.after(begun.line)
+        partial.line = _line(roles, partial, notes(e, credit, stage.prompts))
+        roles.adaptive = _adapted(roles, partial, credit)
+        return await roles.watch.after(partial.line)
 
 
-def _memory(roles: ReinforceRoles, begun: UnfinishedStep, credit: Credit) -> AdaptiveState:
-    """What the algorithm remembers after the step."""
-    seen, episodes, e = merge(*begun.learned), sum(len(g.episodes) for g in credit.groups), begun.experience
+def _adapted(roles: ReinforceRoles, partial: UnfinishedStep, credit: Credit) -> AdaptiveState:
+    """The adaptive coefficients and moving averages after the step."""
+    seen, episodes, e = merge(*partial.learned), sum(len(g.episodes) for g in credit.groups), partial.experience
     before = replace(roles.adaptive, ema=credit.ema)
     return remember(
         roles.stage.algorithm, before, seen, episodes=episodes, asked=PassRate(len(e.played), sum(e.passed))
@@ -101,32 +101,38 @@ def _memory(roles: ReinforceRoles, begun: UnfinishedStep, credit: Credit) -> Ada
 
 
 @contextmanager
-def stopped_is_recorded(roles: ReinforceRoles, begun: UnfinishedStep) -> Iterator[None]:
-    """The step's line is in the record also where the step is stopped, with why; a record that cannot be written is no
-    reason to try again."""
+def stopped_is_recorded(roles: ReinforceRoles, partial: UnfinishedStep) -> Iterator[None]:
+    """Around a step: when it is stopped, its line is written to the record, with the reason as a note.
+
+    An error of the record itself (`RunFolderError`) is raised as it is, since writing again would fail again.
+    """
     try:
         yield
     except RunFolderError:
         raise
     except PosttrainError as error:
-        line = begun.line or _line(roles, begun, ())
+        line = partial.line or _line(roles, partial, ())
         roles.book.write(replace(line, notes=(*line.notes, f"stopped: {error}")))
         raise
 
 
 @dataclass(frozen=True, eq=False)
 class SupervisedBatch:
-    """What one supervised step learns from."""
+    """The batch of one supervised step."""
 
     index: int
-    """The step, from 1."""
+    """The step, counted from 1."""
     batch: Batch
 
 
-async def imitate(roles: SupervisedRoles, lesson: SupervisedBatch) -> Step:
-    """One supervised step; one that cannot be finished names the demonstrations that make it so, and is in the
-    record."""
-    index, batch = lesson.index, lesson.batch
+async def imitate(roles: SupervisedRoles, work: SupervisedBatch) -> Step:
+    """Take one supervised step; returns its line of the record.
+
+    Raises:
+        InvariantError: the gradient is not finite. The message names the demonstrations that make it so, and the
+            record's line has it as a note.
+    """
+    index, batch = work.index, work.batch
     with roles.clock.of("learn"):
         try:
             gauges = roles.trainer.step(batch, Likelihood(), roles.watch, index=index)
@@ -145,26 +151,26 @@ async def imitate(roles: SupervisedRoles, lesson: SupervisedBatch) -> Step:
     )
 
 
-def _write(roles: ReinforceRoles, begun: UnfinishedStep) -> None:
-    """The step's episodes; those of a step that came to no credit without any."""
+def _write(roles: ReinforceRoles, partial: UnfinishedStep) -> None:
+    """Write the step's episodes to the record. If the step stopped before credit was computed, they have none."""
     if not roles.run.record_episodes:
         return
-    credit, groups = begun.credit, begun.experience.groups
+    credit, index, groups = partial.credit, partial.experience.index, partial.experience.groups
     rest = groups if credit is None else _unjudged(groups)
-    roles.book.write_episodes(roles.stage.name, begun.experience.index, credit or Credit((), roles.adaptive.ema), rest)
+    roles.book.write_episodes(roles.stage.name, index, credit or Credit((), roles.adaptive.ema), rest)
 
 
 def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Groups no episode of which could be judged: they reach no credit, and the record keeps them."""
+    """Groups without a judged episode. They get no credit, but the record keeps them."""
     return tuple(g for g in groups if not g.judged)
 
 
-def _line(roles: ReinforceRoles, begun: UnfinishedStep, notes: tuple[str, ...]) -> Step:
-    """The step as a line of the record; its episodes are in theirs."""
+def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]) -> Step:
+    """The step as a line of the record. Its episodes are written to files of their own."""
     with roles.clock.of("book"):
-        _write(roles, begun)
-    e, credit, seen = begun.experience, begun.credit or Credit((), roles.adaptive.ema), roles.watch.take()
-    gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *begun.learned)
+        _write(roles, partial)
+    e, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
+    gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *partial.learned)
     verifiers = {name: g.mean for name, g in roles.rollout.environment.gauges().items() if g.count}
     clock = {**roles.clock.take(), **roles.sync.sampler.clock(), **verifiers}
     return Step(roles.stage.name, e.index, roles.trainer.version, gauges, clock, (*notes, *seen.notes))

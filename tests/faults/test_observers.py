@@ -1,4 +1,4 @@
-"""Those who observe a stage hear all of it, and hold nothing of it longer than they need it."""
+"""The observers of a stage get every event, and keep nothing of it longer than they need it."""
 
 from __future__ import annotations
 
