@@ -20,6 +20,7 @@ from posttrain.checks.data import TaskCheck
 from posttrain.checks.update import Handed, UpdateCheck, update_agrees
 from posttrain.checks.watch import observers
 from posttrain.core import reader
+from posttrain.core.abilities import Abilities
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
@@ -145,7 +146,7 @@ def test_every_group_that_passed_is_looked_at(spoilt: int) -> None:
     """Those that found no room any more count for the rate at which groups pass, so the filter is wrong about them
     too."""
     played = tuple(group(visit, (1.0, 1.0) if visit == spoilt else (0.0, 1.0)) for visit in range(2))
-    environment = SimpleNamespace(train=SimpleNamespace(count=None))
+    environment = SimpleNamespace(train=SimpleNamespace(count=None), abilities=Abilities())
     roles: Any = SimpleNamespace(
         rollout=SimpleNamespace(environment=environment),
         prompts=SimpleNamespace(source=environment.train),
