@@ -1,4 +1,4 @@
-"""Whether the credit and weights of a step are what a second opinion (`audit`) says, and nobody is lost on the way."""
+"""Whether credit and weights are those computed a second way (`checks.expected`), and no episode is lost."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent, 
 from posttrain.role.roles import ReinforceRoles
 
 CREDIT_BOUND = 1e-9
-"""Relative difference of two float64 opinions on one number."""
+"""Largest relative difference of one number computed two ways in float64."""
 STREAM_BOUND = 1e-3
-"""Two episodes that say the same are one to us, and their scores differ by what their places in a packing do to
-rounding."""
+"""Largest relative difference of a stream. Equal episodes are not told apart here, and their scores differ by rounding,
+which depends on their place in a packed batch."""
 FAINT = 1e-9
-"""Credit below this share of a step's largest may be the rounding of 0, which leaves the batch."""
+"""Credit below this share of a step's largest may be a rounded 0. Such an episode may be left out of the batch."""
 
 
 def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) -> None:
@@ -43,7 +43,7 @@ def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) ->
 
 
 class StepCreditAudit:
-    """One step's second opinion, and what its minibatches were found to hold."""
+    """The expected credit of one step, compared with what each of its minibatches holds."""
 
     def __init__(
         self, a: Algorithm, expected_credit: Sequence[ExpectedCredit], minibatches: int, max_tokens: int
@@ -62,15 +62,15 @@ class StepCreditAudit:
         parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
         speaking = expected_credit if a.reads_silent_tokens else self._loud
         self._parts = [p for p in parts if any(o.group in p and not o.dropped for o in speaking)]
-        """Groups of each minibatch of the first epoch that has anything to say, in order."""
+        """The groups of each minibatch of the first epoch that has a gradient, in order."""
         if a.whiten is not None and len(self._parts) < len(parts):
-            self._parts = []  # whitening leaves 0 or its rounding, so nobody can say which minibatches there are
+            self._parts = []  # whitening gives 0 or a rounded 0, so it is unknown which minibatches are left out
         self._seen: Counter[bytes] = Counter()
         self._batches = 0
         self._rows: list[slice] = []
 
     def check(self, batch: Batch) -> None:
-        """A minibatch's streams are those of its episodes, its credit and weights those of the second opinion."""
+        """A minibatch holds the streams of its episodes, and the expected credit and weights."""
         found: list[list[ExpectedCredit]] = []
         self._rows = [
             slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())
@@ -90,7 +90,7 @@ class StepCreditAudit:
         self._batches += 1
 
     def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
-        """The opinions whose credit the rows carry: several where answers are alike to the last bit."""
+        """The episodes whose expected credit these rows hold; several if answers are equal to the last bit."""
         got = batch[ADVANTAGE][rows]
         alike = [o for o in options if len(o.credit) == len(got)]
         agreeing = [
@@ -109,7 +109,7 @@ class StepCreditAudit:
         )
 
     def streams_agree(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
-        """Those of the opinions whose episode's further streams the rows carry, token by token."""
+        """The one of these episodes whose other streams the rows hold, token by token."""
         wrong: list[str] = []
         for o in options:
             own = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
@@ -125,7 +125,7 @@ class StepCreditAudit:
         )
 
     def weights_agree(self, batch: Batch, found: Sequence[Sequence[ExpectedCredit]], part: set[int]) -> None:
-        """Each token weighs what the aggregation over the whole minibatch gives it."""
+        """Each token has the weight that the aggregation over the whole minibatch gives it."""
         members = [o for o in self._expected if o.group in part and not o.dropped]
         want = weights(
             self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens
@@ -144,7 +144,7 @@ class StepCreditAudit:
                 )
 
     def complete(self) -> None:
-        """After the step: whoever has credit was in a batch."""
+        """After the step: every episode with credit was in a minibatch."""
         lost = [o for o in self._loud if not self._seen[o.key]]
         if lost and self._batches:
             e = lost[0].scored.episode
@@ -161,8 +161,7 @@ def _off(got: np.ndarray, want: np.ndarray) -> float:
 
 
 class CreditCheck(Observer):
-    """Everyone judged reaches the baseline; at the steps of a second opinion, minibatches hold its credit and
-    weights."""
+    """Every judged episode reaches the baseline. At steps that are `due`, minibatches hold expected credit and weights."""
 
     def __init__(self) -> None:
         self._audit: StepCreditAudit | None = None

@@ -1,4 +1,4 @@
-"""Whether what a supervised stage imitates is what will be asked, and ends once."""
+"""Whether demonstrations have the prompts that rollouts get, and end in one stop token."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from posttrain.role.roles import SupervisedRoles
 
 
 class ImitationCheck(Observer):
-    """Every demonstration ends once; the prompt of a stage's first one is what a rollout is shown."""
+    """Every demonstration ends in one stop token. A stage's first one has the prompt that a rollout would get."""
 
     def __init__(self, *, first: bool) -> None:
         self._first = first
-        """Whether the stage begins here."""
+        """Whether the stage starts here, not from a checkpoint."""
 
     def on_event(self, roles: SupervisedRoles, event: Event) -> ObserverReport | None:
         if not isinstance(event, PackedEvent):
@@ -27,14 +27,14 @@ class ImitationCheck(Observer):
             self._same_question(roles, event)
 
     def _same_question(self, roles: SupervisedRoles, event: PackedEvent) -> None:
-        """Compare the first demonstration's prompt with what a rollout shows; a document answers nothing."""
+        """Compare the first demonstration's prompt with a rollout's. A document has no prompt to compare."""
         stage, batch = roles.stage, event.batch
-        walk = Prompts(
+        prompts = Prompts(
             roles.environment.train,
             seeds.torch_seed(roles.run.seed, f"sft/{stage.name}"),
             cursor=(event.index - 1) * stage.batch,
         )
-        task, _ = next(walk)
+        task, _ = next(prompts)
         prompt, _ = abilities.demonstrations(roles.environment).write(
             task, stage.style, seeds.generator(roles.run.seed, "look", event.index), 0.0
         )

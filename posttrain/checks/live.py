@@ -1,4 +1,4 @@
-"""The rules of the diagnosis, read after every step. They warn and never stop a run."""
+"""The rules of `posttrain.diagnose`, read after every step. They warn and never stop a run."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ from posttrain.role.roles import ReinforceRoles
 
 
 class LiveRules(Observer):
-    """A rule that finds something becomes a note of the first step at which it does. It must observe last: it reads the
-    whole line."""
+    """A rule that finds something adds a note to the first step at which it does.
+
+    It must be the last observer, since it reads the whole line of the record.
+    """
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history

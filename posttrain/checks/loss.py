@@ -1,4 +1,4 @@
-"""Whether the loss asks of each log-prob, entropy and value what its definition asks (`demand`)."""
+"""Whether the gradients of the loss by each log-prob, entropy and value are those of its definition (`demand`)."""
 
 from __future__ import annotations
 
@@ -14,13 +14,12 @@ from posttrain.core.streams import ADVANTAGE, WEIGHT
 from posttrain.role.passes import Passes
 
 LOSS_BOUND = 5e-6
-"""Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32:
-docs/trust.md."""
+"""Largest difference of the gradient by a log-prob, relative to the size of its terms. Measured values in float32 are
+in docs/trust.md."""
 
 
 def loss_agrees(a: Algorithm, batch: Batch, passes: Passes) -> Gauges:
-    """What the loss asked of each log-prob, all micro-batches together, is what the definition asks of the whole
-    minibatch."""
+    """The gradient of the loss by each log-prob, over all micro-batches, is that of its definition over the minibatch."""
     logp_M = np.concatenate([np.zeros(0), *passes.logp])
     asked_M = np.concatenate([np.zeros(0), *passes.logp_grad])
     if len(logp_M) != batch.spoken or len(asked_M) != batch.spoken:
@@ -54,7 +53,7 @@ def loss_agrees(a: Algorithm, batch: Batch, passes: Passes) -> Gauges:
 
 
 def entropy_and_value_agree(a: Algorithm, batch: Batch, passes: Passes) -> None:
-    """What the loss asked of entropies and values is minus the bonus, and the slope of the value loss."""
+    """The gradient by each entropy is minus the weighted bonus, and by each value that of the value loss."""
     told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
     if a.entropy is not None and passes.entropy_grad and plain(a.entropy) and a.distill is None and a.tokens is None:
         told["entropy"] = (np.concatenate(passes.entropy_grad), -a.entropy.coef * batch[WEIGHT])

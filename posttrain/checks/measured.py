@@ -1,4 +1,4 @@
-"""Whether what is reported of held-out tasks is what their verdicts say."""
+"""Whether a held-out evaluation reports what its verdicts say."""
 
 from __future__ import annotations
 
@@ -42,8 +42,7 @@ def measured_right(report: EvaluationReport) -> None:
 
 
 class EvaluationCheck(Observer):
-    """Held-out answers were said by the weights that are evaluated, and what is reported of them is what their verdicts
-    say."""
+    """Held-out answers were sampled with the weights that are evaluated, and the report agrees with their verdicts."""
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, EvaluatedEvent):

@@ -1,4 +1,4 @@
-"""Whether a run that goes on is the run that was cut."""
+"""Whether a resumed run continues exactly the run that was stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.role.roles import ReinforceRoles
 
 
 def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
-    """A resumed stage asks the prompts that come next, with an optimizer that remembers its steps."""
+    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state."""
     if walked is not None and int(walked) != cursor:
         raise InvariantError(
             f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random"
@@ -26,7 +26,7 @@ def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int |
 
 
 def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
-    """What a checkpoint gave back is what was saved into it. `saved` is '' where nothing was."""
+    """What was restored from a checkpoint is what was saved. `saved` is '' if nothing was."""
     if saved and (now := fingerprint()) != saved:
         raise InvariantError(
             f"the checkpoint's {what} came back changed: fingerprint {saved} when it was saved, {now} now that it is"
@@ -36,7 +36,7 @@ def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
 
 
 class ResumeCheck(Observer):
-    """A stage that is gone on with asks the prompts that come next, with an optimizer that remembers its steps."""
+    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state."""
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history
@@ -54,7 +54,7 @@ class ResumeCheck(Observer):
 
 
 class RestoreCheck(Observer):
-    """What a checkpoint gave back is what was saved into it."""
+    """What was restored from a checkpoint is what was saved."""
 
     def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, RestoredEvent):

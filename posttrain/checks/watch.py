@@ -1,4 +1,4 @@
-"""Who observes a stage of each kind."""
+"""Which checks observe a stage, by its kind."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from posttrain.role.events import Observer, Observers
 
 
 def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a reinforcement stage, in the order in which they get events."""
     history = StageHistory(steps)
     return [
         ResumeCheck(history),
@@ -39,11 +40,12 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
 
 
 def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a supervised stage."""
     return [UpdateCheck(moved=bool(steps)), ImitationCheck(first=not steps)]
 
 
 def of_run() -> Observers:
-    """Those who observe what happens between steps, over all stages."""
+    """The checks of what happens between steps, over all stages."""
     return Observers([RestoreCheck(), EvaluationCheck()])
 
 
@@ -51,11 +53,15 @@ OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = 
     Reinforce: reinforcement,
     Supervised: imitation,
 }
-"""By the type of the stage. A kind that is not here, and derives from none that is, is not observed."""
+"""By the type of the stage. A type that is not here, and derives from none that is, is not checked."""
 
 
 def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
-    """Those who observe `stage`, of which `steps` are taken already; `kept` is what a checkpoint stored of all of
-    them."""
+    """The checks of `stage`.
+
+    Args:
+        steps: those the stage has taken already.
+        kept: what a checkpoint stored of all observers.
+    """
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
     return Observers(() if kind is None else OF[kind](steps, kept))

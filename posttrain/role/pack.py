@@ -135,7 +135,7 @@ def _stream(parts: Sequence[tuple[np.ndarray, ...] | None], name: str) -> np.nda
 def batch_algebra(stage: Reinforce) -> str:
     """The batch sizes of a stage in words, printed when it starts.
 
-    >>> batch_algebra(Reinforce(name="rl", prompts=32, siblings=8, minibatches=4))
+    >>> batch_algebra(Reinforce(name="rl", prompts=32, siblings=8, minibatches=4))  # doctest: +NORMALIZE_WHITESPACE
     '32 prompts x 8 siblings = 256 episodes -> 4 minibatches of 8 groups x 1 epoch = 4 optimizer steps a step, the first
     on-policy'
     """

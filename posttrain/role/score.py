@@ -18,7 +18,7 @@ from posttrain.core.types import Episode, Group
 def score(
     groups: Sequence[Group], a: Algorithm, learner: Learner, reference: Examiner | None, *, optimizer_steps: int
 ) -> tuple[ScoredGroup, ...]:
-    """The judged episodes of each group with the streams that `a` reads. Groups without judged episodes are left out."""
+    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out."""
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()
