@@ -212,7 +212,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 def coverage() -> dict[str, list[str]]:
     """Algorithms of the ladder whose loss, and whose value and entropy terms, have a second opinion."""
-    batch, logp, _ = synthetic._made_up()
+    batch, logp, _ = synthetic._synthetic()
     return {
         "loss": [
             a.name for a in LADDER.values() if demand(a, batch, logp.astype(float)) is not None and plain(a.aggregate)

@@ -161,7 +161,7 @@ def _off(got: np.ndarray, want: np.ndarray) -> float:
 
 
 class CreditCheck(Observer):
-    """Every judged episode reaches the baseline. At steps that are `due`, minibatches hold expected credit and weights."""
+    """Every judged episode reaches the baseline. At `due` steps, minibatches hold expected credit and weights."""
 
     def __init__(self) -> None:
         self._audit: StepCreditAudit | None = None

@@ -17,7 +17,7 @@ from posttrain.role.roles import ReinforceRoles
 
 
 def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
-    """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding. Shaping has no influence."""
+    """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, before any shaping."""
     for groups, wanted in ((kept, True), (refused, False)):
         for g in groups:
             own = [e for e in g.episodes if not e.shown]

@@ -19,7 +19,7 @@ in docs/trust.md."""
 
 
 def loss_agrees(a: Algorithm, batch: Batch, passes: Passes) -> Gauges:
-    """The gradient of the loss by each log-prob, over all micro-batches, is that of its definition over the minibatch."""
+    """The loss's gradient by each log-prob, over all micro-batches, is that of its definition over the minibatch."""
     logp_M = np.concatenate([np.zeros(0), *passes.logp])
     asked_M = np.concatenate([np.zeros(0), *passes.logp_grad])
     if len(logp_M) != batch.spoken or len(asked_M) != batch.spoken:

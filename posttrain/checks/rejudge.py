@@ -119,7 +119,7 @@ class RejudgedAnswers:
         }
 
     async def verdicts_repeat(self, env: Environment, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
-        """Judge again and compare. A new verdict that repeats itself is an error; one that varies gives a note, once."""
+        """Judge again and compare. A changed verdict that repeats is an error; one that varies is noted once."""
         now = await env.judge(said)
         if _same(before, now):
             return []

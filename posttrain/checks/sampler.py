@@ -1,5 +1,4 @@
-"""Whether sampler, learner and reference are the same policy where they should be, and what was said is what the engine
-said."""
+"""Whether sampler, learner and reference agree when they hold the same weights, and rollouts are what was sampled."""
 
 from __future__ import annotations
 
@@ -40,12 +39,12 @@ def sampler_agrees(
     exact: Exact,
     text: Callable[[np.ndarray], str],
 ) -> Gauges:
-    """Sampler and learner agree on every token said by the weights the learner holds now (so rho = 1 within the bound).
+    """Sampler and learner agree on every token sampled with the learner's present weights: rho = 1 within the bound.
 
     Args:
         mu_M, learner_M: float32 log-probs of the sampler and of the learner.
-        fresh_M: bool, which tokens were said by the weights the learner holds.
-        exact: the learner's in float64, for `rounding.allowed`.
+        fresh_M: bool, which tokens were sampled with the weights the learner holds.
+        exact: the learner's log-probs in float64, for `rounding.allowed`.
         text: decodes token ids, for the message.
     """
 
@@ -87,7 +86,7 @@ def reference_unmoved(reference: Reference) -> None:
 def no_distance_yet(
     learner_logp: np.ndarray, reference_logp: np.ndarray, dtype: str, exact: Exact, temperature: float
 ) -> None:
-    """KL to the reference is 0 while learner and reference are the same weights."""
+    """KL to the reference is 0 while learner and reference hold the same weights."""
     gap = Gap.of(reference_logp, learner_logp)
     bound = allowed(dtype, gap, learner_logp, exact, temperature)
     if not gap.worst <= bound.worst:
@@ -99,9 +98,9 @@ def no_distance_yet(
 
 
 def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
-    """The masks of a step's episodes cover exactly the tokens the engine says it sampled for them.
+    """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled.
 
-    What it sampled for other seats is in no mask, and is counted beside them.
+    Tokens of other seats are in no mask; they are added to the count.
     """
     played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if not e.shown]
     covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
@@ -114,9 +113,9 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
 
 
 def said_by_these_weights(groups: Sequence[Group], begun: int, now: int) -> None:
-    """No spoken token is older than the weights its rollout was begun under, or newer than those the learner holds.
+    """No spoken token is older than the weights at the start of its rollout, or newer than the learner's.
 
-    Where asking does not run ahead of learning, the two are one version.
+    If rollouts do not run ahead of updates, the two are one version.
     """
     for g in groups:
         for e in g.episodes:
@@ -132,8 +131,7 @@ def said_by_these_weights(groups: Sequence[Group], begun: int, now: int) -> None
 
 
 def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens: int) -> None:
-    """An episode that says it stopped ends in a stop token, and one that was cut off or completed a stop string does
-    not."""
+    """An episode that stopped by itself ends in a stop token. One that was cut off or ended by a stop string does not."""
     stops = set(stop_ids)
     for g in groups:
         for e in g.episodes:
@@ -150,8 +148,7 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
 
 
 class SamplerCheck(Observer):
-    """Sampler, learner and reference agree where they hold the same weights, and what was played is what the engine
-    said."""
+    """Sampler, learner and reference agree when they hold the same weights; rollouts hold what the engine sampled."""
 
     def __init__(self, *, fresh: bool) -> None:
         self._fresh = fresh
@@ -181,8 +178,7 @@ class SamplerCheck(Observer):
         return None
 
     def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> Gauges:
-        """Before the first optimizer step of a stage: rho = 1, and no distance to a reference that began as the
-        policy."""
+        """Before the first optimizer step of a stage: rho = 1, and KL 0 to a reference that began as the policy."""
         episodes = [s for g in groups for s in g.episodes]
         segments = [s for x in episodes for s in x.episode.segments]
         packed = Packed.of(segments, [i for i, x in enumerate(episodes) for _ in x.episode.segments])
@@ -207,7 +203,7 @@ class SamplerCheck(Observer):
     def _ratio_is_one(
         self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
     ) -> Gauges:
-        """On the first optimizer step after a push, every token that the current weights said has rho = 1."""
+        """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
         out: list[Gauges] = []
         for micro, logp in micros:
             exact = lambda batch=micro: roles.learner.exact(batch)  # noqa: E731

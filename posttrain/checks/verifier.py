@@ -1,5 +1,4 @@
-"""Whether verdicts can be learned from: outages stay out, not too much goes unjudged, and the judges say again what
-they said."""
+"""Whether verdicts can be learned from: failed ones give no reward, few answers are unjudged, and verdicts repeat."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from posttrain.role.roles import ReinforceRoles
 
 
 def failures_stay_out(groups: Sequence[Group]) -> None:
-    """A verdict that failed on our side makes no reward of its episode."""
+    """An episode with a verdict that failed on our side has no reward."""
     for g in groups:
         for e in g.episodes:
             failed = [j for j in e.verdicts if j.counts and j.verdict.state is State.FAILED]
@@ -31,16 +30,15 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
 
 
 class VerifierCheck(Observer):
-    """Outages stay out of baseline and batch, are told when they begin, and are not too many; the judges say again what
-    they said."""
+    """Failed verdicts stay out of baseline and batch, are noted when they start, and are few; verdicts repeat."""
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history
-        self._judges = RejudgedAnswers()
+        self._rejudged = RejudgedAnswers()
         self._experience: Experience | None = None
 
     async def begin(self, roles: ReinforceRoles) -> None:
-        await self._judges.begin(roles.rollout.environment, self._history.taken)
+        await self._rejudged.begin(roles.rollout.environment, self._history.taken)
 
     def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
@@ -55,12 +53,12 @@ class VerifierCheck(Observer):
         return None
 
     async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
-        """The judges are asked again, and sources are told that gave nothing to anyone."""
+        """Judge some answers again, and count the sources that gave only 0."""
         if (e := self._experience) is None:
             return None
         with roles.clock.of("check"):
-            warned = await self._judges.after(roles.rollout.environment, e.played)
-        return ObserverReport({**self._judges.mute(e.played), "rollout/walked": Gauge(e.prompts.cursor, 1)}, warned)
+            warned = await self._rejudged.after(roles.rollout.environment, e.played)
+        return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.prompts.cursor, 1)}, warned)
 
     def _enough_judged(self, roles: ReinforceRoles, e: Experience) -> None:
         episodes = [x for g in e.played for x in g.episodes]
@@ -75,7 +73,7 @@ class VerifierCheck(Observer):
             )
 
     def _unjudged(self, e: Experience) -> tuple[str, ...]:
-        """What could not be judged in this step, where it is of a kind that the last 64 steps did not have."""
+        """A note on what could not be judged in this step, if it is of a kind that the last 64 steps did not have."""
         episodes = [x for g in e.played for x in g.episodes]
         now = {n for n in components(episodes) if n.startswith("failed/")}
         now |= {"rollout/abstained"} if any(x.reward is None and not failed(x.verdicts) for x in episodes) else set()
