@@ -131,7 +131,7 @@ def said_by_these_weights(groups: Sequence[Group], begun: int, now: int) -> None
 
 
 def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens: int) -> None:
-    """An episode that stopped by itself ends in a stop token. One that was cut off or ended by a stop string does not."""
+    """An episode that stopped by itself ends in a stop token. One cut off, or ended by a stop string, does not."""
     stops = set(stop_ids)
     for g in groups:
         for e in g.episodes:
