@@ -29,7 +29,7 @@ import torch
 
 import posttrain
 from posttrain.api import proofs
-from posttrain.checks import credit, data, draws, gold, loss, measured, resume, sampler, trial, update, verifier
+from posttrain.checks import credit, data, draws, loss, measured, rejudge, resume, sampler, synthetic, update, verifier
 from posttrain.checks.demand import demand
 from posttrain.checks.expected import plain
 from posttrain.checks.schedule import due
@@ -39,7 +39,7 @@ from posttrain.core.ladder import LADDER
 from posttrain.diagnose import rules
 from posttrain.faults import FAULTS
 from posttrain.role import rounding
-from posttrain.role.events import AskedEvent, Observers
+from posttrain.role.events import Observers, PlayedEvent
 from posttrain.role.roles import ReinforceRoles
 from tests.faulty import STEPS, catch, named, smallest, start
 
@@ -58,12 +58,18 @@ EVERY_STEP = (
         data.demonstration_ends_once,
         data.same_question,
     ),
-    *(verifier.failures_stay_out, gold.VerifierChecks, update.served_is_trained, update.gradient_reaches, update.moved),
+    *(
+        verifier.failures_stay_out,
+        rejudge.RejudgedAnswers,
+        update.served_is_trained,
+        update.gradient_reaches,
+        update.moved,
+    ),
     *(measured.measured_right, resume.goes_on, resume.came_back),
 )
 SECOND_OPINIONS = (
     credit.everyone_is_scored,
-    credit.StepAccount,
+    credit.StepCreditAudit,
     loss.loss_agrees,
     loss.entropy_and_value_agree,
     update.update_agrees,
@@ -127,7 +133,7 @@ def cost(folder: Path) -> dict[str, float]:
 
     def timed(real: Callable[..., Any]) -> Callable[..., Any]:
         def call(self: Observers, event: Any) -> Any:
-            if isinstance(event, AskedEvent):
+            if isinstance(event, PlayedEvent):
                 here[0] = event.experience.index
             begun = time.perf_counter()
             try:
@@ -159,7 +165,7 @@ def cost(folder: Path) -> dict[str, float]:
         "algorithm=grpo",
     )
     with (
-        patch.object(Observers, "tell", timed(Observers.tell)),
+        patch.object(Observers, "emit", timed(Observers.emit)),
         patch.object(Observers, "needs", timed(Observers.needs)),
         patch.object(Observers, "begin", timed_async(Observers.begin)),
         patch.object(Observers, "after", timed_async(Observers.after)),
@@ -206,7 +212,7 @@ def measure(folder: Path) -> dict[str, Any]:
 
 def coverage() -> dict[str, list[str]]:
     """Algorithms of the ladder whose loss, and whose value and entropy terms, have a second opinion."""
-    batch, logp, _ = trial._made_up()
+    batch, logp, _ = synthetic._synthetic()
     return {
         "loss": [
             a.name for a in LADDER.values() if demand(a, batch, logp.astype(float)) is not None and plain(a.aggregate)
@@ -300,11 +306,11 @@ def page(data: dict[str, Any]) -> str:
             " number although its verifier failed."
         ),
         "",
-        "**Before the first step** (`posttrain/api/proofs.py`, `posttrain/checks/trial.py`):",
+        "**Before the first step** (`posttrain/api/proofs.py`, `posttrain/checks/synthetic.py`):",
         "",
         *table(
             [(f"`{n}`", t) for n, t in functions(proofs) if n != "prove_start"]
-            + [(f"`{f.__name__}`", summary(f)) for f in (trial.try_loss, trial.points_uphill)],
+            + [(f"`{f.__name__}`", summary(f)) for f in (synthetic.agrees_on_synthetic_batch, synthetic.points_uphill)],
             "check",
             "what holds",
         ),

@@ -141,7 +141,7 @@ def detector(error: BaseException) -> tuple[str, str]:
     name = code.co_qualname.removesuffix(".__post_init__")
     if module.startswith("posttrain.core."):
         return "type", name
-    if module in ("posttrain.api.proofs", "posttrain.checks.trial"):
+    if module in ("posttrain.api.proofs", "posttrain.checks.synthetic"):
         return "proof", name
     return "canary", name
 

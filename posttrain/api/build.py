@@ -247,11 +247,11 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
     engine = serving.sampler
     rollout = Rollout(engine, env, lambda task: RenderedDialogue(renderer, task), run.seed, renderer, run.env.limits)
     return PolicyRoles(
-        learner, engine, renderer, rollout, Sync(learner, engine, canary(policy), run.model.dtype), serving.close
+        learner, engine, renderer, rollout, Sync(learner, engine, probe_ids(policy), run.model.dtype), serving.close
     )
 
 
-def canary(policy: Policy) -> np.ndarray:
+def probe_ids(policy: Policy) -> np.ndarray:
     """int32 ids over the whole vocabulary, the same for every run of a model."""
     rows = read_out(policy.module).weight.shape[0]
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)

@@ -1,5 +1,5 @@
-"""What every run checks, by subject. Checks observe a stage's events (`role.events`): the step knows none of them.
+"""The checks of every run, by subject. Checks observe the events of a stage (`role.events`); no step calls them.
 
-A violated check stops the run and says what to do; one that is statistical states its chance of a false alarm. What
-costs next to nothing is checked at every step; second opinions are asked for ever more rarely (`schedule.due`).
+A check that fails stops the run with a message that says what to do. A statistical check states its chance of a false
+alarm. Cheap checks run at every step. Those that compute something a second time run ever more rarely (`schedule.due`).
 """

@@ -1,4 +1,4 @@
-"""Whether the credit and weights of a step are what a second opinion (`audit`) says, and nobody is lost on the way."""
+"""Whether credit and weights are those computed a second way (`checks.expected`), and no episode is lost."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from posttrain.core.gauge import Step
 from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import ADVANTAGE, MU, RETURN, WEIGHT
 from posttrain.core.types import Group
-from posttrain.role.events import Event, Observer, PackedEvent, Remark, ScoredEvent
+from posttrain.role.events import Event, Observer, ObserverReport, PackedEvent, ScoredEvent
 from posttrain.role.roles import ReinforceRoles
 
 CREDIT_BOUND = 1e-9
-"""Relative difference of two float64 opinions on one number."""
+"""Largest relative difference of one number computed two ways in float64."""
 STREAM_BOUND = 1e-3
-"""Two episodes that say the same are one to us, and their scores differ by what their places in a packing do to
-rounding."""
+"""Largest relative difference of a stream. Equal episodes are not told apart here, and their scores differ by rounding,
+which depends on their place in a packed batch."""
 FAINT = 1e-9
-"""Credit below this share of a step's largest may be the rounding of 0, which leaves the batch."""
+"""Credit below this share of a step's largest may be a rounded 0. Such an episode may be left out of the batch."""
 
 
 def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) -> None:
@@ -42,13 +42,13 @@ def everyone_is_scored(asked: Sequence[Group], scored: Sequence[ScoredGroup]) ->
         )
 
 
-class StepAccount:
-    """One step's second opinion, and what its minibatches were found to hold."""
+class StepCreditAudit:
+    """The expected credit of one step, compared with what each of its minibatches holds."""
 
     def __init__(
         self, a: Algorithm, expected_credit: Sequence[ExpectedCredit], minibatches: int, max_tokens: int
     ) -> None:
-        self._a, self._opinions, self._max_tokens = a, expected_credit, max_tokens
+        self._a, self._expected, self._max_tokens = a, expected_credit, max_tokens
         self._by_key: dict[bytes, list[ExpectedCredit]] = {}
         for o in expected_credit:
             self._by_key.setdefault(o.key, []).append(o)
@@ -62,15 +62,15 @@ class StepAccount:
         parts = [set(x.tolist()) for x in np.array_split(np.array(alive, int), min(minibatches, max(1, len(alive))))]
         speaking = expected_credit if a.reads_silent_tokens else self._loud
         self._parts = [p for p in parts if any(o.group in p and not o.dropped for o in speaking)]
-        """Groups of each minibatch of the first epoch that has anything to say, in order."""
+        """The groups of each minibatch of the first epoch that has a gradient, in order."""
         if a.whiten is not None and len(self._parts) < len(parts):
-            self._parts = []  # whitening leaves 0 or its rounding, so nobody can say which minibatches there are
+            self._parts = []  # whitening gives 0 or a rounded 0, so it is unknown which minibatches are left out
         self._seen: Counter[bytes] = Counter()
         self._batches = 0
         self._rows: list[slice] = []
 
     def check(self, batch: Batch) -> None:
-        """A minibatch's streams are those of its episodes, its credit and weights those of the second opinion."""
+        """A minibatch holds the streams of its episodes, and the expected credit and weights."""
         found: list[list[ExpectedCredit]] = []
         self._rows = [
             slice(*span) for span in pairwise(np.searchsorted(batch.sequence_M, np.arange(batch.episodes + 1)).tolist())
@@ -90,7 +90,7 @@ class StepAccount:
         self._batches += 1
 
     def credit_agrees(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
-        """The opinions whose credit the rows carry: several where answers are alike to the last bit."""
+        """The episodes whose expected credit these rows hold; several if answers are equal to the last bit."""
         got = batch[ADVANTAGE][rows]
         alike = [o for o in options if len(o.credit) == len(got)]
         agreeing = [
@@ -109,7 +109,7 @@ class StepAccount:
         )
 
     def streams_agree(self, batch: Batch, rows: slice, options: Sequence[ExpectedCredit]) -> list[ExpectedCredit]:
-        """Those of the opinions whose episode's further streams the rows carry, token by token."""
+        """The one of these episodes whose other streams the rows hold, token by token."""
         wrong: list[str] = []
         for o in options:
             own = {s: np.concatenate(parts) for s, parts in o.scored.streams.items() if parts and not s.wide}
@@ -125,8 +125,8 @@ class StepAccount:
         )
 
     def weights_agree(self, batch: Batch, found: Sequence[Sequence[ExpectedCredit]], part: set[int]) -> None:
-        """Each token weighs what the aggregation over the whole minibatch gives it."""
-        members = [o for o in self._opinions if o.group in part and not o.dropped]
+        """Each token has the weight that the aggregation over the whole minibatch gives it."""
+        members = [o for o in self._expected if o.group in part and not o.dropped]
         want = weights(
             self._a.aggregate, [len(o.credit) for o in members], [o.group for o in members], self._max_tokens
         )
@@ -144,7 +144,7 @@ class StepAccount:
                 )
 
     def complete(self) -> None:
-        """After the step: whoever has credit was in a batch."""
+        """After the step: every episode with credit was in a minibatch."""
         lost = [o for o in self._loud if not self._seen[o.key]]
         if lost and self._batches:
             e = lost[0].scored.episode
@@ -161,29 +161,28 @@ def _off(got: np.ndarray, want: np.ndarray) -> float:
 
 
 class CreditCheck(Observer):
-    """Everyone judged reaches the baseline; at the steps of a second opinion, minibatches hold its credit and
-    weights."""
+    """Every judged episode reaches the baseline. At `due` steps, minibatches hold expected credit and weights."""
 
     def __init__(self) -> None:
-        self._books: StepAccount | None = None
+        self._audit: StepCreditAudit | None = None
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
             case ScoredEvent(e, groups):
                 everyone_is_scored(e.groups, groups)
-                self._books = self._opened(h, groups) if due(e.index) else None
-            case PackedEvent(batch=batch) if self._books is not None:
-                self._books.check(batch)
+                self._audit = self._begun(roles, groups) if due(e.index) else None
+            case PackedEvent(batch=batch) if self._audit is not None:
+                self._audit.check(batch)
             case _:
                 pass
         return None
 
-    def _opened(self, h: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepAccount | None:
-        a, most = h.stage.algorithm, h.sampling.max_tokens
-        mine = expected_credit(a, groups, max_tokens=most, ema=h.memory.ema)
-        return None if mine is None else StepAccount(a, mine, h.stage.minibatches, most)
+    def _begun(self, roles: ReinforceRoles, groups: Sequence[ScoredGroup]) -> StepCreditAudit | None:
+        a, most = roles.stage.algorithm, roles.sampling.max_tokens
+        mine = expected_credit(a, groups, max_tokens=most, ema=roles.adaptive.ema)
+        return None if mine is None else StepCreditAudit(a, mine, roles.stage.minibatches, most)
 
-    async def after(self, h: ReinforceRoles, step: Step) -> Remark | None:
-        if self._books is not None:
-            self._books.complete()
-        self._books = None
+    async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
+        if self._audit is not None:
+            self._audit.complete()
+        self._audit = None

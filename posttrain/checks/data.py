@@ -1,5 +1,4 @@
-"""Whether what is learned from is what was meant: which tasks are asked, which groups are kept, how demonstrations
-end."""
+"""Whether the training data are right: which tasks are used, which groups are kept, and how demonstrations end."""
 
 from __future__ import annotations
 
@@ -13,13 +12,12 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Environment, TaskSource
 from posttrain.core.types import Group, Task
 from posttrain.core.verdict import outcome
-from posttrain.role.events import AskedEvent, Event, Observer, Remark
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
 from posttrain.role.roles import ReinforceRoles
 
 
 def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> None:
-    """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, whatever shaping makes of
-    them."""
+    """filter=mixed keeps exactly the groups whose raw outcomes differ by more than rounding, before any shaping."""
     for groups, wanted in ((kept, True), (refused, False)):
         for g in groups:
             own = [e for e in g.episodes if not e.shown]
@@ -33,7 +31,7 @@ def filter_reads_outcomes(kept: Sequence[Group], refused: Sequence[Group]) -> No
 
 
 def no_held_out_task(groups: Sequence[Group], held: Mapping[Hashable, str], key: Callable[[Task], Hashable]) -> None:
-    """No task that is trained on is held out, up to the environment's own notion of sameness."""
+    """No task that is trained on is held out. The environment defines when two tasks are the same."""
     for g in groups:
         if (same := key(g.task)) in held:
             raise InvariantError(
@@ -43,8 +41,10 @@ def no_held_out_task(groups: Sequence[Group], held: Mapping[Hashable, str], key:
 
 
 def in_order_of_the_file(asked: Sequence[str], source: TaskSource) -> None:
-    """Finite tasks are asked in a shuffled order: the first ones asked are not the first of the file (by chance: 1 in
-    12! at most, 2.1e-9 a stage)."""
+    """Finite tasks are used in a shuffled order: the first ones used are not the first of the file.
+
+    A shuffle gives that order by chance in at most 1 of 12! stages (2.1e-9).
+    """
     n = len(asked)
     if source.count is not None and 12 <= n <= source.count and list(asked) == [source.task(i).id for i in range(n)]:
         raise InvariantError(
@@ -54,8 +54,7 @@ def in_order_of_the_file(asked: Sequence[str], source: TaskSource) -> None:
 
 
 def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable[[np.ndarray], str]) -> None:
-    """Every demonstrated turn is imitated up to exactly one stop token, its last, and a demonstration ends with a
-    turn."""
+    """Every demonstrated turn is imitated up to exactly one stop token, its last. A demonstration ends with a turn."""
     if not stop_ids:
         return
     ends = np.cumsum(packed.lengths_S) - 1
@@ -90,7 +89,7 @@ def demonstration_ends_once(packed: Any, stop_ids: Sequence[int], text: Callable
 
 
 def same_question(shown: np.ndarray, asked: np.ndarray, text: Callable[[np.ndarray], str]) -> None:
-    """What stands before an imitated answer is what a rollout is shown before it answers."""
+    """The prompt before an imitated answer is the prompt that a rollout gets."""
     if shown.tolist() != asked.tolist():
         raise InvariantError(
             f"imitation and reinforcement ask differently: before the imitated answer stands {text(shown)!r}"
@@ -104,34 +103,36 @@ WALK = 16
 
 
 class TaskCheck(Observer):
-    """Tasks that are trained on are no held-out ones, are asked once, and not in the order of their file; a filter
-    reads outcomes."""
+    """Training tasks are not held out, are used once per visit, and not in the order of their file.
+
+    A filter reads raw outcomes.
+    """
 
     def __init__(self) -> None:
         self._held: Mapping[Hashable, str] = {}
-        self._held_beside: Mapping[Hashable, str] = {}
+        self._held_elsewhere: Mapping[Hashable, str] = {}
         self._asked: set[tuple[str, int]] = set()
         self._walk: list[str] = []
 
-    async def begin(self, h: ReinforceRoles) -> None:
-        same = sameness(h.rollout.environment)
-        self._held = {same(t): t.id for t in h.rollout.environment.heldout}
-        self._held_beside = {as_written(t): t.id for e in h.beside for t in e.heldout}
+    async def begin(self, roles: ReinforceRoles) -> None:
+        same = sameness(roles.rollout.environment)
+        self._held = {same(t): t.id for t in roles.rollout.environment.heldout}
+        self._held_elsewhere = {as_written(t): t.id for e in roles.other_environments for t in e.heldout}
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
-        if not isinstance(event, AskedEvent):
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        if not isinstance(event, PlayedEvent):
             return
         e = event.experience
-        no_held_out_task(e.played, self._held, sameness(h.rollout.environment))
-        no_held_out_task(e.played, self._held_beside, as_written)
+        no_held_out_task(e.played, self._held, sameness(roles.rollout.environment))
+        no_held_out_task(e.played, self._held_elsewhere, as_written)
         self._never_asked_before(e.played)
         self._walk += [g.task.id for g in e.played][: WALK - len(self._walk)]
-        in_order_of_the_file(self._walk, h.prompts.source)
-        if h.stage.algorithm.filter == "mixed":
+        in_order_of_the_file(self._walk, roles.prompts.source)
+        if roles.stage.algorithm.filter == "mixed":
             filter_reads_outcomes((*e.groups, *e.spare), e.refused)
 
     def _never_asked_before(self, played: Sequence[Group]) -> None:
-        """Every (task, visit) is asked once in a stage: its random numbers belong to it alone."""
+        """Every (task, visit) is used once in a stage, since its random numbers must not be used twice."""
         for g in played:
             if (g.task.id, g.visit) in self._asked:
                 raise InvariantError(
@@ -143,10 +144,10 @@ class TaskCheck(Observer):
 
 
 def sameness(environment: Environment) -> Callable[[Task], Hashable]:
-    """When two tasks are the same: as the environment says, else where their prompts are."""
+    """Two tasks with the same key are the same task: the environment's own key, else `as_written`."""
     return environment.abilities.key or as_written
 
 
 def as_written(task: Task) -> Hashable:
-    """Of tasks of any two environments: they are the same where their prompts are."""
+    """A key for tasks of any two environments: tasks with equal prompts are the same."""
     return repr(task.prompt)

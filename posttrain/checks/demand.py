@@ -1,4 +1,4 @@
-"""What the loss should ask of each log-prob and value, from the definition of the family."""
+"""The gradient of the loss by each log-prob and value, from the definition of the family."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from posttrain.core.batch import Batch
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, WEIGHT
 
 LIMIT = 20.0
-"""Log-ratios are held within this before exp, as the definition of the ratio says."""
+"""Log-ratios are clamped to this before exp, as in the definition of the ratio."""
 
 
 @dataclass(frozen=True, eq=False)
 class Demand:
-    """What the loss should ask of each log-prob [M]; `sure` is False where rounding decides on which side of a bound a
-    token lies."""
+    """The expected gradient of the loss by each log-prob [M]."""
 
     want_M: np.ndarray
     size_M: np.ndarray
-    """Size of the terms it is made of: what rounding is relative to."""
+    """Size of its terms: rounding is relative to it."""
     sure_M: np.ndarray
+    """False for a token so near a bound that rounding decides on which side it is."""
 
 
 def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
-    """d loss / d logp of one minibatch, from the definition of the family; None where a piece is not understood.
+    """d loss / d logp of one minibatch, from the definition of the family; None if a piece is not covered.
 
     -weight * c * push * A + weight * d pull / d logp
     """
@@ -64,8 +64,7 @@ def demand(a: Algorithm, batch: Batch, logp_M: np.ndarray) -> Demand | None:
 
 
 def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | None:
-    """d loss / d value of one minibatch: weight * coef * the slope of the larger of the plain and the clipped square,
-    halved."""
+    """d loss / d value of one minibatch: weight * coef * the derivative of half the larger square, plain or clipped."""
     if RETURN not in batch or (value.clip is not None and VALUE not in batch):
         return None
     plain = value_M - batch[RETURN]
@@ -78,7 +77,7 @@ def value_demand(value: Any, batch: Batch, value_M: np.ndarray) -> np.ndarray | 
 
 
 def _pull(pull: Any, batch: Batch, logp_M: np.ndarray, gap_M: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """(d pull / d logp, size of what it is made of), before the weights."""
+    """(d pull / d logp, size of its terms), before the weights."""
     nothing = np.zeros(len(logp_M))
     if pull is None or getattr(pull, "placement", "loss") == "reward":
         return nothing, nothing

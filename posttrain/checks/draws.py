@@ -1,14 +1,13 @@
-"""Whether the sampler draws from the distribution whose log-probs it reports, and every sibling with numbers of its
-own.
+"""Whether the sampler draws from the distribution whose log-probs it reports, and siblings draw independently.
 
-Where the engine's draws are a function of the place (`Sampler.draws_by_place`), they are drawn again: the learner's
-cumulative distribution, by code that shares nothing with the engine's, and the place's uniform must give the said
-token. There is nothing statistical in it, so one token is enough.
+Some engines draw by place: the uniform of a draw is a function of its place (`Sampler.draws_by_place`). Their draws are
+repeated. The uniform of the place and the learner's cumulative distribution, by code that shares nothing with the
+engine, must give the sampled token. This is not statistical, so one token is enough.
 
-Other engines are bet against. A test of the fixed sample size kind would be wrong here: it looks at every step,
-surprises are heavy-tailed where the policy is nearly certain, and a run has no planned end. A bet is right at every
-moment: the stake is multiplied by a factor whose mean is at most 1 if the engine is honest, so it ever exceeds 1 /
-alpha with probability at most alpha (Ville's inequality), whatever is looked at and whenever one stops.
+Other engines are tested by betting. A test with a fixed sample size would be wrong: it is read at every step,
+log-ratios are heavy-tailed if the policy is nearly certain, and a run has no planned end. A bet is valid at all times.
+Its stake is multiplied by a factor whose mean is at most 1 if the engine is correct. So the stake ever exceeds 1 /
+alpha with probability at most alpha (Ville's inequality), whatever is tested and whenever the run ends.
 """
 
 from __future__ import annotations
@@ -28,48 +27,46 @@ from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.scores import Odds
 from posttrain.core.types import Episode, Group, Kept, Segment, Top
-from posttrain.role.events import AskedEvent, Event, Observer, Remark, ScoredEvent
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent, ScoredEvent
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.rounding import noise, unmeasured
 
 TEMPERATURES = (0.5, 0.8, 0.9, 1.1, 1.25, 2.0)
-"""Of the distributions that the said tokens might come from instead: sharper and flatter than the reported one."""
+"""Temperatures of the distributions that tokens might come from instead, sharper and flatter than the reported one."""
 MOST = 10.0
-"""Largest factor one token may bring, before its discount."""
+"""Largest factor of one token, before its discount."""
 STAKES = (0.02, 0.2, 0.8)
-"""Shares of the stake that are bet on two siblings saying the same."""
+"""Shares of the stake that are bet on two siblings being equal."""
 ALPHA = 4e-8
-"""Chance of a false alarm in a whole run, of each of the two bets. Together with `data.in_order_of_the_file` below
-1e-7."""
+"""Chance of a false alarm in a whole run, for each of the two bets. Both together with `data.in_order_of_the_file`
+stay below 1e-7."""
 PROBED = 256
-"""Spoken tokens looked at in a step."""
+"""Spoken tokens that are tested in a step."""
 PACKED = 4096
-"""Packed tokens from which on no further episode is taken."""
+"""Once this many tokens are packed, no further episode is added."""
 SURE = 2e-3
-"""Nats by which log-probs of one token may differ in any dtype."""
+"""Nats by which two log-probs of one token may differ in any dtype."""
 TINY = 1e-6
-"""Mass that float32 loses in the sum over a vocabulary."""
+"""Probability that float32 loses in the sum over a vocabulary."""
 GROUPS = 16
 """Groups of a step whose siblings are compared."""
 
 
 @dataclass(frozen=True, eq=False)
 class CheckedDraws:
-    """Beginnings of episodes whose draws are looked at. Which tokens they are is settled before the tokens are
-    known."""
+    """The beginnings of some episodes, whose draws are tested. Their choice does not depend on the tokens in them."""
 
     packed: Packed
     episodes: tuple[Episode, ...]
     """The episode of each segment."""
     at_M: np.ndarray
-    """int64: which of its episode's spoken tokens each is."""
+    """int64: the index of each among its episode's spoken tokens."""
     full: bool
-    """Whether there was room for no further token."""
+    """Whether no further token would have been added."""
 
 
 def look(episodes: Sequence[Episode], first: int) -> CheckedDraws | None:
-    """The first `PROBED` tokens of these episodes from number `first` on, around the end; None where nothing was
-    said."""
+    """The first `PROBED` tokens from episode `first` on, around the end of the list; None if there are none."""
     chosen: list[tuple[Episode, Segment, int]] = []
     left, packed = PROBED, 0
     for e in (*episodes[first:], *episodes[:first]):
@@ -102,8 +99,8 @@ def beginning(s: Segment, spoken: int) -> Segment:
 
 
 def uniforms(looked: CheckedDraws, seed: int, stream: str) -> np.ndarray:
-    """float64 [M]: the numbers of the tokens' places (seed, stream, task, visit, sibling, turn), by position in the
-    turn."""
+    """float64 [M]: the uniform of each token's place. A place is (seed, stream, task, visit, sibling, turn) and the
+    position in the turn."""
     out = np.zeros(len(looked.at_M))
     for segment, e in enumerate(looked.episodes):
         keys = [seeds.key(seed, stream, e.task.id, e.visit, e.sibling, turn) for turn in range(len(e.turns))]
@@ -120,13 +117,13 @@ def drawn_again(
     noise: Callable[[], float],
     text: Callable[[np.ndarray], str],
 ) -> Gauges:
-    """The place's uniform picks the said token from the learner's distribution.
+    """The uniform of a token's place picks that token from the learner's distribution.
 
-    Where log-probs differ by at most d, a mass F is one between F e^-d and F e^d, and so is 1 - F. First d is `SURE`;
-    `noise` is asked where that is not enough.
+    If log-probs differ by at most d, a cumulative probability F lies between F e^-d and F e^d, and 1 - F alike. First
+    d is `SURE`. If that is not enough, `noise` is measured.
 
     Raises:
-        InvariantError: for the first token that another number, or another distribution, must have picked.
+        InvariantError: for the first token that another uniform, or another distribution, must have picked.
     """
     apart = SURE
     if _elsewhere(odds, uniform_M, apart).any():
@@ -147,8 +144,8 @@ def drawn_again(
 
 
 def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
-    """bool [M]: whether the uniform picks another token, wherever log-probs within `apart` put the borders. Borders
-    that are no numbers hold nothing."""
+    """bool [M]: whether the uniform picks another token even if log-probs differ by up to `apart`. NaN bounds count as
+    another."""
     least = np.maximum(odds.below_M * math.exp(-apart), 1 - (1 - odds.below_M) * math.exp(apart))
     most = np.minimum(odds.upto_M * math.exp(apart), 1 - (1 - odds.upto_M) * math.exp(-apart))
     return ~((least - TINY <= uniform_M) & (uniform_M <= most + TINY))
@@ -156,10 +153,10 @@ def _elsewhere(odds: Odds, uniform_M: np.ndarray, apart: float) -> np.ndarray:
 
 @dataclass
 class Bet:
-    """A stake that grows only if something is wrong: one for each way it may be.
+    """Stakes that grow only if something is wrong, one for each alternative.
 
-    Before the n-th factor 1 / (n (n + 1)) is added, so that a fault that begins late is found too; all that is ever
-    added sums to 1, and so the stakes' mean exceeds 1 / alpha with probability at most alpha.
+    Before the n-th factor, 1 / (n (n + 1)) is added to each stake, so that a fault that starts late is found too. All
+    that is ever added sums to 1. So the mean of the stakes exceeds 1 / alpha with probability at most alpha.
     """
 
     stakes: tuple[float, ...] = ()
@@ -167,7 +164,7 @@ class Bet:
     rounds: int = 0
 
     def play(self, log_factors: Sequence[float] | np.ndarray) -> None:
-        """One round: the factor of each way."""
+        """Play one round, with the factor of each alternative."""
         n = self.rounds + 1
         added = -math.log(n) - math.log(n + 1)
         before = self.stakes or (-math.inf,) * len(log_factors)
@@ -175,25 +172,25 @@ class Bet:
         self.rounds = n
 
     def lose(self) -> None:
-        """All of the stake: a factor of 0. What is added later is a stake again."""
+        """Lose all stakes, as by a factor of 0. What later rounds add is a new stake."""
         self.stakes = ()
 
     @property
     def log_evidence(self) -> float:
-        """Logarithm of the stakes' mean; the run stops at -log alpha."""
+        """Logarithm of the mean of the stakes. The run stops at -log alpha."""
         return float(np.logaddexp.reduce(self.stakes)) - math.log(len(self.stakes)) if self.stakes else -math.inf
 
 
 @dataclass
 class Bets:
-    """The bets of a run, over all its stages: part of every checkpoint."""
+    """The bets of a run, over all its stages. They are part of every checkpoint."""
 
     draws: Bet = field(default_factory=Bet)
     siblings: Bet = field(default_factory=Bet)
 
     @staticmethod
     def of(data: Mapping[str, Any] | None) -> Bets:
-        """What `plain` made of them."""
+        """Bets from the data of `plain`; new ones if there are none."""
         return tree.from_plain(Bets, data) if data else Bets()
 
     def plain(self) -> dict[str, Any]:
@@ -201,10 +198,10 @@ class Bets:
 
 
 def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
-    """Play the bet for every token: what it would be worth if it came from a sharper or flatter distribution.
+    """Play one round for every token. The alternatives are sharper and flatter distributions.
 
-    The factor of q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1): the most its mean can be where the
-    engine's log-probs differ from the learner's by at most `noise`.
+    The factor of an alternative q is min(q / p, MOST), divided by 1 + 2 TV(q, p) (e^noise - 1). The divisor is the
+    largest mean the factor can have if the engine's log-probs differ from the learner's by at most `noise`.
 
     Raises:
         InvariantError: the stake exceeds 1 / `ALPHA`.
@@ -227,11 +224,11 @@ def bet_on_draws(bet: Bet, odds: Odds, noise: float) -> Gauges:
 def bet_on_answers(
     bet: Bet, episodes: Sequence[Episode], first: int, odds: Callable[[Packed], Odds], noise: Callable[[Packed], float]
 ) -> Gauges:
-    """`bet_on_draws` on what `look` finds in these episodes, before the first one of which a turn was given up.
+    """`bet_on_draws` on the tokens of `look`, up to the first episode in which a turn was cancelled.
 
-    What that turn said is in no record, and it may be the reason why: a long answer is cut by the clock, a short one is
-    not. Whoever left such episodes or steps out would look at chosen tokens. So the stake is lost where the look comes
-    to such a turn: no factor is smaller, and the mean stays at most 1 however the turn was chosen.
+    The tokens of that turn are unknown, and they may be why it was cancelled: the time limit cuts long answers, not
+    short ones. Leaving such episodes or steps out would select tokens. So the stake is lost when `look` comes to such a
+    turn. No factor is smaller, so the mean stays at most 1 whichever turns are cancelled.
     """
     turned = (*episodes[first:], *episodes[:first])
     cut = next((i for i, e in enumerate(turned) if e.cut), None)
@@ -243,13 +240,11 @@ def bet_on_answers(
 
 
 def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
-    """Play the bet for neighbouring siblings: a sibling says what the one before it said with at most the probability
-    of those words.
+    """Play one round for each pair of neighbouring siblings. They are equal with at most the probability of the answer.
 
-    With p that probability and c the share that is bet, the factor is 1 + c (1 - p) / p where they say the same, else 1
-    - c. Words of a probability above a half are no bet. An answer that broke or was cut counts by what is known of it:
-      whoever says
-    the same said at least that. One that says nothing is not the same.
+    With p that probability and c the share that is bet, the factor is 1 + c (1 - p) / p if they are equal, else 1 - c.
+    An answer with a probability above a half is not bet on. Of an answer that broke or was cut, the known tokens count:
+    an equal answer has at least these. An empty answer is not bet on.
 
     Raises:
         InvariantError: the stake exceeds 1 / `ALPHA`.
@@ -273,8 +268,10 @@ def bet_on_siblings(bet: Bet, groups: Sequence[Group], noise: float) -> Gauges:
 
 
 class DrawsCheck(Observer):
-    """Some tokens of the first steps, and of every eighth later on, were drawn as the engine says; siblings do not
-    repeat each other."""
+    """Draws are tested in the first 16 steps and in every eighth later one. Siblings are compared in every step.
+
+    With oversampling nothing is bet: which answers are kept then depends on their lengths.
+    """
 
     def __init__(self, bets: Bets) -> None:
         self._bets = bets
@@ -282,31 +279,37 @@ class DrawsCheck(Observer):
     def state(self) -> dict[str, Any]:
         return {"bets": self._bets.plain()}
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
-            case AskedEvent(e) if not h.stage.oversample:
-                apart = unmeasured(h.run.model.dtype, h.sampling.temperature).worst
-                return Remark(bet_on_siblings(self._bets.siblings, e.played, apart))
+            case PlayedEvent(e) if not roles.stage.oversample:
+                apart = unmeasured(roles.run.model.dtype, roles.sampling.temperature).worst
+                return ObserverReport(bet_on_siblings(self._bets.siblings, e.played, apart))
             case ScoredEvent(e, _) if e.index <= 16 or e.index % 8 == 0:
-                return Remark(self._probe(h, e))
+                return ObserverReport(self._probe(roles, e))
             case _:
                 return None
 
-    def _probe(self, h: ReinforceRoles, e: Experience) -> Gauges:
-        """Of the first groups asked, of which there are always as many: how many others are asked, and which pass the
-        filter, hangs on what was said."""
-        episodes = [x for g in e.played[: h.stage.prompts] for x in g.episodes]
-        first, dtype = e.index * 7 % len(episodes), h.run.model.dtype
-        if h.sync.sampler.draws_by_place:
+    def _probe(self, roles: ReinforceRoles, e: Experience) -> Gauges:
+        """Test draws of the first groups, whose number is fixed.
+
+        How many further groups are played, and which ones pass the filter, depends on the answers.
+        """
+        episodes = [x for g in e.played[: roles.stage.prompts] for x in g.episodes]
+        first, dtype = e.index * 7 % len(episodes), roles.run.model.dtype
+        if roles.sync.sampler.draws_by_place:
             if (looked := look(episodes, first)) is None:
                 return {}
-            uniform = uniforms(looked, h.run.seed, h.stream)
+            uniform = uniforms(looked, roles.run.seed, roles.stream)
             return drawn_again(
-                looked, h.learner.odds(looked.packed), uniform, lambda: noise(dtype, h.learner, looked.packed), h.text
+                looked,
+                roles.learner.odds(looked.packed),
+                uniform,
+                lambda: noise(dtype, roles.learner, looked.packed),
+                roles.text,
             )
-        if h.stage.oversample:
+        if roles.stage.oversample:
             return {}
-        odds = lambda packed: h.learner.odds(packed, TEMPERATURES)  # noqa: E731
-        cheap, believed = dtype == "float32", unmeasured(dtype, h.sampling.temperature).worst
-        apart = lambda packed: believed if cheap else noise(dtype, h.learner, packed)  # noqa: E731
+        odds = lambda packed: roles.learner.odds(packed, TEMPERATURES)  # noqa: E731
+        cheap, believed = dtype == "float32", unmeasured(dtype, roles.sampling.temperature).worst
+        apart = lambda packed: believed if cheap else noise(dtype, roles.learner, packed)  # noqa: E731
         return bet_on_answers(self._bets.draws, episodes, first, odds, apart)

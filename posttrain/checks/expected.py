@@ -1,8 +1,7 @@
-"""A second, slow opinion on a step's credit and weights, written down from the definitions and sharing no code with
-them.
+"""Credit and weights of a step, computed a second way: slowly, from the definitions, sharing no code with the first.
 
-The audit understands the pieces listed here at the settings listed here; of an algorithm with any other piece it says
-nothing (None). Where both opinions exist they must agree to rounding, so a bug has to be made twice to stay unseen.
+This covers the pieces listed here, at the settings listed here. For an algorithm with any other piece it returns None.
+Where both computations exist they must agree up to rounding. So a bug has to be made twice to stay unseen.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ READS: dict[str, tuple[str, ...]] = {
     "Mask": ("low", "high", "level"),
     "EntropyBonus": ("coef",),
 }
-"""Pieces the audits understand, each with the settings they read; any other setting must stand at its default."""
+"""The pieces covered, each with the settings that are read. Any other setting must have its default."""
 NEUTRAL = {
     "credit": {
         "name",
@@ -70,7 +69,7 @@ NEUTRAL = {
         "rewards",
     },
 }
-"""Choices of an algorithm that have no part in its credit, or in what the loss asks of a log-prob."""
+"""Choices of an algorithm that do not affect its credit, or the gradient of its loss by a log-prob."""
 
 
 def kind(piece: object) -> str:
@@ -78,7 +77,7 @@ def kind(piece: object) -> str:
 
 
 def understood(a: Algorithm, matter: str, read: Iterable[str]) -> bool:
-    """Whether an audit of `matter` that knows the choices `read` knows everything that matters here."""
+    """Whether the choices `read` are all that matters to `matter` (credit or loss) in this algorithm."""
     for f in fields(a):
         value = getattr(a, f.name)
         if f.name in NEUTRAL[matter] or value == f.default:
@@ -89,12 +88,12 @@ def understood(a: Algorithm, matter: str, read: Iterable[str]) -> bool:
 
 
 def pieces(value: object) -> tuple[Any, ...]:
-    """The pieces of a choice that holds none, one or several."""
+    """The pieces of a choice, which holds none, one or several, as a tuple."""
     return () if value is None else value if isinstance(value, tuple) else (value,)
 
 
 def plain(piece: Any) -> bool:
-    """A word, or a piece whose settings beyond those in `READS` stand at their defaults."""
+    """Whether this is a word, or a piece whose settings other than those in `READS` have their defaults."""
     if isinstance(piece, str):
         return True
     known = READS.get(kind(piece))
@@ -105,14 +104,14 @@ def plain(piece: Any) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ExpectedCredit:
-    """What one episode should get: credit of each spoken token, and whether it may carry a gradient at all."""
+    """What one episode should get: the credit of each spoken token, and whether it is dropped from the batch."""
 
     scored: Scored
     group: int
     credit: np.ndarray
     dropped: bool
     returns: np.ndarray | None = None
-    """Value targets, where the algorithm learns values."""
+    """Value targets, if the algorithm learns values."""
 
     @property
     def key(self) -> bytes:
@@ -122,7 +121,7 @@ class ExpectedCredit:
 def expected_credit(
     a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float
 ) -> list[ExpectedCredit] | None:
-    """The credit of every judged episode of a step; None where the algorithm has a piece this does not understand."""
+    """The credit of every judged episode of a step; None if the algorithm has a piece that is not covered."""
     if getattr(a.pull, "placement", "") == "token" or a.whiten not in (None, "token", "sample"):
         return None
     kl_reward = kind(a.pull) == "KL" and a.pull is not None and getattr(a.pull, "placement", "") in ("reward", "both")
@@ -165,14 +164,16 @@ def expected_credit(
 
 
 def alike(values: Sequence[float], terms: Sequence[float], resolution: float) -> bool:
-    """Whether numbers are one number up to rounding: sorted, the last is no further from the first than `resolution` of
-    the largest sum of absolute terms. The audit's own word for what credit calls no spread."""
+    """Whether numbers are equal up to rounding, which credit calls no spread.
+
+    They are if the largest exceeds the smallest by at most `resolution` times the largest sum of absolute terms.
+    """
     in_order = sorted(values)
     return len(in_order) < 2 or in_order[-1] - in_order[0] <= resolution * max(terms)
 
 
 def same_outcome(episodes: Sequence[Episode]) -> bool:
-    """Whether the judged ones among these have one raw outcome, up to rounding."""
+    """Whether the judged ones of these episodes have the same raw outcome, up to rounding."""
     judged = [e for e in episodes if e.reward is not None]
     raw = [(_terms(e), _resolution(e)) for e in judged]
     return not judged or alike(
@@ -189,8 +190,7 @@ def _resolution(e: Episode) -> float:
 
 
 def _summed(a: Algorithm, s: Scored, credit: np.ndarray, terms: float) -> float:
-    """What rounding of an episode's credit is relative to, where it is compared with no sibling: its reward, its
-    baseline, its values."""
+    """What the rounding of an episode's credit is relative to if siblings are not compared: the sum of its terms."""
     values = [abs(float(v)) for part in s.find(VALUE) or () for v in part] if kind(a.baseline) == "Value" else []
     return terms + max(map(abs, credit.tolist()), default=0.0) + 2 * max(values, default=0.0)
 
@@ -203,7 +203,7 @@ def _divided(
     terms: Sequence[float],
     fine: Sequence[float],
 ) -> list[np.ndarray]:
-    """Credit over its scale: 0 where siblings are compared and agree, or where there is nothing to divide by."""
+    """Credit divided by its scale. It is 0 if siblings are compared and agree, and if the scale is 0."""
     out = list(each)
     whole = _std(reward, terms, max(fine, default=0.0))
     for at in members:
@@ -222,7 +222,7 @@ def _divided(
 
 
 def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, str]:
-    """Reward after shaping, from the verdicts; the sum of its absolute terms; and why the episode has no gradient."""
+    """Reward after shaping; the sum of its absolute terms; and why the episode has no gradient ('' if it has one)."""
     r, size = math.fsum(_terms(e)), math.fsum(map(abs, _terms(e)))
     why = "" if e.spoken else "said nothing"
     for piece in pieces(a.shape):
@@ -238,7 +238,7 @@ def _shaped(a: Algorithm, e: Episode, max_tokens: int) -> tuple[float, float, st
 
 
 def _paid(a: Algorithm, s: Scored) -> np.ndarray | None:
-    """What the KL takes from the reward at each spoken token."""
+    """The KL penalty in the reward of each spoken token; None if a stream it needs is missing."""
     said = s.find(START) if a.anchor == "start" else tuple(x.logp[x.mask] for x in s.episode.segments)
     if said is None or REFERENCE not in s:
         return None
@@ -256,7 +256,7 @@ def _centred(
     paid: Sequence[Any],
     ema: float,
 ) -> list[np.ndarray] | None:
-    """Credit before any scale, over each episode's spoken tokens."""
+    """Credit minus its baseline and before any scale, for each episode's spoken tokens."""
     out: list[np.ndarray] = []
     name = kind(a.baseline)
     members: dict[int, list[int]] = {}
@@ -289,7 +289,7 @@ def _centred(
 
 
 def _targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.ndarray | None:
-    """What the value of each token is taught: its estimate corrected by GAE."""
+    """The value target of each token: its estimate plus the GAE advantage."""
     if kind(baseline) != "Value" or VALUE not in s:
         return None
     v = np.concatenate(s[VALUE]).astype(np.float64)
@@ -298,13 +298,13 @@ def _targets(baseline: Any, s: Scored, shaped: float, paid: np.ndarray) -> np.nd
 
 
 def _turns(e: Episode) -> np.ndarray:
-    """What the world gave for turns, at the last spoken token of each."""
+    """What the environment paid for turns, at the last spoken token of each."""
     given = [(j.end or 0, j.weight * (j.verdict.score or 0.0)) for j in e.verdicts if j.paid]
     return np.array([math.fsum(score for end, score in given if end == t) for t in range(1, e.spoken + 1)])
 
 
 def _future(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.ndarray:
-    """GAE as the sum it is: A_t = sum_k (gamma lambda)^k delta_{t+k}, over spoken tokens."""
+    """GAE as an explicit sum over spoken tokens: A_t = sum_k (gamma lambda)^k delta_{t+k}."""
     if not len(v):
         return v
     earned = np.negative(paid)
@@ -315,7 +315,7 @@ def _future(value: Any, v: np.ndarray, shaped: float, paid: np.ndarray) -> np.nd
 
 
 def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float:
-    """Root of the sum of squared distances between all pairs, each once, over n (n - 1): ddof 1 without a mean."""
+    """Standard deviation (ddof 1) from the squared distances of all pairs, so that no mean is needed."""
     n = len(x)
     if alike(x, terms, resolution):
         return 0.0
@@ -325,8 +325,8 @@ def _std(x: Sequence[float], terms: Sequence[float], resolution: float) -> float
 
 
 def _white(over: str, each: list[np.ndarray], doubt: float) -> list[np.ndarray]:
-    """Mean 0 and standard deviation 1 over the step's tokens, or over its samples; zeros where no two differ by more
-    than `doubt`."""
+    """Credit whitened over the step's tokens or samples: mean 0, standard deviation 1. Zeros if it spreads by at most
+    `doubt`."""
     loud = [x for x in each if len(x)]
     if not loud:
         return each
@@ -345,7 +345,7 @@ def _white(over: str, each: list[np.ndarray], doubt: float) -> list[np.ndarray]:
 
 
 def weights(aggregate: str, tokens: Sequence[int], groups: Sequence[int], max_tokens: int) -> np.ndarray | None:
-    """The weight of a token of each episode of a minibatch; None for a way of averaging this does not know."""
+    """The weight of a token of each episode of a minibatch; None for an aggregation that is not covered."""
     n = len(tokens)
     whole, in_group = sum(tokens), dict.fromkeys(groups, 0)
     for t, g in zip(tokens, groups, strict=True):

@@ -1,4 +1,4 @@
-"""Whether the loss asks of each log-prob, entropy and value what its definition asks (`demand`)."""
+"""Whether the gradients of the loss by each log-prob, entropy and value are those of its definition (`demand`)."""
 
 from __future__ import annotations
 
@@ -14,26 +14,25 @@ from posttrain.core.streams import ADVANTAGE, WEIGHT
 from posttrain.role.passes import Passes
 
 LOSS_BOUND = 5e-6
-"""Difference of what the loss asks of a log-prob, relative to the size of its terms. Measured in float32:
-docs/trust.md."""
+"""Largest difference of the gradient by a log-prob, relative to the size of its terms. Measured values in float32 are
+in docs/trust.md."""
 
 
-def loss_agrees(a: Algorithm, batch: Batch, heard: Passes) -> Gauges:
-    """What the loss asked of each log-prob, all micro-batches together, is what the definition asks of the whole
-    minibatch."""
-    logp_M = np.concatenate([np.zeros(0), *heard.logp])
-    asked_M = np.concatenate([np.zeros(0), *heard.asked])
+def loss_agrees(a: Algorithm, batch: Batch, passes: Passes) -> Gauges:
+    """The loss's gradient by each log-prob, over all micro-batches, is that of its definition over the minibatch."""
+    logp_M = np.concatenate([np.zeros(0), *passes.logp])
+    asked_M = np.concatenate([np.zeros(0), *passes.logp_grad])
     if len(logp_M) != batch.spoken or len(asked_M) != batch.spoken:
         raise InvariantError(
             f"the micro-batches scored {len(logp_M)} tokens and differentiated {len(asked_M)} of the minibatch's"
             f" {batch.spoken}: every token belongs to exactly one micro-batch"
         )
-    if heard.left:
+    if passes.stale_gradients:
         raise InvariantError(
-            f"{heard.left} parameters still held a gradient when the step began: it would be added to this one's. Clear"
-            " gradients after every optimizer step"
+            f"{passes.stale_gradients} parameters still held a gradient when the step began: it would be added to this"
+            " one's. Clear gradients after every optimizer step"
         )
-    entropy_and_value_agree(a, batch, heard)
+    entropy_and_value_agree(a, batch, passes)
     want = demand(a, batch, logp_M)
     if want is None:
         return {}
@@ -53,15 +52,15 @@ def loss_agrees(a: Algorithm, batch: Batch, heard: Passes) -> Gauges:
     return {"canary/loss_gap": Gauge(worst, 1)}
 
 
-def entropy_and_value_agree(a: Algorithm, batch: Batch, heard: Passes) -> None:
-    """What the loss asked of entropies and values is minus the bonus, and the slope of the value loss."""
+def entropy_and_value_agree(a: Algorithm, batch: Batch, passes: Passes) -> None:
+    """The gradient by each entropy is minus the weighted bonus, and by each value that of the value loss."""
     told: dict[str, tuple[np.ndarray, np.ndarray]] = {}
-    if a.entropy is not None and heard.entropy and plain(a.entropy) and a.distill is None and a.tokens is None:
-        told["entropy"] = (np.concatenate(heard.entropy), -a.entropy.coef * batch[WEIGHT])
-    if a.learns_values is not None and heard.value and plain(a.learns_values):
-        want = value_demand(a.learns_values, batch, np.concatenate([v for v, _ in heard.value]))
+    if a.entropy is not None and passes.entropy_grad and plain(a.entropy) and a.distill is None and a.tokens is None:
+        told["entropy"] = (np.concatenate(passes.entropy_grad), -a.entropy.coef * batch[WEIGHT])
+    if a.learns_values is not None and passes.value and plain(a.learns_values):
+        want = value_demand(a.learns_values, batch, np.concatenate([v for v, _ in passes.value]))
         if want is not None:
-            told["value"] = (np.concatenate([g for _, g in heard.value]), want)
+            told["value"] = (np.concatenate([g for _, g in passes.value]), want)
     for name, (got, want) in told.items():
         size = float(np.abs(want).max(initial=0.0))
         if len(got) != len(want) or float(np.abs(got - want).max(initial=0.0)) > 1e-4 * size + 1e-12:

@@ -1,4 +1,4 @@
-"""Whether what is reported of held-out tasks is what their verdicts say."""
+"""Whether a held-out evaluation reports what its verdicts say."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.checks.sampler import said_by_these_weights
 from posttrain.core.errors import InvariantError
 from posttrain.core.verdict import SOLVED, outcome
 from posttrain.role.evaluate import EvaluationReport
-from posttrain.role.events import EvaluatedEvent, Event, Observer, Remark
+from posttrain.role.events import EvaluatedEvent, Event, Observer, ObserverReport
 
 
 def measured_right(report: EvaluationReport) -> None:
@@ -42,10 +42,9 @@ def measured_right(report: EvaluationReport) -> None:
 
 
 class EvaluationCheck(Observer):
-    """Held-out answers were said by the weights that are evaluated, and what is reported of them is what their verdicts
-    say."""
+    """Held-out answers were sampled with the weights that are evaluated, and the report agrees with their verdicts."""
 
-    def hear(self, h: Any, event: Event) -> Remark | None:
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, EvaluatedEvent):
             said_by_these_weights(event.report.groups, event.version, event.version)
             measured_right(event.report)

@@ -1,9 +1,8 @@
-"""The noise band: how far sampler and learner are apart on the same weights, and whether the algorithm can live with
-it.
+"""The noise band: how far sampler and learner differ on the same weights, and whether the algorithm tolerates it.
 
-A ratio against the sampler is 1 plus this noise even on policy. A trust region or a correction narrower than the band
-silences tokens by their rounding, not by their drift: in bfloat16 it was 72 to 94 % of sequences under GSPO's 3e-4 /
-4e-4.
+On policy, a ratio against the sampler is 1 plus this noise. A trust region or a correction that is narrower than the
+band clips tokens by their rounding, not because the policy moved. In bfloat16, GSPO's bounds 3e-4 / 4e-4 clipped 72 to
+94 % of sequences.
 """
 
 from __future__ import annotations
@@ -20,14 +19,15 @@ from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.streams import ADVANTAGE, MU, WEIGHT
 
 MOST = 0.01
-"""Largest share of tokens that noise alone may silence."""
+"""Largest share of tokens that noise alone may clip."""
 
 
 def noise_band(a: Algorithm, mu_M: np.ndarray, learner_M: np.ndarray, sequence_M: np.ndarray, dtype: str) -> Gauges:
-    """The band of a run at its first step, where both sides hold the same weights; ConfigError where `a` is narrower.
+    """The band of a run at its first step, when both sides hold the same weights; ConfigError if `a` is narrower.
 
     Args:
-        mu_M, learner_M: log-probs of the same tokens by sampler and learner. sequence_M: episode of each, ascending.
+        mu_M, learner_M: log-probs of the same tokens by sampler and learner.
+        sequence_M: the episode of each token, ascending.
     """
     if not len(mu_M):
         return {}

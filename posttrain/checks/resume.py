@@ -1,18 +1,18 @@
-"""Whether a run that goes on is the run that was cut."""
+"""Whether a resumed run continues exactly the run that was stopped."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
-from posttrain.checks.past import Past
+from posttrain.checks.history import StageHistory
 from posttrain.core.errors import InvariantError
-from posttrain.role.events import Event, Observer, Remark, RestoredEvent
+from posttrain.role.events import Event, Observer, ObserverReport, RestoredEvent
 from posttrain.role.roles import ReinforceRoles
 
 
 def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int | None) -> None:
-    """A resumed stage asks the prompts that come next, with an optimizer that remembers its steps."""
+    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state."""
     if walked is not None and int(walked) != cursor:
         raise InvariantError(
             f"the stage stopped after {int(walked)} prompts and would go on at prompt {cursor}: tasks and random"
@@ -26,7 +26,7 @@ def goes_on(walked: float | None, cursor: int, taken: float | None, steps: int |
 
 
 def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
-    """What a checkpoint gave back is what was saved into it. `saved` is '' where nothing was."""
+    """What was restored from a checkpoint is what was saved. `saved` is '' if nothing was."""
     if saved and (now := fingerprint()) != saved:
         raise InvariantError(
             f"the checkpoint's {what} came back changed: fingerprint {saved} when it was saved, {now} now that it is"
@@ -36,26 +36,26 @@ def came_back(what: str, saved: str, fingerprint: Callable[[], str]) -> None:
 
 
 class ResumeCheck(Observer):
-    """A stage that is gone on with asks the prompts that come next, with an optimizer that remembers its steps."""
+    """A resumed stage takes the prompts that come next, with an optimizer that has its earlier state."""
 
-    def __init__(self, past: Past) -> None:
-        self._past = past
+    def __init__(self, history: StageHistory) -> None:
+        self._history = history
 
-    async def begin(self, h: ReinforceRoles) -> None:
-        steps = self._past.steps
+    async def begin(self, roles: ReinforceRoles) -> None:
+        steps = self._history.steps
         if not steps:
             return
         walked = steps[-1].gauges.get("rollout/walked")
         taken = sum(s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
-        remembered = h.trainer.optimizer.state_tensors().get("steps")
+        remembered = roles.trainer.optimizer.state_tensors().get("steps")
         goes_on(
-            walked.sum if walked else None, h.prompts.cursor, taken, None if remembered is None else int(remembered)
+            walked.sum if walked else None, roles.prompts.cursor, taken, None if remembered is None else int(remembered)
         )
 
 
 class RestoreCheck(Observer):
-    """What a checkpoint gave back is what was saved into it."""
+    """What was restored from a checkpoint is what was saved."""
 
-    def hear(self, h: Any, event: Event) -> Remark | None:
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, RestoredEvent):
             came_back(event.what, event.saved, event.now)

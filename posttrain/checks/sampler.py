@@ -1,5 +1,4 @@
-"""Whether sampler, learner and reference are the same policy where they should be, and what was said is what the engine
-said."""
+"""Whether sampler, learner and reference agree when they hold the same weights, and rollouts are what was sampled."""
 
 from __future__ import annotations
 
@@ -16,7 +15,15 @@ from posttrain.core.ports import Reference
 from posttrain.core.scored import ScoredGroup
 from posttrain.core.streams import MU, REFERENCE, VERSION
 from posttrain.core.types import SHOWN, Group, Stop
-from posttrain.role.events import AskedEvent, DifferentiatedEvent, Event, Observer, PackedEvent, Remark, ScoredEvent
+from posttrain.role.events import (
+    DifferentiatedEvent,
+    Event,
+    Observer,
+    ObserverReport,
+    PackedEvent,
+    PlayedEvent,
+    ScoredEvent,
+)
 from posttrain.role.passes import Needs
 from posttrain.role.roles import ReinforceRoles
 from posttrain.role.rounding import Exact, Gap, allowed
@@ -32,12 +39,12 @@ def sampler_agrees(
     exact: Exact,
     text: Callable[[np.ndarray], str],
 ) -> Gauges:
-    """Sampler and learner agree on every token said by the weights the learner holds now (so rho = 1 within the bound).
+    """Sampler and learner agree on every token sampled with the learner's present weights: rho = 1 within the bound.
 
     Args:
         mu_M, learner_M: float32 log-probs of the sampler and of the learner.
-        fresh_M: bool, which tokens were said by the weights the learner holds.
-        exact: the learner's in float64, for `rounding.allowed`.
+        fresh_M: bool, which tokens were sampled with the weights the learner holds.
+        exact: the learner's log-probs in float64, for `rounding.allowed`.
         text: decodes token ids, for the message.
     """
 
@@ -79,7 +86,7 @@ def reference_unmoved(reference: Reference) -> None:
 def no_distance_yet(
     learner_logp: np.ndarray, reference_logp: np.ndarray, dtype: str, exact: Exact, temperature: float
 ) -> None:
-    """KL to the reference is 0 while learner and reference are the same weights."""
+    """KL to the reference is 0 while learner and reference hold the same weights."""
     gap = Gap.of(reference_logp, learner_logp)
     bound = allowed(dtype, gap, learner_logp, exact, temperature)
     if not gap.worst <= bound.worst:
@@ -91,9 +98,9 @@ def no_distance_yet(
 
 
 def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None:
-    """The masks of a step's episodes cover exactly the tokens the engine says it sampled for them.
+    """The masks of a step's episodes cover exactly the tokens that the engine counted as sampled.
 
-    What it sampled for other seats is in no mask, and is counted beside them.
+    Tokens of other seats are in no mask; they are added to the count.
     """
     played = [e for g in groups for e in (*g.episodes, *filter(None, [g.greedy])) if not e.shown]
     covered = sum(e.spoken for e in played) + sum(t.tokens for e in played for t in e.seats if t.policy)
@@ -106,9 +113,9 @@ def masks_cover_what_was_said(groups: Sequence[Group], said_tokens: int) -> None
 
 
 def said_by_these_weights(groups: Sequence[Group], begun: int, now: int) -> None:
-    """No spoken token is older than the weights its rollout was begun under, or newer than those the learner holds.
+    """No spoken token is older than the weights at the start of its rollout, or newer than the learner's.
 
-    Where asking does not run ahead of learning, the two are one version.
+    If rollouts do not run ahead of updates, the two are one version.
     """
     for g in groups:
         for e in g.episodes:
@@ -124,8 +131,7 @@ def said_by_these_weights(groups: Sequence[Group], begun: int, now: int) -> None
 
 
 def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens: int) -> None:
-    """An episode that says it stopped ends in a stop token, and one that was cut off or completed a stop string does
-    not."""
+    """An episode that stopped by itself ends in a stop token. One cut off, or ended by a stop string, does not."""
     stops = set(stop_ids)
     for g in groups:
         for e in g.episodes:
@@ -142,64 +148,70 @@ def stops_are_true(groups: Sequence[Group], stop_ids: Sequence[int], max_tokens:
 
 
 class SamplerCheck(Observer):
-    """Sampler, learner and reference agree where they hold the same weights, and what was played is what the engine
-    said."""
+    """Sampler, learner and reference agree when they hold the same weights; rollouts hold what the engine sampled."""
 
     def __init__(self, *, fresh: bool) -> None:
         self._fresh = fresh
         """Whether learner, sampler and reference still hold the same weights."""
 
-    def needs(self, h: ReinforceRoles, event: PackedEvent) -> Needs:
+    def needs(self, roles: ReinforceRoles, event: PackedEvent) -> Needs:
         return Needs(logp=event.first)
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
-            case AskedEvent(e):
+            case PlayedEvent(e):
                 masks_cover_what_was_said(e.played, int(e.engine["engine/tokens"].sum))
-                said_by_these_weights(e.played, e.version, h.trainer.version)
-                stops_are_true(e.played, h.sampling.stop_ids or (), h.sampling.max_tokens)
+                said_by_these_weights(e.played, e.version, roles.trainer.version)
+                stops_are_true(e.played, roles.sampling.stop_ids or (), roles.sampling.max_tokens)
             case ScoredEvent(e, groups):
-                if h.reference is not None:
-                    reference_unmoved(h.reference)
+                if roles.reference is not None:
+                    reference_unmoved(roles.reference)
                 if self._fresh and any(g.episodes for g in groups):
                     self._fresh = False
-                    return Remark(self._same_weights(h, e, groups))
+                    return ObserverReport(self._same_weights(roles, e, groups))
             case DifferentiatedEvent(packed, passes) if packed.first:
-                return Remark(self._ratio_is_one(h, packed, list(zip(passes.micros, passes.logp, strict=True))))
+                return ObserverReport(
+                    self._ratio_is_one(roles, packed, list(zip(passes.micros, passes.logp, strict=True)))
+                )
             case _:
                 pass
         return None
 
-    def _same_weights(self, h: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> Gauges:
-        """Before the first optimizer step of a stage: rho = 1, and no distance to a reference that began as the
-        policy."""
+    def _same_weights(self, roles: ReinforceRoles, e: Experience, groups: Sequence[ScoredGroup]) -> Gauges:
+        """Before the first optimizer step of a stage: rho = 1, and KL 0 to a reference that began as the policy."""
         episodes = [s for g in groups for s in g.episodes]
         segments = [s for x in episodes for s in x.episode.segments]
         packed = Packed.of(segments, [i for i, x in enumerate(episodes) for _ in x.episode.segments])
-        learner = h.learner.score(packed)
+        learner = roles.learner.score(packed)
         version = np.concatenate([s.version[s.mask] for s in segments])
         mu = np.concatenate([s.logp[s.mask] for s in segments])
-        own, dtype = version == h.trainer.version, h.run.model.dtype
-        exact = lambda: h.learner.exact(packed)  # noqa: E731
-        seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=h.text)
+        own, dtype = version == roles.trainer.version, roles.run.model.dtype
+        exact = lambda: roles.learner.exact(packed)  # noqa: E731
+        seen = sampler_agrees(packed, mu, learner, own, dtype=dtype, exact=exact, text=roles.text)
         band = noise_band(
-            h.stage.algorithm, mu[own], learner[own], np.unique(packed.sequence_M[own], return_inverse=True)[1], dtype
+            roles.stage.algorithm,
+            mu[own],
+            learner[own],
+            np.unique(packed.sequence_M[own], return_inverse=True)[1],
+            dtype,
         )
-        if h.reference is not None and h.own_reference and REFERENCE in episodes[0]:
+        if roles.reference is not None and roles.own_reference and REFERENCE in episodes[0]:
             reference = np.concatenate([x for s in episodes for x in s[REFERENCE]])
             no_distance_yet(learner, reference, dtype, exact, packed.sampling.temperature)
         return merge(seen, band)
 
     def _ratio_is_one(
-        self, h: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
+        self, roles: ReinforceRoles, packed: PackedEvent, micros: Sequence[tuple[Batch, np.ndarray]]
     ) -> Gauges:
-        """On the first optimizer step after a push, every token that the current weights said has rho = 1."""
+        """On the first optimizer step after a push, every token sampled with the current weights has rho = 1."""
         out: list[Gauges] = []
         for micro, logp in micros:
-            exact = lambda batch=micro: h.learner.exact(batch)  # noqa: E731
+            exact = lambda batch=micro: roles.learner.exact(batch)  # noqa: E731
             fresh = micro[VERSION] == packed.version
             learner = logp.astype(np.float32)
             out.append(
-                sampler_agrees(micro, micro[MU], learner, fresh, dtype=h.run.model.dtype, exact=exact, text=h.text)
+                sampler_agrees(
+                    micro, micro[MU], learner, fresh, dtype=roles.run.model.dtype, exact=exact, text=roles.text
+                )
             )
         return merge(*out)

@@ -1,4 +1,4 @@
-"""Whether an optimizer step is the configured one: every weight that matters gets a gradient, and moves by it."""
+"""Whether an optimizer step is the configured one, and every parameter that matters gets a gradient and moves."""
 
 from __future__ import annotations
 
@@ -17,38 +17,38 @@ from posttrain.core.ports import Learner
 from posttrain.core.run import Optimizer
 from posttrain.core.scores import ExpectedUpdate
 from posttrain.core.streams import ADVANTAGE
-from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, PackedEvent, Remark
+from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, ObserverReport, PackedEvent
 from posttrain.role.probe import packed_text
 from posttrain.role.roles import StageRoles
 from posttrain.role.transport import whole_tensors
 
 NUDGE = 0.05
-"""How far a weight that got no gradient is moved, in standard deviations of its tensor, to see whether it matters."""
+"""How far a parameter without a gradient is moved to see whether it matters, in standard deviations of its tensor."""
 FELT = 1e-3
-"""Nats by which a log-prob must change for a nudge to count as felt: far above rounding, far below what such a nudge
-does."""
+"""Nats by which some log-prob must change for the parameter to matter. It is far above rounding, and far below the
+usual effect of such a move."""
 
 SAMPLED = 1 << 20
-"""Parameters up to this many numbers have their first update followed."""
+"""The first update of parameters with at most this many elements is checked in full."""
 SMALLEST = 1e-12
-"""Weights nearer to 0 are taken as this large: a move far below the rounding of any other weight may be lost on its way
-in float32."""
+"""Weights nearer to 0 count as this large, since an update far below the rounding of other weights may be lost in
+float32."""
 ROUNDING = 3e-7
-"""Of a float32 weight to which something was added, relative to its size."""
+"""Rounding error of a float32 weight after an addition, relative to its size."""
 UNDERFLOW = 1e-36
-"""State that is nowhere larger is not looked at: below it float32 loses digits, or all of a number."""
+"""Optimizer state that is nowhere larger is not compared: below it float32 loses digits, or the whole number."""
 UPDATE_BOUND = 0.02
-"""Departure of a first optimizer step, relative to the size of a full one (`ExpectedUpdate.size`; of AdamW the learning
-rate)."""
+"""Largest difference of a first optimizer step from the expected one, relative to the size of a full step
+(`ExpectedUpdate.size`; for AdamW the learning rate)."""
 
 
 def gradient_reaches(learner: Learner, ids: np.ndarray) -> None:
     """Every trainable parameter that the log-probs depend on gets a gradient from them.
 
-    A batch can leave a parameter alone for good reasons (all returns are 0, one token is kept, an expert is not
-    chosen), so this does not look at one: it differentiates the log-probs of int32 `ids`, at least two, each after all
-    before it. A parameter without a gradient is nudged; if the log-probs feel it, it is cut off from the loss. A value
-    head gets its gradient from the values.
+    A training batch can give a parameter no gradient for good reasons: all returns are 0, one token is kept, an expert
+    is not chosen. So this uses no batch. It differentiates the log-probs of a fixed sequence, at least two int32 `ids`.
+    A parameter without a gradient is moved a little. If that changes the log-probs, it is cut off from the loss, which
+    is an error. A value head must get its gradient from the values.
     """
     packed = packed_text(ids)
     learner.train_mode(True)
@@ -98,7 +98,7 @@ def _felt(learner: Learner, packed: Packed, parameter: Any, before: np.ndarray) 
 
 
 def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> None:
-    """What the sampler is served is what the optimizer moves (small constants of an architecture aside)."""
+    """The weights that the sampler gets are those the optimizer updates, small constants of an architecture aside."""
     left = {n: t for n, t in served.items() if n not in trained and t.is_floating_point()}
     size, whole = sum(t.numel() for t in left.values()), sum(t.numel() for t in served.values())
     if size > 0.005 * whole:
@@ -111,24 +111,26 @@ def served_is_trained(served: Mapping[str, Any], trained: Mapping[str, Any]) -> 
 
 @dataclass(frozen=True)
 class Largest:
-    """The number of a parameter with the largest gradient: where it lies in the flat tensor, its value, and what a step
-    adds to it."""
+    """The element of a parameter with the largest gradient."""
 
     index: int
+    """In the flattened parameter."""
     weight: float
+    """Its value before the step."""
     move: float
+    """What the step must add to it."""
 
 
 @dataclass(frozen=True)
 class Handed:
-    """What an optimizer is handed for a step, and what it says that the step should do; made just before the step."""
+    """The gradients an optimizer gets for a step, and the update its definition expects. Made just before the step."""
 
     norm: float
-    """Of all gradients."""
+    """Of all gradients together."""
     largest: Mapping[str, Largest]
-    """Of every parameter with a gradient that is not 0."""
+    """For every parameter with a gradient that is not 0."""
     expected: Mapping[str, ExpectedUpdate] = field(default_factory=dict[str, ExpectedUpdate])
-    """Of the parameters of at most `SAMPLED` numbers, where this is the optimizer's first step."""
+    """For the parameters of at most `SAMPLED` elements, if this is the optimizer's first step."""
     before: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Copies of the same parameters."""
 
@@ -151,10 +153,12 @@ class Handed:
 
 
 def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
-    """In an optimizer step every parameter with a gradient moves, where its move is larger than its rounding.
+    """An optimizer step changes every parameter with a gradient, if the update is larger than the parameter's rounding.
 
     Args:
-        handed: the step. parameters: what the optimizer moves, after the step. lr: of this step.
+        handed: the gradients and expected updates of the step.
+        parameters: what the optimizer updates, after the step.
+        lr: of this step.
     """
     pushed: list[str] = []
     still: list[str] = []
@@ -176,7 +180,7 @@ def moved(handed: Handed, parameters: Mapping[str, Any], lr: float) -> Gauges:
 
 @dataclass(frozen=True)
 class Update:
-    """The largest departure of an optimizer step from the configured one, each relative to what was expected."""
+    """The largest difference of an optimizer step from the expected one, relative to what was expected."""
 
     name: str
     moved: float
@@ -184,10 +188,11 @@ class Update:
 
 
 def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor]) -> Update:
-    """How far a step went from what was expected of it: of all parameters that were followed, the worst.
+    """The largest difference between a step and what was expected of it, over all parameters checked in full.
 
     Args:
-        after: what the optimizer moves, after the step. state: its state then.
+        after: what the optimizer updates, after the step.
+        state: the optimizer's state after the step.
     """
     worst = Update("", 0.0, 0.0)
     for name, expected in handed.expected.items():
@@ -204,7 +209,7 @@ def departure(handed: Handed, after: Mapping[str, torch.Tensor], state: Mapping[
 
 
 def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], state: Mapping[str, Any]) -> Gauges:
-    """The first optimizer step is the configured one, nothing more: learning rate, warm-up, decay and clip included."""
+    """The first optimizer step is exactly the configured one: learning rate, warm-up, decay and clip included."""
     worst = departure(handed, after, state)
     if worst.moved > UPDATE_BOUND or worst.state > UPDATE_BOUND:
         raise InvariantError(
@@ -217,44 +222,45 @@ def update_agrees(config: Optimizer, handed: Handed, after: Mapping[str, Any], s
 
 
 class UpdateCheck(Observer):
-    """Every parameter that matters gets a gradient and moves by it; the first optimizer step of a stage is the
-    configured one.
+    """Every parameter that matters gets a gradient and moves; a stage's first optimizer step is the configured one.
 
-    Without credit there may be nothing to follow: the gradient of a KL pull is 0 at the reference itself.
+    A step without credit may have nothing to check: the gradient of a KL term is 0 at the reference itself.
     """
 
     def __init__(self, *, moved: bool) -> None:
         self._moved = moved
-        """Whether a step was followed already."""
+        """Whether a step was checked already."""
         self._handed: Handed | None = None
 
-    async def begin(self, h: StageRoles[Any]) -> None:
-        served_is_trained(dict(whole_tensors(h.learner.shards())), h.trainer.trained())
-        gradient_reaches(h.learner, h.sync.canary)
+    async def begin(self, roles: StageRoles[Any]) -> None:
+        served_is_trained(dict(whole_tensors(roles.learner.shards())), roles.trainer.trained())
+        gradient_reaches(roles.learner, roles.sync.probe_ids)
 
-    def hear(self, h: StageRoles[Any], event: Event) -> Remark | None:
+    def on_event(self, roles: StageRoles[Any], event: Event) -> ObserverReport | None:
         match event:
             case DifferentiatedEvent(packed, _):
                 self._handed = (
-                    None if self._moved or not _carries(packed) else Handed.of(h.trainer.optimizer, h.stage.optimizer)
+                    None
+                    if self._moved or not _carries(packed)
+                    else Handed.of(roles.trainer.optimizer, roles.stage.optimizer)
                 )
             case LearnedEvent(lr=lr) if self._handed is not None:
                 handed, self._handed = self._handed, None  # it holds copies of weights
-                return Remark(self._follow(h, handed, lr))
+                return ObserverReport(self._follow(roles, handed, lr))
             case _:
                 pass
         return None
 
-    def _follow(self, h: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
-        trained, optimizer = h.trainer.trained(), h.trainer.optimizer
+    def _follow(self, roles: StageRoles[Any], handed: Handed, lr: float) -> Gauges:
+        trained, optimizer = roles.trainer.trained(), roles.trainer.optimizer
         seen = moved(handed, trained, lr)
         self._moved = bool(seen)
         return merge(
             seen,
-            update_agrees(h.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {},
+            update_agrees(roles.stage.optimizer, handed, trained, optimizer.state_tensors()) if handed.expected else {},
         )
 
 
 def _carries(packed: PackedEvent) -> bool:
-    """Whether a minibatch asks for an update: a policy's does where it carries credit."""
+    """Whether a minibatch calls for an update: a policy's does if some credit in it is not 0."""
     return ADVANTAGE not in packed.batch or bool(np.any(packed.batch[ADVANTAGE]))

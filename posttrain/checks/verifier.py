@@ -1,24 +1,23 @@
-"""Whether verdicts can be learned from: outages stay out, not too much goes unjudged, and the judges say again what
-they said."""
+"""Whether verdicts can be learned from: failed ones give no reward, few answers are unjudged, and verdicts repeat."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from posttrain.checks.gold import VerifierChecks
-from posttrain.checks.past import Past
+from posttrain.checks.history import StageHistory
+from posttrain.checks.rejudge import RejudgedAnswers
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Step
 from posttrain.core.types import Group
 from posttrain.core.verdict import State, failed
 from posttrain.diagnose.gauges import components, unjudged_words
-from posttrain.role.events import AskedEvent, Event, Observer, PushedEvent, Remark
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent, PushedEvent
 from posttrain.role.roles import ReinforceRoles
 
 
 def failures_stay_out(groups: Sequence[Group]) -> None:
-    """A verdict that failed on our side makes no reward of its episode."""
+    """An episode with a verdict that failed on our side has no reward."""
     for g in groups:
         for e in g.episodes:
             failed = [j for j in e.verdicts if j.counts and j.verdict.state is State.FAILED]
@@ -31,55 +30,54 @@ def failures_stay_out(groups: Sequence[Group]) -> None:
 
 
 class VerifierCheck(Observer):
-    """Outages stay out of baseline and batch, are told when they begin, and are not too many; the judges say again what
-    they said."""
+    """Failed verdicts stay out of baseline and batch, are noted when they start, and are few; verdicts repeat."""
 
-    def __init__(self, past: Past) -> None:
-        self._past = past
-        self._judges = VerifierChecks()
+    def __init__(self, history: StageHistory) -> None:
+        self._history = history
+        self._rejudged = RejudgedAnswers()
         self._experience: Experience | None = None
 
-    async def begin(self, h: ReinforceRoles) -> None:
-        await self._judges.begin(h.rollout.environment, self._past.taken)
+    async def begin(self, roles: ReinforceRoles) -> None:
+        await self._rejudged.begin(roles.rollout.environment, self._history.taken)
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
-            case AskedEvent(e):
+            case PlayedEvent(e):
                 failures_stay_out(e.played)
-                self._enough_judged(h, e)
+                self._enough_judged(roles, e)
                 self._experience = e
             case PushedEvent(e, _):
-                return Remark(notes=self._unjudged(e))
+                return ObserverReport(notes=self._unjudged(e))
             case _:
                 pass
         return None
 
-    async def after(self, h: ReinforceRoles, step: Step) -> Remark | None:
-        """The judges are asked again, and sources are told that gave nothing to anyone."""
+    async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
+        """Judge some answers again, and count the sources that gave only 0."""
         if (e := self._experience) is None:
             return None
-        with h.clock.of("check"):
-            warned = await self._judges.after(h.rollout.environment, e.played)
-        return Remark({**self._judges.mute(e.played), "rollout/walked": Gauge(e.walk.cursor, 1)}, warned)
+        with roles.clock.of("check"):
+            warned = await self._rejudged.after(roles.rollout.environment, e.played)
+        return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.prompts.cursor, 1)}, warned)
 
-    def _enough_judged(self, h: ReinforceRoles, e: Experience) -> None:
+    def _enough_judged(self, roles: ReinforceRoles, e: Experience) -> None:
         episodes = [x for g in e.played for x in g.episodes]
         unjudged = sum(x.reward is None for x in episodes)
-        if unjudged > h.stage.max_failed * len(episodes):
+        if unjudged > roles.stage.max_failed * len(episodes):
             raise RewardError(
                 f"{unjudged} of {len(episodes)} samples of this step could not be judged: {unjudged_words(e.played)}."
                 " They are no wrong answers, so they were left out, and more than"
-                f" {h.stage.name}.max_failed={h.stage.max_failed:g} of a step is too many to go on. Mend"
-                f" {', '.join(r.function for r in h.run.env_of(h.stage).rewards) or 'the environment'}, then resume:"
-                f" posttrain run --resume {h.book.folder}"
+                f" {roles.stage.name}.max_failed={roles.stage.max_failed:g} of a step is too many to go on. Mend"
+                f" {', '.join(r.function for r in roles.run.env_of(roles.stage).rewards) or 'the environment'}, then"
+                f" resume: posttrain run --resume {roles.book.folder}"
             )
 
     def _unjudged(self, e: Experience) -> tuple[str, ...]:
-        """What could not be judged in this step, where it is of a kind that the last 64 steps did not have."""
+        """A note on what could not be judged in this step, if it is of a kind that the last 64 steps did not have."""
         episodes = [x for g in e.played for x in g.episodes]
         now = {n for n in components(episodes) if n.startswith("failed/")}
         now |= {"rollout/abstained"} if any(x.reward is None and not failed(x.verdicts) for x in episodes) else set()
-        known = {n for s in self._past.steps[-64:] for n, g in s.gauges.items() if g.sum and n in now}
+        known = {n for s in self._history.steps[-64:] for n, g in s.gauges.items() if g.sum and n in now}
         if not now - known:
             return ()
         return (

@@ -1,4 +1,4 @@
-"""Who observes a stage of each kind."""
+"""Which checks observe a stage, by its kind."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from posttrain.checks.credit import CreditCheck
 from posttrain.checks.data import TaskCheck
 from posttrain.checks.draws import Bets, DrawsCheck
+from posttrain.checks.history import StageHistory
 from posttrain.checks.imitation import ImitationCheck
 from posttrain.checks.live import LiveRules
 from posttrain.checks.measured import EvaluationCheck
-from posttrain.checks.past import Past
 from posttrain.checks.resume import RestoreCheck, ResumeCheck
 from posttrain.checks.sampler import SamplerCheck
-from posttrain.checks.trial import LossCheck
+from posttrain.checks.synthetic import LossCheck
 from posttrain.checks.update import UpdateCheck
 from posttrain.checks.verifier import VerifierCheck
 from posttrain.core.gauge import Step
@@ -24,26 +24,28 @@ from posttrain.role.events import Observer, Observers
 
 
 def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
-    past = Past(steps)
+    """The checks of a reinforcement stage, in the order in which they get events."""
+    history = StageHistory(steps)
     return [
-        ResumeCheck(past),
+        ResumeCheck(history),
         LossCheck(),
         UpdateCheck(moved=any("canary/moved" in s.gauges for s in steps)),
         CreditCheck(),
         SamplerCheck(fresh=not steps),
         TaskCheck(),
         DrawsCheck(Bets.of(kept.get("bets"))),
-        VerifierCheck(past),
-        LiveRules(past),
+        VerifierCheck(history),
+        LiveRules(history),
     ]
 
 
 def imitation(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observer]:
+    """The checks of a supervised stage."""
     return [UpdateCheck(moved=bool(steps)), ImitationCheck(first=not steps)]
 
 
 def of_run() -> Observers:
-    """Those who observe what happens between steps, over all stages."""
+    """The checks of what happens between steps, over all stages."""
     return Observers([RestoreCheck(), EvaluationCheck()])
 
 
@@ -51,11 +53,15 @@ OF: dict[type, Callable[[Sequence[Step], Mapping[str, Any]], list[Observer]]] = 
     Reinforce: reinforcement,
     Supervised: imitation,
 }
-"""By the type of the stage. A kind that is not here, and derives from none that is, is not observed."""
+"""By the type of the stage. A type that is not here, and derives from none that is, is not checked."""
 
 
 def observers(stage: Stage, steps: Sequence[Step], kept: Mapping[str, Any]) -> Observers:
-    """Those who observe `stage`, of which `steps` are taken already; `kept` is what a checkpoint stored of all of
-    them."""
+    """The checks of `stage`.
+
+    Args:
+        steps: those the stage has taken already.
+        kept: what a checkpoint stored of all observers.
+    """
     kind = next((k for k in type(stage).__mro__ if k in OF), None)
     return Observers(() if kind is None else OF[kind](steps, kept))

@@ -1,1 +1,1 @@
-"""Floor 3: calls the roles in order; sees no logit, no parameter, no task, no algorithm name."""
+"""Floor 3: calls the roles in order. It sees no logits, no parameters, no tasks and no names of algorithms."""

@@ -1,4 +1,4 @@
-"""Why a run ends early: somebody asked, and the run answers at the next step border with a checkpoint."""
+"""Ends a run early on a signal: the step that is running is finished, a checkpoint is written, and the run ends."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.core.errors import PosttrainError
 
 
 class Interrupted(PosttrainError):
-    """The run was asked to end, wrote a checkpoint, and can be resumed. Exit code 128 + signal."""
+    """The run got a signal, wrote a checkpoint, and can be resumed. The exit code is 128 + the signal's number."""
 
     def __init__(self, number: int, message: str) -> None:
         super().__init__(message)
@@ -24,14 +24,15 @@ class Stopper:
     """Remembers a first SIGINT or SIGTERM; a second one ends the process at once."""
 
     number: int = 0
+    """Of the signal that came; 0 while none has."""
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Handle signals inside the block (only possible in the main thread; elsewhere nothing is changed)."""
+        """Handle signals inside the block. Python allows it in the main thread only; in others nothing is changed."""
         kept = {}
         try:
             for number in (signal.SIGINT, signal.SIGTERM):
-                kept[number] = signal.signal(number, self._heard)
+                kept[number] = signal.signal(number, self._on_signal)
         except ValueError:
             kept = {}
         try:
@@ -40,7 +41,7 @@ class Stopper:
             for number, handler in kept.items():
                 signal.signal(number, handler)
 
-    def _heard(self, number: int, frame: FrameType | None) -> None:
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.number:
             raise KeyboardInterrupt
         self.number = number

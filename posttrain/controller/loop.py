@@ -1,8 +1,10 @@
-"""The loop: a bounded queue between asking and learning. How far asking may run ahead is all that topologies differ in.
+"""The loop: a bounded queue between rollouts and updates.
 
-consumes   `ask(index)`
-waits for  learning of step i - 1 - bound before step i is asked
-produces   what was asked for each step, in order
+Synchronous and asynchronous training differ in one number only: by how many steps rollouts may run ahead (`bound`).
+
+consumes   `ask(index)`, which plays the rollouts of step `index`
+waits for  the update of step i - 1 - bound before it starts the rollouts of step i
+produces   the rollouts of each step, in order
 """
 
 from __future__ import annotations
@@ -18,13 +20,14 @@ T = TypeVar("T")
 async def loop(
     ask: Callable[[int], Awaitable[T]], *, first: int, last: int, bound: int = 0
 ) -> AsyncGenerator[tuple[int, T]]:
-    """The steps `first` to `last` in order, each with what was asked for it. Whoever iterates learns from it before the
-    next one.
+    """The steps `first` to `last` in order, each with what `ask` returned for it.
 
-    Step i is asked once step i - 1 - bound is learned: with bound 0 that is ask, learn, ask, learn, one after the
-    other; with bound 1 the next step is asked while this one is learned. What is asked when is a function of steps,
-    never of time. What was asked and is not wanted any more is given up (`contextlib.aclosing`); so it is where
-    something raises.
+    The caller learns from a step before it takes the next one. The rollouts of step i start once step i - 1 - bound is
+    learned. With bound 0, rollouts and updates alternate. With bound 1, the rollouts of the next step are played during
+    the update of this one. Which rollouts start when depends on step numbers only, never on time.
+
+    Rollouts that are no longer wanted are cancelled: when something raises, and when the caller closes the generator
+    (`contextlib.aclosing`).
     """
     asked: deque[asyncio.Task[T]] = deque()
     due = first

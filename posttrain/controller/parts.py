@@ -24,7 +24,7 @@ from posttrain.role.trainer import Trainer, WeightOptimizer
 
 @dataclass(frozen=True)
 class StageSetting:
-    """Where a stage plays: an environment, and the rollout in it."""
+    """The environment of a stage, and the rollout role that plays it."""
 
     environment: Environment
     rollout: Rollout
@@ -32,9 +32,10 @@ class StageSetting:
 
 @dataclass(frozen=True)
 class MeasuredReport:
-    """A held-out evaluation, with all it depends on."""
+    """A held-out evaluation, with everything it depends on."""
 
     version: int
+    """Of the weights."""
     sampling: Sampling
     environment: Environment
     report: EvaluationReport
@@ -42,7 +43,7 @@ class MeasuredReport:
 
 @dataclass
 class RunParts:
-    """What all stages of a run share: the policy's learner, the engine, the environment, the book, who listens."""
+    """What all stages of a run share: learner, engine, environment, record, observers and trackers."""
 
     run: Run
     environment: Environment
@@ -54,67 +55,72 @@ class RunParts:
     book: Book
     stop_ids: tuple[int, ...]
     spell: Spell
-    """The token sequences that write a word."""
+    """The token sequences that spell a word."""
     text: Callable[[np.ndarray], str]
     freeze: Callable[[], Reference]
-    """The learner as it is now, frozen."""
+    """A frozen copy of the learner as it is now."""
     teacher: Callable[[str], Reference]
-    """A frozen model of this directory, which must share the policy's tokenizer."""
+    """A frozen model from this directory. It must have the policy's tokenizer."""
     optimize: Callable[[OptimizerConfig], WeightOptimizer]
-    """A new optimizer of the learner's parameters."""
+    """A new optimizer for the learner's parameters."""
     settings: Mapping[str, StageSetting] = field(default_factory=dict[str, StageSetting])
-    """Of the stages that have an environment of their own, by name."""
+    """For the stages that have an environment of their own, by the stage's name."""
     observe: Callable[[Stage, Sequence[Step], Mapping[str, Any]], Observers] = lambda stage, steps, kept: Observers()
-    """Who observes a stage, of which these steps are taken; with what a checkpoint kept of them."""
+    """The observers of a stage. They get the steps already taken, and what a checkpoint stored of the observers."""
     watch: Observers = field(default_factory=Observers)
-    """Who observes what happens between steps."""
+    """The observers of what happens between steps."""
     trackers: list[Tracker] = field(default_factory=list[Tracker])
     close: Callable[[], None] = lambda: None
-    """Ends the engine: its threads, processes and memory."""
+    """Stops the engine and frees its threads, processes and memory."""
     version: int = 0
-    """Optimizer steps so far, over all stages: the version of the learner's weights."""
+    """Optimizer steps so far, over all stages. It is the version of the learner's weights."""
     measured: MeasuredReport | None = None
-    """The last held-out evaluation, so that no weights are evaluated twice."""
+    """The last held-out evaluation. It is kept so that no weights are evaluated twice."""
 
     def tell(self, step: Step) -> None:
-        """Write one line of the record and tell whoever listens."""
+        """Write one line of the record and pass it to the trackers."""
         self.book.write(step)
         for tracker in self.trackers:
             tracker.log(step)
 
     def say(self, line: str) -> None:
-        """A line for people, where the run is watched."""
+        """Pass a line for people to the trackers."""
         for tracker in self.trackers:
             tracker.say(line)
 
     def setting(self, stage: Stage) -> StageSetting:
-        """Where a stage plays."""
+        """The stage's own environment and rollout, or the run's where it has none."""
         return self.settings.get(stage.name) or StageSetting(self.environment, self.rollout)
 
     def sampling(self, stage: Stage) -> Sampling:
-        """The contract under which a stage is evaluated: its own, or that of the run's next stage in which the policy
-        speaks."""
+        """The sampling settings with which a stage is evaluated, resolved.
+
+        They are the stage's own. A stage in which the policy does not generate takes those of the next stage in which
+        it does.
+        """
         after = self.run.stages[self.run.stages.index(stage) :]
         own = [(s.contract, s.stores_top) for s in (*after, *self.run.stages) if s.contract is not None]
         said, stores = own[0] if own else (Sampling(), 0)
         contract = said.resolve(self.stop_ids, self.spell)
         return replace(contract, top=stores) if stores != contract.top else contract
 
-    def beside(self, stage: Stage) -> tuple[Environment, ...]:
-        """Environments beside the stage's own on which the run is measured while it goes on or later: its own, and
-        those of later stages."""
+    def other_environments(self, stage: Stage) -> tuple[Environment, ...]:
+        """The environments on which the run is measured during or after this stage, without the stage's own.
+
+        They are the run's environment and those of later stages.
+        """
         stages = self.run.stages
         later = [self.setting(s).environment for s in stages[stages.index(stage) + 1 :]]
         own = self.setting(stage).environment
         return tuple({id(e): e for e in (self.environment, *later) if e is not own}.values())
 
     async def publish(self) -> None:
-        """Serve the learner's weights, unless they are being served."""
+        """Push the learner's weights to the sampler, unless it serves them already."""
         if self.sampler.version != self.version:
             await self.sync.push(self.version)
 
     async def evaluate(self, setting: StageSetting, sampling: Sampling) -> EvaluationReport:
-        """Held-out evaluation of the learner's weights."""
+        """Evaluate the learner's weights on held-out tasks."""
         await self.publish()
         result = await evaluate(setting.rollout, setting.environment.heldout, sampling, self.run.evaluation)
         self.sampler.gauges()

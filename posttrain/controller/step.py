@@ -1,12 +1,12 @@
-"""The step, as a sentence: ask, answer, judge, score, credit, pack, learn, publish, write down.
+"""One training step: rollouts, verdicts, scores, credit, minibatches, optimizer steps, weight sync, one record line.
 
-It is two functions, with an `Experience` between them: `ask` plays and judges, `learn` does the rest. Nothing else is
-woven in; checks and whoever else wants to know observe the events of `role.events`.
+A reinforcement step is two functions with an `Experience` between them. `ask` plays the rollouts and judges them.
+`learn` does the rest. A supervised step is `imitate`. The checks are not called here: they observe the events that a
+step emits (`role.events`).
 
-consumes   prompts from `ReinforceRoles.prompts`, weights from the last push
-waits for  the rollout (every group of the step), then the learner
-unblocked  by the engine finishing the last episode
-produces   new weights at the sampler, one `Step` for the record
+consumes   prompts from `ReinforceRoles.prompts`, and the weights of the last push
+waits for  the rollouts of every group of the step, then the learner
+produces   new weights at the sampler, and one `Step` for the record
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from posttrain.algorithm.losses import Likelihood, PolicyLoss
 from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
-from posttrain.core.experience import Experience, Walk
+from posttrain.core.experience import Experience, PromptState
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
 from posttrain.core.request import PassRate
 from posttrain.core.scored import Credit
@@ -28,26 +28,28 @@ from posttrain.core.types import Group
 from posttrain.diagnose.gauges import rollout_gauges
 from posttrain.diagnose.notes import notes
 from posttrain.role.culprits import named
-from posttrain.role.events import AskedEvent, PushedEvent, ScoredEvent
+from posttrain.role.events import PlayedEvent, PushedEvent, ScoredEvent
 from posttrain.role.pack import pack
 from posttrain.role.roles import ReinforceRoles, SupervisedRoles
 from posttrain.role.score import score
 from posttrain.role.trainer import NAMED, NonFiniteGradient
 
 
-async def ask(h: ReinforceRoles, index: int) -> Experience:
-    """Play and judge the groups of step `index`, from 1."""
-    version, request = h.trainer.version, h.stage.algorithm.request(h.stage)
-    with h.clock.of("rollout"):
-        played, passed = await h.rollout.until(h.prompts, request, h.sampling, h.stream, h.memory.rate)
-        h.prompts.learn(played)
-    walk = Walk(h.prompts.cursor, dict(h.prompts.rates), dict(h.prompts.visits))
-    return Experience(index, version, played, passed, request.groups, h.sync.sampler.gauges(), walk)
+async def ask(roles: ReinforceRoles, index: int) -> Experience:
+    """Play and judge the groups of step `index`, counted from 1."""
+    version, request = roles.trainer.version, roles.stage.algorithm.request(roles.stage)
+    with roles.clock.of("rollout"):
+        played, passed = await roles.rollout.until(
+            roles.prompts, request, roles.sampling, roles.stream, roles.adaptive.rate
+        )
+        roles.prompts.learn(played)
+    prompts = PromptState(roles.prompts.cursor, dict(roles.prompts.rates), dict(roles.prompts.visits))
+    return Experience(index, version, played, passed, request.groups, roles.sync.sampler.gauges(), prompts)
 
 
 @dataclass
-class PartialStep:
-    """What learning has come to, for the record where it cannot be finished."""
+class UnfinishedStep:
+    """What a step has computed so far. If something stops it, this much still reaches the record."""
 
     experience: Experience
     credit: Credit | None = None
@@ -55,108 +57,120 @@ class PartialStep:
     line: Step | None = None
 
 
-async def learn(h: ReinforceRoles, e: Experience) -> Step:
-    """Up to `stage.optimizer_steps` optimizer steps on what was asked, then the step's line of the record.
+async def learn(roles: ReinforceRoles, e: Experience) -> Step:
+    """Take up to `stage.optimizer_steps` optimizer steps on one experience; returns the step's line of the record.
 
-    A step that a check or a loss stops is recorded all the same, as far as it came, with what stopped it as its note.
+    A step that a check or the loss stops is recorded too, as far as it got. Its note says what stopped it.
     """
-    stage, version, begun = h.stage, h.trainer.version, PartialStep(e)
-    a = steered(stage.algorithm, h.memory)
+    stage, version, partial = roles.stage, roles.trainer.version, UnfinishedStep(e)
+    a = steered(stage.algorithm, roles.adaptive)
     if warming := a.learns_values is not None and e.index <= a.learns_values.warmup:
         a = standing(a)
-    with stopped_is_recorded(h, begun):
-        with h.clock.of("rollout"):
-            h.watch.tell(AskedEvent(e))
-        with h.clock.of("score"):
-            groups = score(e.groups, a, h.learner, h.reference, optimizer_steps=stage.optimizer_steps)
-            h.watch.tell(ScoredEvent(e, groups))
-            credit = credit_step(a, groups, max_tokens=h.sampling.max_tokens, ema=h.memory.ema)
-            begun.credit = credit = without_credit(credit) if warming else credit
-        with h.clock.of("learn"):
-            for minibatch in pack(credit, a, stage, seed=h.run.seed, step=e.index, version=version):
+    with stopped_is_recorded(roles, partial):
+        with roles.clock.of("rollout"):
+            roles.watch.emit(PlayedEvent(e))
+        with roles.clock.of("score"):
+            groups = score(e.groups, a, roles.learner, roles.reference, optimizer_steps=stage.optimizer_steps)
+            roles.watch.emit(ScoredEvent(e, groups))
+            credit = credit_step(a, groups, max_tokens=roles.sampling.max_tokens, ema=roles.adaptive.ema)
+            partial.credit = credit = without_credit(credit) if warming else credit
+        with roles.clock.of("learn"):
+            for minibatch in pack(credit, a, stage, seed=roles.run.seed, step=e.index, version=version):
                 if (batch := minibatch.batch) is not None:
                     with named(batch, credit, f"{stage.name} step {e.index}"):
-                        seen = h.trainer.step(
-                            batch, PolicyLoss(a, warming), h.watch, index=e.index, first=minibatch.first
+                        seen = roles.trainer.step(
+                            batch, PolicyLoss(a, warming), roles.watch, index=e.index, first=minibatch.first
                         )
-                    begun.learned.append(seen)
-        with h.clock.of("sync"):
-            if h.trainer.version != version:
-                await h.sync.push(h.trainer.version)
-            h.watch.tell(PushedEvent(e, credit))
-        begun.line = _line(h, begun, notes(e, credit, stage.prompts))
-        h.memory = _memory(h, begun, credit)
-        return await h.watch.after(begun.line)
+                    partial.learned.append(seen)
+        with roles.clock.of("sync"):
+            if roles.trainer.version != version:
+                await roles.sync.push(roles.trainer.version)
+            roles.watch.emit(PushedEvent(e, credit))
+        partial.line = _line(roles, partial, notes(e, credit, stage.prompts))
+        roles.adaptive = _adapted(roles, partial, credit)
+        return await roles.watch.after(partial.line)
 
 
-def _memory(h: ReinforceRoles, begun: PartialStep, credit: Credit) -> AdaptiveState:
-    """What the algorithm remembers after the step."""
-    seen, episodes, e = merge(*begun.learned), sum(len(g.episodes) for g in credit.groups), begun.experience
-    before = replace(h.memory, ema=credit.ema)
-    return remember(h.stage.algorithm, before, seen, episodes=episodes, asked=PassRate(len(e.played), sum(e.passed)))
+def _adapted(roles: ReinforceRoles, partial: UnfinishedStep, credit: Credit) -> AdaptiveState:
+    """The adaptive coefficients and moving averages after the step."""
+    seen, episodes, e = merge(*partial.learned), sum(len(g.episodes) for g in credit.groups), partial.experience
+    before = replace(roles.adaptive, ema=credit.ema)
+    return remember(
+        roles.stage.algorithm, before, seen, episodes=episodes, asked=PassRate(len(e.played), sum(e.passed))
+    )
 
 
 @contextmanager
-def stopped_is_recorded(h: ReinforceRoles, begun: PartialStep) -> Iterator[None]:
-    """The step's line is in the record also where the step is stopped, with why; a record that cannot be written is no
-    reason to try again."""
+def stopped_is_recorded(roles: ReinforceRoles, partial: UnfinishedStep) -> Iterator[None]:
+    """Around a step: when it is stopped, its line is written to the record, with the reason as a note.
+
+    An error of the record itself (`RunFolderError`) is raised as it is, since writing again would fail again.
+    """
     try:
         yield
     except RunFolderError:
         raise
     except PosttrainError as error:
-        line = begun.line or _line(h, begun, ())
-        h.book.write(replace(line, notes=(*line.notes, f"stopped: {error}")))
+        line = partial.line or _line(roles, partial, ())
+        roles.book.write(replace(line, notes=(*line.notes, f"stopped: {error}")))
         raise
 
 
 @dataclass(frozen=True, eq=False)
 class SupervisedBatch:
-    """What one supervised step learns from."""
+    """The batch of one supervised step."""
 
     index: int
-    """The step, from 1."""
+    """The step, counted from 1."""
     batch: Batch
 
 
-async def imitate(h: SupervisedRoles, lesson: SupervisedBatch) -> Step:
-    """One supervised step; one that cannot be finished names the demonstrations that make it so, and is in the
-    record."""
-    index, batch = lesson.index, lesson.batch
-    with h.clock.of("learn"):
+async def imitate(roles: SupervisedRoles, work: SupervisedBatch) -> Step:
+    """Take one supervised step; returns its line of the record.
+
+    Raises:
+        InvariantError: the gradient is not finite. The message names the demonstrations that make it so, and the
+            record's line has it as a note.
+    """
+    index, batch = work.index, work.batch
+    with roles.clock.of("learn"):
         try:
-            gauges = h.trainer.step(batch, Likelihood(), h.watch, index=index)
+            gauges = roles.trainer.step(batch, Likelihood(), roles.watch, index=index)
         except NonFiniteGradient as error:
-            names = [f"demonstration {e} ({h.text(batch.select([e]).ids_N)[:60]!r})" for e in error.culprits[:NAMED]]
-            told = error.told([*names, *[""] * (len(error.culprits) - len(names))], f" ({h.stage.name} step {index})")
-            h.book.write(Step(h.stage.name, index, h.trainer.version, {}, notes=(f"stopped: {told}",)))
+            names = [
+                f"demonstration {e} ({roles.text(batch.select([e]).ids_N)[:60]!r})" for e in error.culprits[:NAMED]
+            ]
+            told = error.told(
+                [*names, *[""] * (len(error.culprits) - len(names))], f" ({roles.stage.name} step {index})"
+            )
+            roles.book.write(Step(roles.stage.name, index, roles.trainer.version, {}, notes=(f"stopped: {told}",)))
             raise InvariantError(told) from error
-    seen = h.watch.take()
-    return await h.watch.after(
-        Step(h.stage.name, index, h.trainer.version, merge(gauges, seen.gauges), h.clock.take(), seen.notes)
+    seen = roles.watch.take()
+    return await roles.watch.after(
+        Step(roles.stage.name, index, roles.trainer.version, merge(gauges, seen.gauges), roles.clock.take(), seen.notes)
     )
 
 
-def _write(h: ReinforceRoles, begun: PartialStep) -> None:
-    """The step's episodes; those of a step that came to no credit without any."""
-    if not h.run.record_episodes:
+def _write(roles: ReinforceRoles, partial: UnfinishedStep) -> None:
+    """Write the step's episodes to the record. If the step stopped before credit was computed, they have none."""
+    if not roles.run.record_episodes:
         return
-    credit, groups = begun.credit, begun.experience.groups
+    credit, index, groups = partial.credit, partial.experience.index, partial.experience.groups
     rest = groups if credit is None else _unjudged(groups)
-    h.book.write_episodes(h.stage.name, begun.experience.index, credit or Credit((), h.memory.ema), rest)
+    roles.book.write_episodes(roles.stage.name, index, credit or Credit((), roles.adaptive.ema), rest)
 
 
 def _unjudged(groups: Sequence[Group]) -> tuple[Group, ...]:
-    """Groups no episode of which could be judged: they reach no credit, and the record keeps them."""
+    """Groups without a judged episode. They get no credit, but the record keeps them."""
     return tuple(g for g in groups if not g.judged)
 
 
-def _line(h: ReinforceRoles, begun: PartialStep, notes: tuple[str, ...]) -> Step:
-    """The step as a line of the record; its episodes are in theirs."""
-    with h.clock.of("book"):
-        _write(h, begun)
-    e, credit, seen = begun.experience, begun.credit or Credit((), h.memory.ema), h.watch.take()
-    gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *begun.learned)
-    verifiers = {name: g.mean for name, g in h.rollout.environment.gauges().items() if g.count}
-    clock = {**h.clock.take(), **h.sync.sampler.clock(), **verifiers}
-    return Step(h.stage.name, e.index, h.trainer.version, gauges, clock, (*notes, *seen.notes))
+def _line(roles: ReinforceRoles, partial: UnfinishedStep, notes: tuple[str, ...]) -> Step:
+    """The step as a line of the record. Its episodes are written to files of their own."""
+    with roles.clock.of("book"):
+        _write(roles, partial)
+    e, credit, seen = partial.experience, partial.credit or Credit((), roles.adaptive.ema), roles.watch.take()
+    gauges = merge(rollout_gauges(e, credit), e.engine, seen.gauges, *partial.learned)
+    verifiers = {name: g.mean for name, g in roles.rollout.environment.gauges().items() if g.count}
+    clock = {**roles.clock.take(), **roles.sync.sampler.clock(), **verifiers}
+    return Step(roles.stage.name, e.index, roles.trainer.version, gauges, clock, (*notes, *seen.notes))

@@ -1,4 +1,4 @@
-"""What was asked of the policy for one step, with everything that learning from it and checking it needs later."""
+"""The rollouts of one step, with everything that learning from them and checking them needs later."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from posttrain.core.types import Group
 
 
 @dataclass(frozen=True)
-class Walk:
-    """Where the walk through the prompts stood after asking: what a checkpoint of the step stores."""
+class PromptState:
+    """Which prompts the stage had taken after these rollouts. A checkpoint of the step stores it (`role.prompts`)."""
 
     cursor: int
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -20,31 +20,32 @@ class Walk:
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """Every group that a step played, in the order they were asked, and which of them passed the filter.
+    """Every group that a step played, in prompt order, and which of them passed the filter.
 
-    Whoever looks at some of them chooses by this order: which ones passed is known only by what they say.
+    A check that reads only some groups must choose them by this order. Which ones passed depends on their answers, so
+    choosing by that would bias it.
     """
 
     index: int
-    """The step it is for, from 1."""
+    """The step it is for, counted from 1."""
     version: int
-    """Of the weights it was begun under: no token is older."""
+    """The version of the weights when its rollouts started. No token is older."""
     played: tuple[Group, ...]
     passed: tuple[bool, ...]
     wanted: int
-    """Groups the step has room for: the first of those that passed."""
+    """How many groups the step learns from: the first ones that passed."""
     engine: Gauges = field(default_factory=Gauges)
-    """The engine's counters for it."""
-    walk: Walk = Walk(0)
+    """The engine's counters for these rollouts."""
+    prompts: PromptState = PromptState(0)
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Those that the step learns from."""
+        """The groups that the step learns from."""
         return self._passed()[: self.wanted]
 
     @property
     def spare(self) -> tuple[Group, ...]:
-        """Those that passed when there was no room any more."""
+        """The groups that passed after enough others had."""
         return self._passed()[self.wanted :]
 
     @property

@@ -1,4 +1,4 @@
-"""Which episodes made a gradient that is not finite, by task and sibling."""
+"""Names the episodes whose gradient is not finite, by task and sibling."""
 
 from __future__ import annotations
 
@@ -14,15 +14,14 @@ from posttrain.role.trainer import NonFiniteGradient
 
 
 def key(episode: Episode) -> bytes:
-    """What was said and with which log-probs: finds an episode again in a batch."""
+    """The spoken tokens and their log-probs as bytes. Finds an episode again in a batch."""
     said = [x for s in episode.segments for x in (s.ids[s.mask], s.logp[s.mask])]
     return b"".join(x.tobytes() for x in (*said[::2], *said[1::2]))
 
 
 @contextmanager
 def named(batch: Batch, credit: Credit, where: str) -> Iterator[None]:
-    """Around an optimizer step: its `NonFiniteGradient` becomes an InvariantError that names the episodes of the
-    step."""
+    """Around an optimizer step: turns its `NonFiniteGradient` into an InvariantError that names the step's episodes."""
     try:
         yield
     except NonFiniteGradient as error:

@@ -1,4 +1,4 @@
-"""Supervised minibatches: what an environment demonstrates, the prompt masked, one stop token at the end."""
+"""Supervised minibatches from an environment's demonstrations: the prompt is masked, and one stop token ends each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from posttrain.role.prompts import Prompts
 from posttrain.role.talk import DemonstrationTalk
 
 _LIKELIHOOD = Sampling(stop_ids=())
-"""Demonstrations are scored in the plain distribution."""
+"""Demonstrations are scored under the model's own distribution: temperature 1, nothing truncated."""
 
 
 async def demonstrations(
@@ -32,9 +32,9 @@ async def demonstrations(
     step: int,
     context: int,
 ) -> Batch:
-    """The minibatch of one supervised step: a function of (seed, stage, step), so it needs no state.
+    """The minibatch of one supervised step. It is a function of (seed, stage, step), so a resumed run needs no state.
 
-    Its one stream is WEIGHT: every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
+    Its one stream is WEIGHT. Every demonstrated token weighs 1 / (demonstrated tokens of the minibatch).
     """
     walk = Prompts(environment.train, seeds.torch_seed(seed, f"sft/{stage.name}"), cursor=step * stage.batch)
     texts = abilities.demonstrations(environment)
@@ -55,9 +55,10 @@ async def demonstrations(
 def demonstration(
     renderer: PairRenderer, task: Task, prompt: str | Sequence[Message], completion: str, context: int
 ) -> Segment:
-    """One demonstrated text as a segment, its prompt masked.
+    """One demonstration of one turn as a segment, its prompt masked.
 
-    Raises DataError where nothing is left to imitate or the text is longer than the model's context.
+    Raises:
+        DataError: the completion has no token, or the text is longer than the model's context.
     """
     seen, said = renderer.pair(prompt, completion, task.id)
     if not len(said):
@@ -87,9 +88,10 @@ async def recited(
     turns: Sequence[str],
     sampling: Sampling,
 ) -> DemonstrationTalk:
-    """A demonstration of several turns, played: what stands between them is what the world answered.
+    """Play a demonstration of several turns in the environment, which answers each turn as it answers the policy.
 
-    Raises DataError where the episode ends before the last turn, or wants more of them.
+    Raises:
+        DataError: the episode ends before the demonstration's last turn, or asks for more turns.
     """
     talk = DemonstrationTalk(renderer, dialogue, turns, sampling, chat=not isinstance(prompt, str), task=task.id)
     await world.play(task, talk)

@@ -1,4 +1,4 @@
-"""Held-out evaluation: fixed tasks, fixed seeds, intervals that know samples of one prompt are not independent."""
+"""Held-out evaluation: fixed tasks, fixed seeds, and intervals over prompts, since samples of one prompt correlate."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Z95 = 1.959963984540054
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """Unbiased estimate of P(at least one of k samples solves) from c solved of n (Chen et al. 2107.03374).
+    """Unbiased estimate of P(at least one of k samples is right) from c right ones of n (Chen et al. 2107.03374).
 
     >>> round(pass_at_k(10, 3, 5), 6)
     0.916667
@@ -32,7 +32,7 @@ def pass_at_k(n: int, c: int, k: int) -> float:
 
 
 def interval(mean: float, low: float, high: float) -> str:
-    """A mean with its interval; `-` where nothing was judged, no interval where one prompt says nothing about others.
+    """A mean with its interval as text: `-` if nothing was judged, and no interval if there is one prompt only.
 
     >>> interval(0.5, 0.25, 0.75), interval(0.5, -math.inf, math.inf), interval(math.nan, math.nan, math.nan)
     ('0.500 [0.250, 0.750]', '0.500 [one prompt]', '-')
@@ -48,9 +48,9 @@ def interval(mean: float, low: float, high: float) -> str:
 
 @dataclass(frozen=True)
 class Score:
-    """A mean over prompts with its 95 % interval, which stays inside the scale and is never a point.
+    """A mean over prompts with its 95 % interval. The interval stays inside the scale and is never a point.
 
-    Samples of one prompt are not independent, so a prompt counts once, by the mean of its samples.
+    Samples of one prompt are not independent. So each prompt counts once, with the mean of its samples.
     """
 
     mean: float
@@ -60,12 +60,12 @@ class Score:
 
     @staticmethod
     def of(per_prompt: Sequence[float] | np.ndarray, low: float = 0.0, high: float = 1.0) -> Score:
-        """Of values on a scale from `low` to `high`.
+        """The score of one value per prompt, on a scale from `low` to `high`.
 
-        Where every prompt's value is an end of the scale it is a proportion, and the interval is Wilson's. Else it is
-        the same idea with the spread that was seen: z^2/2 imagined prompts at each end of the scale, then the normal
-        interval (of proportions: Agresti and Coull's), cut to the scale. The imagined ones keep it from being a point
-        where all prompts agree, and inside where they do not.
+        If every value is an end of the scale, the mean is a proportion and the interval is Wilson's. Else z^2/2
+        pseudo-observations are added at each end of the scale, as Agresti and Coull do for proportions. The interval is
+        the normal one of all these values, cut to the scale. The added values keep the interval from being a point if
+        all prompts agree.
 
         >>> str(Score.of([1.0] * 20)), str(Score.of([0.5] * 20)), str(Score.of([0.0, 0.25] * 10))
         ('1.000 [0.839, 1.000]', '0.500 [0.419, 0.581]', '0.125 [0.077, 0.293]')
@@ -90,7 +90,7 @@ class Score:
 
     @property
     def known(self) -> tuple[float, float, float] | None:
-        """Mean and interval as plain numbers; None where nothing was judged."""
+        """Mean and interval as plain numbers; None if nothing was judged."""
         return None if math.isnan(self.mean) else (self.mean, self.low, self.high)
 
     def gauge(self) -> Gauge:
@@ -102,22 +102,26 @@ class Score:
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """One evaluation. `accuracy` is the share of answers that are right (raw outcome >= 1), which is pass@1; `reward`
-    the mean raw
-    outcome: the same number where outcomes are 0 or 1, another where a reward grades. `greedy` and `greedy_reward` are
-    those of one argmax answer a prompt."""
+    """The result of one evaluation. Each score is over prompts."""
 
     accuracy: Score
+    """Share of answers that are right (raw outcome >= 1). It is pass@1."""
     reward: Score
+    """Mean raw outcome. It differs from accuracy if some outcome is neither 0 nor 1."""
     greedy: Score | None
+    """Accuracy of one argmax answer a prompt; None if none was asked for."""
     greedy_reward: Score | None
+    """Mean raw outcome of the argmax answers."""
     pass_at: dict[int, Score]
+    """pass@k, by k."""
     failed: int
-    """Episodes without a reward because a source failed on our side."""
+    """Episodes without a reward because a reward source broke."""
     abstained: int
-    """Episodes about which every source abstained."""
+    """Episodes without a reward because every source abstained."""
     mean_tokens: float
+    """Spoken tokens per episode."""
     truncated: float
+    """Share of episodes that were cut off at the token limit."""
     groups: tuple[Group, ...]
 
     @property
@@ -126,12 +130,12 @@ class EvaluationReport:
 
     @property
     def graded(self) -> bool:
-        """Whether some outcome is neither 0 nor 1, so that mean reward and accuracy are two numbers."""
+        """Whether some outcome is neither 0 nor 1. Then mean reward and accuracy differ."""
         return any(r not in (0.0, 1.0) for g in self.groups for r in g.rewards)
 
     @property
     def unmeasured(self) -> str:
-        """Why there is no number at all: nothing could be judged; '' where something was."""
+        """Why there is no score at all, namely why nothing could be judged; '' if something was."""
         return "" if self.reward.prompts or not self.groups else unjudged_words(self.groups)
 
     def gauges(self) -> Gauges:
@@ -150,8 +154,10 @@ class EvaluationReport:
 
 
 async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, how: Evaluation) -> EvaluationReport:
-    """Sample every task `how.samples` times (and once greedily). The same seeds every time, so runs compare prompt by
-    prompt."""
+    """Sample every task `how.samples` times, and once greedily if `how.greedy`.
+
+    The seeds are the same in every evaluation, so runs can be compared prompt by prompt.
+    """
     fixed, sampling = replace(rollout, seed=how.seed), replace(sampling, top=0)
     groups = await together(
         [fixed.group(t, 0, RolloutRequest(groups=1, siblings=how.samples), sampling, "evaluation") for t in tasks]
@@ -166,7 +172,7 @@ async def evaluate(rollout: Rollout, tasks: Sequence[Task], sampling: Sampling, 
 
 
 def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> EvaluationReport:
-    """Numbers from played groups; unjudged episodes are counted, and never read as wrong."""
+    """The scores of played groups. Unjudged episodes are counted apart, never as wrong answers."""
     judged = [g for g in groups if g.judged]
     solved = [(len(g.judged), int(np.sum(g.rewards >= SOLVED))) for g in judged]
     most = min((n for n, _ in solved), default=0)
@@ -189,6 +195,6 @@ def report(groups: Sequence[Group], greedy: Sequence[Group] | None) -> Evaluatio
 
 
 def _rewards(judged: Sequence[Group]) -> Score:
-    """Mean reward, on the scale from the least to the most that was paid, which holds 0 and 1."""
+    """Mean reward. Its scale runs from the smallest to the largest reward given, and includes 0 and 1."""
     paid = np.concatenate([np.array([0.0, 1.0]), *(g.rewards for g in judged)])
     return Score.of([float(g.rewards.mean()) for g in judged], float(paid.min()), float(paid.max()))

@@ -1,16 +1,16 @@
-"""What happens in a step, as typed events, and those who observe it.
+"""The events of a training step, and the observers that get them.
 
-The step emits one event a phase; every observer hears it before the step goes on, in order. An observer may raise,
-which stops the run. Nothing is computed differently because somebody observes.
+A step emits one event after each phase. Every observer gets it, in a fixed order, before the step goes on. An observer
+may raise, which stops the run. Observers never change what is computed.
 
-    AskedEvent            answers were played and judged
-    ScoredEvent           models scored them; there is no credit yet
-    PackedEvent           a minibatch is made; nothing was differentiated
-    DifferentiatedEvent   its gradient is there; the optimizer has not moved
-    LearnedEvent          the optimizer has moved; nothing was pushed
-    PushedEvent           the sampler serves the weights that came of it
+    PlayedEvent           the rollouts were played and judged
+    ScoredEvent           the models scored them; credit is not computed yet
+    PackedEvent           a minibatch was packed; there was no forward pass on it yet
+    DifferentiatedEvent   its gradient was computed; the optimizer has not stepped yet
+    LearnedEvent          the optimizer has stepped; the sampler has the old weights
+    PushedEvent           the sampler serves the new weights
 
-Between steps there are two more: EvaluatedEvent, held-out tasks were answered, and RestoredEvent, something came back
+There are two more between steps. EvaluatedEvent: a held-out evaluation has ended. RestoredEvent: something was restored
 from a checkpoint.
 """
 
@@ -29,7 +29,7 @@ from posttrain.role.passes import Needs, Passes
 
 
 @dataclass(frozen=True, eq=False)
-class AskedEvent:
+class PlayedEvent:
     experience: Experience
 
 
@@ -42,12 +42,12 @@ class ScoredEvent:
 @dataclass(frozen=True, eq=False)
 class PackedEvent:
     index: int
-    """The step, from 1."""
+    """The step, counted from 1."""
     batch: Batch
     first: bool
-    """Whether it is the first minibatch of a step, so that the sampler still serves the learner's weights."""
+    """Whether it is the first minibatch of its step. If so, the sampler still serves the learner's weights."""
     version: int
-    """Of the learner's weights before the optimizer step."""
+    """The version of the learner's weights before the optimizer step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +61,7 @@ class LearnedEvent:
     packed: PackedEvent
     passes: Passes
     lr: float
-    """Of this optimizer step."""
+    """The learning rate of this optimizer step."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,20 +74,21 @@ class PushedEvent:
 class EvaluatedEvent:
     report: EvaluationReport
     version: int
-    """Of the weights that were evaluated."""
+    """The version of the weights that were evaluated."""
 
 
 @dataclass(frozen=True, eq=False)
 class RestoredEvent:
     what: str
+    """What was restored, in words."""
     saved: str
-    """Fingerprint when it was saved; '' where nothing was."""
+    """Its fingerprint when it was saved; '' if nothing was saved."""
     now: Callable[[], str]
-    """The same of what is there now."""
+    """Computes the fingerprint of what was restored."""
 
 
 Event = (
-    AskedEvent
+    PlayedEvent
     | ScoredEvent
     | PackedEvent
     | DifferentiatedEvent
@@ -99,88 +100,88 @@ Event = (
 
 
 @dataclass(frozen=True)
-class Remark:
-    """What an observer adds to the record of the step."""
+class ObserverReport:
+    """What an observer adds to the step's line of the record: gauges and notes."""
 
     gauges: Gauges = field(default_factory=Gauges)
     notes: tuple[str, ...] = ()
 
 
 class Observer:
-    """Observes one stage. `h` is what the stage works with (`role.roles`). Every verb does nothing here."""
+    """Observes one stage. `roles` is what the stage works with (`role.roles`). Every method does nothing here."""
 
-    def needs(self, h: Any, event: PackedEvent) -> Needs:
-        """What must be kept of the passes of this minibatch."""
+    def needs(self, roles: Any, event: PackedEvent) -> Needs:
+        """What must be kept of this minibatch's forward and backward passes."""
         return Needs()
 
-    async def begin(self, h: Any) -> None:
-        """Before the first step of the stage, also of one that is gone on with."""
+    async def begin(self, roles: Any) -> None:
+        """Called before the stage's first step, and before the first step of a stage that is resumed."""
 
-    def hear(self, h: Any, event: Event) -> Remark | None:
-        """One phase of the step; the next one waits."""
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
+        """Called after each phase of a step. The next phase waits until it returns."""
 
-    async def after(self, h: Any, step: Step) -> Remark | None:
-        """After the step, whose line of the record this is. It may ask the environment."""
+    async def after(self, roles: Any, step: Step) -> ObserverReport | None:
+        """Called after the step with its line of the record. It may call the environment."""
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must carry, as plain data."""
+        """What a checkpoint must store of this observer, as plain data."""
         return {}
 
 
 class Observers:
-    """Several observers in a fixed order; what they remark is gathered for the step's line of the record."""
+    """Several observers in a fixed order. Their reports are gathered for the step's line of the record."""
 
     def __init__(self, observers: Iterable[Observer] = ()) -> None:
         self._all = tuple(observers)
-        self._h: Any = None
+        self._roles: Any = None
         self._gauges: Gauges = {}
         self._notes: tuple[str, ...] = ()
 
     def needs(self, event: PackedEvent) -> Needs:
         out = Needs()
         for one in self._all:
-            out = out | one.needs(self._h, event)
+            out = out | one.needs(self._roles, event)
         return out
 
-    async def begin(self, h: Any) -> None:
-        """What the stage works with, before its first step."""
-        self._h = h
+    async def begin(self, roles: Any) -> None:
+        """Start observing a stage. `roles` is what it works with."""
+        self._roles = roles
         for one in self._all:
-            await one.begin(h)
+            await one.begin(roles)
 
     def end(self) -> None:
-        """The stage is over. What it works with holds these observers, so it would not be freed while they hold it."""
-        self._h = None
+        """The stage is over. The roles hold these observers; without this reference back they can be freed."""
+        self._roles = None
 
-    def tell(self, event: Event) -> None:
-        """Every observer hears it, in order."""
+    def emit(self, event: Event) -> None:
+        """Pass the event to every observer, in order."""
         for one in self._all:
-            self._add(one.hear(self._h, event))
+            self._add(one.on_event(self._roles, event))
 
     async def after(self, step: Step) -> Step:
-        """The step's line with what the observers say of it, each of the line as the one before left it."""
+        """The step's line with the observers' reports on it. Each observer gets the line as the one before left it."""
         for one in self._all:
-            if (remark := await one.after(self._h, step)) is not None:
-                step = _with(step, remark)
+            if (report := await one.after(self._roles, step)) is not None:
+                step = _with(step, report)
         return step
 
-    def take(self) -> Remark:
-        """What was remarked since the last call."""
-        seen, self._gauges, self._notes = Remark(self._gauges, self._notes), {}, ()
+    def take(self) -> ObserverReport:
+        """The reports gathered since the last call, as one."""
+        seen, self._gauges, self._notes = ObserverReport(self._gauges, self._notes), {}, ()
         return seen
 
     def state(self) -> dict[str, Any]:
-        """What a checkpoint must carry of all of them."""
+        """What a checkpoint must store of all observers."""
         return {key: value for one in self._all for key, value in one.state().items()}
 
-    def _add(self, remark: Remark | None) -> None:
-        if remark is not None:
-            self._gauges, self._notes = merge(self._gauges, remark.gauges), (*self._notes, *remark.notes)
+    def _add(self, report: ObserverReport | None) -> None:
+        if report is not None:
+            self._gauges, self._notes = merge(self._gauges, report.gauges), (*self._notes, *report.notes)
 
 
-def _with(step: Step, remark: Remark) -> Step:
+def _with(step: Step, report: ObserverReport) -> Step:
     return Step(
-        step.stage, step.index, step.version, {**step.gauges, **remark.gauges}, step.clock, (*step.notes, *remark.notes)
+        step.stage, step.index, step.version, {**step.gauges, **report.gauges}, step.clock, (*step.notes, *report.notes)
     )
 
 

@@ -1,7 +1,7 @@
-"""Judging: each answer once, asked again where a source failed on our side. Answers that are alike share one verdict.
+"""Judging: each answer is judged once, and again if a reward source broke. Equal answers share one verdict.
 
-The environment judges an answer as soon as it is there. Judges that read tokens (`core.ports.EpisodeJudge`) are asked
-when all episodes of a group have ended.
+The environment judges an answer as soon as its episode has ended. Judges that read tokens (`core.ports.EpisodeJudge`)
+are called once all episodes of a group have ended.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ from posttrain.core.verdict import Judged, State, Verdict, failed
 
 JUDGE_RETRIES = 2
 UNCONTAINED = "sandbox=none"
-"""What a verdict says where nothing contained the policy's programs."""
+"""The note in a verdict when the policy's programs ran without a sandbox."""
 
 
 async def judged(environment: Environment, attempt: Attempt) -> tuple[Judged, ...]:
-    """Judge, asking again where a source failed on our side. What the verdicts say goes into the record without our
-    secrets."""
+    """The environment's verdicts on an attempt. It is asked up to `JUDGE_RETRIES` times again while a source fails.
+
+    Secrets are removed from the verdicts' texts, since these go into the record.
+    """
     verdicts = await environment.judge(attempt)
     for _ in range(JUDGE_RETRIES):
         if not _broken(verdicts):
@@ -42,15 +44,13 @@ async def judged(environment: Environment, attempt: Attempt) -> tuple[Judged, ..
 
 @dataclass
 class SiblingVerdicts:
-    """The verdicts of one prompt's siblings: equal answers are scored once, so that no text has two rewards within a
-    group.
+    """The verdicts of one prompt's siblings. Equal answers are judged once, so that none has two rewards in a group.
 
-    A score that wavers (a model, a race, a clock) would make credit of chance between siblings that said the same.
-    Answers are equal where everything that a verifier may read of them is: the same tokens seen and said, segment by
-    segment, and the same stop reason. An episode whose world left a state (`Talk.leave`) is judged by itself even then:
-    what the state stands for (a database, a box, an object of another library) is this episode's own, and may differ
-    where the tokens do not. What is played is never shared, nor what the world paid for turns. A verdict that failed on
-    our side is shared too: it was asked for `JUDGE_RETRIES` times again.
+    A score that varies (a model, a race, a clock) would give equal answers different credit by chance. Two answers are
+    equal if everything a verifier may read is equal: the tokens seen and said in each segment, and the stop reason. An
+    episode with a final state of its own (`Talk.leave`) is always judged alone: the state (a database, a sandbox, an
+    object of another library) may differ even if the tokens are equal. Episodes are never shared, and neither are the
+    rewards an environment pays for turns. A failed verdict is shared too, after its `JUDGE_RETRIES`.
     """
 
     environment: Environment
@@ -59,26 +59,26 @@ class SiblingVerdicts:
     )
 
     async def judge(self, attempt: Attempt, segments: Sequence[Segment]) -> tuple[Judged, ...]:
-        """The verdicts of an attempt, or those of the sibling that said the same."""
+        """The verdicts of an attempt, or those of an equal sibling."""
         if attempt.state is not None:
             return await judged(self.environment, attempt)
         name = (attempt.stop, attempt.turns, *_tokens(segments))
         if name not in self._begun:
             self._begun[name] = asyncio.create_task(judged(self.environment, attempt))
-        # one sibling may be given up while another waits for the same verdict
+        # one sibling may be cancelled while another waits for the same verdict
         return await asyncio.shield(self._begun[name])
 
     async def close(self) -> None:
-        """End the judging that nobody waits for any more."""
+        """Cancel the judging that nobody waits for any more."""
         for task in self._begun.values():
             task.cancel()
         await asyncio.gather(*self._begun.values(), return_exceptions=True)
 
 
 async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode]) -> list[Episode]:
-    """The finished episodes of one group, with what these judges say of them behind their own verdicts.
+    """The finished episodes of one group, with the verdicts of these judges appended to their own.
 
-    Each judge is asked once about all of them. Equal ones share its verdicts, as in `SiblingVerdicts`.
+    Each judge is called once with all of them. Equal episodes share its verdicts, as in `SiblingVerdicts`.
     """
     out = list(episodes)
     alike: dict[tuple[Any, ...], list[int]] = {}
@@ -97,7 +97,7 @@ async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode
 
 
 async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
-    """One judge's verdicts about each episode; it is asked again about those with which it failed."""
+    """One judge's verdicts on each episode. It is called again for those on which it failed."""
     out = await _asked(judge, episodes)
     for _ in range(JUDGE_RETRIES):
         again = [i for i, verdicts in enumerate(out) if _broken(verdicts)]
@@ -109,7 +109,7 @@ async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tu
 
 
 async def _asked(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
-    """What one call says. A call that breaks, or answers about another number of episodes, failed with all of them."""
+    """The verdicts of one call. If it raises, or returns another number of them, all of its episodes failed."""
     try:
         found = [tuple(verdicts) for verdicts in await judge.judge(episodes)]
     except (ConfigError, InvariantError):
@@ -125,7 +125,7 @@ async def _asked(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple
 
 
 def _with(episode: Episode, judge: EpisodeJudge, verdicts: tuple[Judged, ...]) -> Episode:
-    """The episode with these verdicts behind its own; InvariantError where they cannot stand there."""
+    """The episode with these verdicts appended; InvariantError if they are malformed or a source is named twice."""
     if not verdicts:
         raise InvariantError(
             f"judge {judge.name!r} returned no verdict for task {episode.task.id!r}: return at least one, or abstain"
@@ -149,12 +149,12 @@ def _broken(verdicts: Sequence[Judged]) -> bool:
 
 
 def _tokens(segments: Sequence[Segment]) -> tuple[tuple[bytes, bytes], ...]:
-    """What was seen and said, segment by segment, as something that can be compared."""
+    """Token ids and masks of each segment, in a form that can be compared."""
     return tuple((s.ids.tobytes(), s.mask.tobytes()) for s in segments)
 
 
 def _stamped(verdict: Verdict) -> Verdict:
-    """Every record of a run whose programs nothing contained says so."""
+    """The verdict with a note that no sandbox contained the policy's programs."""
     return (
         verdict
         if UNCONTAINED in verdict.why

@@ -1,8 +1,10 @@
-"""PACK: from credit to optimizer steps. Weights are decided here, once per minibatch; every later split only selects.
+"""PACK: cuts the credited groups of a step into minibatches, one for each optimizer step.
 
-Worked example: 32 prompts x 8 siblings = 256 episodes; minibatches=4, epochs=2 -> 8 batches of 8 whole groups; only
-the first is on-policy for certain. Episodes whose every token is silent may stay away from the forward pass, but they
-stay in the denominators they were counted in.
+Token weights are computed here, once for a whole minibatch. Every later split into micro-batches only selects tokens.
+
+Worked example: 32 prompts x 8 siblings = 256 episodes. With minibatches=4 and epochs=2 that gives 8 minibatches of 8
+whole groups. Only the first one is on-policy for certain. An episode whose advantages are all 0 may be left out of the
+forward pass, but it still counts in the denominators of the weights.
 """
 
 from __future__ import annotations
@@ -26,20 +28,24 @@ from posttrain.core.types import OUTSIDE
 
 @dataclass(frozen=True)
 class Minibatch:
-    """One optimizer step: its tokens (None when all of them are silent), and whether it is the first of its step."""
+    """The data of one optimizer step."""
 
     batch: Batch | None
+    """None if no token of it can give a gradient."""
     first: bool
+    """Whether it is the first of its step."""
     episodes: int
-    """Episodes in the denominators."""
+    """Episodes that count in the denominators."""
 
 
 def pack(
     credit: Credit, a: Algorithm, stage: Reinforce, *, seed: int, step: int, version: int = 0
 ) -> Iterator[Minibatch]:
-    """The step's groups cut into `minibatches` of whole groups, `epochs` times; later epochs in a new order.
+    """Cut the step's groups into `minibatches` of whole groups, `epochs` times. Each later epoch has a new order.
 
-    `a` is the stage's algorithm as it is steered now; `version` that of the weights at the start of the step.
+    Args:
+        a: the stage's algorithm with its adaptive coefficients as they are now.
+        version: of the weights at the start of the step.
     """
     groups = [g for g in credit.groups if any(not e.dropped for e in g.episodes)]
     if not groups:
@@ -116,7 +122,7 @@ def _batch(credits: Sequence[EpisodeCredit], weights: np.ndarray) -> Batch:
 
 
 def _stream(parts: Sequence[tuple[np.ndarray, ...] | None], name: str) -> np.ndarray:
-    """One array [M] from per-episode, per-segment arrays."""
+    """One array [M] from arrays per episode and segment."""
     present = [p for p in parts if p is not None]
     if len(present) != len(parts):
         raise InvariantError(
@@ -127,9 +133,9 @@ def _stream(parts: Sequence[tuple[np.ndarray, ...] | None], name: str) -> np.nda
 
 
 def batch_algebra(stage: Reinforce) -> str:
-    """The derived batch quantities in words, printed at the start of a stage.
+    """The batch sizes of a stage in words, printed when it starts.
 
-    >>> batch_algebra(Reinforce(name="rl", prompts=32, siblings=8, minibatches=4))
+    >>> batch_algebra(Reinforce(name="rl", prompts=32, siblings=8, minibatches=4))  # doctest: +NORMALIZE_WHITESPACE
     '32 prompts x 8 siblings = 256 episodes -> 4 minibatches of 8 groups x 1 epoch = 4 optimizer steps a step, the first
     on-policy'
     """

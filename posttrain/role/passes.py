@@ -1,4 +1,4 @@
-"""What the forward and backward passes of one optimizer step say, kept for those who observe it."""
+"""What observers read of the forward and backward passes of one optimizer step."""
 
 from __future__ import annotations
 
@@ -14,55 +14,57 @@ from posttrain.core.scores import TokenScores
 
 @dataclass(frozen=True)
 class Needs:
-    """What those who observe an optimizer step need of it beside its gauges. What nobody needs is not copied."""
+    """What observers need of an optimizer step apart from its gauges. What no observer needs is not copied."""
 
     logp: bool = False
-    """The learner's log-probs of every spoken token."""
-    asked: bool = False
-    """What the loss asks of each log-prob, entropy and value: its derivative by them."""
+    """The learner's log-prob of every spoken token."""
+    gradients: bool = False
+    """The gradients of the loss by each log-prob, entropy and value."""
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(self.logp or other.logp, self.asked or other.asked)
+        return Needs(self.logp or other.logp, self.gradients or other.gradients)
 
 
 @dataclass
 class Passes:
-    """Per micro-batch, in order; float64, as far as it was needed."""
+    """Arrays per micro-batch, in order, in float64. Only what was needed is kept."""
 
     needs: Needs
     micros: list[Batch] = field(default_factory=list[Batch])
     logp: list[np.ndarray] = field(default_factory=list[np.ndarray])
-    asked: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    logp_grad: list[np.ndarray] = field(default_factory=list[np.ndarray])
     """d loss / d log-prob."""
-    entropy: list[np.ndarray] = field(default_factory=list[np.ndarray])
-    """d loss / d entropy, where the loss reads it."""
+    entropy_grad: list[np.ndarray] = field(default_factory=list[np.ndarray])
+    """d loss / d entropy, if the loss reads entropies."""
     value: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
-    """(value, d loss / d value), where the loss reads it."""
-    left: int = 0
-    """Parameters that still held a gradient before the first backward."""
+    """(value, d loss / d value), if the loss reads values."""
+    stale_gradients: int = 0
+    """Parameters that still held a gradient before the first backward pass. There should be none."""
 
     @classmethod
     def of(cls, needs: Needs, learner: Learner) -> Passes:
-        """Before the first pass."""
-        held = [p.grad for p in learner.parameters().values()] if needs.asked else []
-        return cls(needs, left=sum(g is not None and bool(g.any()) for g in held))
+        """Start recording, before the first forward pass."""
+        held = [p.grad for p in learner.parameters().values()] if needs.gradients else []
+        return cls(needs, stale_gradients=sum(g is not None and bool(g.any()) for g in held))
 
-    def listen(self, micro: Batch, scores: TokenScores) -> None:
-        """Take note of differentiable scores, and of their derivatives once these are there. Hooks read, they never
-        write."""
-        if not (self.needs.logp or self.needs.asked):
+    def record(self, micro: Batch, scores: TokenScores) -> None:
+        """Keep the scores of a micro-batch, and their gradients once backward has computed them.
+
+        The hooks on the scores only read gradients; they never change them.
+        """
+        if not (self.needs.logp or self.needs.gradients):
             return
         self.micros.append(micro)
         self.logp.append(_numbers(scores.logp))
-        if not self.needs.asked:
+        if not self.needs.gradients:
             return
         if scores.entropy is not None and scores.entropy.requires_grad:
-            scores.entropy.register_hook(lambda grad: self.entropy.append(_numbers(grad)))
+            scores.entropy.register_hook(lambda grad: self.entropy_grad.append(_numbers(grad)))
         if scores.value is not None and scores.value.requires_grad:
             said = _numbers(scores.value)
             scores.value.register_hook(lambda grad: self.value.append((said, _numbers(grad))))
         if scores.logp.requires_grad:
-            scores.logp.register_hook(lambda grad: self.asked.append(_numbers(grad)))
+            scores.logp.register_hook(lambda grad: self.logp_grad.append(_numbers(grad)))
 
 
 def _numbers(x: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""A fixed text of token ids as a packing, for scoring the same thing on several sides."""
+"""Fixed token ids as a packed batch, so that learner and sampler can score the same sequence."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.core.types import Segment
 
 
 def packed_text(ids: np.ndarray) -> Packed:
-    """int32 ids as if the policy had said all but the first."""
+    """int32 ids as one packed sequence in which every token but the first counts as spoken."""
     spoken = np.arange(len(ids)) > 0
     blank = np.where(spoken, 0, np.nan).astype(np.float32)
     return Packed.of(

@@ -1,4 +1,4 @@
-"""Which task comes next: a pure function of (seed, cursor, what was solved), so a checkpoint needs little."""
+"""Which task comes next: a function of the seed, a cursor and the pass rates, so a checkpoint stores little."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from posttrain.core.verdict import SOLVED
 
 @dataclass
 class Prompts:
-    """An endless walk through a task source: shuffled anew every epoch, or in order where tasks are generated.
+    """An endless iterator over the tasks of a source.
 
-    `visit` counts how often a task was asked before; it enters every random key of its episodes (law 8). A curriculum
-    leaves tasks out or draws them in proportion to a weight (`Curriculum.weight`); it reads raw outcomes only.
+    A finite source is shuffled anew every epoch; generated tasks come in order. `visit` counts how often a task was
+    used before. It is part of every random key of the task's episodes (law 8). A curriculum leaves tasks out, or draws
+    them in proportion to a weight (`Curriculum.weight`). It reads raw outcomes only.
     """
 
     source: TaskSource
     seed: int
     cursor: int = 0
+    """Tasks taken from the source so far, those a curriculum left out included."""
     curriculum: Curriculum | None = None
     rates: dict[str, float] = field(default_factory=dict[str, float])
-    """Task id -> pass rate when it was last asked. Part of every checkpoint, where a curriculum reads it."""
+    """Task id -> pass rate when it was last used. Part of every checkpoint of a stage with a curriculum."""
     visits: dict[str, int] = field(default_factory=dict[str, int])
-    """Task id -> how often it was asked, under a curriculum that draws, which asks in no epochs."""
+    """Task id -> how often it was used. Kept for a curriculum that draws tasks, since it has no epochs."""
 
     def __post_init__(self) -> None:
         if self.source.count == 0:
@@ -76,7 +78,7 @@ class Prompts:
         return self.source.task(index), visit
 
     def _draw(self, chosen: Curriculum) -> tuple[Task, int]:
-        """A task with probability in proportion to its weight."""
+        """Draw a task with probability proportional to its weight."""
         if self._tasks is None:
             self._tasks = [self.source.task(i) for i in range(self.source.count or 0)]
         weight = np.array([chosen.weight(self.rates.get(t.id, 0.0)) for t in self._tasks])
@@ -89,7 +91,7 @@ class Prompts:
         return task, visit
 
     def learn(self, groups: Iterable[Group]) -> None:
-        """Take note of the raw outcomes of what was asked."""
+        """Update the pass rates from the raw outcomes of these groups. Without a curriculum this does nothing."""
         if self.curriculum is None:
             return
         for group in groups:

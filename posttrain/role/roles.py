@@ -1,4 +1,4 @@
-"""A stage's roles in one hand: what its step calls in order, and what those who observe it look at."""
+"""The roles of a stage in one object: a step calls them in order, and observers read them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from posttrain.role.trainer import Trainer
 
 @dataclass
 class RoleSeconds:
-    """Wall seconds per role. Facts for people: no digest covers them."""
+    """Wall-clock seconds per role. They are for people: no digest covers them."""
 
     seconds: dict[str, float] = field(default_factory=dict[str, float])
     total: dict[str, float] = field(default_factory=dict[str, float])
@@ -41,7 +41,7 @@ class RoleSeconds:
             self.total[role] = self.total.get(role, 0.0) + spent
 
     def take(self) -> dict[str, float]:
-        """What was measured since the last call."""
+        """The seconds measured since the last call."""
         taken, self.seconds = self.seconds, {}
         return taken
 
@@ -51,7 +51,7 @@ S = TypeVar("S", bound=Stage)
 
 @dataclass(kw_only=True)
 class StageRoles(Generic[S]):
-    """What every stage that learns works with."""
+    """What every training stage works with."""
 
     run: Run
     stage: S
@@ -75,26 +75,27 @@ class SupervisedRoles(StageRoles[Supervised]):
     """A new encoder for one episode of the named task."""
     stop_ids: tuple[int, ...]
     context: int
-    """Most tokens of a demonstration."""
+    """The largest number of tokens a demonstration may have."""
 
 
 @dataclass(kw_only=True)
 class ReinforceRoles(StageRoles[Reinforce]):
-    """The six roles of one reinforcement stage, and the little state that a checkpoint must carry."""
+    """What a reinforcement stage works with, and the small state that a checkpoint must store."""
 
     sampling: Sampling
-    """The stage's contract, resolved."""
+    """The stage's sampling settings, resolved."""
     rollout: Rollout
     prompts: Prompts
     reference: Reference | None
-    memory: AdaptiveState = AdaptiveState()
-    beside: tuple[Environment, ...] = ()
-    """Other environments on which the run, this stage or a later one is measured: what they hold out must not be
-    trained on either."""
+    adaptive: AdaptiveState = AdaptiveState()
+    """Adaptive coefficients and moving averages, which change from step to step."""
+    other_environments: tuple[Environment, ...] = ()
+    """Other environments on which the run or a later stage is evaluated. Their held-out tasks must not be trained on
+    either."""
     own_reference: bool = True
-    """Whether the reference began as the policy itself, so that nothing lies between them before the first step."""
+    """Whether the reference began as a copy of the policy, so that their KL is 0 before the first step."""
 
     @property
     def stream(self) -> str:
-        """Of the random numbers of this stage's rollouts."""
+        """The name of the random stream of this stage's rollouts."""
         return f"train/{self.stage.name}"

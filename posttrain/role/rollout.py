@@ -1,7 +1,8 @@
-"""ROLLOUT: samples, judges, and keeps the log-prob of every token it said.
+"""ROLLOUT: samples episodes, has them judged, and keeps the log-prob of every sampled token.
 
-An episode is a coroutine over a `Transcript`; thousands run at once while the engine batches whatever is ready.
-A failed rollout is data: what the environment or a verifier of ours broke becomes a `failed` verdict, never a zero.
+An episode is a coroutine over a `Transcript`. Thousands run at once, and the engine batches the requests that are
+ready. A failed rollout is data: if the environment or a verifier breaks, the episode gets a `failed` verdict, never a
+reward of 0.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 @dataclass
 class Rollout:
-    """Plays episodes of one environment on one engine under one seed."""
+    """Plays episodes of one environment on one engine with one seed."""
 
     sampler: Sampler
     environment: Environment
@@ -39,14 +40,14 @@ class Rollout:
     """A new encoder for one episode of the named task."""
     seed: int
     renderer: PairRenderer | None = None
-    """Writes demonstrations as tokens, where groups are shown some."""
+    """Writes demonstrations as tokens, for groups that hold some."""
     limits: EpisodeLimits = EpisodeLimits()
-    """Of every episode."""
+    """The limits of every episode."""
     judges: tuple[EpisodeJudge, ...] = ()
-    """Asked about the tokens of a group's episodes once all of them have ended, beside the environment."""
+    """Judges that read tokens. They are called, besides the environment, once all episodes of a group have ended."""
     players: Mapping[str, Player] = field(default_factory=dict[str, Player])
-    """Of the seats that an environment asks for beside the trained one, by name. None: the policy plays them, under the
-    episode's contract."""
+    """Who plays the seats other than the trained one, by the seat's name. If empty, the policy plays them too, with the
+    episode's sampling settings."""
 
     async def episode(
         self,
@@ -56,11 +57,13 @@ class Rollout:
         sampling: Sampling,
         stream: str,
         talks: dict[int, Conversation] | None = None,
-        bench: SiblingVerdicts | None = None,
+        judging: SiblingVerdicts | None = None,
     ) -> Episode:
-        """Play and judge one episode. Broken invariants and config errors propagate; other failures become data.
+        """Play and judge one episode. Broken invariants and wrong configs are raised; other failures become data.
 
-        `talks` takes note of what is being said, by sibling, for whoever may abort it. `bench` judges the siblings.
+        Args:
+            talks: gets the episode's conversation under its sibling number, so that aborted ones can be counted.
+            judging: judges all siblings, and shares verdicts between equal ones.
         """
 
         def place(*turn: seeds.Coordinate) -> int:
@@ -79,11 +82,13 @@ class Rollout:
             verdicts: tuple[Judged, ...] = (Judged("environment", 1.0, Verdict.failed("environment", why)),)
             return self._episode(task, visit, sibling, talk, Stop.ERROR, verdicts, why)
         attempt = Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state)
-        verdicts = await (judged(self.environment, attempt) if bench is None else bench.judge(attempt, talk.segments()))
+        verdicts = await (
+            judged(self.environment, attempt) if judging is None else judging.judge(attempt, talk.segments())
+        )
         return self._episode(task, visit, sibling, talk, stop, (*verdicts, *talk.paid), "")
 
     async def _play(self, task: Task, talk: Conversation) -> Stop:
-        """The environment's own end, or the clock's; it cleans up either way."""
+        """Play until the environment or the time limit ends the episode. The environment cleans up either way."""
         try:
             async with asyncio.timeout(self.limits.seconds) as clock:
                 return await self.environment.play(task, talk)
@@ -108,9 +113,9 @@ class Rollout:
         return Episode(task, visit, sibling, segments, stop, verdicts, text, error, state, *counts)
 
     async def show(
-        self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, bench: SiblingVerdicts
+        self, task: Task, visit: int, sibling: int, sampling: Sampling, style: str | None, judging: SiblingVerdicts
     ) -> Episode:
-        """An episode that a demonstration says instead of the policy, judged like any other."""
+        """An episode whose turns are a demonstration's instead of the policy's. It is judged like any other."""
         if self.renderer is None:
             raise InvariantError("groups are shown demonstrations, and the rollout has no renderer to write them with")
         rng = seeds.generator(self.seed, "shown", task.id, visit, sibling)
@@ -122,7 +127,7 @@ class Rollout:
             )
             segments, text = (said.transcript.segment(),), "\n".join(said.turns)
             attempt = Attempt(task, tuple(said.turns), Stop.SAID, said.spoken_upto, said.state)
-            verdicts = (*await bench.judge(attempt, segments), *said.paid)
+            verdicts = (*await judging.judge(attempt, segments), *said.paid)
             return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=scrubbed_data(said.state))
         seen, ids = self.renderer.pair(prompt, completion, task.id)
         transcript = Transcript(sampling)
@@ -130,34 +135,38 @@ class Rollout:
         transcript.show(ids)
         segment = transcript.segment()
         attempt = Attempt(task, (completion,), Stop.SAID, partial(tokens_upto, self.dialogue(task.id), ids))
-        verdicts = await bench.judge(attempt, (segment,))
+        verdicts = await judging.judge(attempt, (segment,))
         return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, completion)
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
-        """All siblings of one prompt, concurrently; the last ones demonstrations where those are shown, beside them the
-        argmax answer.
+        """Play all siblings of one prompt concurrently.
 
-        Those that say the same share their verdicts (`SiblingVerdicts`). With `request.extra`, so many more are
-        started, and what has not ended once the wanted number has is aborted: short answers are preferred, which
-        `Group.aborted` lets anyone measure.
+        With `request.shown` the last siblings are demonstrations. With `request.greedy` there is one argmax answer
+        besides them. Equal answers share their verdicts (`SiblingVerdicts`).
+
+        With `request.extra`, that many more episodes are started. Once the wanted number has ended, the rest are
+        aborted. This favours short answers; `Group.aborted` counts how many were lost to it.
         """
         shown, greedy = request.shown, request.greedy
         own = request.siblings - (shown.siblings if shown else 0)
-        started, talks, bench = own + request.extra, dict[int, Conversation](), SiblingVerdicts(self.environment)
-        said = settled([self.episode(task, visit, i, sampling, stream, talks, bench) for i in range(started)], own)
-        beside = (
-            [self.show(task, visit, i, sampling, shown.style, bench) for i in range(started, started + shown.siblings)]
+        started, talks, judging = own + request.extra, dict[int, Conversation](), SiblingVerdicts(self.environment)
+        said = settled([self.episode(task, visit, i, sampling, stream, talks, judging) for i in range(started)], own)
+        more = (
+            [
+                self.show(task, visit, i, sampling, shown.style, judging)
+                for i in range(started, started + shown.siblings)
+            ]
             if shown
             else []
         )
         if greedy:
-            beside.append(
-                self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy", None, bench)
+            more.append(
+                self.episode(task, visit, 0, replace(sampling, greedy=True, top=0), f"{stream}/greedy", None, judging)
             )
         try:
-            ended, others = await together([said, together(beside)])
+            ended, others = await together([said, together(more)])
         finally:
-            await bench.close()
+            await judging.close()
         spoken = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
         episodes = await with_judges(self.judges, (*ended, *others))
         argmax = episodes.pop() if greedy else None
@@ -171,11 +180,11 @@ class Rollout:
         stream: str,
         seen: PassRate = PassRate(),
     ) -> tuple[tuple[Group, ...], tuple[bool, ...]]:
-        """Groups, in the order they were asked, until enough of them pass; and which of them do.
+        """Play groups until enough of them pass the filter. Returns them in prompt order, and which of them passed.
 
-        They are asked in waves, each as large as the rate at which groups passed so far lets it have to be. A wave
-        waits for its last answer, so the fewer there are the less the engine idles. Sizes are functions of what was
-        said, never of time; where more pass than are wanted, the first ones asked are taken (`Experience.groups`).
+        Groups are played in waves. A wave's size follows from how many groups are missing and from the pass rate so
+        far. A wave ends with its last answer, so fewer waves leave the engine idle for less time. Sizes depend on what
+        was sampled, never on time. If more groups pass than are wanted, the first ones are used (`Experience.groups`).
 
         Args:
             seen: groups of earlier steps, and how many of them passed.
@@ -192,7 +201,7 @@ class Rollout:
 
 
 async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run all, in order of results; the first failure cancels the rest and is raised as itself."""
+    """Run all; returns the results in the order of `work`. The first error cancels the rest and is raised as it is."""
     try:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(w) for w in work]
@@ -202,8 +211,10 @@ async def together(work: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 
 
 async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]:
-    """Run all until `count` have ended, cancel the rest, and return those in the order of `work`; a failure is raised
-    as itself."""
+    """Run all until `count` have ended and cancel the rest. Returns their results in the order of `work`.
+
+    An error is raised as it is.
+    """
     if count >= len(work):
         return await together(work)
     tasks = [asyncio.ensure_future(w) for w in work]
@@ -223,7 +234,7 @@ async def settled(work: Sequence[Coroutine[Any, Any, T]], count: int) -> list[T]
 
 
 def _first(many: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The first real cause inside nested exception groups."""
+    """The first exception that is no group, inside nested exception groups."""
     cause: BaseException = many
     while isinstance(cause, BaseExceptionGroup):
         cause = cause.exceptions[0]

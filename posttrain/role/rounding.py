@@ -1,10 +1,11 @@
-"""How far two right computations of one log-prob may lie apart, and when that is too far.
+"""How far two correct computations of the same log-prob may differ by rounding.
 
-Sampler and learner compute the same numbers with other shapes and orders, so they differ by rounding. How much depends
-on dtype, width, depth, how sharp the policy has become, and the temperature, which divides logits and so multiplies
-their errors. No constant fits all of that. A gap below `LEAST` is fine everywhere; beyond it the weights are computed
-with once more in float64, which shows how much of what the learner says is rounding. A gap may be `MARGIN` times that,
-and never more than `CEILING`: a learner that is wrong by as much as that is wrong, however it came about.
+Sampler and learner compute the same log-probs in other shapes and orders, so they differ by rounding. How much depends
+on dtype, width, depth, how sharp the policy is, and the temperature (it divides logits and so multiplies their errors).
+No constant fits all of that.
+
+A gap below `LEAST` is always accepted. For a larger gap the log-probs are computed again in float64, which shows the
+learner's own rounding error. The gap may be `MARGIN` times that error, and never more than `CEILING`.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from posttrain.core.ports import Learner
 
 @dataclass(frozen=True)
 class Gap:
-    """Nats: the largest of a set of tokens, and their mean."""
+    """Differences of the log-probs of a set of tokens, in nats: the largest one and the mean."""
 
     worst: float
     mean: float
 
     @staticmethod
     def of(one_M: np.ndarray, two_M: np.ndarray) -> Gap:
-        """Between two computations of the same log-probs; what is not finite is infinitely far."""
+        """Between two computations of the same log-probs. A difference that is not finite counts as infinite."""
         apart = np.abs(one_M.astype(np.float64) - two_M)
         apart = np.where(np.isfinite(apart), apart, np.inf)
         return Gap(float(apart.max(initial=0.0)), float(apart.sum() / max(1, apart.size)))
@@ -37,25 +38,26 @@ class Gap:
 
 
 LEAST: Mapping[str, Gap] = {"float32": Gap(2e-3, 2e-5), "bfloat16": Gap(0.25, 0.02)}
-"""Allowed without a closer look, by dtype."""
+"""A gap that is always allowed, by dtype."""
 CEILING: Mapping[str, Gap] = {"float32": Gap(0.05, 2e-3), "bfloat16": Gap(2.0, 0.2)}
-"""Never allowed beyond."""
+"""The largest gap that is ever allowed, by dtype."""
 MARGIN = 8.0
-"""How many times a computation's own error in float64's eyes two of them may lie apart."""
+"""How many times the error of one computation against float64 two of them may differ."""
 Exact = Callable[[], np.ndarray | None]
-"""The same log-probs [M] in float64, computed when asked; None where the model is too large."""
+"""Computes the same log-probs [M] in float64; None if the model is too large."""
 
 
 def unmeasured(dtype: str, temperature: float) -> Gap:
-    """The bound where nothing is measured: `LEAST` at temperature 1 and above. Below, errors of logits are divided by
-    it."""
+    """The bound without a float64 computation: `LEAST`, divided by the temperature where that is below 1."""
     by, least, most = 1 / min(1.0, temperature), LEAST[dtype], CEILING[dtype]
     return Gap(min(by * least.worst, most.worst), min(by * least.mean, most.mean))
 
 
 def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperature: float) -> Gap:
-    """The bound that holds for `gap`: `LEAST`, or what the learner's own rounding lets it be; `unmeasured` where the
-    model is too large."""
+    """The bound for `gap`: `LEAST` if the gap is within it, else what the learner's own rounding error allows.
+
+    If the model is too large for float64, it is `unmeasured`.
+    """
     least, most = LEAST[dtype], CEILING[dtype]
     if gap.within(least):
         return least
@@ -68,12 +70,14 @@ def allowed(dtype: str, gap: Gap, learner_M: np.ndarray, exact: Exact, temperatu
 
 
 FLOOR: Mapping[str, float] = {"float32": LEAST["float32"].worst, "bfloat16": 0.03}
-"""Least noise, however little of it a few tokens show."""
+"""The least noise assumed, by dtype, since a few tokens may show too little of it."""
 
 
 def noise(dtype: str, learner: Learner, packed: Packed) -> float:
-    """Nats by which an honest engine's log-prob of any of these tokens may differ from the learner's, measured where
-    that can be."""
+    """Nats by which a correct engine's log-prob of any of these tokens may differ from the learner's.
+
+    It is measured in float64 unless the model is too large for that.
+    """
     if (exact_M := learner.exact(packed)) is None:
         return unmeasured(dtype, packed.sampling.temperature).worst
     return min(max(FLOOR[dtype], MARGIN * Gap.of(learner.score(packed), exact_M).worst), CEILING[dtype].worst)

@@ -1,5 +1,4 @@
-"""REFERENCE and the other forward-only scorers: what the algorithm reads beside the sampler's own log-probs, no
-more."""
+"""REFERENCE and the other forward-only scorers: they compute the streams that the algorithm reads, and no others."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ from posttrain.core.types import Episode, Group
 def score(
     groups: Sequence[Group], a: Algorithm, learner: Learner, reference: Examiner | None, *, optimizer_steps: int
 ) -> tuple[ScoredGroup, ...]:
-    """Judged episodes of each group with the streams `a` reads. Groups without a judged episode leave here."""
+    """The judged episodes of each group with the streams that `a` reads. Groups without any are left out."""
     episodes = [e for g in groups for e in g.judged]
     if not episodes:
         return ()
@@ -32,7 +31,7 @@ def score(
 
 
 def _cut(stream: Stream, x_M: np.ndarray, episodes: Sequence[Episode]) -> list[tuple[np.ndarray, ...]]:
-    """A packed stream back into per-episode, per-segment arrays."""
+    """Cut a packed stream [M] into arrays per episode and segment."""
     sizes = [s.spoken for e in episodes for s in e.segments]
     if sum(sizes) != len(x_M):
         raise InvariantError(

@@ -1,5 +1,7 @@
-"""WEIGHT SYNC: trainer -> rollout, versioned, with a fingerprint and a canary's log-probs on both sides at every
-push."""
+"""WEIGHT SYNC: copies the trainer's weights to the sampler, by version.
+
+After every push both sides must have the same fingerprint of the weights, and the same log-probs of a fixed sequence.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +18,23 @@ from posttrain.role.transport import InProcess
 
 @dataclass
 class Sync:
-    """Publishes the learner's weights to the sampler."""
+    """Pushes the learner's weights to the sampler, and checks that they arrived."""
 
     learner: Learner
     sampler: Sampler
-    canary: np.ndarray
-    """int32 token ids, at least two: what both sides score after every push."""
+    probe_ids: np.ndarray
+    """int32 token ids, at least two, always the same: both sides score them after every push."""
     dtype: str = "float32"
-    """Of the weights: it bounds how far two computations of the same log-prob may lie apart."""
+    """Of the weights. It sets how far the two sides' log-probs may differ by rounding."""
     transport: Transport = field(default_factory=InProcess)
     """Carries the weights."""
 
     async def push(self, version: int) -> str:
-        """Serve the learner's weights as `version`; stops the run unless the sampler serves exactly them."""
+        """Push the learner's weights as `version`; returns their fingerprint.
+
+        Raises:
+            InvariantError: the sampler serves other weights or another version, or computes other log-probs with them.
+        """
         served = await self.transport.send(version, self.learner.shards(), self.sampler)
         ours = self.learner.fingerprint()
         if served != ours:
@@ -46,9 +52,9 @@ class Sync:
         return served
 
     async def _scores_alike(self, version: int) -> None:
-        """The weights may have arrived and be computed with wrongly: caches, adapters, another dtype."""
-        n, packed = len(self.canary), packed_text(self.canary)
-        ours, theirs = self.learner.score(packed), await self.sampler.score(self.canary)
+        """Compare log-probs, since correct weights can still be used wrongly: caches, adapters, another dtype."""
+        n, packed = len(self.probe_ids), packed_text(self.probe_ids)
+        ours, theirs = self.learner.score(packed), await self.sampler.score(self.probe_ids)
         found = Gap.of(theirs, ours)
         bound = allowed(self.dtype, found, ours, lambda: self.learner.exact(packed), packed.sampling.temperature)
         if not found.worst <= bound.worst:

@@ -1,4 +1,7 @@
-"""One episode's conversation: what the world shows and the seats say, under limits. One seat is trained."""
+"""The conversation of one episode: observations of the environment and turns of the seats, within limits.
+
+One seat is trained. The others may be played by the policy or by any other model.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +28,7 @@ from posttrain.core.verdict import Judged, Verdict
 
 @dataclass(frozen=True)
 class Player:
-    """Who speaks: a sampler with its own encoder, under its own contract. It may be the policy, or any other model."""
+    """Who plays a seat: a sampler with its own encoder and sampling settings. It is the policy or any other model."""
 
     sampler: Sampler
     dialogue: Callable[[str], Dialogue]
@@ -35,24 +38,24 @@ class Player:
 
 @dataclass
 class Spent:
-    """What all seats of one episode have said so far, and what the other seats said."""
+    """Turns and tokens that all seats of one episode have used so far, and the turns of the untrained seats."""
 
     limits: EpisodeLimits
     turns: int = 0
-    """Begun and not given up, over all seats."""
+    """Turns begun over all seats, without those that were cancelled."""
     tokens: int = 0
-    """Said, over all seats; of a turn that is being said, as many as it may have."""
+    """Tokens over all seats. A turn that is being sampled counts with the most it may have."""
     trained: int = 0
     """Turns of the trained seat that have ended."""
     others: list[SeatTurn] = field(default_factory=list[SeatTurn])
 
 
 class SeatTalk:
-    """A seat's verbs (`core.ports.Seat`) over one transcript; over several where its history was rewritten.
+    """A seat (`core.ports.Seat`) with its transcript. It has several if a template rewrote the history.
 
     Args:
-        spent: of the whole episode; its limits hold over all seats.
-        place: from the number of this seat's turn to the place its random numbers come from.
+        spent: of the whole episode, since its limits hold over all seats together.
+        place: maps the number of this seat's turn to the key of its random numbers.
     """
 
     def __init__(self, player: Player, task: str, spent: Spent, place: Callable[..., int]) -> None:
@@ -65,8 +68,8 @@ class SeatTalk:
         self.lengths: list[int] = []
         """Tokens of each turn."""
         self.cut = False
-        """Whether a turn was given up while it was being said (the clock, or the environment's own patience). Nobody
-        knows its tokens."""
+        """Whether a turn was cancelled while it was sampled, by the time limit or the environment. Its tokens are
+        unknown."""
 
     @property
     def format(self) -> str | None:
@@ -96,8 +99,8 @@ class SeatTalk:
         )
 
     async def _generate(self, allowed: int) -> Said:
-        """The next turn. Its tokens are set aside while it is said, so that seats that speak at once keep the limits
-        too."""
+        """Sample the next turn. Its tokens are reserved meanwhile, so that seats that speak at once stay within the
+        limits."""
         spent = self._spent
         spent.turns, spent.tokens = spent.turns + 1, spent.tokens + allowed
         try:
@@ -112,7 +115,7 @@ class SeatTalk:
         return said
 
     def _room(self, most: int | None) -> tuple[int, Stop]:
-        """(tokens the next turn may have, the reason it ends with where it needs more): the narrowest limit's."""
+        """(tokens the next turn may have, the stop reason if it would need more), by the narrowest limit."""
         spent, limits = self._spent, self._spent.limits
         if limits.turns is not None and spent.turns >= limits.turns:
             return 0, Stop.TURNS
@@ -127,12 +130,12 @@ class SeatTalk:
         return allowed, reason
 
     def _said(self, text: str, tokens: int) -> None:
-        """Take note of a turn that has ended."""
+        """Record a turn that has ended."""
         raise NotImplementedError
 
 
 class OtherSeat(SeatTalk):
-    """A seat that is not trained. Of its transcript only words and counts are kept (`core.seats.SeatTurn`)."""
+    """A seat that is not trained. The record keeps its text and token counts only (`core.seats.SeatTurn`)."""
 
     def __init__(
         self, name: str, player: Player, task: str, spent: Spent, place: Callable[..., int], *, policy: bool
@@ -145,12 +148,12 @@ class OtherSeat(SeatTalk):
 
 
 class Conversation(SeatTalk):
-    """An episode's verbs (`core.ports.Talk`): the trained seat, and whoever else speaks.
+    """The `core.ports.Talk` of an episode: the trained seat, with access to the other seats.
 
     Args:
-        policy: plays the trained seat, and the others where no `players` are given.
-        place: from the coordinates of a turn in this episode to the place its random numbers come from. They are (turn)
-            of the trained seat, and ("seat", name, turn) of another.
+        policy: plays the trained seat. It plays the others too if there are no `players`.
+        place: maps the coordinates of a turn to the key of its random numbers. They are (turn) for the trained seat and
+            ("seat", name, turn) for another.
         players: of the other seats, by name.
     """
 
@@ -194,33 +197,33 @@ class Conversation(SeatTalk):
 
     @property
     def spoken(self) -> int:
-        """Tokens of the trained seat's turns that have ended."""
+        """Tokens of the trained seat's ended turns."""
         return self._before + len(self._last)
 
     @property
     def others(self) -> tuple[SeatTurn, ...]:
-        """What the other seats said, in order."""
+        """The turns of the other seats, in order."""
         return tuple(self._spent.others)
 
     @property
     def engine_tokens(self) -> int:
-        """Tokens of all turns that the policy's engine said and that have ended, in whichever seat."""
+        """Tokens of all ended turns that the policy's engine sampled, in any seat."""
         return self.spoken + sum(t.tokens for t in self._spent.others if t.policy)
 
     def spoken_upto(self, characters: int) -> int:
-        """Spoken tokens up to this character of the last turn's text, all earlier turns included."""
+        """Spoken tokens up to this character of the last turn's text, with those of all earlier turns."""
         return self._before + tokens_upto(self._dialogue, self._last, characters)
 
     def segments(self) -> tuple[Segment, ...]:
-        """What was said, as sequences: the last one is left out where it was only shown and others hold the turns."""
+        """The transcripts as segments. A last one without a spoken token is left out if there are others."""
         open_ = [self._transcript] if self._transcript.spoke or not self._closed else []
         return tuple(t.segment() for t in (*self._closed, *open_))
 
 
 class DemonstrationTalk:
-    """A `Talk` in which a demonstration says the turns; the world answers as it answers the policy.
+    """A `Talk` whose turns are those of a demonstration. The environment answers them as it answers the policy.
 
-    Asking for a turn beyond the demonstration is an error of the demonstration (DataError).
+    If the environment asks for more turns than the demonstration has, that is a DataError.
     """
 
     def __init__(
@@ -282,7 +285,7 @@ class DemonstrationTalk:
         self.paid.append(Judged(source, 1.0, Verdict.value(score), end=self.spoken, paid=True))
 
     def spoken_upto(self, characters: int) -> int:
-        """Spoken tokens up to this character of the last turn's text, all earlier turns included."""
+        """Spoken tokens up to this character of the last turn's text, with those of all earlier turns."""
         return self._before + tokens_upto(self._dialogue, self._last, characters)
 
     def leave(self, state: Any) -> None:
@@ -290,20 +293,19 @@ class DemonstrationTalk:
 
 
 def without_secrets(content: str | Sequence[Message]) -> str | list[Message]:
-    """What the world answers, before the policy (and the record) sees it: a tool's error may quote a key of ours."""
+    """An observation without secrets, since a tool's error may quote a key. It is applied before policy and record."""
     if isinstance(content, str):
         return scrubbed(content)
     return [cast("Message", {**m, "content": mapped(content_of(m["content"]), scrubbed)}) for m in content]
 
 
 def _shorter(sampling: Sampling, most: int) -> Sampling:
-    """The same distribution at every token, and an earlier end."""
+    """The same distribution at every token, with at most `most` tokens."""
     if most >= sampling.max_tokens:
         return sampling
     return replace(sampling, max_tokens=most, min_tokens=min(sampling.min_tokens, most))
 
 
 def tokens_upto(dialogue: Dialogue, ids: np.ndarray, characters: int) -> int:
-    """How many of `ids` it takes to say this many characters: text grows with every token, so the border is
-    bisected."""
+    """How many of `ids` make this many characters. Text never shrinks with a token, so bisection finds it."""
     return bisect_left(range(len(ids)), characters, key=lambda n: len(dialogue.text(ids[:n])))

@@ -1,4 +1,4 @@
-"""TRAINER: the only backward(), the only optimizer."""
+"""TRAINER: the only role that calls backward() and steps an optimizer."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ from posttrain.role.passes import Passes
 
 
 class NonFiniteGradient(InvariantError):
-    """A gradient that is infinite or no number: nothing was updated. `culprits` are the batch's episodes whose own loss
-    or gradient is."""
+    """A gradient is infinite or NaN; nothing was updated. `culprits` are the episodes of the batch that cause it."""
 
     def __init__(self, norm: float, step: int, culprits: Sequence[int], episodes: int) -> None:
         self.norm, self.step, self.culprits, self.episodes = norm, step, tuple(culprits), episodes
         super().__init__(self.told([f"episode {e} of its batch" for e in culprits]))
 
     def told(self, names: Sequence[str], where: str = "") -> str:
-        """The message, with the culprits by these names."""
+        """The error message, with these names for the culprits."""
         if not self.culprits:
             who = (
                 f"The loss and the gradient of each of its {self.episodes} episodes alone are finite: their sum"
@@ -61,46 +60,47 @@ class NonFiniteGradient(InvariantError):
 
 
 NAMED = 4
-"""Episodes that a message names."""
+"""The largest number of episodes that a message names."""
 
 
 class WeightOptimizer(Protocol):
-    """What the trainer needs of an optimizer: one step on the gradients the parameters hold."""
+    """What the trainer needs of an optimizer: one step on the gradients that the parameters hold."""
 
     def gather(self) -> None:
-        """Take the gradients one backward left; called after each micro-batch."""
+        """Take the gradients of one backward pass. Called after each micro-batch."""
         ...
 
     def step(self) -> float:
-        """Clip globally, update, clear; returns the gradient norm before the clip."""
+        """Clip by the global norm, update, clear the gradients; returns the gradient norm before the clip."""
         ...
 
     @property
     def lr(self) -> float:
-        """Learning rate the next step will use."""
+        """Learning rate of the next step."""
         ...
 
     def trained(self) -> Mapping[str, torch.Tensor]:
-        """What a step moves, by parameter: its master where it has one."""
+        """The tensors that a step updates, by parameter: the master copy of a parameter that has one."""
         ...
 
     def expected_update(
         self, config: OptimizerConfig, name: str, gradient: Tensor, norm: float, at: int | None = None
     ) -> ExpectedUpdate:
-        """What the next step must do to parameter `name`; asked before it, and changes nothing.
+        """What the next step must do to parameter `name`. It is called before the step, and changes nothing.
 
-        It is the definition, from what the stage configured, the steps taken and the state so far: nothing that the
-        step itself computes, and nothing the optimizer was built with, since these are what is checked.
+        It follows the optimizer's definition, from the stage's config, the number of steps taken and the state so far.
+        It uses nothing that the step itself computes and nothing the optimizer was built with, since these are checked.
 
         Args:
-            gradient: of the parameter, before any clip. norm: of all gradients together.
-            at: only of this number of the flattened parameter.
+            gradient: of the parameter, before any clip.
+            norm: of all gradients together.
+            at: an index of the flattened parameter; then only this element's update is returned.
         """
         ...
 
     def state_tensors(self) -> Mapping[str, torch.Tensor]:
-        """Everything a resumed run needs, by name; `steps` counts the steps taken, `WORD.PARAMETER` is state of a
-        parameter."""
+        """Everything a resumed run needs, by name. `steps` counts the steps taken; `WORD.PARAMETER` is the state WORD
+        of a parameter."""
         ...
 
     def load_state_tensors(self, tensors: Mapping[str, torch.Tensor]) -> None: ...
@@ -108,7 +108,7 @@ class WeightOptimizer(Protocol):
 
 @dataclass
 class Trainer:
-    """Turns minibatches into new weights. `version` counts optimizer steps that moved them."""
+    """Turns minibatches into new weights. `version` counts the optimizer steps so far."""
 
     learner: Learner
     optimizer: WeightOptimizer
@@ -118,31 +118,32 @@ class Trainer:
     def step(
         self, batch: Batch, loss: Loss, watch: Observers = UNOBSERVED, *, index: int = 0, first: bool = False
     ) -> Gauges:
-        """One optimizer step on one minibatch; micro-batches only split it.
+        """One optimizer step on one minibatch. Splitting it into micro-batches does not change the gradient.
 
         Args:
-            watch: who observes it: PackedEvent before the first pass, DifferentiatedEvent before the optimizer moves,
-                LearnedEvent after.
-            index: the stage's step it belongs to. first: whether it is the first minibatch of a step (`PackedEvent`).
+            watch: the observers. They get PackedEvent before the first forward pass, DifferentiatedEvent before the
+                optimizer steps, and LearnedEvent after it.
+            index: the stage's step that the minibatch belongs to.
+            first: whether it is the first minibatch of that step.
 
         Raises:
-            NotFinite: the gradient is not; the weights were left as they were.
+            NonFiniteGradient: the gradient is not finite. The weights were left as they were.
         """
         packed = PackedEvent(index, batch, first, self.version)
-        watch.tell(packed)
+        watch.emit(packed)
         lr, passes = self.optimizer.lr, Passes.of(watch.needs(packed), self.learner)
         self.learner.train_mode(True)
         parts: list[Terms] = []
         for micro in batch.split(self.micro_tokens):
             scores = self._forward(micro, loss)
-            passes.listen(micro, scores)
+            passes.record(micro, scores)
             terms = loss.terms(micro, scores)
             terms.loss.backward()
             self.optimizer.gather()
             parts.append(Terms(terms.loss.detach(), terms.gauges))
-        watch.tell(DifferentiatedEvent(packed, passes))
+        watch.emit(DifferentiatedEvent(packed, passes))
         gauges = merge(loss.gauges(batch, parts), self._update(batch, loss))
-        watch.tell(LearnedEvent(packed, passes, lr))
+        watch.emit(LearnedEvent(packed, passes, lr))
         return gauges
 
     def _forward(self, micro: Batch, loss: Loss) -> TokenScores:
@@ -156,7 +157,7 @@ class Trainer:
         )
 
     def _update(self, batch: Batch, loss: Loss) -> Gauges:
-        """The optimizer's step. Where the gradient is not finite the loss is asked again of each unit."""
+        """The optimizer's step. If the gradient is not finite, each unit's loss is computed alone to find the cause."""
         lr = self.optimizer.lr
         norm = self.optimizer.step()
         self.learner.train_mode(False)
@@ -166,8 +167,7 @@ class Trainer:
         return {"optim/grad_norm": Gauge(norm, 1), "optim/lr": Gauge(lr, 1), "optim/steps": Gauge(1, 1)}
 
     def _culprits(self, batch: Batch, loss: Loss) -> list[int]:
-        """Episodes of units whose own loss or gradient is not finite, with the weights of the step, which stood
-        still."""
+        """Episodes of the units whose own loss or gradient is not finite. The weights have not changed since."""
         out: list[int] = []
         parameters = list(self.learner.parameters().values())
         for unit in range(batch.units):
@@ -180,5 +180,5 @@ class Trainer:
         return out
 
     def trained(self) -> Mapping[str, Any]:
-        """What an optimizer step moves, by parameter."""
+        """The tensors that an optimizer step updates, by parameter."""
         return self.optimizer.trained()

@@ -1,4 +1,4 @@
-"""How weights travel from the learner to a sampler, and how parts become whole tensors again."""
+"""Transfers weights from the learner to a sampler, and joins shards to whole tensors."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from posttrain.core.shards import Shard
 
 
 class InProcess:
-    """`core.ports.Transport` where learner and sampler share a process: tensors are handed over as they are."""
+    """A `core.ports.Transport` for a learner and a sampler in one process. Tensors are passed on without a copy."""
 
     async def send(self, version: int, shards: Iterable[Shard], sampler: Sampler) -> str:
-        """Load the whole tensors as `version`; the fingerprint of what is then served."""
+        """Load the whole tensors as `version`; returns the fingerprint of the weights that are then served."""
         return await sampler.load(version, whole_tensors(shards))
 
 
 def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
-    """Every weight once, as soon as all of it has come. A weight in one shard is that shard's own tensor, not a copy.
+    """Every weight once, as soon as all of its shards have come. A weight in one shard is not copied.
 
     Raises:
         InvariantError: a part came twice, parts overlap or leave a gap, or parts of one weight differ in dtype or full
@@ -49,7 +49,7 @@ def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
 
 
 class _Parts:
-    """A full tensor that is being put together."""
+    """A tensor that is being joined from its shards."""
 
     def __init__(self, first: Shard) -> None:
         self.first = first
@@ -58,7 +58,7 @@ class _Parts:
         self._seen: list[Shard] = []
 
     def add(self, shard: Shard) -> bool:
-        """Take a part; whether the tensor is whole now."""
+        """Add a shard; returns whether the tensor is whole now."""
         if (shard.shape, shard.tensor.dtype) != (self.first.shape, self.full.dtype):
             raise InvariantError(
                 f"weight {shard.name!r}: one part is of a {self.full.dtype} {self.first.shape}, another of a"

@@ -1,4 +1,4 @@
-"""Weights and optimizer state on disk: safetensors only, so that loading runs no code."""
+"""Weights and optimizer state on disk, as safetensors only: loading them runs no code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def save_weights(folder: Path, learner: Learner) -> None:
 
 
 def load_weights(folder: Path, learner: Learner) -> None:
-    """Into the learner, in place; refuses weights of another shape or set."""
+    """Load weights into the learner, in place; RunFolderError if their names or shapes are another model's."""
     _copy(_load(folder / WEIGHTS), learner.parameters(), folder / WEIGHTS)
 
 
@@ -37,7 +37,7 @@ def load_optimizer(folder: Path, optimizer: WeightOptimizer) -> None:
 
 
 def _load(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors of a file; RunFolderError where it is missing, no file, cut or damaged."""
+    """The tensors of a file; RunFolderError if it is missing, not a file, cut short or damaged."""
     with foreign.opened(path, RunFolderError):
         pass
     try:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from posttrain.api.build import canary
+from posttrain.api.build import probe_ids
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.engines import KernelChoice
@@ -74,7 +74,7 @@ class Subject:
     async def publish(self, seed: int) -> None:
         """New weights, the same for the same seed: into the learner, and through the sync into the engine."""
         randomize(self.policy, seed)
-        await Sync(self.learner, self.sampler, canary(self.policy)).push(self.sampler.version + 1)
+        await Sync(self.learner, self.sampler, probe_ids(self.policy)).push(self.sampler.version + 1)
 
     async def say(
         self, prompts: Sequence[np.ndarray], contract: Sampling, places: Sequence[int] | None = None

@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from posttrain.api.build import canary
+from posttrain.api.build import probe_ids
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import load_policy
 from posttrain.engine.vllm.inprocess import VLLMEngine
@@ -30,7 +30,7 @@ def test_weights_arrive_are_found_again_and_score_alike(arch: str, dtype: str) -
     engine, learner = VLLMEngine(policy, slots=8, cache_bytes=32 << 20, eager=True), HFLearner(policy)
 
     async def main() -> None:
-        sync = Sync(learner, engine, canary(policy), dtype)
+        sync = Sync(learner, engine, probe_ids(policy), dtype)
         for version in (0, 1):
             randomize(policy, version)
             await sync.push(version)

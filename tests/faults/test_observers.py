@@ -1,4 +1,4 @@
-"""Those who observe a stage hear all of it, and hold nothing of it longer than they need it."""
+"""The observers of a stage get every event, and keep nothing of it longer than they need it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from posttrain.checks.data import TaskCheck
 from posttrain.checks.update import Handed, UpdateCheck, update_agrees
 from posttrain.checks.watch import observers
 from posttrain.core import reader
+from posttrain.core.abilities import Abilities
 from posttrain.core.errors import InvariantError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Step
@@ -30,7 +31,16 @@ from posttrain.core.stage import Stage
 from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.engine.optimizer import AdamW
-from posttrain.role.events import AskedEvent, Event, LearnedEvent, Observer, Observers, PackedEvent, PushedEvent, Remark
+from posttrain.role.events import (
+    Event,
+    LearnedEvent,
+    Observer,
+    ObserverReport,
+    Observers,
+    PackedEvent,
+    PlayedEvent,
+    PushedEvent,
+)
 from tests.tiny import play, tiny_parts, tiny_run
 
 
@@ -47,8 +57,8 @@ def observed(folder: Path, more: Observer) -> None:
 
 
 class Counts(Observer):
-    async def after(self, h: Any, step: Step) -> Remark | None:
-        return Remark(notes=(f"after {step.stage} {step.index}",))
+    async def after(self, roles: Any, step: Step) -> ObserverReport | None:
+        return ObserverReport(notes=(f"after {step.stage} {step.index}",))
 
 
 def test_the_end_of_a_step_is_heard_in_every_kind_of_stage(tmp_path: Path) -> None:
@@ -87,10 +97,10 @@ class Copies(Observer):
     def __init__(self) -> None:
         self.held: list[bool] = []
 
-    async def begin(self, h: Any) -> None:
-        self._check = next(o for o in h.watch._all if isinstance(o, UpdateCheck))
+    async def begin(self, roles: Any) -> None:
+        self._check = next(o for o in roles.watch._all if isinstance(o, UpdateCheck))
 
-    def hear(self, h: Any, event: Event) -> Remark | None:
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, PackedEvent | LearnedEvent):
             self.held.append(self._check._handed is not None)
 
@@ -136,14 +146,14 @@ def test_every_group_that_passed_is_looked_at(spoilt: int) -> None:
     """Those that found no room any more count for the rate at which groups pass, so the filter is wrong about them
     too."""
     played = tuple(group(visit, (1.0, 1.0) if visit == spoilt else (0.0, 1.0)) for visit in range(2))
-    environment = SimpleNamespace(train=SimpleNamespace(count=None))
-    h: Any = SimpleNamespace(
+    environment = SimpleNamespace(train=SimpleNamespace(count=None), abilities=Abilities())
+    roles: Any = SimpleNamespace(
         rollout=SimpleNamespace(environment=environment),
         prompts=SimpleNamespace(source=environment.train),
         stage=Reinforce(name="rl", algorithm=DAPO),
     )
     with pytest.raises(InvariantError, match="filter=mixed kept"):
-        TaskCheck().hear(h, AskedEvent(Experience(1, 0, played, (True, True), 1)))
+        TaskCheck().on_event(roles, PlayedEvent(Experience(1, 0, played, (True, True), 1)))
 
 
 @pytest.mark.parametrize("size", [1e-3, 1e-17, 1e-21, 1e-30])
@@ -165,7 +175,7 @@ class Listens(Observer):
         self.alive: list[bool] = []
         self._heard: list[weakref.ref[Any]] = []
 
-    def hear(self, h: Any, event: Event) -> Remark | None:
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         if isinstance(event, PackedEvent | PushedEvent):
             self.alive += [one() is not None for one in self._heard]
             self._heard.clear()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from posttrain.api.build import canary
+from posttrain.api.build import probe_ids
 from posttrain.core import seeds
 from posttrain.core.batch import Packed
 from posttrain.core.run import Model
@@ -96,7 +96,7 @@ def test_after_a_push_the_sampler_scores_like_the_learner() -> None:
     engine = EmbeddedEngine(p.clone().module, slots=8, context=p.context)
     sharpen(learner, 1.5)
     assert gap(asyncio.run(said(engine, p, Sampling())), learner).max() > LEAST["float32"].worst
-    asyncio.run(Sync(learner, engine, canary(p)).push(1))
+    asyncio.run(Sync(learner, engine, probe_ids(p)).push(1))
     segments = asyncio.run(said(engine, p, Sampling()))
     assert gap(segments, learner).max() < 5e-5
     assert all((s.version[s.mask] == 1).all() for s in segments)

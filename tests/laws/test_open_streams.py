@@ -15,7 +15,7 @@ from law_toys import STAGE
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.minibatch import CHOSEN, IMITATE, MIX, WAS_SHOWN, WHOLE, Whole
 from posttrain.algorithm.streams import streams
-from posttrain.checks.credit import StepAccount
+from posttrain.checks.credit import StepCreditAudit
 from posttrain.checks.expected import expected_credit
 from posttrain.core import streams as declared
 from posttrain.core.batch import Batch, Packed
@@ -131,9 +131,9 @@ def test_a_new_stream_out_of_step_is_found(added: None) -> None:
     mine = expected_credit(REINFORCE, scored_step(), max_tokens=SAMPLING.max_tokens, ema=0.0)
     assert mine is not None
     batch = minibatch()
-    StepAccount(REINFORCE, mine, 1, SAMPLING.max_tokens).check(batch)
+    StepCreditAudit(REINFORCE, mine, 1, SAMPLING.max_tokens).check(batch)
     with pytest.raises(InvariantError, match="'surprise' is out of step"):
-        StepAccount(REINFORCE, mine, 1, SAMPLING.max_tokens).check(
+        StepCreditAudit(REINFORCE, mine, 1, SAMPLING.max_tokens).check(
             batch.having({SURPRISE: np.roll(batch[SURPRISE], 1)})
         )
 

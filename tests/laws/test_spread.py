@@ -14,7 +14,7 @@ from test_symmetry import RELATIVE, bare
 
 from posttrain.algorithm.credit import credit_step
 from posttrain.algorithm.shape import shaped, sizes
-from posttrain.checks.credit import CREDIT_BOUND, StepAccount
+from posttrain.checks.credit import CREDIT_BOUND, StepCreditAudit
 from posttrain.checks.data import filter_reads_outcomes
 from posttrain.checks.expected import expected_credit
 from posttrain.core.algorithm import Algorithm, patch
@@ -247,7 +247,7 @@ def test_the_second_opinion_misses_no_minibatch_for_rounding(
     stage = Reinforce(name="rl", algorithm=a, prompts=4, minibatches=minibatches, sampling=Sampling(max_tokens=20))
     mine = expected_credit(a, groups, max_tokens=20, ema=0.0)
     assert mine is not None
-    books = StepAccount(a, mine, minibatches, 20)
+    books = StepCreditAudit(a, mine, minibatches, 20)
     for minibatch in pack(agree(a, groups), a, stage, seed=0, step=1):
         if minibatch.batch is not None:
             books.check(minibatch.batch)

@@ -15,7 +15,7 @@ import pytest
 from posttrain.api import proofs
 from posttrain.api.build import check_environment, facts, make_parts, make_policy, own_environments
 from posttrain.checks.data import sameness
-from posttrain.checks.gold import VerifierChecks
+from posttrain.checks.rejudge import RejudgedAnswers
 from posttrain.core import reader
 from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers
 from posttrain.core.book import Book
@@ -130,7 +130,7 @@ async def test_right_answers_are_asked_again_and_those_vouched_for_are_proved() 
         (able(gold=GoldAnswers(right=right)), 2),
         (able(gold=GoldAnswers(right=lambda _: None)), 0),
     ):
-        judges = VerifierChecks()
+        judges = RejudgedAnswers()
         await judges.begin(env, 0)
         assert len(judges._gold) == remembered
     false = GoldAnswers(right=lambda _: ("0",))

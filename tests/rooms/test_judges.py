@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from posttrain.checks.gold import GOLD, VerifierChecks
+from posttrain.checks.rejudge import GOLD, RejudgedAnswers
 from posttrain.core.env import Env, Reward
 from posttrain.core.errors import InvariantError
 from posttrain.core.ports import Attempt, Talk
@@ -32,8 +32,8 @@ class Moody(Arithmetic):
         return (Judged(self.name, 1.0, Verdict.value(paid * (self.verify(attempt).score or 0.0))),)
 
 
-async def begun(env: Any) -> VerifierChecks:
-    judges = VerifierChecks()
+async def begun(env: Any) -> RejudgedAnswers:
+    judges = RejudgedAnswers()
     await judges.begin(env, 0)
     return judges
 

@@ -23,7 +23,15 @@ from posttrain.core.scores import TokenScores
 from posttrain.core.streams import WEIGHT
 from posttrain.engine.learner import HFLearner
 from posttrain.engine.optimizer import AdamW
-from posttrain.role.events import DifferentiatedEvent, Event, LearnedEvent, Observer, Observers, PackedEvent, Remark
+from posttrain.role.events import (
+    DifferentiatedEvent,
+    Event,
+    LearnedEvent,
+    Observer,
+    ObserverReport,
+    Observers,
+    PackedEvent,
+)
 from posttrain.role.passes import Needs
 from posttrain.role.trainer import Trainer
 
@@ -75,15 +83,17 @@ class Heard(Observer):
         self.trainer, self.events, self.gradient = t, list[type](), dict[str, torch.Tensor]()
         self.versions: list[int] = []
 
-    def needs(self, h: Any, event: PackedEvent) -> Needs:
-        return Needs(logp=True, asked=True)
+    def needs(self, roles: Any, event: PackedEvent) -> Needs:
+        return Needs(logp=True, gradients=True)
 
-    def hear(self, h: Any, event: Event) -> Remark | None:
+    def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
         self.events.append(type(event))
         self.versions.append(self.trainer.version)
         if isinstance(event, DifferentiatedEvent):
             self.gradient = {n: p.grad.clone() for n, p in self.trainer.trained().items() if p.grad is not None}
-            assert sum(map(len, event.passes.asked)) == event.packed.batch.spoken == sum(map(len, event.passes.logp))
+            assert (
+                sum(map(len, event.passes.logp_grad)) == event.packed.batch.spoken == sum(map(len, event.passes.logp))
+            )
 
 
 def test_micro_batches_of_whole_pairs_give_the_gradient_of_the_minibatch() -> None:
@@ -108,7 +118,7 @@ def test_it_is_learned_and_observed_like_any_other() -> None:
 
 def test_who_observes_may_stop_the_step_before_the_weights_move() -> None:
     class Objects(Observer):
-        def hear(self, h: Any, event: Event) -> Remark | None:
+        def on_event(self, roles: Any, event: Event) -> ObserverReport | None:
             if isinstance(event, DifferentiatedEvent):
                 raise ValueError("no")
 

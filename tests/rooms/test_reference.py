@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from posttrain.api.build import canary
+from posttrain.api.build import probe_ids
 from posttrain.core.run import Optimizer
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.fingerprint import fingerprint
@@ -132,6 +132,6 @@ def test_an_adapted_learner_is_published_and_its_reference_stays() -> None:
     reference, batch = freeze(learner), packed(2)
     before = reference.score(batch)
     learn(learner)
-    assert asyncio.run(Sync(learner, engine, canary(p)).push(1)) == learner.fingerprint()
+    assert asyncio.run(Sync(learner, engine, probe_ids(p)).push(1)) == learner.fingerprint()
     assert np.array_equal(reference.score(batch), before) and isinstance(reference, AdapterOff)
-    assert asyncio.run(Sync(learner, engine, canary(p)).push(2)) == learner.fingerprint()
+    assert asyncio.run(Sync(learner, engine, probe_ids(p)).push(2)) == learner.fingerprint()

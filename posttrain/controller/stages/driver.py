@@ -239,7 +239,7 @@ class Driver(ABC, Generic[S, T, A]):
             return last.report
         with self.clock.of("evaluate"):
             report = await parts.evaluate(self.setting, sampling)
-        parts.watch.tell(EvaluatedEvent(report, parts.version))
+        parts.watch.emit(EvaluatedEvent(report, parts.version))
         if report.failed and self.state.step:  # before the first step the pass rate says it
             parts.say(f"{self.stage.name}: held-out samples could not be judged. {unjudged_words(report.groups)}")
         parts.measured = MeasuredReport(parts.version, sampling, environment, report)
@@ -292,7 +292,7 @@ class Driver(ABC, Generic[S, T, A]):
     def _load_optimizer(self, checkpoint: Path, trainer: Trainer) -> None:
         load_optimizer(checkpoint, trainer.optimizer)
         now = lambda: fingerprint(trainer.optimizer.state_tensors().items())  # noqa: E731
-        self.parts.watch.tell(RestoredEvent("optimizer state", self.state.optimizer, now))
+        self.parts.watch.emit(RestoredEvent("optimizer state", self.state.optimizer, now))
 
     def _result(self, report: EvaluationReport | None) -> StageResult:
         p, s, stage = self.progress, self.state, self.stage

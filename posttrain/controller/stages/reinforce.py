@@ -64,12 +64,12 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
         return partial(ask, self.roles), partial(learn, self.roles)
 
     def remember(self, asked: Experience, step: Step) -> Step:
-        state, walk = self.state, asked.walk
+        state, prompts = self.state, asked.prompts
         state.memory, state.cursor, state.rates, state.visits = (
-            self.roles.memory,
-            walk.cursor,
-            dict(walk.rates),
-            dict(walk.visits),
+            self.roles.adaptive,
+            prompts.cursor,
+            dict(prompts.rates),
+            dict(prompts.visits),
         )
         return self._refresh(step)
 
@@ -93,8 +93,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
             reference=reference,
             book=parts.book,
             text=parts.text,
-            memory=state.memory,
-            beside=parts.beside(stage),
+            adaptive=state.memory,
+            other_environments=parts.other_environments(stage),
             own_reference=stage.reference is None,
             watch=self.watch,
             clock=self.clock,

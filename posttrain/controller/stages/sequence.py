@@ -30,7 +30,7 @@ class Stages:
         `checkpoint` holds the optimizer of a stage that was cut in the middle.
         """
         p, parts = self.progress, self.parts
-        parts.watch.tell(RestoredEvent("weights", p.weights, parts.learner.fingerprint))
+        parts.watch.emit(RestoredEvent("weights", p.weights, parts.learner.fingerprint))
         parts.version = p.version
         if not p.stage and p.running is None:
             keep(parts, START)

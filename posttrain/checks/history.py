@@ -1,4 +1,4 @@
-"""The record of a stage so far, as its checks read it."""
+"""The steps of a stage so far, for its checks."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Sequence
 from posttrain.core.gauge import Step
 
 KEPT = 64
-"""Steps that are kept while the stage goes on; at the start all of those before a resume are there."""
+"""Steps that are kept while the stage runs. When a stage is resumed, all earlier ones are there at first."""
 
 
-class Past:
-    """The steps of one stage up to now. Empty where learner, sampler and reference still hold the same weights."""
+class StageHistory:
+    """The steps of one stage up to now."""
 
     def __init__(self, steps: Sequence[Step] = ()) -> None:
         self.steps = list(steps)
         self.taken = len(self.steps)
-        """Steps before this process began."""
+        """Steps taken before this process started."""
 
     def add(self, step: Step) -> None:
         self.steps.append(step)

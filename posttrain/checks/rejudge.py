@@ -1,5 +1,4 @@
-"""Whether the judges can be believed: right answers score what they scored, and an answer judged again scores the
-same."""
+"""Whether verdicts repeat: an answer that is judged again gets the same score, and right answers keep scoring 1."""
 
 from __future__ import annotations
 
@@ -18,29 +17,32 @@ from posttrain.core.verdict import SOLVED, Judged, State
 from posttrain.environment.scripted import attempt
 
 GOLD = 8
-"""Tasks whose right answers are remembered."""
+"""How many tasks' right answers are judged again."""
 
 
 @dataclass
-class VerifierChecks:
-    """The verdicts of right answers as they were at the start, asked again one at a time, beside one episode of every
-    step. Where the environment vouches for its right answers they score 1, at the start and ever after."""
+class RejudgedAnswers:
+    """Answers that are judged again: at every step a right one that was judged at the start, and one of the step.
+
+    If the environment vouches for its right answers, they must score 1 at the start and at every step.
+    """
 
     _gold: list[tuple[Turns, Attempt, tuple[Judged, ...]]] = field(
         default_factory=list[tuple[Turns, Attempt, tuple[Judged, ...]]]
     )
-    """Turns of a right answer, the episode that they made, and what it was worth."""
+    """Turns of a right answer, the episode they make, and its verdicts."""
     _turn: int = 0
     _wavers: bool = False
     _vouched: str | None = None
-    """The source that gives right answers 1 by the environment's word."""
+    """The source for which the environment vouches that right answers score 1; None if it does not."""
 
     async def begin(self, env: Environment, turn: int) -> None:
-        """Ask for the right answers of some held-out tasks (training tasks where none are held out), where the
-        environment knows them and can say them in a script.
+        """Judge the right answers of some held-out tasks, or of training tasks if none are held out.
+
+        Only environments that know right answers, and can play them as a script, have any.
 
         Raises:
-            InvariantError: the environment vouches for a right answer, and it is not paid 1.
+            InvariantError: the environment vouches for a right answer, and it does not score 1.
         """
         self._turn = turn
         gold = env.abilities.gold
@@ -56,23 +58,23 @@ class VerifierChecks:
             self._gold.append((right, said, judged))
 
     async def after(self, env: Environment, played: Sequence[Group]) -> tuple[str, ...]:
-        """One right answer and one or two episodes of the step, judged again. Returns what is odd but may be meant.
+        """Judge one right answer and one or two episodes of the step again. Returns notes on what may be intended.
 
         Raises:
-            InvariantError: a verdict changed, and changed for good; or a right answer scores 1 no more.
+            InvariantError: a verdict changed and stayed changed, or a right answer no longer scores 1.
         """
         out: list[str] = []
         if self._gold:
             out += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
         for e in _sample([e for g in played for e in g.episodes], self._turn):
-            # verdicts about steps are not compared, so any border will do
+            # verdicts about parts of an answer are not compared, so any token border is fine
             again = Attempt(e.task, _turns(e), e.stop, int, e.state)
             out += await self.verdicts_repeat(env, again, e.verdicts, "an answer of this step")
         self._turn += 1
         return tuple(out)
 
     async def _right_answer(self, env: Environment, right: Turns, said: Attempt, before: Sequence[Judged]) -> list[str]:
-        """Where it is vouched for it is played anew, because the world it goes through may break too."""
+        """An answer that is vouched for is played again too, since the environment that plays it may break."""
         if self._vouched is not None:
             try:
                 said = await attempt(env, said.task, right)
@@ -90,8 +92,7 @@ class VerifierChecks:
         return await self.verdicts_repeat(env, said, before, "the right answer")
 
     def _short(self, judged: Sequence[Judged]) -> bool:
-        """Whether a right answer was given a number that is not 1 by the source that is vouched for. An outage is no
-        number."""
+        """Whether the source that is vouched for gave a right answer another score than 1. An outage is no score."""
         own = [j.verdict.score for j in judged if j.source == self._vouched and j.end is None]
         return any(score is not None and not SOLVED <= score <= 2 - SOLVED for score in own)
 
@@ -105,8 +106,7 @@ class VerifierChecks:
         )
 
     def mute(self, played: Sequence[Group]) -> Gauges:
-        """How many sources gave nothing but 0 in this step, although right answers are known, and earned nothing with
-        them either."""
+        """Counts the sources that gave only 0 in this step and to the known right answers too."""
         if not self._gold:
             return {}
         paid = {j.source for _, _, verdicts in self._gold for j in verdicts if j.verdict.score not in (0.0, None)}
@@ -119,6 +119,7 @@ class VerifierChecks:
         }
 
     async def verdicts_repeat(self, env: Environment, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
+        """Judge again and compare. A changed verdict that repeats is an error; one that varies is noted once."""
         now = await env.judge(said)
         if _same(before, now):
             return []
@@ -140,7 +141,7 @@ class VerifierChecks:
 
 
 def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns]]:
-    """The first tasks whose right answer is known, with it."""
+    """The first tasks whose right answers are known, with these answers."""
     if gold is None:
         return []
     count = env.train.count
@@ -149,23 +150,27 @@ def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns
 
 
 def _sample(episodes: Sequence[Episode], turn: int) -> list[Episode]:
-    """One episode, another at every step, and one that was cut off where there is one; only what its text tells
-    whole."""
+    """One episode, a different one at every step, and one that was cut off if there is any.
+
+    Episodes whose turns cannot be read from their text are left out.
+    """
     cut = [e for e in episodes if e.stop is Stop.LENGTH]
     chosen = [x[turn % len(x)] for x in (episodes, cut) if x]
     return [e for e in chosen if e.stop is not Stop.ERROR and e.reward is not None and not e.shown and _turns(e)]
 
 
 def _turns(e: Episode) -> tuple[str, ...]:
-    """What was said, turn by turn; empty where line breaks inside a turn leave that open."""
+    """The turns of an episode; empty if line breaks inside a turn leave them unclear."""
     spoken = sum(int(np.sum(np.diff(s.mask.astype(np.int8), prepend=0) == 1)) for s in e.segments)
     turns = (e.text,) if spoken == 1 else tuple(e.text.split("\n"))
     return turns if len(turns) == spoken else ()
 
 
 def _same(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
-    """Whether all sources that could judge both times gave the same. A weight of 0 makes a source a number to look at,
-    such as a time."""
+    """Whether all sources that could judge both times gave the same score.
+
+    Sources of weight 0 are not compared: they only report a number, such as a time.
+    """
     was, now = (
         {j.source: j for j in x if j.counts and j.weight and j.verdict.state is not State.FAILED} for x in (one, two)
     )
@@ -173,7 +178,7 @@ def _same(one: Sequence[Judged], two: Sequence[Judged]) -> bool:
 
 
 def _equal(one: Judged, two: Judged) -> bool:
-    """Up to rounding, and up to the resolution of a source that is a model."""
+    """Whether two scores are equal up to rounding, and up to the resolution of a source that is a model."""
     a, b = one.verdict.score, two.verdict.score
     if a is None or b is None:
         return a == b

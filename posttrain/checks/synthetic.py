@@ -1,5 +1,7 @@
-"""A loss is tried before it is used: on numbers far off policy, where a real first step would still hide most
-mistakes."""
+"""Tests a loss on synthetic numbers before its first use.
+
+They are far off policy. A real first step is on policy, which would hide most mistakes.
+"""
 
 from __future__ import annotations
 
@@ -19,42 +21,40 @@ from posttrain.core.errors import InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.scores import TokenScores
 from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, VALUE, VERSION, WEIGHT
-from posttrain.role.events import Event, LearnedEvent, Observer, PackedEvent, Remark
+from posttrain.role.events import Event, LearnedEvent, Observer, ObserverReport, PackedEvent
 from posttrain.role.passes import Needs, Passes
 from posttrain.role.roles import ReinforceRoles
 
 EPISODES, TOKENS = 6, 16
 
 
-def try_loss(a: Algorithm) -> None:
-    """The loss asks of made-up log-probs, entropies and values what the algorithm's definition asks, as far as the
-    audit understands it.
+def agrees_on_synthetic_batch(a: Algorithm) -> None:
+    """On a synthetic batch the loss has the gradients of the algorithm's definition, if all its pieces are covered.
 
-    Learner, start of the step, sampler and reference differ by up to a nat a token, credit has both signs and varies,
-    so that every bound of a trust region or a correction has tokens on both of its sides.
+    Learner, start of the step, sampler and reference differ by up to a nat per token. Credit varies and has both signs.
+    So every bound of a trust region or a correction has tokens on both sides.
     """
-    batch, logp_M, value_M = _made_up()
+    batch, logp_M, value_M = _synthetic()
     points_uphill(a, batch, logp_M, value_M)
     if demand(a, batch, logp_M.astype(np.float64)) is None:
         return
     logp, value, entropy = (torch.from_numpy(x).requires_grad_() for x in (logp_M, value_M, np.ones_like(logp_M)))
     PolicyLoss(a).terms(batch, TokenScores(logp, entropy, value)).loss.backward()
-    heard = Passes(Needs(), logp=[_numbers(logp)], asked=[_gradient(logp)])
+    passes = Passes(Needs(), logp=[_numbers(logp)], logp_grad=[_gradient(logp)])
     if entropy.grad is not None:
-        heard.entropy.append(_gradient(entropy))
+        passes.entropy_grad.append(_gradient(entropy))
     if value.grad is not None:
-        heard.value.append((_numbers(value), _gradient(value)))
+        passes.value.append((_numbers(value), _gradient(value)))
     try:
-        loss_agrees(a, batch, heard)
+        loss_agrees(a, batch, passes)
     except InvariantError as error:
         raise InvariantError(f"on made-up numbers far off policy, before the first step: {error}") from error
 
 
 def points_uphill(a: Algorithm, batch: Batch, logp_M: np.ndarray, value_M: np.ndarray) -> None:
-    """Whatever the trust region: the policy term alone makes no token with credit > 0 less likely and none with credit
-    < 0 more.
+    """The policy term alone makes no token with credit > 0 less likely, and none with credit < 0 more likely.
 
-    A push is never negative, so this holds for every algorithm, also where the audit does not know its pieces.
+    The factor of a trust region is never negative, so this holds for every algorithm, covered by `demand` or not.
     """
     clip = None if a.clip is None else a.clip.without_top()
     alone = replace(
@@ -91,14 +91,14 @@ def _gradient(x: torch.Tensor) -> np.ndarray:
     return np.zeros(len(x)) if x.grad is None else x.grad.double().numpy()
 
 
-def _made_up() -> tuple[Batch, np.ndarray, np.ndarray]:
-    """A batch of made-up streams, always the same, and the learner's log-probs and values, float32 [M]."""
+def _synthetic() -> tuple[Batch, np.ndarray, np.ndarray]:
+    """A batch of synthetic streams, always the same, and the learner's log-probs and values, float32 [M]."""
     rng = np.random.Generator(np.random.Philox(key=20_260_101))
     count = EPISODES * TOKENS
     ids = rng.integers(0, 9, (EPISODES, TOKENS + 1)).astype(np.int32)
     logp = rng.uniform(-3, -1, count).astype(np.float32)
 
-    def beside(by: float) -> np.ndarray:
+    def near(by: float) -> np.ndarray:
         return (logp + rng.uniform(-by, by, count)).astype(np.float32)
 
     credit = rng.normal(size=count)
@@ -113,12 +113,12 @@ def _made_up() -> tuple[Batch, np.ndarray, np.ndarray]:
         sequence_S=np.arange(EPISODES, dtype=np.int32),
         sampling=Sampling(stop_ids=()),
         streams={
-            MU: beside(0.9),
+            MU: near(0.9),
             ADVANTAGE: credit,
             WEIGHT: weight,
             VERSION: np.zeros(count, np.int32),
-            START: beside(0.5),
-            REFERENCE: beside(0.7),
+            START: near(0.5),
+            REFERENCE: near(0.7),
             VALUE: rng.uniform(-1, 1, count).astype(np.float32),
             RETURN: rng.uniform(-1, 1, count),
         },
@@ -127,18 +127,17 @@ def _made_up() -> tuple[Batch, np.ndarray, np.ndarray]:
 
 
 class LossCheck(Observer):
-    """The loss is tried on made-up numbers before the first step; at the steps of a second opinion its gradient is what
-    it should be."""
+    """The loss has the gradients of its definition: on a synthetic batch before the first step, then at `due` steps."""
 
-    async def begin(self, h: ReinforceRoles) -> None:
-        try_loss(h.stage.algorithm)
+    async def begin(self, roles: ReinforceRoles) -> None:
+        agrees_on_synthetic_batch(roles.stage.algorithm)
 
-    def needs(self, h: ReinforceRoles, event: PackedEvent) -> Needs:
-        return Needs(logp=due(event.index), asked=due(event.index))
+    def needs(self, roles: ReinforceRoles, event: PackedEvent) -> Needs:
+        return Needs(logp=due(event.index), gradients=due(event.index))
 
-    def hear(self, h: ReinforceRoles, event: Event) -> Remark | None:
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
         match event:
             case LearnedEvent(packed=PackedEvent(index=index, batch=batch), passes=passes) if due(index):
-                return Remark(loss_agrees(h.stage.algorithm, batch, passes))
+                return ObserverReport(loss_agrees(roles.stage.algorithm, batch, passes))
             case _:
                 return None
