@@ -51,6 +51,7 @@ landing:
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check posttrain tests benchmarks scripts tour
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 clean:

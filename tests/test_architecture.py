@@ -4,6 +4,7 @@ small."""
 from __future__ import annotations
 
 import ast
+import re
 import sys
 from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
@@ -146,6 +147,16 @@ def test_no_module_reaches_itself() -> None:
     assert not found, "modules import each other; move what both need into a third: " + "; ".join(
         ", ".join(c) for c in found
     )
+
+
+def test_the_table_for_people_says_the_same() -> None:
+    """CONTRIBUTING.md has a line for each room that exists, with its floor and whether it may import torch."""
+    page = (ROOT.parent / "CONTRIBUTING.md").read_text()
+    rows = re.findall(r"^\| (\d) \| `(\w+)` \| .* \| (yes|no) \|$", page, re.M)
+    there = {room(p) for p in FILES} - {""}
+    assert {name: (int(floor), torch) for floor, name, torch in rows} == {
+        name: (FLOOR[name], "no" if name in NO_TORCH else "yes") for name in there
+    }
 
 
 def test_the_search_finds_circles() -> None:

@@ -172,8 +172,10 @@ class Reach:
 
 
 def _of_its_folder(path: Path, module: Path) -> bool:
-    """In the folder of a module, or below it where the module lies deeper than a room (`room/part/...`)."""
-    return path.parent == module.parent or (len(module.parts) > 3 and module.parent in path.parents)
+    """In the folder of a module, or below it where the module lies in a part of a room (`room/part/...`) or in the room
+    that is one part (`sandbox`)."""
+    deep = len(module.parts) > 3 or module.parts[:2] == ("posttrain", "sandbox")
+    return path.parent == module.parent or (deep and module.parent in path.parents)
 
 
 def _dotted(path: Path) -> str:

@@ -1,0 +1,223 @@
+"""The public surface as data, and how it is written down: one line for each name, field and method, with its
+signature.
+
+Everything is read from the source and nothing is imported, so the lines are the same for every Python version.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+PUBLIC = {
+    # what a program calls
+    "posttrain.api.main": "run evaluate export Result",
+    "posttrain.api.check": "check",
+    "posttrain.api.ablate": "ablate Ablation AblationRow",
+    # a run as data
+    "posttrain.core.run": "Run Model Supervised Reinforce Evaluation",
+    "posttrain.core.stage": "Stage Optimizer",
+    "posttrain.core.env": "Env Reward SandboxSettings",
+    "posttrain.core.engines": "Embedded VLLM",
+    "posttrain.core.sampling": "Sampling",
+    "posttrain.core.stop": "Stop EpisodeLimits",
+    "posttrain.core.algorithm": "Algorithm patch",
+    "posttrain.core.pieces.piece": "Piece",
+    "posttrain.core.pieces.baseline": "Baseline Zero ToGo Ema GroupMean Others LengthMean EnergyMean SoftMean"
+    " SecondBest Greedy StepMean TurnMean AnchorMean Value",
+    "posttrain.core.pieces.trust": "TrustRegion Clip Cap Taper Soft Geometric Divergence FutureKL Hump",
+    "posttrain.core.pieces.pull": "Pull KL SequenceL2 TokenL2",
+    "posttrain.core.pieces.correction": "Correction Truncate Mask BinaryKL Reject Veto NegativeMask",
+    "posttrain.core.pieces.shape": "Shaping Signed Overlong DropTruncated BestOf RankLength TargetLength RateLength"
+    " Cosine Repetition Gate RelativeLength",
+    "posttrain.core.pieces.token": "Tokens ClipCov KlCov TopEntropy SecondMoment EntropyBonus Imitate Shown Distill"
+    " Curriculum NoEasy Priority",
+    # what an environment or a reward meets
+    "posttrain.core.types": "Task Message Kept Top Said Segment Episode Group",
+    "posttrain.core.content": "ContentPart",
+    "posttrain.core.seats": "SeatTurn",
+    "posttrain.core.verdict": "State Verdict Judged outcome",
+    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Verify Write",
+    "posttrain.environment.make": "environment",
+    "posttrain.environment.single": "SingleTurn Generated Listed require",
+    "posttrain.environment.generated": "GeneratedTasks",
+    "posttrain.environment.prove": "prove Check",
+    "posttrain.environment.scripted": "attempt judged ScriptedPolicy",
+    "posttrain.environment.check.probe": "Mark Probe ProbeResult",
+    "posttrain.environment.check.report": "CheckReport",
+    "posttrain.environment.tools.tool": "tool Toolbox ToolError",
+    "posttrain.environment.gallery.shop": "Shop",
+    "posttrain.verifier.source": "Source graded",
+    "posttrain.verifier.functions": "source",
+    "posttrain.verifier.math.grade": "Gold Grade gold_of grade",
+    "posttrain.verifier.code.source": "Code",
+    "posttrain.sandbox.choose": "open_sandbox",
+    "posttrain.sandbox.pool": "Sandbox",
+    "posttrain.sandbox.port": "Call ProgramLimits Ran SandboxBroken SandboxUnavailableError",
+    # where parts meet
+    "posttrain.core.ports": "Sampler Scorer Examiner Reference Learner Transport TaskSource Utterance Attempt Seat Talk"
+    " Dialogue PairRenderer Environment EpisodeJudge Tracker",
+    "posttrain.core.shards": "Shard",
+    "posttrain.core.scores": "TokenScores",
+    "posttrain.core.batch": "Packed Batch",
+    "posttrain.core.streams": "Stream",
+    "posttrain.core.transcript": "Transcript",
+    "posttrain.core.experience": "Experience",
+    "posttrain.core.request": "RolloutRequest",
+    "posttrain.core.scored": "Scored ScoredGroup EpisodeCredit GroupCredit Credit",
+    "posttrain.core.gauge": "Gauge Step",
+    "posttrain.core.errors": "PosttrainError ConfigError InvariantError DataError LimitError RunFolderError"
+    " UntrustedError EngineError EndpointError RewardError",
+    "posttrain.engine.kernels": "Kernel",
+    "posttrain.algorithm.losses": "Loss Reads PolicyLoss Likelihood",
+    "posttrain.algorithm.objective": "Terms",
+    "posttrain.controller.stages.driver": "Driver",
+    "posttrain.controller.stages.progress": "StageState StageResult",
+    "posttrain.role.rollout": "Rollout",
+    "posttrain.role.talk": "Player",
+    "posttrain.role.trainer": "Trainer WeightOptimizer",
+    "posttrain.role.sync": "Sync",
+    "posttrain.role.evaluate": "EvaluationReport Score",
+    "posttrain.role.events": "PlayedEvent ScoredEvent PackedEvent DifferentiatedEvent LearnedEvent PushedEvent"
+    " EvaluatedEvent RestoredEvent Observer ObserverReport",
+    "posttrain.role.passes": "Needs Passes",
+    # what reads a run folder
+    "posttrain.core.reader": "RunFile EpisodeFile is_run run_file steps episode_files episodes",
+    "posttrain.core.record": "Recorded",
+    "posttrain.diagnose.gauges": "Definition",
+    "posttrain.diagnose.rules": "Finding",
+    "posttrain.faults.registry": "Fault",
+}
+"""Module -> the names that users depend on. The algorithms of `posttrain.core.ladder` are public too."""
+
+LADDER = "posttrain.core.ladder"
+
+
+class SurfaceError(Exception):
+    """A name of the table that the package does not have."""
+
+
+def names() -> list[tuple[str, str]]:
+    """(module, name), in the order of the table."""
+    return [(module, name) for module, text in PUBLIC.items() for name in text.split()]
+
+
+@cache
+def tree(module: str) -> ast.Module | None:
+    """The source of a module or package; None where there is none."""
+    path = ROOT.joinpath(*module.split("."))
+    for found in (path.with_suffix(".py"), path / "__init__.py"):
+        if found.exists():
+            return ast.parse(found.read_text())
+    return None
+
+
+def defined(module: str) -> dict[str, list[ast.stmt]]:
+    """Classes and functions of a module by name; several where a function is overloaded."""
+    out = dict[str, list[ast.stmt]]()
+    for node in body(module):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
+            out.setdefault(node.name, []).append(node)
+    return out
+
+
+def body(module: str) -> list[ast.stmt]:
+    found = tree(module)
+    if found is None:
+        raise SurfaceError(f"module {module} is gone: say in tests/public.py where its names are now")
+    return found.body
+
+
+def home(module: str, name: str) -> tuple[str, str]:
+    """Where a name is defined that a module imports from another one."""
+    if (found := tree(module)) is None or name in defined(module):
+        return module, name
+    for node in ast.walk(found):
+        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                if (alias.asname or alias.name) == name and node.module.startswith("posttrain"):
+                    return home(node.module, alias.name)
+    return module, name
+
+
+def algorithms() -> dict[str, tuple[str, str]]:
+    """Algorithms of the ladder: the name in Python -> (the name in `algorithm=NAME`, paper)."""
+    out = dict[str, tuple[str, str]]()
+    for node in body(LADDER):
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
+            target, call = node.targets[0], node.value
+            words = [ast.literal_eval(a) for a in call.args[1:3]] + [
+                ast.literal_eval(k.value) for k in call.keywords if k.arg in ("name", "paper")
+            ]
+            if isinstance(target, ast.Name) and target.id.isupper() and len(words) == 2:
+                out[target.id] = (words[0], words[1])
+    return out
+
+
+def lines() -> Iterator[str]:
+    """The whole surface, module by module in alphabetical order."""
+    gone = list[str]()
+    for module in sorted(PUBLIC):
+        for name in sorted(PUBLIC[module].split()):
+            found = defined(module).get(name, [])
+            if not found:
+                near = [m for m, n in names_of_package() if n == name]
+                where = f"; {near[0]} has one" if near else ""
+                gone.append(f"{module}.{name} is gone{where}")
+            for node in found:
+                yield from described(node, f"{module}.{name}", of=frozenset(defined(module)))
+    for name, (word, paper) in sorted(algorithms().items()):
+        yield f"{LADDER}.{name}: algorithm={word} ({paper})"
+    if gone:
+        raise SurfaceError("\n".join([*gone, "say in tests/public.py what it is called now, or that it is not public"]))
+
+
+@cache
+def names_of_package() -> tuple[tuple[str, str], ...]:
+    """(module, name) of every class and function at the top of a module."""
+    files = sorted((ROOT / "posttrain").rglob("*.py"))
+    modules = [".".join(p.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for p in files]
+    return tuple((m, n) for m in modules for n in defined(m))
+
+
+def described(node: ast.stmt, path: str, of: frozenset[str]) -> Iterator[str]:
+    """The line of a class or function, and those of a class's fields and methods.
+
+    A class that derives from another one of its module (`of`) does what that one promises, so its methods are left out;
+    those of a protocol add to what it promises.
+    """
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        yield signature(node, path)
+    elif isinstance(node, ast.ClassDef):
+        bases = [ast.unparse(b) for b in node.bases]
+        yield f"class {path}({', '.join(bases)})"
+        plain, own = bool({"StrEnum", "Enum"} & {*bases}), "Protocol" in bases or not of & {*bases}
+        for part in node.body:
+            if isinstance(part, ast.AnnAssign) and isinstance(part.target, ast.Name) and shown(part.target.id):
+                default = f" = {ast.unparse(part.value)}" if part.value is not None else ""
+                yield f"{path}.{part.target.id}: {ast.unparse(part.annotation)}{default}"
+            elif isinstance(part, ast.Assign) and plain:
+                yield f"{path}.{ast.unparse(part.targets[0])} = {ast.unparse(part.value)}"
+            elif (
+                isinstance(part, ast.FunctionDef | ast.AsyncFunctionDef)
+                and own
+                and (shown(part.name) or part.name in ("__init__", "__call__"))
+            ):
+                yield signature(part, f"{path}.{part.name}")
+
+
+def signature(node: ast.FunctionDef | ast.AsyncFunctionDef, path: str) -> str:
+    marks = {ast.unparse(d) for d in node.decorator_list}
+    returns = f" -> {ast.unparse(node.returns)}" if node.returns is not None else ""
+    if marks & {"property", "cached_property"}:
+        return f"{path}{returns} (property)"
+    word = "async def" if isinstance(node, ast.AsyncFunctionDef) else "def"
+    return f"{word} {path}({ast.unparse(node.args)}){returns}"
+
+
+def shown(name: str) -> bool:
+    return not name.startswith("_")
