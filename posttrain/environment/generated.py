@@ -30,7 +30,7 @@ class GeneratedTasks(SingleTurn):
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
-        """A task with the id `name`, a function of `rng` and the settings alone; None if this draw gives no valid task."""
+        """A task with the id `name`, a function of `rng` and the settings alone. None if the draw is no valid task."""
 
     @property
     def train(self) -> TaskSource:

@@ -1,4 +1,4 @@
-"""Calls of user functions with a timeout. A synchronous one runs in a thread, so that it cannot block the event loop."""
+"""Calls user functions with a timeout. A synchronous one runs in a thread, so it cannot block the event loop."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def answer_format(task: Task, text: str) -> Verdict:
 
 
 def tool_call(task: Task, text: str) -> Verdict:
-    """Tool-N1 (2505.00024): 1 if there is a thought and the last `<tool_call>` holds a JSON list with exactly the wanted
+    """Tool-N1 (2505.00024): 1 if there is a thought and the last `<tool_call>` is a JSON list with exactly the wanted
     calls, else 0. The order of the calls does not matter, but the number of each does. Arguments are compared as JSON:
     1 is neither "1" nor 1.0. The order of their keys does not matter.
 

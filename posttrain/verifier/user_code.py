@@ -67,7 +67,7 @@ def _module(path: Path, what: str) -> ModuleType:
 
 
 def where(error: BaseException, function: Any = None) -> str:
-    """Type, message and line of an exception. The line is of the deepest frame in the function's file, else of any file.
+    """Type, message and line of an exception. The line is of the deepest frame in the function's file, else in any.
 
     Example: `ZeroDivisionError: division by zero (rewards.py:12)`.
     """
