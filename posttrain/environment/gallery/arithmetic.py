@@ -117,7 +117,7 @@ class Arithmetic(SingleTurn):
         )
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """For `3+4=7;7+5=11`: 1 for the first sum, 0 for the second. A missing sum is not judged; an extra one is wrong."""
+        """`3+4=7;7+5=11` gives 1 for the first sum, 0 for the second. An extra sum scores 0; a missing one has no score."""
         if not self.judge_steps:
             return ()
         terms = _terms(attempt.task)

@@ -59,7 +59,7 @@ class Countdown(GeneratedTasks):
         return Task(id=name, prompt=prompt, answer=solution, info={"numbers": numbers, "target": target})
 
     def _combine(self, rng: np.random.Generator, numbers: list[int]) -> tuple[int, str]:
-        """(value, text) of a random expression over at least two numbers, whose partial results are naturals; else (-1, "")."""
+        """(value, text) of a random expression over at least two numbers; (-1, "") if a partial result is negative."""
         parts = [
             (numbers[i], str(numbers[i]))
             for i in rng.permutation(len(numbers))[: int(rng.integers(2, len(numbers) + 1))]

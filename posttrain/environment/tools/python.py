@@ -1,4 +1,4 @@
-"""Python as a tool: pieces of a program in one interpreter of the episode's own, in the sandbox."""
+"""Python as a tool: each episode runs its code in an interpreter of its own, in the sandbox."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from posttrain.sandbox.port import ProgramLimits, SandboxBroken
 from posttrain.sandbox.session import PythonSession
 
 AT_ONCE = 64
-"""Interpreters at once, some 30 MiB each."""
+"""The most interpreters at once. Each takes about 30 MiB."""
 SHARE = 0.8
-"""Of the seconds that a call may take: a piece ends before its call would run out of time, and its interpreter lives
-on."""
+"""The share of a call's seconds that the code may run. So the code is stopped before the call times out, and the
+interpreter is kept."""
 LOST = "the interpreter was ended; what was defined before is gone"
 
 
 class InterpreterSeats:
-    """A sandbox, and as many seats as it keeps sessions. An episode waits for its seat before it begins, so that no
-    call of a policy waits for another episode and runs out of time for it."""
+    """A sandbox and a number of slots for its sessions. An episode waits for a slot before it begins, so that no call
+    of a policy waits for another episode and times out."""
 
     def __init__(self, sandbox: Sandbox, seconds: float, seats: int = AT_ONCE) -> None:
         self.sandbox = sandbox
@@ -31,12 +31,12 @@ class InterpreterSeats:
 
     @property
     def free(self) -> asyncio.Semaphore:
-        """The free seats, as the running loop counts them."""
+        """The semaphore of the free slots for the running event loop."""
         return self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._seats))
 
 
 class Python(Toolbox):
-    """A notebook that keeps its variables. The interpreter begins with the first piece and ends with the episode."""
+    """An interpreter that keeps its variables. It starts with the first call and ends with the episode."""
 
     def __init__(self, desk: InterpreterSeats) -> None:
         self._desk = desk
