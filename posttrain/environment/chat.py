@@ -235,9 +235,9 @@ class Chat:
     def _behind(
         self, history: Sequence[Message], before: str, turns: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> str:
-        """The text from the end of a turn, if the template may write the turn in its own form. The turn ends at its last
-        stop token. The first of `turns` is used that is rendered alike with and without `new`, because some templates
-        add an empty thought to a last turn without reasoning."""
+        """The text from the end of a turn, if the template may write the turn in its own form. The turn ends at its
+        last stop token. The first of `turns` is used that is rendered alike with and without `new`, because some
+        templates add an empty thought to a last turn without reasoning."""
         problem = ""
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)

@@ -52,8 +52,8 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
 
 async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
     """Checks of what an environment states about its tasks, whatever its verifier. Held-out tasks are distinct, and no
-    training task equals one. Tasks are a function of the seed. The alphabet covers prompts and answers. Demonstrations are right or wrong as
-    asked."""
+    training task equals one. Tasks are a function of the seed. The alphabet covers prompts and answers. Demonstrations
+    are right or wrong as asked."""
     held, train = list(env.heldout), _train(env, samples)
     bare = replace(env, rewards=())
     texts = bare.abilities.demonstrations

@@ -78,8 +78,8 @@ class Renderer:
         return self._leading
 
     def prompt(self, prompt: Content, task: str = "", tools: Tools = ()) -> np.ndarray:
-        """int32 [T] of a first prompt. Plain text gets the tokenizer's leading special tokens exactly once. Messages are
-        rendered by its chat template with the generation prompt.
+        """int32 [T] of a first prompt. Plain text gets the leading special tokens exactly once. Messages are rendered
+        by its chat template with the generation prompt.
 
         Raises:
             DataError: the prompt is empty, longer than the context, or has characters without a token; or it is
@@ -238,8 +238,8 @@ class Renderer:
         return self.template.render(messages, generate=generate, tools=tools)
 
     def rewrites(self, new: Sequence[Message], tools: Tools) -> str:
-        """The reason why the template cannot append such messages after a turn; '' if it can. It is tested once for each
-        kind of message."""
+        """The reason why the template cannot append such messages after a turn; '' if it can. It is tested once for
+        each kind of message."""
         key = ("tool" if any(m["role"] == "tool" for m in new) else "user", bool(tools))
         if key not in self._proofs:
             self._proofs[key] = self.template.proof(key[0], tools=tools)

@@ -23,7 +23,7 @@ LARGEST = 16 << 20
 """The most characters that a template may write."""
 SPEC = Spec(f"{__name__}:handler", cpu=2, wall=60.0, memory=1024, preload=True, quiet=True, most=8 * LARGEST)
 """The limits of a rendering. Real templates take a few milliseconds."""
-TOLD = 1000
+LONGEST_ERROR = 1000
 """The most characters of a template's own error message that are passed on."""
 
 
@@ -120,7 +120,7 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything it likes
-            return {"error": f"{type(error).__name__}: {error}"[:TOLD]}
+            return {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
         if len(written[0]) > LARGEST:
             return {"error": f"it wrote {len(written[0]):,} characters, and at most {LARGEST:,} are taken"}
         return {"text": written[0]}

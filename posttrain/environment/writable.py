@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from posttrain.core.errors import DataError
 
-WILD = "é雪ßЖ\U0001f9ee"
+PROBES = "é雪ßЖ\U0001f9ee"
 """Characters of many scripts. A tokenizer that encodes each of them is taken to encode every text."""
 STAND_INS = "?_.#-*0ax "
 """Candidates for the replacement. The first one that the tokenizer has is used."""
@@ -27,9 +27,9 @@ class Writable:
     def __init__(self, encode: Callable[[str], Sequence[int]]) -> None:
         self._encode = encode
         self._has: dict[str, bool] = {}
-        self.everything = all(self._ids(c) for c in WILD)
+        self.everything = all(self._ids(c) for c in PROBES)
         """Whether every text can be encoded."""
-        self._drops = any(self._ids(c) == [] for c in WILD)
+        self._drops = any(self._ids(c) == [] for c in PROBES)
         self.stand_in = next((c for c in STAND_INS if self._ids(c)), "")
 
     def text(self, text: str) -> str:
@@ -51,7 +51,7 @@ class Writable:
 
     def check(self) -> None:
         """DataError if some text cannot be encoded even with stand-ins."""
-        self.text(f"{WILD} ok")
+        self.text(f"{PROBES} ok")
 
     def _writes(self, character: str) -> bool:
         """Whether the character has a token. If the tokenizer drops unknown characters, white space and control

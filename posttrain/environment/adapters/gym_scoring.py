@@ -20,7 +20,7 @@ from weakref import WeakValueDictionary
 from posttrain.core.verdict import State, Verdict
 from posttrain.verifier.functions import as_verdict
 from posttrain.verifier.user_code import where
-from posttrain.verifier.workers.pool import WorkerPool, told
+from posttrain.verifier.workers.pool import WorkerPool, reply_of
 from posttrain.verifier.workers.process import Spec
 
 SECONDS = 30
@@ -127,7 +127,7 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
 
     def answer(request: Any) -> dict[str, Any]:
         asked = ScoringRequest(*request)
-        return told(scored(data(asked.task, asked.args, asked.seed), asked))
+        return reply_of(scored(data(asked.task, asked.args, asked.seed), asked))
 
     return answer
 

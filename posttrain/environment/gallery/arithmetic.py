@@ -117,7 +117,7 @@ class Arithmetic(SingleTurn):
         )
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """`3+4=7;7+5=11` gives 1 for the first sum, 0 for the second. An extra sum scores 0; a missing one has no score."""
+        """`3+4=7;7+5=11` scores 1 for the first sum, 0 for the second. An extra sum scores 0, a missing one nothing."""
         if not self.judge_steps:
             return ()
         terms = _terms(attempt.task)

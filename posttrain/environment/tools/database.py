@@ -15,7 +15,7 @@ from posttrain.environment.tools.tool import OutOfTime, Toolbox, ToolError, own_
 SECONDS = 2.0
 """Most processor time of one statement, and of reading the tables after it. That is far more than a sensible
 statement needs in so small a database."""
-LINE = FairQueue()
+QUEUE = FairQueue()
 """The queue for the statements of all databases of this process."""
 MOST_ROWS = 50
 """The most rows of one answer."""
@@ -93,7 +93,7 @@ class Database(Toolbox):
         seconds = min(own_clock(), self._seconds)
         await self._idle()
         within = self._connection.in_transaction
-        self._job = job = QueuedWork(LINE, lambda: self._execute(sql), self._interrupt)
+        self._job = job = QueuedWork(QUEUE, lambda: self._execute(sql), self._interrupt)
         try:
             return await job.run(seconds)
         except (ToolError, InterruptedError):

@@ -53,7 +53,7 @@ class FairQueue:
         self._next()
 
     def _next(self) -> None:
-        """Give free turns to waiting jobs. The futures are set outside the lock, because their callbacks may do anything."""
+        """Give free turns to waiting jobs. The futures are set outside the lock, as their callbacks may do anything."""
         while True:
             with self._lock:
                 if not self._free or not self._waiting:
@@ -73,8 +73,8 @@ class QueuedWork:
         interrupt: called from another thread to end the work before its next `tick`.
     """
 
-    def __init__(self, line: FairQueue, work: Callable[[], Any], interrupt: Callable[[], None]) -> None:
-        self._line, self._work, self._interrupt = line, work, interrupt
+    def __init__(self, queue: FairQueue, work: Callable[[], Any], interrupt: Callable[[], None]) -> None:
+        self._queue, self._work, self._interrupt = queue, work, interrupt
         self._lock = threading.Lock()
         self._turn: Future[None] | None = None
         """The turn that a job waits for after it let others go first."""
@@ -106,13 +106,13 @@ class QueuedWork:
 
     async def _begun(self) -> None:
         """Wait for the turn and start the thread."""
-        turn = self._line.ask(0.0)
+        turn = self._queue.ask(0.0)
         try:
             await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
             self.done.cancel()
             if not turn.cancel():  # it had just come
-                self._line.leave()
+                self._queue.leave()
             raise
         self._holds = True
         try:
@@ -120,11 +120,11 @@ class QueuedWork:
             start_new_thread(self._body, (asyncio.get_running_loop(),))
         except BaseException:
             self.done.cancel()
-            self._line.leave()
+            self._queue.leave()
             raise
 
     def used(self) -> float:
-        """Seconds of processor time so far. If the system cannot measure another thread, those up to its last `tick`."""
+        """Seconds of processor time so far. If no other thread can be measured here, those up to its last `tick`."""
         with self._lock:
             if self._thread is not None and hasattr(time, "pthread_getcpuclockid"):
                 self._used = time.clock_gettime(time.pthread_getcpuclockid(self._thread))
@@ -143,19 +143,19 @@ class QueuedWork:
             if self._thread is not None:
                 self._interrupt()
         if held:
-            self._line.leave()
+            self._queue.leave()
 
     def tick(self) -> bool:
         """Whether the work has to end. The work calls this in its own thread. If other jobs wait, this lets them go
         first for a while."""
         self._used = time.thread_time()
-        if self.stopped or not self._line.crowded or self._used - self._yielded < SLICE:
+        if self.stopped or not self._queue.crowded or self._used - self._yielded < SLICE:
             return self.stopped
         with self._lock:
             if self.stopped:
                 return True
-            self._turn, self._holds = self._line.ask(self._used), False
-        self._line.leave()
+            self._turn, self._holds = self._queue.ask(self._used), False
+        self._queue.leave()
         with contextlib.suppress(CancelledError):
             self._turn.result()
             self._holds = True
@@ -178,7 +178,7 @@ class QueuedWork:
             self._thread, self._ended = None, True
             held, self._holds = self._holds, False
         if held:
-            self._line.leave()
+            self._queue.leave()
         with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
             loop.call_soon_threadsafe(self._settle, result, error)
 

@@ -14,7 +14,7 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Task
 from posttrain.environment.tools.boxes import Calculator, Files, KeyValue
 from posttrain.environment.tools.database import Database
-from posttrain.environment.tools.python import AT_ONCE, InterpreterSeats, Python
+from posttrain.environment.tools.python import AT_ONCE, InterpreterSlots, Python
 from posttrain.environment.tools.tool import Toolbox, Toolboxes, ToolError
 from posttrain.sandbox.choose import choose, opened
 
@@ -53,9 +53,9 @@ class OfferedTools:
         return (choose(self.where.name, token=self.where.token).name,) if "python" in self.names else ()
 
     @cached_property
-    def desk(self) -> InterpreterSeats:
+    def interpreters(self) -> InterpreterSlots:
         """Where Python runs; opened once."""
-        return InterpreterSeats(opened(self.where, sessions=AT_ONCE), self.seconds)
+        return InterpreterSlots(opened(self.where, sessions=AT_ONCE), self.seconds)
 
     def box(self, task: Task) -> Toolbox:
         """The tools of one episode, with the initial content that the task gives."""
@@ -70,7 +70,7 @@ class OfferedTools:
     def _one(self, name: str, task: Task) -> Toolbox:
         make: Mapping[str, Callable[[Any], Toolbox]] = {
             "calculator": lambda _: Calculator(),
-            "python": lambda _: Python(self.desk),
+            "python": lambda _: Python(self.interpreters),
             "files": lambda given: Files(_texts(given)),
             "database": lambda given: Database(str(given or "")),
             "store": lambda given: KeyValue(_texts(given)),
@@ -86,11 +86,13 @@ class OfferedTools:
 
     def gauges(self) -> Gauges:
         """Attempts of Python code to reach a network, all refused, since the last call."""
-        return {"tools/python/network": Gauge(*self.desk.sandbox.network.take())} if "desk" in vars(self) else {}
+        if "interpreters" not in vars(self):
+            return {}
+        return {"tools/python/network": Gauge(*self.interpreters.sandbox.network.take())}
 
     def close(self) -> None:
-        if "desk" in vars(self):
-            self.desk.sandbox.close()
+        if "interpreters" in vars(self):
+            self.interpreters.sandbox.close()
 
 
 def _texts(given: Any) -> dict[str, str]:

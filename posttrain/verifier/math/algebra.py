@@ -16,7 +16,7 @@ from typing import Any, cast
 from posttrain.core.verdict import Verdict
 from posttrain.verifier.math.grade import UnreadableError, gold_of, grade
 from posttrain.verifier.math.values import Other, Value, parts
-from posttrain.verifier.workers.pool import told
+from posttrain.verifier.workers.pool import reply_of
 
 _SAME = (
     ("2\\sqrt{2}", "\\sqrt{8}"),
@@ -48,7 +48,7 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
     equal.cache_clear()
     if not all(equal(g, s) for g, s in _SAME) or equal("x^2+1", "(x-1)(x+1)"):
         raise RuntimeError("math-verify fails its self-test; install the version of constraints.txt")
-    return lambda request: told(answer(*request))
+    return lambda request: reply_of(answer(*request))
 
 
 def answer(gold: str, response: str | None) -> Verdict:
