@@ -108,8 +108,8 @@ class CalculatorEnv(GeneratedTasks):
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str, tuple[str, ...]]:
-        """(prompt, turns). A wrong one asks about another number and believes the answer, or misreads a digit of the
-        right one."""
+        """(prompt, turns). A wrong one either asks about another number and repeats the result, or changes one digit
+        of the right result."""
         if style not in self.styles:
             raise ConfigError(f"calculator cannot write style {style!r}: {nearest(style, self.styles)}")
         op, a, b = task.info["op"], task.info["left"], task.info["right"]
