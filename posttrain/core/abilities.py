@@ -1,7 +1,7 @@
-"""What an environment can do beside playing and judging, declared in one place: `Environment.abilities`.
+"""An environment's optional abilities, beyond playing and judging. It declares them in `Environment.abilities`.
 
-Whoever needs an ability reads it here and does without it where it is None. So each field says what it is for and what
-is lost without it, and a misspelt one is refused instead of never being read.
+A caller that needs an ability reads its field and does without it if the field is None. Each field says what it is for
+and what is lost without it. A misspelt field is an error, because otherwise nothing would ever read it.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from posttrain.core.ports import Attempt
 
 Turns = tuple[str, ...]
-"""What the policy says in one episode, turn by turn."""
+"""The policy's turns in one episode, in order."""
 
 
 class Declared:
-    """A dataclass that names the nearest field where it is given one that it does not have."""
+    """A dataclass whose constructor, given an unknown field, raises a ConfigError that names the nearest field."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -36,7 +36,7 @@ class Declared:
 
 
 class Verify(Protocol):
-    """A verdict about one attempt."""
+    """Returns a verdict about one attempt."""
 
     def __call__(self, attempt: Attempt) -> Awaitable[Verdict]: ...
 
@@ -47,55 +47,56 @@ def _none(task: Task) -> tuple[Turns, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class GoldAnswers(Declared):
-    """Right answers that an environment knows. They are judged before the first step and again at every step: a
-    verifier that gives one another score has changed, or has broken and hides it."""
+    """Right answers that an environment knows. They are judged before the first step and again at every step. If a
+    score differs later, the verifier has changed or is broken."""
 
     right: Callable[[Task], Turns | None]
-    """The turns of a right answer; None where none is known to this task."""
+    """The turns of a right answer; None if none is known for this task."""
     wrong: Callable[[Task], Turns] | None = None
-    """Turns that look right and are not. Without them nobody tries whether such an answer is paid."""
+    """The turns of an answer that looks right and is not. Without it, the verifier is not tested on such answers."""
     paraphrases: Callable[[Task], tuple[Turns, ...]] = _none
-    """Other turns that are as right."""
+    """Further right answers, each as turns."""
     verdict: Verify | None = None
-    """The environment's own verifier, which `judge` tells under the environment's name. With it the environment
-    vouches: `right` scores 1; `wrong` and silence score 0. A run that finds this untrue does not start, or stops.
-    Without it `right` may be the data's answer, in no known form, and any score will do as long as it stays the
-    same."""
+    """The environment's own verifier. `judge` reports its verdict under the environment's name. With it the environment
+    promises that `right` scores 1, and that `wrong` and an empty answer score 0. A run that finds this untrue does not
+    start, or stops. Without it `right` may be the data's answer, whose form is not known. Then any score is accepted as
+    long as it stays the same."""
     pays_parts: bool = False
-    """Whether an answer that is not right may score a part of 1: then `wrong` and silence must score less than 1."""
+    """Whether there is partial credit. If so, `wrong` and an empty answer need only score less than 1."""
 
     def known(self, tasks: Iterable[Task]) -> list[tuple[Task, Turns]]:
-        """Those of the tasks to which a right answer is known, each with it."""
+        """The tasks for which a right answer is known, each with that answer."""
         return [(task, turns) for task in tasks if (turns := self.right(task)) is not None]
 
     @property
     def vouched(self) -> bool:
-        """Whether `right` scores 1 by the environment's word."""
+        """Whether the environment promises that `right` scores 1."""
         return self.verdict is not None
 
 
 class Write(Protocol):
-    """Writes one text to imitate."""
+    """Writes one demonstration."""
 
     def __call__(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str | tuple[Message, ...], str | tuple[str, ...]]:
         """(prompt, completion without stop token). With probability `wrong` the completion is plausible and false.
 
-        Several completions are the turns of an episode: what the world answers between them comes from playing it.
+        A tuple of completions is the turns of an episode. The episode is then played, and the environment's messages
+        between the turns come from that.
         """
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Demonstrations(Declared):
-    """Texts to imitate."""
+    """Texts to imitate, for supervised stages."""
 
     styles: tuple[str, ...]
-    """Kinds that it writes, such as answer or cot; a `document` has no prompt."""
+    """Names of the kinds of text, such as answer or cot. A `document` has no prompt."""
     write: Write
     false: bool = True
-    """Whether it can write false ones too: `wrong` > 0."""
+    """Whether `write` can also write false texts (`wrong` > 0)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.styles, str) or not self.styles:
@@ -106,14 +107,14 @@ class Demonstrations(Declared):
 
 
 class DataRow(Protocol):
-    """A task of the user's data, with where it stands there."""
+    """A task of the user's data, with its place there."""
 
     @property
     def task(self) -> Task: ...
 
     @property
     def completion(self) -> str | None:
-        """The row's text to imitate, where it has one."""
+        """The row's demonstration, or None."""
         ...
 
     @property
@@ -124,30 +125,28 @@ class DataRow(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities(Declared):
-    """What an environment can do beside playing and judging. All of it is optional: `Abilities()` plays and is
-    judged."""
+    """An environment's optional abilities. With `Abilities()` it can be played and judged, and nothing more."""
 
     key: Callable[[Task], Hashable] | None = None
-    """What makes two tasks the same, so that no held-out task is trained on. Without it two tasks are the same where
-    their prompts
-    are: one that is put in other words is not found."""
+    """Two tasks with equal keys are the same task, so that no held-out task is trained on. Without it the prompts are
+    compared, and a task in other words is not found."""
     alphabet: str | None = None
-    """Every character that prompts, answers and demonstrations use. A model that is built on the spot gets a tokenizer
-    of these; without it, one of bytes."""
+    """Every character in prompts, answers and demonstrations. A model that the run builds itself gets a tokenizer of
+    these characters; without them, a tokenizer of bytes."""
     contained: tuple[str, ...] = ()
-    """Names of the sandboxes in which programs of the policy run, for `run.json`; after `none` every verdict says that
-    nothing contained them. Without it a record does not tell that programs ran."""
+    """Names of the sandboxes in which programs of the policy run, for `run.json`. With the sandbox `none` every verdict
+    says that the programs were not contained. Without it a record does not show that programs ran."""
     gold: GoldAnswers | None = None
-    """Right answers. Without them no verifier is proved before the first step, and none that breaks later is found by
-    its answers."""
+    """Right answers. Without them the verifier is not tested before the first step, and one that breaks later is not
+    found by its answers."""
     demonstrations: Demonstrations | None = None
-    """Texts to imitate. Without them there is no supervised stage, and no group is shown a demonstration."""
+    """Texts to imitate. Without them there is no supervised stage, and no group gets a demonstration."""
     rows: Sequence[DataRow] | None = None
-    """The user's data, where tasks come from there. Each row is measured before the first step, and an error names its
-    place; without it a prompt that is too long is found when it is asked."""
+    """The rows of the user's data, if the tasks come from there. The length of each is checked before the first step,
+    and an error names the row's place. Without them a prompt that is too long is found only when it is used."""
     tools: Callable[[Task], Sequence[Mapping[str, Any]]] | None = None
-    """What a conversation about a task is told of its tools, as JSON schemas, where that is known before it is played.
-    Without it the room that they take in a prompt is found when it is asked."""
+    """JSON schemas of the tools in a conversation about a task, if they are known before it is played. Without it the
+    length that they add to a prompt is known only when the prompt is used."""
 
     def __post_init__(self) -> None:
         if isinstance(self.contained, str):
@@ -157,7 +156,7 @@ class Abilities(Declared):
 
 
 def declared(environment: Any) -> Abilities:
-    """The abilities of an environment; ConfigError where it declares none, which says what to add."""
+    """The abilities of an environment. Raises ConfigError, which says what to add, if it declares none."""
     found = getattr(environment, "abilities", None)
     if isinstance(found, Abilities):
         return found
@@ -172,7 +171,7 @@ def declared(environment: Any) -> Abilities:
 
 
 def demonstrations(environment: Any) -> Demonstrations:
-    """The texts to imitate of an environment; ConfigError where it writes none."""
+    """The demonstrations of an environment. Raises ConfigError if it has none."""
     found = declared(environment).demonstrations
     if found is None:
         raise ConfigError(

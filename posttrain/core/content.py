@@ -1,8 +1,7 @@
 """The content of a message: text, or several parts, each text or a reference to an image, a sound, a video or a file.
 
-`content_of` is the one function that reads parts, from wherever they come: an environment, a row of data, a request, a
-record. Media are references by path or digest. No model here reads them yet, so `environment.chat` refuses them before
-a run starts.
+Parts from an environment, a row of data, a request or a record are all read by `content_of`. Media are references by
+path or digest. No model here reads media yet, so `environment.chat` refuses them before a run starts.
 """
 
 from __future__ import annotations
@@ -20,15 +19,15 @@ TYPES = ("text", *MEDIA)
 
 @dataclass(frozen=True)
 class ContentPart:
-    """One part. Text has `text` and nothing else; media have `media_type` and where their bytes are."""
+    """One part. A text part has `text` only. A media part has `media_type`, and `path` or `sha256` of its bytes."""
 
     type: str
     text: str = ""
     media_type: str = ""
-    """Such as image/png."""
+    """A MIME type, such as image/png."""
     path: str = ""
     sha256: str = ""
-    """Of the bytes, 64 hex digits."""
+    """SHA-256 of the bytes, 64 hex digits."""
 
     def __post_init__(self) -> None:
         if self.type not in TYPES:
@@ -47,7 +46,7 @@ class ContentPart:
             raise DataError(f"a content part of type {self.type!r} needs a path or a sha256 of 64 hex digits")
 
     def plain(self) -> dict[str, str]:
-        """As chat templates and JSON take it: without the fields that are empty; text always has its text."""
+        """As a dict for chat templates and JSON. Empty fields are left out, but a text part always has `text`."""
         return {name: value for name, value in asdict(self).items() if value or name == self.type}
 
 
@@ -55,10 +54,10 @@ Content = str | tuple[ContentPart, ...]
 
 
 def content_of(value: Any) -> Content:
-    """Text as it is; a list of parts, as `ContentPart` or as objects with their fields, checked.
+    """Checked content. Text is returned as it is. Parts may be `ContentPart`s or mappings with the same fields.
 
     Raises:
-        DataError: it is neither, or a part is malformed or of a type that is not known.
+        DataError: it is neither text nor parts, or a part is malformed or of an unknown type.
     """
     if isinstance(value, str):
         return value
@@ -87,7 +86,7 @@ def _part(number: int, value: Any) -> ContentPart:
 
 
 def text_of(value: Content) -> str:
-    """The text; of several parts their texts joined, nothing between them. DataError where a part is no text."""
+    """The text. Texts of several parts are joined without a separator. DataError if a part is not text."""
     if isinstance(value, str):
         return value
     if media := unread(value):
@@ -96,7 +95,7 @@ def text_of(value: Content) -> str:
 
 
 def unread(value: Content) -> str:
-    """Why a model of text cannot read it; '' where it can."""
+    """The reason why a text model cannot read it; '' if it can."""
     media = [] if isinstance(value, str) else [part for part in value if part.type != "text"]
     if not media:
         return ""
@@ -108,19 +107,19 @@ def unread(value: Content) -> str:
 
 
 def shown(value: Content) -> str:
-    """For people: the text, media in brackets."""
+    """The text for people to read, with media in brackets."""
     if isinstance(value, str):
         return value
     return "".join(p.text if p.type == "text" else f"[{p.type} {p.path or p.sha256}]" for p in value)
 
 
 def plain(value: Content) -> str | list[dict[str, str]]:
-    """As chat templates, reward functions and JSON take it."""
+    """In the form that chat templates, reward functions and JSON use: text, or a list of dicts."""
     return value if isinstance(value, str) else [part.plain() for part in value]
 
 
 def mapped(value: Content, change: Callable[[str], str]) -> Content:
-    """The content with every text of it changed."""
+    """The content with `change` applied to each of its texts."""
     if isinstance(value, str):
         return change(value)
     return tuple(ContentPart("text", change(p.text)) if p.type == "text" else p for p in value)

@@ -1,4 +1,4 @@
-"""What the other seats of an episode said: kept for people and for the account of tokens, and never learned from."""
+"""Turns of the other seats of an episode. They are kept for readers and for token counts, and are never trained on."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class SeatTurn:
     text: str
     tokens: int
     after: int
-    """Turns of the trained seat that had ended when this one ended."""
+    """How many turns of the trained seat had ended when this one ended."""
     policy: bool
-    """Whether the policy's own engine said it, so that the engine's count of tokens holds it."""
+    """Whether the policy's own engine sampled it. If so, the engine's token count includes it."""
 
     def __post_init__(self) -> None:
         if not self.seat or self.tokens < 0 or self.after < 0:

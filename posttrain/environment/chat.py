@@ -1,10 +1,9 @@
-"""A chat template, rendered turn by turn: what it writes between two turns of the policy, and whether it lets that be
-appended.
+"""A chat template, rendered turn by turn: the text it writes between two turns of the policy, if it can be appended.
 
-What the policy said stays as its own tokens, so only the text *after* its turn is asked of the template: the end of the
-turn, the new messages, the next generation prompt. That can be appended where the template writes everything before
-as it did before. `Chat.proof` finds out by trying, for the turns that matter: plain ones, reasoning, tool calls. Where
-it holds, the words of the policy never pass through the template at all (`Chat.between`), so no word can upset it.
+The policy's turn stays as its own tokens. So the template gives only the text *after* the turn: the end of the turn,
+the new messages and the next generation prompt. This text can be appended if the template does not change anything
+before it. `Chat.proof` tests that with plain turns, reasoning and tool calls. If the test passes, the policy's text is
+never rendered by the template (`Chat.between`), so no text of the policy can break the rendering.
 """
 
 from __future__ import annotations
@@ -22,21 +21,21 @@ from posttrain.environment.renderings import REWRITES, common, differs, squeezed
 from posttrain.verifier.calling.parse import FORMATS, THOUGHTS, Parsed, ToolCall, parse
 
 PROBE = "ok"
-"""Stands for the assistant's turn when asking a template what it writes after one."""
+"""The assistant's turn in probes of what a template writes after a turn."""
 MARKS = (
     "ok # one\n\n* two | three <x>four</x> {5} [6] https://a.b/c \\d \"e\" 'f' $g$ `h` --- i: j; (k) ~ @l 100% & m+n=o"
     " ^ p_q ?"
 )
-"""A turn with all that a template might cut at."""
+"""A turn with many characters at which a template might split it."""
 THOUGHT, THOUGHT_ON = "<think>\nwhy\n</think>\n\nok", "why\n</think>\n\nok"
-"""A turn with reasoning, as most families write it; and where the prompt has opened the thought."""
+"""A turn with reasoning, as most model families write it; and the same if the prompt ends with the opening tag."""
 REASONED = {
     "</think>": THOUGHT,
     "[/THINK]": "[THINK]why[/THINK]ok",
     "<|END_THINKING|>": "<|START_THINKING|>why<|END_THINKING|><|START_RESPONSE|>ok<|END_RESPONSE|>",
     "<|channel|>analysis": "<|channel|>analysis<|message|>why<|end|><|start|>assistant<|channel|>final<|message|>ok",
 }
-"""What a template that knows reasoning mentions -> a turn with reasoning for it."""
+"""Text that occurs in a template with support for reasoning -> a turn with reasoning in its form."""
 WEATHER: dict[str, Any] = {
     "type": "function",
     "function": {
@@ -66,25 +65,25 @@ class Templated(Protocol):
 
 @dataclass(frozen=True)
 class After:
-    """What follows an assistant's turn: `text` behind the turn's own words, and the turn as it is remembered."""
+    """What follows an assistant's turn: the `text` after it, and the `turn` as a message of the history."""
 
     text: str
     turn: Message
 
 
 SHIELD = "\ufdd0"
-"""Cuts a special token's name, where somebody wrote it as text, so that it is not read as that token. Unicode has no
-such character."""
+"""Is put into a special token's name that occurs in a text, so that it is not encoded as that token. It is a
+noncharacter of Unicode, so no text contains it."""
 
 
 class Chat:
-    """One template.
+    """One chat template.
 
-    What users, tools and systems wrote is text, whatever it looks like: the names of special tokens in it are cut by
-    `SHIELD`, at which `Renderer.encode` cuts as well.
+    Messages of users, tools and systems are text even if they contain the names of special tokens. Such a name is split
+    by `SHIELD`, and `Renderer.encode` splits the text there.
 
     Args:
-        tokenizer: with a chat template.
+        tokenizer: a tokenizer with a chat template.
         stops: texts of the tokens that end a turn.
     """
 
@@ -96,14 +95,18 @@ class Chat:
         )
         self._format: str | bool | None = False
         self._arguments: Any = {"city": "a b"}
-        """Of a probing call, as an object or, for templates that want it so, as JSON."""
+        """Arguments of a probing call: an object, or JSON for templates that require it."""
         source = str(tokenizer.chat_template or "")
         self._reasoned = [said for mark, said in REASONED.items() if mark in source]
-        """Turns with reasoning as this template knows it; others write it like any text."""
+        """Turns with reasoning in this template's forms. A template without them treats reasoning as plain text."""
 
     def render(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
-        """Messages through the template; DataError where there is none or it refuses, LimitError where it does not
-        end."""
+        """Messages rendered by the template.
+
+        Raises:
+            DataError: there is no template, or it refuses the messages.
+            LimitError: it took too much time or memory.
+        """
         written = self.readable(messages)
         if not self._tokenizer.chat_template:
             raise DataError(
@@ -123,10 +126,10 @@ class Chat:
             ) from error
 
     def readable(self, messages: Sequence[Message]) -> list[Message]:
-        """Messages with content as this template takes it: texts stay parts where it reads parts, else are joined.
+        """Messages with content in the form that this template reads: parts if it can, else their joined text.
 
         Raises:
-            DataError: a part is no text, or malformed; with the number of the message.
+            DataError: a part is not text or is malformed. The error names the number of the message.
         """
         out: list[Message] = []
         for number, message in enumerate(messages, 1):
@@ -154,8 +157,8 @@ class Chat:
         return cast("Message", {**message, "content": parts.shielded(found, self._specials, SHIELD)})
 
     def between(self, history: Sequence[Message], new: Sequence[Message], tools: Tools = ()) -> After:
-        """What the template writes after any assistant's turn when `new` messages follow, and a turn that stands for
-        it.
+        """The text that the template writes after any assistant's turn if `new` messages follow, and a message that
+        stands for the turn.
 
         Raises:
             DataError: the template refuses the messages.
@@ -172,10 +175,10 @@ class Chat:
         raise problems[0]
 
     def after(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> After:
-        """What the template writes after the assistant has `said` just this and `new` messages follow.
+        """The text that the template writes after the turn `said` if `new` messages follow, and the turn as a message.
 
         Raises:
-            DataError: it refuses the messages, or writes something earlier in another way than the policy saw it.
+            DataError: it refuses the messages, or changes text before or in the turn.
         """
         before = self.render(history, generate=True, tools=tools)
         problems: list[DataError] = []
@@ -195,7 +198,7 @@ class Chat:
         raise problems[0]
 
     def rewritten(self, history: Sequence[Message], said: str, new: Sequence[Message], tools: Tools = ()) -> After:
-        """The whole conversation as the template writes it now, whatever it wrote before: a new prompt."""
+        """The whole conversation as the template writes it now. It is a new prompt, whatever was rendered before."""
         problems: list[DataError] = []
         turns = [self._turn(said, calls, new) for calls in _call_counts(new)]
         for turn in [*turns, self._structured(said)]:
@@ -206,7 +209,7 @@ class Chat:
         raise problems[0]
 
     def end(self) -> str:
-        """What the template writes after an assistant's last turn."""
+        """The text that the template writes after an assistant's last turn."""
         history = [Message(role="user", content="hi")]
         before = self.render(history, generate=True)
         for content in (PROBE, THOUGHT, THOUGHT_ON):
@@ -216,7 +219,7 @@ class Chat:
         raise DataError(f"{REWRITES} (an assistant's turn of {PROBE!r} is written as {whole[-60:]!r})")
 
     def _suffix(self, history: Sequence[Message], before: str, new: Sequence[Message], calls: int, tools: Tools) -> str:
-        """The text behind a turn, from a turn whose words are known: a probe, or as many calls as `new` answers."""
+        """The text after a turn. It is found with a known turn: a probe, or as many calls as `new` answers."""
         if calls:
             return self._behind(
                 history, before, [self._turn(said, calls, new) for said in ("", *self._reasoned)], new, tools
@@ -232,9 +235,9 @@ class Chat:
     def _behind(
         self, history: Sequence[Message], before: str, turns: Sequence[Message], new: Sequence[Message], tools: Tools
     ) -> str:
-        """The text from the end of a turn on whose words the template chooses: it ends with the last stop token. The
-        first of `turns` that is written alike with and without `new` serves; some templates give a last turn without
-        reasoning an empty thought."""
+        """The text from the end of a turn, if the template may write the turn in its own form. The turn ends at its
+        last stop token. The first of `turns` is used that is rendered alike with and without `new`, because some
+        templates add an empty thought to a last turn without reasoning."""
         problem = ""
         for turn in turns:
             alone = self.render([*history, turn], generate=False, tools=tools)
@@ -255,9 +258,8 @@ class Chat:
         raise DataError(problem)
 
     def _keeps(self, before: str, whole: str, said: str, calls: int, new: Sequence[Message]) -> None:
-        """Everything the policy saw, and what it said, is still there. White space around and inside its turn may
-        differ; of a turn of calls only the reasoning is looked for, because the calls stand there in the template's own
-        words."""
+        """DataError if the text that the policy saw, or its turn, is changed. White space around and in the turn may
+        differ. In a turn with calls only the reasoning is compared, because the template writes the calls itself."""
         if not whole.startswith(before):
             raise DataError(differs(before, whole))
         rest = squeezed(whole[len(before) :])
@@ -274,8 +276,8 @@ class Chat:
             )
 
     def _turn(self, said: str, calls: int, new: Sequence[Message]) -> Message:
-        """An assistant's turn as a template takes it: its own words, or, where calls are answered, its parts. The calls
-        only stand for those that the policy wrote."""
+        """An assistant's turn as a message: its text, or its parsed parts if `new` answers calls. The calls in it are
+        placeholders for those that the policy wrote."""
         if not calls:
             return Message(role="assistant", content=said)
         ids = [m.get("tool_call_id", f"call{i:05}") for i, m in enumerate(m for m in new if m["role"] == "tool")]
@@ -291,7 +293,7 @@ class Chat:
         return parse(said, self.format or "hermes")
 
     def _structured(self, said: str) -> Message:
-        """A turn with its reasoning in the fields that templates look for it in."""
+        """A turn with its reasoning in the fields from which templates read it."""
         parts = self._parsed(said)
         turn = Message(role="assistant", content=parts.content)
         if parts.reasoning:
@@ -301,8 +303,8 @@ class Chat:
     # --- what a template does, found by trying ------------------------------------------------------------------------
 
     def proof(self, follow: str, *, turns: int = 3, tools: Tools = ()) -> str:
-        """Why conversations in which `follow` messages (user or tool) answer the policy cannot be one growing sequence;
-        '' where they can: after plain turns and after reasoning, several times over."""
+        """The reason why `follow` messages (user or tool) cannot be appended after a turn; '' if they can. It is tested
+        over several turns, with plain turns and with reasoning."""
         tools = tools or ([WEATHER] if follow == "tool" else [])
         start = [Message(role="user", content="hi")]
         try:
@@ -329,7 +331,7 @@ class Chat:
         return ""
 
     def _canonical(self, history: Sequence[Message], tools: Tools) -> str:
-        """A plain turn in the words of the template: some put marks around it, which the policy says itself."""
+        """A plain turn as the template writes it. Some put marks around it, which the policy generates itself."""
         before = self.render(history, generate=True, tools=tools)
         alone = self.render([*history, Message(role="assistant", content=PROBE)], generate=False, tools=tools)
         at = max((alone.rfind(s, len(common(before, alone))) for s in self._stops), default=-1)
@@ -341,8 +343,7 @@ class Chat:
 
     @property
     def format(self) -> str | None:
-        """The format of `calling.FORMATS` in which this template writes tool calls; None where it writes none we
-        read."""
+        """The format of `calling.FORMATS` in which this template writes tool calls; None if it has none of them."""
         if self._format is False:
             self._format = self._find_format()
         return self._format or None  # type: ignore[return-value]
@@ -366,7 +367,7 @@ class Chat:
         return None
 
     def _without_end(self, body: str) -> Iterator[str]:
-        """A turn as it stands, and up to each of its stop tokens."""
+        """The text of a turn up to each of its stop tokens, and then all of it."""
         for stop in self._stops:
             at = body.rfind(stop)
             while at >= 0:
@@ -376,7 +377,7 @@ class Chat:
 
 
 def _call_counts(new: Sequence[Message]) -> Iterator[int]:
-    """How many calls the turn before these messages may be written with: as many as are answered, one, none."""
+    """Numbers of calls to try in the turn before these messages: as many as are answered, then one, then none."""
     answered = sum(m["role"] == "tool" for m in new)
     yield from dict.fromkeys((answered, min(answered, 1), 0))
 

@@ -1,5 +1,5 @@
-"""Arithmetic a policy writes, evaluated exactly by a parser of our own: never `eval`, and bounded in every
-direction."""
+"""Exact evaluation of arithmetic that a policy writes. It has its own parser instead of `eval`, and limits on length,
+depth and digits."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SPELLINGS = str.maketrans({"\u2212": "-", "\u00d7": "*", "\u00b7": "*", "\u00f7
 
 
 class ExpressionError(ValueError):
-    """The text is no expression, or one that is too large or divides by zero; the message says which."""
+    """The text is no expression, is too large, or divides by zero. The message says which."""
 
 
 @dataclass(frozen=True)
@@ -28,13 +28,13 @@ class Expression:
 
 
 def evaluate(text: str) -> Expression:
-    """The exact value of `+ - * /`, parentheses and leading minus signs over naturals.
+    """The exact value of an expression with `+ - * /`, parentheses and leading minus signs over naturals.
 
     >>> evaluate("(3+5)*4/6").value, evaluate("3 - -4").numbers
     (Fraction(16, 3), (3, 4))
 
     Raises:
-        ExpressionError: anything else, more than 200 characters, 12 digits in a number or 20 levels, division by zero.
+        ExpressionError: other text; more than 200 characters, 12 digits in a number or 20 levels; division by zero.
     """
     if len(text) > MAX_CHARACTERS:
         raise ExpressionError(f"more than {MAX_CHARACTERS} characters")

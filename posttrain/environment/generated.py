@@ -1,5 +1,5 @@
-"""Environments whose tasks are drawn at random: training tasks without end, and a held-out set that none of them is
-in."""
+"""Environments whose tasks are drawn at random: endless training tasks, and a held-out set that shares no task with
+them."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from posttrain.core.types import Task
 from posttrain.environment.single import HELDOUT_SEED, Generated, SingleTurn
 
 TRIES = 10_000
-"""Draws for one task before the settings are said to leave no room."""
+"""Draws for one task, after which the error says that the settings leave no room."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GeneratedTasks(SingleTurn):
-    """A subclass draws one task; this makes the split of it.
+    """A subclass draws single tasks. This class makes the held-out set and the training tasks from them.
 
-    Held-out tasks are distinct by `key` and the same whatever the run's seed. A training task is a function of (seed,
-    index) and no held-out one.
+    Held-out tasks are distinct by `key` and do not depend on the run's seed. A training task is a function of
+    (seed, index) and never equals a held-out task.
     """
 
     @abstractmethod
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
-        """A task with this id, a function of `rng` and the settings alone; None where the draw came to nothing."""
+        """A task with the id `name`, a function of `rng` and the settings alone. None if the draw is no valid task."""
 
     @property
     def train(self) -> TaskSource:

@@ -1,4 +1,4 @@
-"""From the configuration to an environment; whatever it does not understand, it refuses with the nearest name."""
+"""Makes the environment that a configuration names. An unknown name is an error that gives the nearest known one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from posttrain.verifier.user_code import load
 
 
 def names() -> tuple[str, ...]:
-    """What `Env.name` may be."""
+    """The forms of `Env.name`, for messages."""
     return (*GALLERY, "prompts", "gym:TASK", "verifiers:ID", "path.py:Class")
 
 
 def environment(config: Env, seed: int) -> SingleTurn:
-    """The environment a run asks for.
+    """The environment of a run's configuration.
 
     Raises:
         ConfigError: unknown name, setting or reward; a setting of the wrong type or out of range.
@@ -64,7 +64,7 @@ def environment(config: Env, seed: int) -> SingleTurn:
 
 
 def _own(name: str) -> type[SingleTurn]:
-    """The environment class of a user's file, `path.py:Class`; ConfigError where it is none, or is not finished."""
+    """The environment class of a user's file, `path.py:Class`. ConfigError if it is not one, or lacks methods."""
     path, _, attribute = name.rpartition(":")
     cls: Any = load(Path(path), attribute, "env.name", "class")
     if not issubclass(cls, SingleTurn):
@@ -101,17 +101,17 @@ OPTIONAL = (
     "steps",
     "abilities",
 )
-"""What a subclass of `SingleTurn` may give; a misspelt one would never be read."""
+"""What a subclass of `SingleTurn` may define. A misspelt one is an error, as nothing would read it."""
 
 
 def _meant(cls: type[SingleTurn], name: str) -> list[str]:
-    """Which of these a name of a user's class is nearly, where it is none of the class's settings."""
+    """The name of `OPTIONAL` that `name` probably is a misspelling of; empty for known names and settings."""
     known = hasattr(SingleTurn, name) or name.startswith("_") or name in cls.settings()
     return [] if known else difflib.get_close_matches(name, OPTIONAL, n=1, cutoff=0.85)
 
 
 def checked(name: str, cls: type[SingleTurn], args: Mapping[str, Scalar]) -> dict[str, Any]:
-    """Settings by name, each of the type its field declares (an int passes for a float, nothing else bends)."""
+    """Settings by name, each of the type that its field declares. An int is accepted for a float."""
     hints = get_type_hints(cls)
     out: dict[str, Any] = {}
     for key, value in args.items():

@@ -1,4 +1,4 @@
-"""Messages of several parts and chat templates: which templates read parts, and special tokens' names across parts."""
+"""Messages of several parts in chat templates: which templates read parts, and how special tokens' names are split."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from posttrain.core.types import Message
 from posttrain.environment import templates
 
 TEXTS = ("first part", "second part")
-"""Of a message by which it is found out whether a template reads parts."""
+"""Texts of the message that tests whether a template reads parts."""
 
 
 def read_by(tokenizer: Any) -> bool:
-    """Whether its template writes each text of a list of parts. One that does not refuses the list, loses some of it,
-    or writes the list itself."""
+    """Whether the tokenizer's template writes each text of a list of parts. Others refuse the list, lose some of it, or
+    print the list itself."""
     probe = Message(role="user", content=tuple(ContentPart("text", text) for text in TEXTS))
     try:
         written = templates.apply(tokenizer, [probe], generate=False)
@@ -28,7 +28,7 @@ def read_by(tokenizer: Any) -> bool:
 
 
 def shielded(found: Content, specials: Sequence[str], shield: str) -> Content:
-    """The content with `shield` inside each special token's name, also where two parts together would write one."""
+    """The content with `shield` inside each special token's name, also if the name spans two parts."""
 
     def cut(text: str) -> str:
         for special in specials:

@@ -1,4 +1,4 @@
-"""The user's own prompts, read strictly: what is wrong with them is said with file and line before anything trains."""
+"""The user's own prompts, read strictly: an error names the file and the line, and is raised before training."""
 
 from __future__ import annotations
 
@@ -24,32 +24,32 @@ from posttrain.verifier.configured import sources
 from posttrain.verifier.source import Checked
 
 HELDOUT_SHARE = 5
-"""At most one in this many distinct prompts is held out, however many were asked for."""
+"""At most one in this many distinct prompts is held out, whatever `env.heldout` asks for."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PromptsEnv(SingleTurn):
     """Prompts from a file or data set, judged by reward functions.
 
-    Rows whose prompts are equal always land on the same side of the held-out split, which is decided by the prompts'
-    digests alone: reordering the file, or editing answers, moves nothing.
+    The held-out split depends on the prompts' digests alone. So rows with equal prompts are on the same side of it, and
+    neither a new order of the file nor an edited answer changes it.
     """
 
     prompt_column: str = "prompt"
-    """Text, or a list of messages."""
+    """The column of the prompt: text, or a list of messages."""
     messages_column: str = "messages"
-    """Read where there is no prompt column. A last message of the assistant becomes the completion."""
+    """Read if there is no prompt column. If the last message is the assistant's, it becomes the completion."""
     answer_column: str = "answer"
     completion_column: str = "completion"
-    """A text to imitate (stage style `completion`); rewards never see it."""
+    """The column of a demonstration (stage style `completion`). Rewards do not receive it."""
     id_column: str = "id"
     split: str = "train"
-    """Which split of a data set with several."""
+    """Which split of the data set is read, if it has several."""
     tools: str = ""
-    """Tools of every episode, with commas between: calculator, python, files, database, store. Rewards see the world
-    they leave as `state`."""
+    """Tools of every episode, separated by commas: calculator, python, files, database, store. Rewards receive the
+    tools' final state as `state`."""
     turns: int = 8
-    """With tools: most turns of the policy, the answer included."""
+    """With tools: the largest number of turns of the policy, the answer included."""
     rows: tuple[PromptRow, ...] = field(default=(), repr=False)
 
     @classmethod
@@ -73,7 +73,7 @@ class PromptsEnv(SingleTurn):
 
     @cached_property
     def heldout(self) -> tuple[Task, ...]:
-        """In order of the prompts' digests, so that it too does not depend on the file's order."""
+        """In order of the prompts' digests, so that the order does not depend on the file's either."""
         return tuple(r.task for r in sorted(self.rows, key=lambda r: (r.key, r.task.id)) if r.key in self._held)
 
     @cached_property
@@ -107,7 +107,7 @@ class PromptsEnv(SingleTurn):
         return Loop(self.limits, self.turns)
 
     def tools_of(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        """What a conversation about this task is told of its tools."""
+        """JSON schemas of the tools in a conversation about this task. Text prompts have none."""
         return () if self._offered is None or isinstance(task.prompt, str) else self._offered.box(task).schemas
 
     async def play(self, task: Task, talk: Talk) -> Stop:
@@ -135,7 +135,7 @@ class PromptsEnv(SingleTurn):
         return digest(task.prompt)
 
     def gold(self, task: Task) -> tuple[str, ...]:
-        """The row's answer, else its completion. What that earns is for the user's rewards to say."""
+        """The row's answer, else its completion. Only the user's rewards decide what it earns."""
         return ((self.completion(task) or "") if task.answer is None else str(task.answer),)
 
     @property
@@ -146,12 +146,12 @@ class PromptsEnv(SingleTurn):
         return task.answer is not None or self.completion(task) is not None
 
     def completion(self, task: Task) -> str | None:
-        """The row's text to imitate, where it has one."""
+        """The row's demonstration, or None."""
         return self._completions.get(task.id)
 
     @property
     def abilities(self) -> Abilities:
-        """Its completions are right, so there are no false ones; its rows have places."""
+        """As the base class, with the rows and the tools. All completions are taken as right, so none can be false."""
         base = super().abilities
         texts = base.demonstrations and replace(base.demonstrations, false=False)
         return replace(base, demonstrations=texts, rows=self.rows, tools=self.tools_of if self.tools else None)
@@ -165,13 +165,13 @@ class PromptsEnv(SingleTurn):
 
     @property
     def styles(self) -> tuple[str, ...]:
-        """`completion` where the data has any."""
+        """`completion` if the data has any."""
         return ("completion",) if self._completions else ()
 
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str | tuple[Message, ...], str]:
-        """The row's own completion. There are no false ones, so `wrong` must be 0."""
+        """The row's own completion. The data has no false completions, so `wrong` must be 0."""
         if style not in self.styles:
             absent = f"the data has no column {self.completion_column!r} (env.args.completion_column)"
             known = nearest(style, self.styles) if self.styles else absent
@@ -187,7 +187,7 @@ class PromptsEnv(SingleTurn):
 
 
 def read_tasks(config: Env, args: Mapping[str, Any], seed: int) -> PromptsEnv:
-    """The environment of `env.prompts`, judged by `env.rewards`."""
+    """The environment that reads `env.prompts` and is judged by `env.rewards`."""
     if not config.prompts:
         raise ConfigError("env.name='prompts' needs env.prompts: a JSONL file, or a data set (local folder or hub id)")
     if not config.rewards:
@@ -208,8 +208,8 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[PromptRow, ...]:
     """All rows of a JSONL or JSON file, a parquet file, a saved data set, or one on the hub.
 
     Raises:
-        DataError: with the place: not JSON, not text, a missing or empty prompt, a wrong type, a key or an id given
-            twice, one prompt with two answers, no rows.
+        DataError: a row is not JSON or not text, has no prompt, an empty one or a value of a wrong type; a key or an
+            id occurs twice; one prompt has two answers; there are no rows. The message names the row's place.
     """
     columns = columns or PromptsEnv()
     rows: list[PromptRow] = []
@@ -238,7 +238,7 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[PromptRow, ...]:
 
 
 def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
-    """What a reward says against the tasks, with the place of the first it says it of."""
+    """Check the tasks for what a reward requires. An error names the place of the first row that fails."""
     try:
         source.check([r.task for r in rows])
     except (ConfigError, DataError) as error:
@@ -251,8 +251,8 @@ def _check(source: Checked, rows: Sequence[PromptRow]) -> None:
 
 
 def _same_answer(first: PromptRow, row: PromptRow, column: str) -> None:
-    """DataError where a prompt was answered otherwise before: whatever the policy says, one of the two would call it
-    wrong."""
+    """DataError if an earlier row has the same prompt and another answer: any response would be wrong by one of
+    them."""
     one, other = first.task.answer, row.task.answer
     if one != other and str(one) != str(other):
         raise DataError(

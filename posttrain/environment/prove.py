@@ -1,4 +1,4 @@
-"""Does an environment mean what it says? One function, run by the tests of every gallery task and by the command
+"""Checks that an environment keeps its promises. The tests of every gallery environment run it, and so does the command
 line."""
 
 from __future__ import annotations
@@ -17,20 +17,21 @@ from posttrain.environment.single import SingleTurn
 
 @dataclass(frozen=True)
 class Check:
-    """One claim, whether it held, and the number or example that shows it."""
+    """One claim, whether it held, and the number or the example that shows it."""
 
     name: str
     passed: bool
     detail: str
     advice: str = ""
-    """What to do where it did not hold."""
+    """What to change if it did not hold."""
 
 
 async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
-    """Check a task's own verifier and split, on all held-out tasks and `samples` training tasks.
+    """Check an environment's own verifier and its split, on all held-out tasks and `samples` training tasks.
 
-    Gold answers earn 1; distractors and silence earn 0 (less than 1 where the verifier pays parts); no constant answer
-    earns more than the most common answer's share plus 0.02; and all `claims`. Rewards added by the user are left out.
+    Gold answers must earn 1. Distractors and empty answers must earn 0, or less than 1 if the verifier gives partial
+    credit. No constant answer may earn more than the share of the most common answer plus 0.02. All `claims` must hold.
+    The user's rewards are left out.
     """
     env = replace(env, rewards=())
     held, train = (_known(env, tasks) for tasks in (env.heldout, _train(env, 200)))
@@ -50,9 +51,9 @@ async def prove(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
 
 
 async def claims(env: SingleTurn, samples: int = 2000) -> tuple[Check, ...]:
-    """What an environment says of its tasks, whatever its verifier: held-out tasks are distinct and no training task
-    equals one; tasks are a function of the seed; the alphabet covers what is written; demonstrations are right, or
-    wrong, as asked."""
+    """Checks of what an environment states about its tasks, whatever its verifier. Held-out tasks are distinct, and no
+    training task equals one. Tasks are a function of the seed. The alphabet covers prompts and answers. Demonstrations
+    are right or wrong as asked."""
     held, train = list(env.heldout), _train(env, samples)
     bare = replace(env, rewards=())
     texts = bare.abilities.demonstrations
@@ -90,7 +91,7 @@ async def _scores(
 
 
 async def _constant(env: SingleTurn, held: Sequence[Task]) -> Check:
-    """The most common final answers, each given to every task."""
+    """Tries each of the five most common final answers on every held-out task."""
     answers = Counter(env.gold(t)[-1] for t in held)
     share = answers.most_common(1)[0][1] / len(held)
     worst, best = "", 0.0
@@ -161,12 +162,12 @@ def _alphabet(env: SingleTurn, tasks: Sequence[Task]) -> Check:
 
 
 def _false(env: SingleTurn, task: Task) -> tuple[str, ...]:
-    """What a wrong answer may be written with; a user's prompts have none of their own."""
+    """The environment's wrong answer, for the alphabet. The user's prompts have none."""
     return env.distractor(task) if env.abilities.rows is None else ()
 
 
 async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wrong: float) -> Check:
-    """Right ones score 1, wrong ones 0; documents answer nothing and are only checked for their alphabet."""
+    """Right ones must score 1, wrong ones 0. Documents have no prompt, so only their alphabet is checked."""
     name = f"style {style}, wrong={wrong:g}"
     for i, task in enumerate(tasks):
         prompt, text = env.demonstrate(task, style, generator(env.seed, "prove", style, i), wrong)

@@ -1,6 +1,6 @@
-"""Text to tokens, once: what the policy said is never decoded and encoded again.
+"""Text to tokens, and tokens to text. The policy's own tokens are never decoded and encoded again.
 
-A prompt is encoded when it is first seen, an observation on its own when it arrives, and a policy's turn never.
+A prompt is encoded once, and each observation is encoded separately. A turn of the policy is never encoded.
 """
 
 from __future__ import annotations
@@ -18,13 +18,12 @@ from posttrain.environment.writable import Writable
 
 Content = str | Sequence[Message]
 LONG = 1 << 14
-"""Characters of a text that takes some milliseconds to tokenize."""
+"""A text of more characters takes some milliseconds to tokenize."""
 History = Literal["append", "rewrite"]
-"""What becomes of a conversation whose template writes earlier turns anew: refused, or a new sequence for each turn."""
-
+"""What to do if a template rewrites earlier turns: refuse the conversation, or start a new sequence for each turn."""
 
 PIECE = 1 << 16
-"""Characters of a long text that are encoded at once while it is being found out whether the text can fit."""
+"""A long text is encoded in pieces of this many characters until it is known whether it can fit."""
 
 
 class Tokenizer(Protocol):
@@ -49,10 +48,10 @@ class Renderer:
 
     Args:
         tokenizer: a transformers tokenizer.
-        stop_ids: the resolved ids that end a turn; the first one ends imitated completions unless the chat template
-            itself writes another of them. Empty: nothing ends a turn.
-        context: most tokens a sequence may have; a prompt must leave room for at least one. None: not checked.
-        history: what becomes of conversations whose earlier turns the chat template writes anew (`RenderedDialogue`).
+        stop_ids: ids of the tokens that end a turn. Demonstrations end with the first one, unless the chat template
+            itself writes another of them. If empty, no token ends a turn.
+        context: most tokens of a sequence. A prompt must leave room for at least one more. None: not checked.
+        history: what to do if the chat template rewrites earlier turns (`RenderedDialogue`).
     """
 
     def __init__(
@@ -63,28 +62,28 @@ class Renderer:
         self.context, self.history = context, history
         self._leading = _leading(tokenizer)
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
-        """The Rust tokenizer inside a fast one: the same ids at a tenth of the cost of going through its wrapper."""
+        """The Rust tokenizer inside a fast tokenizer. It gives the same ids at a tenth of the wrapper's cost."""
         if self._backend is not None:
             self._backend.no_truncation()
             self._backend.no_padding()
         self._chat_stop: int | None = None
         self.writable = Writable(self._ids)
-        """Observations as this tokenizer can write them."""
+        """Replaces characters of observations that this tokenizer has no token for."""
         self.template = Chat(tokenizer, [self.decode([i]) for i in self.stop_ids])
         self._proofs: dict[tuple[str, bool], str] = {}
 
     @property
     def leading(self) -> tuple[int, ...]:
-        """Special ids the tokenizer puts before plain text (BOS, mostly); what it puts behind is left out of
-        prompts."""
+        """Special ids that the tokenizer puts before plain text, usually BOS. Prompts do not get those after it."""
         return self._leading
 
     def prompt(self, prompt: Content, task: str = "", tools: Tools = ()) -> np.ndarray:
-        """int32 [T] of a first prompt. Plain text gets the tokenizer's leading special tokens exactly once; messages go
-        through its chat template with the generation prompt.
+        """int32 [T] of a first prompt. Plain text gets the leading special tokens exactly once. Messages are rendered
+        by its chat template with the generation prompt.
 
         Raises:
-            DataError: naming the task: empty, longer than the context, not writable, or messages without a template.
+            DataError: the prompt is empty, longer than the context, or has characters without a token; or it is
+                messages and there is no template. The error names the task.
         """
         try:
             ids = (
@@ -97,7 +96,7 @@ class Renderer:
         return self.fits(ids, task)
 
     def fits(self, ids: np.ndarray, task: str = "") -> np.ndarray:
-        """The ids, where they are a prompt; DataError naming the task where they are none, or leave no room."""
+        """The ids. DataError, which names the task, if there are none or if they leave no room for an answer."""
         if not len(ids):
             raise DataError(f"{_named(task)}: the prompt has no tokens; the policy cannot speak after nothing")
         if self.context is not None and len(ids) >= self.context:
@@ -109,8 +108,8 @@ class Renderer:
         return ids
 
     def start(self) -> np.ndarray:
-        """int32 [n >= 1]: what a document without a prompt begins with: leading special tokens, else BOS, else the
-        stop."""
+        """int32 [n >= 1]: the first ids of a document without a prompt. The leading special tokens, else BOS, else the
+        first stop id."""
         if self._leading:
             return np.array(self._leading, np.int32)
         bos = self.tokenizer.bos_token_id
@@ -121,16 +120,16 @@ class Renderer:
         return np.array([self.stop_ids[0] if bos is None else bos], np.int32)
 
     def pair(self, prompt: Content, completion: str, task: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """(prompt ids, completion ids) of a demonstration; an empty prompt is a document and gets `start`."""
+        """(prompt ids, completion ids) of a demonstration. With an empty prompt it is a document and gets `start`."""
         chat = not isinstance(prompt, str)
         before = self.prompt(prompt, task) if len(prompt) else self.start()
         return before, self.completion_ids(completion, chat=chat, task=task)
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
-        """int32 of a text to imitate: no special tokens added, and exactly one stop id, at the end.
+        """int32 ids of a demonstration. No special tokens are added, and exactly one stop id is at the end.
 
         Raises:
-            DataError: a stop token in the middle: whatever follows it could never be said.
+            DataError: a stop token is in the middle. The policy could never generate the text after it.
         """
         ids = self.encode(text).tolist()
         while ids and ids[-1] in self.stop_ids:
@@ -145,21 +144,21 @@ class Renderer:
         return np.array([*ids, *end], np.int32)
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
-        """What was said, without the stop token that ended it; other special tokens stay visible."""
+        """The text of a turn, without the stop token that ended it. Other special tokens are kept."""
         said = [int(i) for i in ids]
         if said and said[-1] in self.stop_ids:
             said.pop()
         return self.decode(said)
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """These ids as text, all of them, special tokens included."""
+        """The text of all ids, special tokens included."""
         plain = [int(i) for i in ids]
         if self._backend is not None:
             return self._backend.decode(plain, skip_special_tokens=False)
         return self.tokenizer.decode(plain, **_EXACT)
 
     def spell(self, word: str) -> tuple[tuple[int, ...], ...]:
-        """The token sequences that write a word: alone, and after a space where the space belongs to its first token.
+        """The token sequences of a word: alone, and after a space if the space becomes part of its first token.
 
         Raises:
             ConfigError: this tokenizer cannot write it.
@@ -174,7 +173,7 @@ class Renderer:
         return (alone,) if inside else (alone, cast("tuple[int, ...]", spaced))
 
     def _written(self, text: str) -> tuple[int, ...] | None:
-        """The ids of a text that read back as it; None where some of it has no token."""
+        """The ids of a text, if decoding them gives the text again; else None."""
         try:
             ids = tuple(self.encode(text).tolist())
         except Exception:  # the tokenizers library raises plain exceptions for what a vocabulary lacks
@@ -182,11 +181,11 @@ class Renderer:
         return ids if ids and self.decode(ids).strip() == text.strip() else None
 
     def encode(self, text: str) -> np.ndarray:
-        """int32 of a text on its own, nothing added. No token reaches over a `SHIELD`, which itself has none. Of a text
-        that cannot fit the context only the beginning is encoded: more than twice as many tokens as fit.
+        """int32 ids of a text, with nothing added. No token spans a `SHIELD`, and the `SHIELD` itself gets none. If a
+        text cannot fit the context, only its beginning is encoded: more than twice as many tokens as fit.
 
         Raises:
-            DataError: some of it has no token.
+            DataError: a character has no token.
         """
         if self.context is not None and len(text) > PIECE:
             pieces = (part[i : i + PIECE] for part in text.split(SHIELD) for i in range(0, len(part), PIECE))
@@ -213,18 +212,17 @@ class Renderer:
         return self.tokenizer.encode(text, add_special_tokens=False)
 
     def written(self, message: Message) -> Message:
-        """A message of the world with its words as this tokenizer can write them."""
+        """A message of the environment, with stand-ins for characters that have no token."""
         words = {
             k: mapped(content_of(v), self.writable.text) if k in ("content", "name") else v for k, v in message.items()
         }
         return cast("Message", words)
 
     def _until_too_long(self, pieces: Iterable[str], most: int) -> np.ndarray | None:
-        """The ids of the first pieces of a text that have more than `most`; None where all of them have fewer.
+        """The ids of the first pieces that have more than `most` ids together; None if all pieces have no more.
 
-        A tokenizer takes up to 500 bytes of memory for a character, so a text is not given to it whole before it is
-        known that its tokens may fit. Where a piece ends a word may be cut, which adds a few tokens: hence `most` is
-        twice the context.
+        A tokenizer needs up to 500 bytes of memory for a character. So it gets a whole text only if its tokens may fit.
+        A word that is cut at the end of a piece adds a few tokens, so `most` is twice the context.
         """
         found: list[np.ndarray] = []
         count = 0
@@ -236,12 +234,12 @@ class Renderer:
         return None
 
     def chat(self, messages: Sequence[Message], *, generate: bool, tools: Tools = ()) -> str:
-        """Messages through the chat template; DataError where the tokenizer has none or the template refuses."""
+        """Messages rendered by the chat template. DataError if there is no template or it refuses them."""
         return self.template.render(messages, generate=generate, tools=tools)
 
     def rewrites(self, new: Sequence[Message], tools: Tools) -> str:
-        """Why conversations in which such messages answer the policy are not one growing sequence; '' where they are.
-        Asked of the template once for each kind."""
+        """The reason why the template cannot append such messages after a turn; '' if it can. It is tested once for
+        each kind of message."""
         key = ("tool" if any(m["role"] == "tool" for m in new) else "user", bool(tools))
         if key not in self._proofs:
             self._proofs[key] = self.template.proof(key[0], tools=tools)
@@ -249,7 +247,7 @@ class Renderer:
 
     @property
     def chat_stop(self) -> int:
-        """The stop id the chat template writes after an assistant's turn, else the first stop id."""
+        """The stop id that the chat template writes after an assistant's turn, else the first stop id."""
         stop = self._chat_stop
         if stop is None:
             tail = self.encode(self.template.end()).tolist()
@@ -264,12 +262,12 @@ class Renderer:
 
 
 class RenderedDialogue:
-    """One conversation's encoder: each `see` returns the ids to append, given what was said in between.
+    """Encodes one conversation. Each `see` returns the ids to append after the policy's last turn.
 
-    The policy's own tokens stay as they were said. For messages, an observation is whatever the chat template adds
-    after the assistant's turn, which needs a template that only ever appends. One that drops or changes earlier turns
-    (such as their reasoning) is refused, because the policy would be trained on a history it never saw; unless the
-    renderer's history is `rewrite`: then the conversation as it is written now begins a new sequence (`restarted`).
+    The policy's own tokens are not changed. For messages, an observation is the text that the chat template adds after
+    the assistant's turn, so the template must only append. A template that drops or changes earlier turns (such as
+    their reasoning) is refused, because the policy would be trained on a history it never saw. If the renderer's
+    history is `rewrite`, the conversation as rendered now begins a new sequence instead (`restarted`).
     """
 
     def __init__(self, renderer: Renderer, task: str = "") -> None:
@@ -284,11 +282,11 @@ class RenderedDialogue:
 
     @property
     def format(self) -> str | None:
-        """The format in which this conversation's template writes tool calls; None where there is none."""
+        """The format in which this conversation's template writes tool calls; None if there is none."""
         return self._renderer.template.format if self._renderer.tokenizer.chat_template else None
 
     def see(self, content: Content, tools: Tools = ()) -> np.ndarray:
-        """int32 ids of the prompt (first call, with what tools there are) or of an observation."""
+        """int32 ids of the prompt (first call, with the tools) or of an observation (later calls)."""
         messages = None if isinstance(content, str) else list(content)
         self.restarted = False
         if self._history is None:
@@ -308,11 +306,11 @@ class RenderedDialogue:
         return self._observe([self._renderer.written(m) for m in messages], self._said)
 
     def text(self, ids: Sequence[int] | np.ndarray) -> str:
-        """What these ids say, without the stop token."""
+        """The text of these ids, without the stop token."""
         return self._renderer.text([int(i) for i in ids])
 
     def said(self, ids: Sequence[int] | np.ndarray) -> str:
-        """Take note of the policy's turn; returns its text."""
+        """Record the policy's turn. Returns its text."""
         self._said = [int(i) for i in ids]
         return self._renderer.text(self._said)
 
@@ -336,7 +334,7 @@ class RenderedDialogue:
         return render.encode(found.text)
 
     def _rewritten(self, history: list[Message], text: str, new: list[Message]) -> After:
-        """The continuation where this turn can be continued, else the whole conversation as it is written now."""
+        """The text to append if this turn can be continued, else the whole conversation as rendered now."""
         try:
             return self._renderer.template.after(history, text, new, self._tools)
         except DataError:
@@ -367,7 +365,7 @@ def _leading(tokenizer: Tokenizer) -> tuple[int, ...]:
 
 
 def _probe(tokenizer: Tokenizer) -> str:
-    """A text that the tokenizer can write: one of characters has no more than its alphabet."""
+    """A text that the tokenizer can encode. A character tokenizer has only its alphabet."""
     for text in ("0", "a", *(tokenizer.decode([i], **_EXACT) for i in range(64))):
         try:
             if text and tokenizer.encode(text, add_special_tokens=False):

@@ -1,4 +1,4 @@
-"""Two renderings of one conversation compared: where they begin to differ, said for people."""
+"""Compares two renderings of one conversation, and describes where they begin to differ."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ REWRITES = (
 
 
 def differs(before: str, whole: str) -> str:
-    """`REWRITES` with the place where two renderings part."""
+    """The message `REWRITES` with the place at which the two renderings begin to differ."""
     at = len(common(before, whole))
     return (
         f"{REWRITES} (it wrote ...{before[max(0, at - 20) : at + 40]!r}, and then"
@@ -19,9 +19,11 @@ def differs(before: str, whole: str) -> str:
 
 
 def common(a: str, b: str) -> str:
+    """The longest common beginning."""
     n = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
     return a[:n]
 
 
 def squeezed(text: str) -> str:
+    """The text without white space."""
     return "".join(text.split())

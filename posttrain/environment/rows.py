@@ -1,4 +1,4 @@
-"""Rows of the user's data, read strictly: what is wrong with one is said with its file and line."""
+"""Rows of the user's data, read strictly: an error names the file and the line."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.types import Message, Task
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Whose messages chat templates know."""
-
+"""The roles that chat templates accept."""
 
 Place = str
-"""Where a row stands, for messages: `file:line`, or `name row n`."""
+"""The place of a row in the data, for error messages: `file:line`, or `name row n`."""
 
 
 class Columns(Protocol):
-    """Which columns hold what, by the names that the user's data have."""
+    """The names of the columns in the user's data."""
 
     @property
     def prompt_column(self) -> str: ...
@@ -54,7 +53,7 @@ class PromptRow:
 
 @contextmanager
 def placed(place: Place) -> Iterator[None]:
-    """What is wrong with a task is said with the place of its row."""
+    """Puts the place of the row in front of the message of an error that is raised inside."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -62,7 +61,7 @@ def placed(place: Place) -> Iterator[None]:
 
 
 def digest(prompt: str | Sequence[Message]) -> str:
-    """16 hex digits of a prompt: equal prompts have equal ones, and nothing else enters."""
+    """16 hex digits that depend on the prompt alone, so equal prompts have equal digests."""
     text = (
         prompt
         if isinstance(prompt, str)
@@ -72,7 +71,7 @@ def digest(prompt: str | Sequence[Message]) -> str:
 
 
 def row_of(place: Place, data: Mapping[str, Any], c: Columns) -> PromptRow:
-    """One row, checked."""
+    """One row of data, checked."""
     prompt, completion = _prompt(place, data, c)
     if (written := data.get(c.completion_column)) is not None:
         completion = _completion(place, written, c)
@@ -161,7 +160,7 @@ def _completion(place: Place, value: Any, c: Columns) -> str:
 
 
 def _text(place: Place, column: str, value: str) -> str:
-    """Text that can be written as UTF-8; JSON can smuggle in half a surrogate pair, which no tokenizer takes."""
+    """The text, if UTF-8 can encode it. JSON may contain half of a surrogate pair, which no tokenizer accepts."""
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -193,7 +192,7 @@ def texts_of(prompt: str | Sequence[Message]) -> Iterable[str]:
 
 
 def source_rows(path: str, split: str) -> Iterator[tuple[Place, Mapping[str, Any]]]:
-    """Rows with their places, from whatever `path` is."""
+    """Rows with their places, from a file, a saved data set or one on the hub."""
     from posttrain.environment import tables
 
     file = Path(path)

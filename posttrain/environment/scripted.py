@@ -1,4 +1,4 @@
-"""A policy that says fixed turns: what tests, proofs and examples hand to an environment instead of a model."""
+"""A policy with scripted turns. Tests, checks and examples give it to an environment instead of a model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from posttrain.core.verdict import Judged, Verdict
 
 
 class ScriptedPolicy:
-    """A `Talk` whose policy says `turns` one after the other, each ending as `stop` says (once for all, or per turn).
+    """A `Talk` whose policy says `turns` in order. `stop` is the stop reason of all turns, or one for each turn.
 
-    `seen` holds what the environment showed. `seats` has the turns of the other seats, by name. Asking for a turn
-    beyond the script is an error of the script.
+    `seen` holds what the environment showed. `seats` has the turns of the other seats, by name. IndexError if the
+    environment asks for more turns than the script has.
     """
 
     format: str | None = "hermes"
@@ -40,7 +40,7 @@ class ScriptedPolicy:
         self.seen.append(content if isinstance(content, str) else tuple(content))
 
     async def say(self, most: int | None = None) -> Utterance:
-        """A turn of more than `most` characters is cut there, as a token a character."""
+        """The next turn. It is cut after `most` characters, because a character counts as a token."""
         turn = len(self.said)
         if turn == len(self._turns):
             raise IndexError(f"the environment asked for turn {turn + 1}, but the script has {turn}")
@@ -61,12 +61,12 @@ class ScriptedPolicy:
 async def attempt(
     env: Environment, task: Task, turns: Sequence[str], stop: Stop | Sequence[Stop] = Stop.SAID
 ) -> Attempt:
-    """Play one scripted episode; turns the environment did not ask for are left unsaid."""
+    """Play one scripted episode. Turns that the environment does not ask for are not used."""
     return (await _played(env, task, turns, stop))[0]
 
 
 async def judged(env: Environment, task: Task, turns: Sequence[str]) -> tuple[Judged, ...]:
-    """Play and judge one scripted episode, what it was paid on the way included."""
+    """Play and judge one scripted episode. The verdicts include the rewards that it was paid during play."""
     said, talk = await _played(env, task, turns, Stop.SAID)
     return (*await env.judge(said), *talk.paid)
 
@@ -76,4 +76,4 @@ async def _played(
 ) -> tuple[Attempt, ScriptedPolicy]:
     talk = ScriptedPolicy(turns, stop)
     end = await env.play(task, talk)
-    return Attempt(task, tuple(talk.said), end, int, talk.state), talk  # a script says a token a character
+    return Attempt(task, tuple(talk.said), end, int, talk.state), talk  # in a script a character counts as a token

@@ -1,4 +1,4 @@
-"""What environments share: settings as fields, a task source, see-and-say, and rewards added by the user."""
+"""The base class of environments: settings as fields, a task source, one turn, and the user's own rewards."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from posttrain.core.verdict import Judged, Verdict
 from posttrain.verifier.source import ContainedSource, Source, SourceWithProcesses
 
 HELDOUT_SEED = 20_240_229
-"""Seed of every generated held-out set: never the run's, so that runs of different seeds answer the same questions."""
+"""Seed of every generated held-out set. It is not the run's seed, so runs of different seeds are evaluated alike."""
 
 
 @dataclass(frozen=True)
 class Generated:
-    """Tasks without end: task i is a pure function of the index."""
+    """An endless source of tasks: task i is a pure function of i."""
 
     make: Callable[[int], Task]
 
@@ -59,24 +59,24 @@ class Listed:
 
 @dataclass(frozen=True, kw_only=True)
 class SingleTurn(ABC):
-    """One question, one answer, one verifier: the base of every environment here.
+    """One question, one answer, one verifier. Every environment here is a subclass.
 
-    A subclass is a frozen dataclass. Fields it adds are its settings (`Env.args`); the fields below are set by
-    whoever builds it. It gives `name`, `train`, `heldout`, `verify` (or `verdict`), and for its proof `key`, `gold` and
-    `distractor`. A task of several turns overrides `play`.
+    A subclass is a frozen dataclass. The fields it adds are its settings (`Env.args`). The fields below are set from
+    the run's configuration. A subclass defines `name`, `train`, `heldout`, `alphabet` and `verify` (or `verdict`). It
+    defines `key`, `gold` and `distractor` so that it can be checked. An environment of several turns overrides `play`.
     """
 
     seed: int = 0
-    """Of the training tasks."""
+    """Seed of the training tasks."""
     heldout_count: int = 200
     rewards: tuple[Source, ...] = ()
-    """Sources judged beside the environment's own verifier."""
+    """The user's reward sources, judged in addition to the environment's own verifier."""
     limits: EpisodeLimits = EpisodeLimits()
-    """Of its episodes; those on turns, tokens and time hold whatever the environment does."""
+    """Limits of an episode. Those on turns, tokens and time are enforced whatever the environment does."""
     sandbox: SandboxSettings = SandboxSettings()
-    """Where programs run that the policy wrote."""
+    """Which sandbox runs programs that the policy wrote."""
     resolution: float = RESOLUTION
-    """Of its own verdicts (`core.spread`); larger where a model gives them."""
+    """Relative resolution of its own verdicts (`core.spread`). Set it larger if a model gives the verdicts."""
 
     @classmethod
     def settings(cls) -> tuple[str, ...]:
@@ -85,7 +85,7 @@ class SingleTurn(ABC):
         return tuple(f.name for f in fields(cls) if f.name not in own)
 
     def __init_subclass__(cls) -> None:
-        """ConfigError where a class gives one half of its demonstrations: the other has another name, or is missing."""
+        """ConfigError if a class defines only one of `styles` and `demonstrate`: the other is missing or misspelt."""
         super().__init_subclass__()
         given = [f"{n}()" for n in ("styles", "demonstrate") if getattr(cls, n) is not getattr(SingleTurn, n)]
         if len(given) == 1:
@@ -109,28 +109,28 @@ class SingleTurn(ABC):
     @property
     @abstractmethod
     def alphabet(self) -> str:
-        """Every character that prompts, gold answers and demonstrations use, for a character tokenizer."""
+        """Every character in prompts, gold answers and demonstrations, for a character tokenizer."""
 
     def verify(self, attempt: Attempt) -> Verdict:
-        """The environment's own verdict, at once; what the policy says may make it 0 but never makes it raise."""
+        """The environment's own verdict, computed without waiting. It must not raise, whatever the policy wrote."""
         raise NotImplementedError(
             f"environment {self.name!r} has neither verify() nor, where judging has to wait, verdict()"
         )
 
     async def verdict(self, attempt: Attempt) -> Verdict:
-        """`verify`; given instead of it where judging waits for a sandbox or a server."""
+        """Calls `verify`. Override this method instead if judging waits for a sandbox or a server."""
         return self.verify(attempt)
 
     @abstractmethod
     def key(self, task: Task) -> Hashable:
-        """What makes two tasks the same; no held-out key occurs in train."""
+        """Two tasks with equal keys are the same task. No key of a held-out task occurs in train."""
 
     @abstractmethod
     def gold(self, task: Task) -> tuple[str, ...]:
-        """Turns that earn full reward."""
+        """The turns of an answer that earns full reward."""
 
     def paraphrases(self, task: Task) -> tuple[tuple[str, ...], ...]:
-        """Other turns that must earn as much as `gold`; `posttrain check` tries them."""
+        """Other answers, as turns, that must earn as much as `gold`. `posttrain check` tries them."""
         return ()
 
     def knows_gold(self, task: Task) -> bool:
@@ -139,27 +139,27 @@ class SingleTurn(ABC):
 
     @property
     def vouches_for_gold(self) -> bool:
-        """Whether `gold` earns full reward by the environment's own word. Not where it is only the data's answer, in no
-        known form."""
+        """Whether the environment promises that `gold` earns full reward. It cannot if `gold` is the user's data, whose
+        form is not known."""
         return True
 
     @property
     def contained(self) -> tuple[str, ...]:
-        """Names of the sandboxes that programs of the policy run in here."""
+        """Names of the sandboxes in which this environment runs programs of the policy."""
         return tuple(sorted({s.contained for s in self.rewards if isinstance(s, ContainedSource)}))
 
     @property
     def pays_parts(self) -> bool:
-        """Whether the verifier may pay a part of the reward for an answer that is not right."""
+        """Whether the verifier may give partial credit: a score below 1 for an answer that is not right."""
         return False
 
     @abstractmethod
     def distractor(self, task: Task) -> tuple[str, ...]:
-        """Turns that look like gold and earn nothing."""
+        """The turns of an answer that looks right and earns nothing."""
 
     @property
     def styles(self) -> tuple[str, ...]:
-        """Kinds of text to imitate that `demonstrate` writes; both are given, or none."""
+        """Kinds of demonstration that `demonstrate` writes. A class defines both of them or neither."""
         return ()
 
     def demonstrate(
@@ -172,7 +172,7 @@ class SingleTurn(ABC):
 
     @property
     def abilities(self) -> Abilities:
-        """What everybody else reads of the methods above."""
+        """The methods above in the form that the rest of the library reads."""
         return self._abilities
 
     @cached_property
@@ -198,11 +198,11 @@ class SingleTurn(ABC):
         return (own, *self.steps(attempt), *await self.added(attempt))
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """Verdicts about parts of the answer (`Judged.end`), for algorithms that give credit by step."""
+        """Verdicts about parts of the answer (`Judged.end`), for algorithms that assign credit to steps."""
         return ()
 
     async def added(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """The verdicts of the user's rewards, asked at the same time."""
+        """The verdicts of the user's rewards, which run concurrently."""
         return tuple(await asyncio.gather(*(source(attempt) for source in self.rewards)))
 
     def gauges(self) -> Gauges:
@@ -210,14 +210,14 @@ class SingleTurn(ABC):
         return merge(*(s.gauges() for s in self.rewards if isinstance(s, SourceWithProcesses)))
 
     def close(self) -> None:
-        """End what the verifiers keep running; it also ends by itself with the program."""
-        vars(self).pop("_abilities", None)  # they hold the environment, which holds them
+        """Stop the processes of the verifiers. They also stop when the program ends."""
+        vars(self).pop("_abilities", None)  # it refers to the environment, which refers to it
         for s in self.rewards:
             if isinstance(s, SourceWithProcesses):
                 s.close()
 
 
 def require(condition: bool, name: str, message: str) -> None:
-    """A setting's check: ConfigError that names the environment and says what to change."""
+    """Check a setting. Raises ConfigError with the environment's name and `message` if `condition` is false."""
     if not condition:
         raise ConfigError(f"env {name}: {message}")

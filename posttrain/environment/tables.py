@@ -1,5 +1,4 @@
-"""Rows of the user's files, each with its place; formats that need a package import it here and say so where it is
-missing."""
+"""Rows of the user's files, each with its place. A package that a format needs is imported only for that format."""
 
 from __future__ import annotations
 
@@ -17,18 +16,18 @@ Rows = Iterator[tuple[str, Mapping[str, Any]]]
 MARK = b"\xef\xbb\xbf"
 """UTF-8's byte-order mark."""
 LONGEST_ROW = 16 * foreign.MiB
-"""Bytes of a line, characters of a row: more than any context holds."""
+"""The most bytes of a line and characters of a row: more than fit any context."""
 LARGEST_ARRAY = 256 * foreign.MiB
-"""Bytes of a file that is one JSON array, which has to be read whole."""
+"""The most bytes of a file that is one JSON array, because it has to be read whole."""
 DEEPEST = 100
-"""Lists and objects inside each other."""
+"""The deepest nesting of lists and objects."""
 ROWS_AT_ONCE = 16
-"""Of a parquet file."""
+"""Rows of a parquet file that are read at once."""
 
 
 def json_rows(path: Path) -> Rows:
-    """JSON lines (or one JSON array), UTF-8 with or without a byte-order mark, any line ends; blank lines are skipped.
-    Lines are read one at a time; one over `LONGEST_ROW` is refused before it is read."""
+    """JSON lines or one JSON array, in UTF-8 with or without a byte-order mark, with any line ends. Blank lines are
+    skipped. Lines are read one at a time, and a line longer than `LONGEST_ROW` is refused before it is read."""
     with foreign.opened(path, DataError) as file:
         start = file.read(1 << 16)
     if start.startswith((b"\xff\xfe", b"\xfe\xff")):
@@ -67,7 +66,7 @@ def _parse(place: str, raw: bytes) -> Any:
 
 
 def _once(place: str, pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object; JSON allows a key twice, and all but the last value would be lost."""
+    """The object of these pairs. DataError if a key occurs twice: JSON allows it, but would lose a value."""
     made = dict(pairs)
     if len(made) < len(pairs):
         keys = [k for k, _ in pairs]
@@ -84,7 +83,7 @@ def _object(place: str, value: Any) -> Mapping[str, Any]:
 
 
 def _bounded(place: str, row: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The row, where it is no larger and no more deeply nested than one may be."""
+    """The row. DataError if it is larger or more deeply nested than allowed."""
     size = 0
     rest: list[tuple[Any, int]] = [(row, 1)]
     while rest:
@@ -122,7 +121,7 @@ def parquet(path: Path) -> Rows:
 
 
 def saved(path: str, split: str) -> Rows:
-    """A folder written by `save_to_disk`, of one data set or of splits."""
+    """A folder written by `save_to_disk`: one data set, or several splits."""
     datasets = _package("datasets", "datasets", f"reading the data set in {path}")
     try:
         data = datasets.load_from_disk(path)
@@ -136,7 +135,7 @@ def saved(path: str, split: str) -> Rows:
 
 
 def hub(name: str, split: str) -> Rows:
-    """A data set of the hub by its id; anything the hub says against it is passed on."""
+    """A data set of the hub by its id. An error of the hub is passed on in a DataError."""
     datasets = _package("datasets", "datasets", f"loading {name!r} from the hub")
     try:
         data = datasets.load_dataset(name, split=split)

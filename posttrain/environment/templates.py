@@ -1,9 +1,8 @@
-"""Chat templates are programs that somebody else wrote: they are rendered in a process of their own, within limits.
+"""Chat templates are third-party programs, so they are rendered in a separate process with limits.
 
-jinja2's sandbox keeps a template from files and from Python, but not from looping or from filling the memory. One
-process serves all templates of a program: asking it takes less than a millisecond more than rendering here, it may use
-`SPEC.cpu` seconds for a rendering, and a new one takes its place in milliseconds where it had to be ended. It starts
-when the first template is rendered.
+jinja2's sandbox keeps a template from files and from Python, but not from endless loops or from filling the memory. One
+process renders all templates of a program. It starts with the first rendering and adds less than a millisecond to each.
+A rendering may use `SPEC.cpu` seconds. A process that had to be stopped is replaced within milliseconds.
 """
 
 from __future__ import annotations
@@ -21,26 +20,27 @@ from posttrain.core.errors import DataError, LimitError
 from posttrain.verifier.workers.process import EndedError, Spec, WorkerError, WorkerProcess
 
 LARGEST = 16 << 20
-"""Characters that a template may write."""
+"""The most characters that a template may write."""
 SPEC = Spec(f"{__name__}:handler", cpu=2, wall=60.0, memory=1024, preload=True, quiet=True, most=8 * LARGEST)
 """The limits of a rendering. Real templates take a few milliseconds."""
-TOLD = 1000
-"""Characters of a template's own message that are passed on."""
+LONGEST_ERROR = 1000
+"""The most characters of a template's own error message that are passed on."""
 
 
 class RefusedError(Exception):
-    """The template raised; the message says what."""
+    """The template raised an error. The message gives it."""
 
 
 def apply(
     tokenizer: Any, messages: Sequence[Mapping[str, Any]], *, generate: bool, tools: Sequence[Mapping[str, Any]] = ()
 ) -> str:
-    """What `tokenizer.apply_chat_template` writes, in the process apart. A tokenizer with a method of its own is asked
-    itself: that method is code its user trusted.
+    """The result of `tokenizer.apply_chat_template`, rendered in the separate process. If the tokenizer overrides that
+    method, the method is called here instead, because it is code that the user trusts.
 
     Raises:
         RefusedError: the template raised.
-        LimitError: it needed more time or memory than it is given.
+        LimitError: it used more time or memory than allowed.
+        DataError: the process did not start.
     """
     listed = [dict(t) for t in tools] or None
     conversation = [
@@ -58,7 +58,7 @@ def apply(
 
 
 def _ask(request: bytes, messages: int) -> dict[str, Any]:
-    """The process's reply. One that is gone, such as with the thread that started it, is started again, once."""
+    """The process's reply. If the process is gone, such as with the thread that started it, it is started once more."""
     with _SERVER.lock:
         for last in (False, True):
             try:
@@ -77,7 +77,7 @@ def _ask(request: bytes, messages: int) -> dict[str, Any]:
 
 
 class _Server:
-    """The one process, and who may ask it."""
+    """The one rendering process, and the lock for its use."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -94,7 +94,7 @@ class _Server:
             self._worker = None
 
     def forget(self) -> None:
-        """In a forked child: the process belongs to the parent."""
+        """In a forked child: drop the process, which belongs to the parent."""
         self.lock, self._worker = threading.Lock(), None
 
 
@@ -107,7 +107,7 @@ os.register_at_fork(after_in_child=_SERVER.forget)
 
 
 def handler(_: str) -> Callable[[Any], dict[str, Any]]:
-    """Renders with transformers' own function, which is what `apply_chat_template` calls."""
+    """Renders with the function of transformers that `apply_chat_template` calls."""
     render = importlib.import_module("transformers.utils.chat_template_utils").render_jinja_template
 
     def answer(request: Any) -> dict[str, Any]:
@@ -120,7 +120,7 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything it likes
-            return {"error": f"{type(error).__name__}: {error}"[:TOLD]}
+            return {"error": f"{type(error).__name__}: {error}"[:LONGEST_ERROR]}
         if len(written[0]) > LARGEST:
             return {"error": f"it wrote {len(written[0]):,} characters, and at most {LARGEST:,} are taken"}
         return {"text": written[0]}

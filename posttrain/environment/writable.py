@@ -1,8 +1,8 @@
-"""What the world answers can always be written: a character that a tokenizer has no token for is shown as another one.
+"""Makes every observation encodable: a character without a token is replaced by another one.
 
-A tokenizer of characters or words has no token for what it was not made with, and what a tool says (an error that
-quotes the policy) is known to nobody beforehand. Were it refused in the middle of an episode, that episode would leave
-the batch as if we had failed.
+A tokenizer of characters or words has no token for text it was not built with. The text of a tool, such as an error
+that quotes the policy, is not known beforehand. If it were refused during an episode, the episode would be a failure of
+ours and leave the batch.
 """
 
 from __future__ import annotations
@@ -11,32 +11,32 @@ from collections.abc import Callable, Sequence
 
 from posttrain.core.errors import DataError
 
-WILD = "é雪ßЖ\U0001f9ee"
-"""Characters of many scripts: a tokenizer that writes each of them writes everything."""
+PROBES = "é雪ßЖ\U0001f9ee"
+"""Characters of many scripts. A tokenizer that encodes each of them is taken to encode every text."""
 STAND_INS = "?_.#-*0ax "
-"""What is shown instead, the first of these that the tokenizer has."""
+"""Candidates for the replacement. The first one that the tokenizer has is used."""
 
 
 class Writable:
-    """Texts as a tokenizer can write them.
+    """Replaces the characters that a tokenizer cannot encode.
 
     Args:
-        encode: text to ids, nothing added; raises whatever it likes where it cannot.
+        encode: text to ids, with nothing added. It may raise any Exception if it cannot encode the text.
     """
 
     def __init__(self, encode: Callable[[str], Sequence[int]]) -> None:
         self._encode = encode
         self._has: dict[str, bool] = {}
-        self.everything = all(self._ids(c) for c in WILD)
-        """Whether every text can be written."""
-        self._drops = any(self._ids(c) == [] for c in WILD)
+        self.everything = all(self._ids(c) for c in PROBES)
+        """Whether every text can be encoded."""
+        self._drops = any(self._ids(c) == [] for c in PROBES)
         self.stand_in = next((c for c in STAND_INS if self._ids(c)), "")
 
     def text(self, text: str) -> str:
-        """The text where it can be written, else with a `stand_in` for each character that has no token.
+        """The text, with `stand_in` in place of each character that has no token.
 
         Raises:
-            DataError: even so it cannot be written.
+            DataError: the text cannot be encoded even then.
         """
         if all(self._writes(c) for c in set(text)) or not (self.everything or self._drops or self._ids(text) is None):
             return text
@@ -50,12 +50,12 @@ class Writable:
         return shown
 
     def check(self) -> None:
-        """DataError where some text cannot be written, not even with stand-ins."""
-        self.text(f"{WILD} ok")
+        """DataError if some text cannot be encoded even with stand-ins."""
+        self.text(f"{PROBES} ok")
 
     def _writes(self, character: str) -> bool:
-        """Whether it has a token. Where unknown ones are dropped, space and control characters may be: tokenizers do so
-        on purpose."""
+        """Whether the character has a token. If the tokenizer drops unknown characters, white space and control
+        characters count as encodable, because tokenizers drop those on purpose."""
         if self.everything:
             return not "\ud800" <= character <= "\udfff"
         if character not in self._has:
@@ -66,7 +66,7 @@ class Writable:
         return self._has[character]
 
     def _ids(self, text: str) -> list[int] | None:
-        """None where the tokenizer raises, as it does for half a surrogate pair."""
+        """The ids; None if the tokenizer raises, as it does for half of a surrogate pair."""
         try:
             return list(self._encode(text))
         except Exception:  # the tokenizers library raises plain exceptions for what a vocabulary lacks

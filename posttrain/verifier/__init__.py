@@ -1,1 +1,1 @@
-"""Verifiers: what an answer is worth. Text in, verdicts out; programs that a policy wrote run in the sandbox alone."""
+"""Verifiers: they turn a response into a verdict. Programs that a policy wrote run in the sandbox only."""

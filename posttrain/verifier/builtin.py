@@ -1,5 +1,5 @@
-"""Rewards by name, at once: `exact`, `last_integer` and `contains` compare with the answer; those of `formats` judge
-the form. `math` and `code` are rooms of their own."""
+"""Built-in rewards that need no process. `exact`, `last_integer` and `contains` compare with the answer; those of
+`formats` judge the form. `math` and `code` are packages of their own."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Builtin = Callable[[Task, str], Verdict]
 
 
 def exact(task: Task, text: str) -> Verdict:
-    """1 where the response, stripped of white space, is the answer."""
+    """1 if the response, without white space at its ends, equals the answer."""
     return graded(text.strip() == _answer(task), repr(text.strip()), repr(_answer(task)))
 
 
 def integer(task: Task, text: str) -> Verdict:
-    """1 where the last integer of the response is the answer, both normalised."""
+    """1 if the last integer of the response equals that of the answer, both normalised."""
     wanted, said = last_integer(_answer(task)), last_integer(text)
     if wanted is None:
         return Verdict.failed("gold", f"the answer {_answer(task)!r} is no integer")
@@ -29,9 +29,9 @@ def integer(task: Task, text: str) -> Verdict:
 
 
 def contains(task: Task, text: str) -> Verdict:
-    """1 where the answer occurs in the response as words of its own: `12` is not in `312`, nor in `12.5`.
+    """1 if the answer occurs in the response as whole words: `12` is not in `312`, nor in `12.5`.
 
-    A policy that lists every candidate earns 1, so use it only where responses are short.
+    A policy that lists every candidate earns 1, so use it only if responses are short.
     """
     wanted = _answer(task)
     pattern = rf"(?<!\w)(?<!\d[.,]){re.escape(wanted)}(?!\w)(?![.,]\d)"
@@ -53,6 +53,6 @@ BUILTIN: dict[str, Builtin] = {
     "tool_call": tool_call,
 }
 ANSWERED = ("exact", "last_integer", "contains")
-"""Those that compare with the task's answer."""
+"""The built-in rewards that require the task's answer."""
 NAMES = (*BUILTIN, "math", "code", "code_fraction")
-"""What `Reward.function` may be, beside `path.py:function`."""
+"""The names that `Reward.function` accepts, besides `path.py:function`."""

@@ -1,4 +1,4 @@
-"""Running other people's functions beside the event loop: in a thread, within a time, without letting a hang spread."""
+"""Calls user functions with a timeout. A synchronous one runs in a thread, so it cannot block the event loop."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 THREADS = 16
-"""Synchronous calls running at once per event loop; the others wait, and waiting does not use up their time."""
+"""The most synchronous calls that run at once in an event loop. The time that a call waits is not in its timeout."""
 
 _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
 
 class TimedOut(Exception):
-    """The call did not return in its time. A thread cannot be killed, so it may still be running."""
+    """The call did not return in time. A thread cannot be killed, so it may still be running."""
 
 
 async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwargs: Any) -> Any:
-    """Call a sync or async function; raises what it raises, or `TimedOut` after `timeout` seconds of its own running.
+    """Call a sync or async function. Raises what it raises, or `TimedOut` after it has run for `timeout` seconds.
 
-    A sync function runs in a daemon thread of its own: one that hangs holds up neither the loop, nor the next call, nor
-    the end of the process, which a shared thread pool would.
+    A sync function runs in a daemon thread of its own. If it hangs, the loop, the next call and the end of the process
+    do not wait for it. With a shared thread pool they would.
     """
     if is_async(function):
         return await _within(timeout, function(*args, **kwargs))
@@ -35,7 +35,7 @@ async def call(function: Callable[..., Any], timeout: float, *args: Any, **kwarg
 
 
 def is_async(function: Callable[..., Any]) -> bool:
-    """Whether calling it gives a coroutine, for functions, partials and objects with `__call__`."""
+    """Whether a call returns a coroutine. Works for functions, partials and objects with `__call__`."""
     return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
 
 
@@ -68,21 +68,21 @@ def _threaded(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[
         try:
             result = context.run(function, *args, **kwargs)
         except BaseException as raised:
-            # A future refuses StopIteration, and SystemExit in the loop would end the run.
+            # A future does not accept StopIteration, and SystemExit in the loop would end the run.
             error = (
                 raised if isinstance(raised, Exception) and not isinstance(raised, StopIteration) else Raised(raised)
             )
         try:
             loop.call_soon_threadsafe(finish, result, error)
         except RuntimeError:
-            return  # the loop closed while a timed-out call was still running: nobody is waiting
+            return  # the loop closed while a timed-out call was still running, so nothing waits for the result
 
     threading.Thread(target=work, name=f"call {getattr(function, '__name__', 'function')}", daemon=True).start()
     return future
 
 
 class Raised(Exception):
-    """Carries an exception that cannot travel through a future (SystemExit, StopIteration) as its `__cause__`."""
+    """Wraps, as its `__cause__`, an exception that a future cannot hold (SystemExit, StopIteration)."""
 
     def __init__(self, cause: BaseException) -> None:
         super().__init__(repr(cause))

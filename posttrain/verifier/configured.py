@@ -1,4 +1,4 @@
-"""The rewards that a run configures, as sources: a verifier by its name, or a function of the user's file."""
+"""The rewards of a run's configuration as sources: a verifier by its name, or a function in the user's file."""
 
 from __future__ import annotations
 
@@ -23,8 +23,12 @@ from posttrain.verifier.workers.functions import pooled
 def sources(
     rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: SandboxSettings = SandboxSettings()
 ) -> tuple[Checked, ...]:
-    """The configured reward sources, in order; `tasks` are checked for the columns they require, programs run in
-    `where`."""
+    """The configured reward sources, in order.
+
+    Args:
+        tasks: checked for the columns that the rewards require.
+        where: the sandbox of rewards that run programs.
+    """
     out: list[Checked] = [_source(r, where) for r in rewards]
     names = [s.name for s in out]
     for s in out:

@@ -1,7 +1,6 @@
-"""Rewards for the form of a response: thoughts in their tags, and tool calls that are exactly the wanted ones
-(Tool-N1).
+"""Rewards for the form of a response: thoughts in tags, and tool calls that equal the wanted ones (Tool-N1).
 
-All of it reads text as data: nothing is evaluated, the time is linear, and no response raises.
+The text is only parsed and never evaluated. The time is linear in its length, and no response makes them raise.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ BEGIN, END = "<tool_call>", "</tool_call>"
 
 
 def think_format(task: Task, text: str) -> Verdict:
-    """1 where the response is `<think>thought</think>` and then an answer, each tag once, else 0."""
+    """1 if the response is `<think>thought</think>` followed by an answer, with each tag once, else 0."""
     return _form(text, _thought_and_rest(text)[1].strip() != "")
 
 
 def answer_format(task: Task, text: str) -> Verdict:
-    """1 where the response is `<think>thought</think><answer>answer</answer>` and nothing else (DeepSeek-R1's form),
-    else 0."""
+    """1 if the response is `<think>thought</think><answer>answer</answer>` and nothing else, else 0 (DeepSeek-R1's
+    form)."""
     rest = _thought_and_rest(text)[1].strip()
     inside = rest.removeprefix("<answer>").removesuffix("</answer>")
     whole = (
@@ -41,12 +40,11 @@ def answer_format(task: Task, text: str) -> Verdict:
 
 
 def tool_call(task: Task, text: str) -> Verdict:
-    """Tool-N1 (2505.00024): 1 where there is a thought, the last `<tool_call>` holds a JSON list of calls, and these
-    are the wanted ones, each as often, in any order; else 0. Arguments are compared as JSON: 1 is not "1", nor 1.0; the
-    order of keys does not count.
+    """Tool-N1 (2505.00024): 1 if there is a thought and the last `<tool_call>` is a JSON list with exactly the wanted
+    calls, else 0. The order of the calls does not matter, but the number of each does. Arguments are compared as JSON:
+    1 is neither "1" nor 1.0. The order of their keys does not matter.
 
-    What is wanted stands in the task's column `calls`, else in its answer: a list of `{"name", "arguments"}`, or its
-    JSON.
+    The wanted calls are the task's column `calls`, else its answer: a list of `{"name", "arguments"}`, or its JSON.
     """
     wanted = gold_calls(task)
     if "<think>" not in text or "</think>" not in text:
@@ -65,7 +63,7 @@ def tool_call(task: Task, text: str) -> Verdict:
 
 
 def gold_calls(task: Task) -> Calls:
-    """The calls that a task wants; DataError where it does not say them."""
+    """The calls that a task wants. Raises DataError if they are missing or cannot be read."""
     said: Any = task.info.get("calls", task.answer)
     try:
         return _calls(reading.json_value(said) if isinstance(said, str) else said)
@@ -89,7 +87,7 @@ def _calls(listed: Any) -> Calls:
 
 
 def _thought_and_rest(text: str) -> tuple[str, str]:
-    """('', '') where the response does not begin with one thought that ends."""
+    """The thought and the text after it; ('', '') unless the response begins with exactly one closed thought."""
     stripped = text.strip()
     if not stripped.startswith("<think>") or stripped.count("<think>") != 1 or stripped.count("</think>") != 1:
         return "", ""

@@ -1,12 +1,12 @@
-"""Users' reward functions as sources of verdicts: found, understood once, and never able to stop or fool the run.
+"""Users' reward functions as sources of verdicts. A function that fails cannot stop the run or count as a low score.
 
-Two signatures are understood, told apart by their parameters when the run is built:
+Two signatures are accepted. They are told apart by their parameters when the run is built:
 
 - ours: `def reward(task: Task, text: str) -> float | Verdict | None`
 - TRL's: `def reward(prompts, completions, **columns) -> list[float | None]`, called by keyword with lists of one
 
-None abstains. Whatever breaks (an exception, a NaN, a wrong count, a time-out) is a `failed` verdict: the sample leaves
-the batch, and is never counted as a wrong answer.
+None abstains. An error (an exception, a NaN, a wrong count, a timeout) gives a `failed` verdict: the sample leaves the
+batch and is never counted as a wrong answer.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ Form = Literal["ours", "trl"]
 RewardFunction = Callable[..., Any]
 
 TIMEOUT = 30.0
-"""Seconds one call of a reward function may take, where nothing else is asked for."""
+"""Default for the seconds that one call of a reward function may take."""
 _TRL_UNSUPPORTED = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""What TRL's trainer also passes and a verifier here cannot see: it judges text, after the episode, without a
-trainer."""
+"""Arguments that TRL's trainer also passes. A reward here cannot have them: it judges text after the episode, without
+a trainer."""
 _TRL_ALWAYS = ("prompts", "completions")
 
 
@@ -44,9 +44,9 @@ _TRL_ALWAYS = ("prompts", "completions")
 class FunctionSource:
     """A reward function with its name, weight and form.
 
-    `timeout`: seconds one call may run; beyond it the verdict is failed("timeout"). A synchronous function that hangs
-    keeps its thread, so a verifier that can hang should be given worker processes (`Reward.workers`). `resolution`: of
-    a function that asks a model (`Reward.resolution`).
+    `timeout`: the seconds one call may run, after which the verdict is failed("timeout"). A synchronous function that
+    hangs keeps its thread, so a verifier that can hang should have worker processes (`Reward.workers`). `resolution`:
+    `Reward.resolution`, for a function that asks a model.
     """
 
     name: str
@@ -60,7 +60,7 @@ class FunctionSource:
         return Judged(self.name, self.weight, redacted(await self.verdict(attempt)), resolution=self.resolution)
 
     async def verdict(self, attempt: Attempt) -> Verdict:
-        """This function's verdict about one attempt."""
+        """The function's verdict about one attempt. Does not raise an Exception."""
         try:
             args, kwargs = self.arguments(attempt)
             return self.read(await call(self.function, self.timeout, *args, **kwargs))
@@ -70,15 +70,15 @@ class FunctionSource:
             return Verdict.failed("raised", where(error, self.function))
 
     def arguments(self, attempt: Attempt) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """What the function is called with."""
+        """The positional and the keyword arguments of the call."""
         return ((attempt.task, attempt.text), {}) if self.form == "ours" else ((), self._keywords(attempt))
 
     def read(self, returned: Any) -> Verdict:
-        """What it returned, as a verdict."""
+        """The function's return value as a verdict."""
         return as_verdict(returned) if self.form == "ours" else _only(returned)
 
     def _keywords(self, attempt: Attempt) -> dict[str, list[Any]]:
-        """TRL's keyword arguments for one sample: as lists of length 1, columns filtered to what the function takes."""
+        """TRL's keyword arguments for one sample: lists of length 1, and only the columns that the function accepts."""
         task = attempt.task
         given: dict[str, Any] = {
             **columns(task),
@@ -92,8 +92,12 @@ class FunctionSource:
         return {p.name: [given[p.name]] for p in parameters if p.name in given}
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """ConfigError where the function requires a column, or a built-in the answer, that one of the tasks does not
-        have; DataError where `tool_call` cannot read what a task wants."""
+        """Check that the tasks have what the function requires.
+
+        Raises:
+            ConfigError: a task lacks a column that the function requires, or the answer that a built-in requires.
+            DataError: `tool_call` cannot read the calls that a task wants.
+        """
         required = _required(self.function) if self.form == "trl" else ["answer"] if self.name in ANSWERED else []
         for task in tasks:
             if self.function is BUILTIN["tool_call"]:
@@ -110,7 +114,7 @@ class FunctionSource:
 def source(
     function: RewardFunction, *, name: str | None = None, weight: float = 1.0, timeout: float = TIMEOUT
 ) -> FunctionSource:
-    """A Python function as a reward source; ConfigError where its signature is neither form."""
+    """A Python function as a reward source. Raises ConfigError if its signature has neither form."""
     called = name or getattr(function, "__name__", type(function).__name__)
     return FunctionSource(called, function, weight, form(function, called), timeout)
 
@@ -161,7 +165,7 @@ def _required(function: RewardFunction) -> list[str]:
 
 
 def columns(task: Task) -> Mapping[str, Any]:
-    """A task's columns by name, as a batch reward receives them: its id, its answer where it has one, and its info."""
+    """A task's columns by name, as a batch reward receives them: its id, its answer if it has one, and its info."""
     answer = {} if task.answer is None else {"answer": task.answer}
     return {"id": task.id, **answer, **task.info}
 
@@ -171,15 +175,15 @@ def _plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, Any]]:
 
 
 def _completion(attempt: Attempt) -> str | list[Message]:
-    """Text for a text prompt; one assistant message a turn for a conversation, as in TRL."""
+    """Text for a text prompt; for a conversation, one assistant message for each turn, as in TRL."""
     if isinstance(attempt.task.prompt, str):
         return attempt.text
     return [Message(role="assistant", content=t) for t in attempt.turns]
 
 
 def as_verdict(value: Any) -> Verdict:
-    """What a reward function returned for one sample. Numbers of any library pass; a text or a truth value does not
-    pass for a number."""
+    """The verdict for a value that a reward function returned. Numbers of any library are accepted. Text and truth
+    values are not numbers here."""
     if value is None:
         return Verdict.abstain()
     if isinstance(value, Verdict):
@@ -203,12 +207,12 @@ def as_verdict(value: Any) -> Verdict:
 
 
 def _truth(value: Any) -> bool:
-    """True or False, or those of NumPy or torch: what a comparison said, and not what that is worth."""
+    """Whether it is a truth value of Python, NumPy or torch: the result of a comparison and not a score."""
     return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def _only(returned: Any) -> Verdict:
-    """The one verdict of a batch of one."""
+    """The verdict from what a batch reward returned for a batch of one."""
     if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
         return Verdict.failed(
             "type", f"returned {type(returned).__name__}, wanted a list of one number or None per completion"

@@ -1,4 +1,4 @@
-"""Reading the integer a response ends on, without ever raising on what a policy can say."""
+"""Reads the last integer of a response. It never raises, whatever the policy wrote."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBER = re.compile(
 
 
 def canonical(sign: str | None, digits: str) -> str:
-    """One spelling per integer: no separators, no leading zeros, no plus, no negative zero.
+    """The one spelling of an integer: no separators, no leading zeros, no plus, no negative zero.
 
     >>> canonical("-", "0,012"), canonical("+", "000")
     ('-12', '0')
@@ -28,11 +28,11 @@ def canonical(sign: str | None, digits: str) -> str:
 
 
 def last_integer(text: str) -> str | None:
-    """The last number of a text in its canonical spelling; None where there is none or it is no integer.
+    """The last number of a text in its canonical spelling. None if there is no number or it is not an integer.
 
-    Understands a sign that is not an operator, Unicode minus signs, leading zeros, full-width digits and thousands
-    separators (comma, apostrophe, underscore, narrow or fixed space); `12.0` is 12 and `12.5` is no integer. The
-    result is text because Python refuses to convert very long digit strings, and a policy can say one.
+    Accepts a sign that is not an operator, Unicode minus signs, leading zeros, full-width digits and thousands
+    separators (comma, apostrophe, underscore, narrow or fixed space). `12.0` is 12, and `12.5` is not an integer. The
+    result is text because Python refuses to convert very long digit strings, and a policy can write one.
 
     >>> last_integer("3+4=7;7+5=12"), last_integer("about 1,234."), last_integer("\u2212007"), last_integer("12.5")
     ('12', '1234', '-7', None)

@@ -1,4 +1,4 @@
-"""What a source of verdicts is: one verdict about one attempt, and what some sources have beside it."""
+"""The protocols of reward sources: a source gives one verdict about one attempt. Some sources offer more."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Source(Protocol):
 
 
 class Checked(Source, Protocol):
-    """A source with its place in the outcome, which can say what it needs of the tasks."""
+    """A source with its name and its weight in the reward. It can check that tasks have what it needs."""
 
     @property
     def name(self) -> str: ...
@@ -31,7 +31,7 @@ class Checked(Source, Protocol):
 
 @runtime_checkable
 class SourceWithProcesses(Protocol):
-    """A source with processes of its own."""
+    """A source that keeps processes: it reports gauges, and `close` stops the processes."""
 
     def gauges(self) -> Gauges: ...
 
@@ -49,5 +49,5 @@ class ContainedSource(Protocol):
 
 
 def graded(right: bool, said: object, wanted: object, *, kind: str = "wrong") -> Verdict:
-    """1 or 0, with what was said and wanted where they differ."""
+    """1 if right, else 0 with the text that was said and the text that was wanted."""
     return Verdict.value(1.0) if right else Verdict.value(0.0, kind, f"said {said}, wanted {wanted}")

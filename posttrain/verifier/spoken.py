@@ -1,4 +1,4 @@
-"""What of a response is said to its reader: its thoughts are not, in every reward that looks for an answer."""
+"""The part of a response outside its thoughts. Every reward that looks for an answer reads this part only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ _OPENED = re.compile(r"(?<![\"'`])<think>")
 
 
 def spoken(text: str) -> str:
-    """What comes after the last `</think>`, up to a `<think>` that never ends. A tag in quotes is text.
+    """The text after the last `</think>`, up to a `<think>` that is not closed. A tag in quotes is plain text.
 
     >>> spoken("<think>3?</think>It is 4.<think>or"), spoken("tags = ['<think>']")
     ('It is 4.', "tags = ['<think>']")

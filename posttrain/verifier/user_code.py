@@ -1,4 +1,4 @@
-"""What users keep in files of their own: a function or a class of a Python file, named `path.py:name`."""
+"""Loads user code: a function or a class in a Python file of the user's, named `path.py:name`."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from posttrain.verifier.calls import Raised
 
 
 def load(path: Path, attribute: str, what: str = "reward", kind: str = "function") -> Callable[..., Any]:
-    """The function (or class) of a Python file; ConfigError says what exists where the file or the name does not.
+    """The function or class of a Python file. If there is none, the ConfigError lists what exists.
 
     Args:
-        what: what it is to the run, for messages.
+        what: what the run uses it for (such as reward), for messages.
         kind: `function` or `class`.
     """
     if not path.is_file():
@@ -43,7 +43,7 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
 
 
 def _module(path: Path, what: str) -> ModuleType:
-    """Import a file under a name of its own; its folder becomes importable, as when it is run as a script."""
+    """Import a file under a name made from its path. Its folder is added to `sys.path`, as for a script."""
     name = "posttrain_user_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
     spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
@@ -67,7 +67,7 @@ def _module(path: Path, what: str) -> ModuleType:
 
 
 def where(error: BaseException, function: Any = None) -> str:
-    """Type, message and line of an exception: of the deepest frame in the function's own file, else of the deepest.
+    """Type, message and line of an exception. The line is of the deepest frame in the function's file, else in any.
 
     Example: `ZeroDivisionError: division by zero (rewards.py:12)`.
     """

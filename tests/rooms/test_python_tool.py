@@ -11,7 +11,7 @@ import pytest
 
 from posttrain.core.stop import EpisodeLimits
 from posttrain.environment.tools.offered import OfferedTools
-from posttrain.environment.tools.python import LOST, InterpreterSeats, Python
+from posttrain.environment.tools.python import LOST, InterpreterSlots, Python
 from posttrain.environment.tools.tool import Toolbox
 from posttrain.sandbox.choose import open_sandbox
 from posttrain.sandbox.pool import Sandbox
@@ -32,7 +32,7 @@ async def call(box: Toolbox, code: str, limits: EpisodeLimits = LIMITS) -> tuple
 
 
 async def test_python_keeps_its_variables_and_ends_with_the_episode(sandbox: Sandbox) -> None:
-    async with Python(InterpreterSeats(sandbox, 10.0)) as box:
+    async with Python(InterpreterSlots(sandbox, 10.0)) as box:
         assert await call(box, "x = 6") == ("ok", "(nothing was printed)")
         assert await call(box, "print('hi'); x * 7") == ("ok", "hi\n42")
         kind, text = await call(box, "1 / 0")
@@ -45,11 +45,11 @@ async def test_python_keeps_its_variables_and_ends_with_the_episode(sandbox: San
 async def test_a_piece_that_takes_too_long_is_the_policys_and_the_next_one_runs(sandbox: Sandbox) -> None:
     """A little before the call's own time: the policy is told why. Where the call's time is up first, it is told with
     the next one."""
-    async with Python(InterpreterSeats(sandbox, 1.0)) as box:
+    async with Python(InterpreterSlots(sandbox, 1.0)) as box:
         kind, text = await call(box, "while True: pass", EpisodeLimits(tool_seconds=5.0))
         assert kind == "refused" and "timeout" in text and LOST in text
         assert await call(box, "y = 1", EpisodeLimits(tool_seconds=5.0)) == ("ok", "(nothing was printed)")
-    async with Python(InterpreterSeats(sandbox, 60.0)) as box:
+    async with Python(InterpreterSlots(sandbox, 60.0)) as box:
         assert (await call(box, "import time; time.sleep(50)", EpisodeLimits(tool_seconds=0.3)))[0] == "timeout"
         assert await call(box, "1 + 1") == ("ok", f"{LOST}\n2")
         assert await call(box, "2 + 2") == ("ok", "4")
@@ -58,12 +58,12 @@ async def test_a_piece_that_takes_too_long_is_the_policys_and_the_next_one_runs(
 async def test_an_episode_waits_for_its_seat_and_no_call_runs_out_of_time_for_another(sandbox: Sandbox) -> None:
     """Six episodes on two seats: each has an interpreter of its own from its first piece to its last, and no call times
     out."""
-    desk = InterpreterSeats(sandbox, 5.0, seats=2)
+    interpreters = InterpreterSlots(sandbox, 5.0, slots=2)
     sitting = most = 0
 
     async def episode(number: int) -> list[Any]:
         nonlocal sitting, most
-        async with Python(desk) as box:
+        async with Python(interpreters) as box:
             sitting += 1
             most = max(most, sitting)
             out = [
@@ -83,12 +83,12 @@ async def test_an_episode_waits_for_its_seat_and_no_call_runs_out_of_time_for_an
     await asyncio.sleep(0)
     waiting.cancel()
     await asyncio.gather(waiting, return_exceptions=True)
-    assert desk.free._value == 2, "whoever leaves gives the seat back"
+    assert interpreters.free._value == 2, "whoever leaves gives the slot back"
 
 
 def test_it_is_offered_within_the_limits_of_the_episode() -> None:
     offered = OfferedTools.of("python", seconds=5.0)
     try:
-        assert offered.desk.limits.wall == 4.0 and offered.contained
+        assert offered.interpreters.limits.wall == 4.0 and offered.contained
     finally:
         offered.close()

@@ -39,7 +39,7 @@ def nothing_is_left() -> Iterator[None]:
     until = time.monotonic() + 10
     while _thread._count() > before and time.monotonic() < until:
         time.sleep(0.01)
-    assert _thread._count() <= before and database.LINE._free == AT_ONCE and not database.LINE.crowded
+    assert _thread._count() <= before and database.QUEUE._free == AT_ONCE and not database.QUEUE.crowded
 
 
 async def test_endless_queries_of_others_stop_nobody_else() -> None:
@@ -100,7 +100,7 @@ async def test_a_transaction_that_is_lost_with_a_statement_is_told() -> None:
 
 async def test_a_call_that_was_stopped_before_its_turn_never_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     line = FairQueue(1)
-    monkeypatch.setattr(database, "LINE", line)
+    monkeypatch.setattr(database, "QUEUE", line)
     turn = line.ask(0.0)
     async with Database(TABLE) as box:
         waiting = asyncio.create_task(query(box, "UPDATE t SET a = 2", 0.05))
@@ -121,7 +121,7 @@ async def test_a_cancelled_call_ends_soon_and_gives_its_turn_back_at_once() -> N
         await asyncio.sleep(0.1)
         running.cancel()
         await asyncio.wait([running])
-        assert database.LINE._free == AT_ONCE
+        assert database.QUEUE._free == AT_ONCE
         assert (await query(box, "SELECT a FROM t")).text == "a\n1"
 
 

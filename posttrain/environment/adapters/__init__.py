@@ -1,1 +1,1 @@
-"""Other people's tasks behind our port."""
+"""Environments of other packages, adapted to our interface."""

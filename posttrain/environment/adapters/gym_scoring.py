@@ -1,9 +1,9 @@
-"""Scoring with reasoning-gym's own scorers, in worker processes: a search without end is killed there, and holds nobody
-up.
+"""Scoring with reasoning-gym's own scorers, in worker processes. An endless search is killed there and blocks nothing
+else.
 
-Some of them evaluate the answer as Python, which the policy's text must never be here. Those that want a Python literal
-are given `ast.literal_eval` in place of `eval`; those that want a formula for sympy, whose parser evaluates, see only
-answers made of numbers, operators and names of elementary functions.
+Some scorers evaluate the answer as Python, but the policy's text must never be evaluated. Scorers that want a Python
+literal get `ast.literal_eval` in place of `eval`. Scorers that give a formula to sympy, whose parser evaluates it, get
+only answers of numbers, operators and names of elementary functions.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from weakref import WeakValueDictionary
 from posttrain.core.verdict import State, Verdict
 from posttrain.verifier.functions import as_verdict
 from posttrain.verifier.user_code import where
-from posttrain.verifier.workers.pool import WorkerPool, told
+from posttrain.verifier.workers.pool import WorkerPool, reply_of
 from posttrain.verifier.workers.process import Spec
 
 SECONDS = 30
-"""Processor time of scoring one answer; beyond it the answer is worth 0, with kind `timeout`, if its scorer still
+"""Most processor time of scoring one answer. Beyond it the score is 0, with kind `timeout`, if the scorer still
 works."""
 WORKERS = 2
 CHUNK = 1000
-"""Items generated under one reasoning-gym seed; some of its tasks slow down or refuse with very many."""
+"""Items for one reasoning-gym seed. Some of its tasks are slow or refuse if there are very many."""
 
 FORMULAS = frozenset(
     {"countdown", "puzzle24", "simple_integration", "intermediate_integration", "polynomial_multiplication"}
 )
-"""Tasks whose scorers hand the answer to sympy's parser."""
+"""Tasks whose scorers give the answer to sympy's parser."""
 _LITERALS = ("algorithmic.binary_matrix", "algorithmic.spiral_matrix", "algorithmic.string_insertion", "games.n_queens")
-"""Modules whose scorers hand the answer to `eval`."""
+"""Modules whose scorers give the answer to `eval`."""
 _FUNCTIONS = re.compile(
     r"sqrt|cbrt|exp|log|ln|a?(sin|cos|tan|cot|sec|csc)h?|[aA]bs|sign|pi|oo|Rational|Integral|erfi?|[SCE]i|li|fresnel[sc]",
     re.ASCII,
@@ -45,21 +45,21 @@ _FORMULA = re.compile(r"(?!.*\.\s*[A-Za-z_])[\w\s+\-*/^().,=!|]*", re.ASCII | re
 
 
 class ScoringRequest(NamedTuple):
-    """One answer to score, with all that its scorer reads."""
+    """One answer to score, with everything that its scorer needs."""
 
     task: str
     args: tuple[tuple[str, Any], ...]
     seed: int
-    """Of the data set that the item is from."""
+    """Seed of the item's data set."""
     entry: Mapping[str, Any]
     answer: str
     gold: str
-    """What proves that the scorer works: the answer that the data hold, where they hold one."""
+    """The answer of the data, if there is one. With it one tests whether the scorer works."""
 
 
 def scored(data: Any, asked: ScoringRequest) -> Verdict:
-    """What the scorer of a data set says. Where it raises, the gold answer decides whose fault that is: if it raises
-    there too, ours."""
+    """The verdict of a data set's scorer. If the scorer raises, it is tried on the gold answer. If it raises there too,
+    the verdict is `failed`."""
     if asked.task in FORMULAS and (why := _no_formula(asked.answer)):
         return Verdict.value(0.0, "unparsable", why)
     try:
@@ -78,7 +78,7 @@ def scored(data: Any, asked: ScoringRequest) -> Verdict:
 
 
 def _no_formula(answer: str) -> str:
-    """Why an answer is kept from a parser that evaluates; '' where it may read it."""
+    """The reason why an answer may not go to a parser that evaluates; '' if it may."""
     if not _FORMULA.fullmatch(answer):
         return "no formula: it has characters that numbers, operators and functions do not need"
     foreign = next((n for n in _NAME.findall(answer) if len(n) > 1 and not _FUNCTIONS.fullmatch(n)), None)
@@ -91,8 +91,8 @@ _SHARED: WeakValueDictionary[str, WorkerPool] = WeakValueDictionary()
 
 
 def workers() -> WorkerPool:
-    """The processes that score, shared by the environments of this program: they end when the last of these lets go of
-    them."""
+    """The pool of scoring processes, shared by the environments of this program. It ends when none of them refers to it
+    any more."""
     pool = _SHARED.get("gym")
     if pool is None:
         spec = Spec(f"{__name__}:handler", cpu=SECONDS, wall=2.0 * SECONDS + 20, preload=True, quiet=True)
@@ -101,7 +101,7 @@ def workers() -> WorkerPool:
 
 
 async def verdict(pool: WorkerPool, asked: ScoringRequest) -> Verdict:
-    """The scorer's verdict. What ended the process is the answer's fault only if the gold answer is scored after it."""
+    """The scorer's verdict. If an answer ended the process, it scores 0 only if the gold answer is scored after it."""
     try:
         found = await pool.ask(asked)
         if found.kind in ("timeout", "memory", "crash") and found.score is not None:
@@ -116,7 +116,7 @@ async def verdict(pool: WorkerPool, asked: ScoringRequest) -> Verdict:
 
 
 def handler(_: str) -> Callable[[Any], dict[str, Any]]:
-    """In the worker: (an `ScoringRequest`) -> its verdict."""
+    """Runs in the worker: a function from a `ScoringRequest` to its verdict."""
     factory: Any = importlib.import_module("reasoning_gym.factory")
     importlib.import_module("reasoning_gym")
     evaluate_literals_only()
@@ -127,13 +127,13 @@ def handler(_: str) -> Callable[[Any], dict[str, Any]]:
 
     def answer(request: Any) -> dict[str, Any]:
         asked = ScoringRequest(*request)
-        return told(scored(data(asked.task, asked.args, asked.seed), asked))
+        return reply_of(scored(data(asked.task, asked.args, asked.seed), asked))
 
     return answer
 
 
 def evaluate_literals_only() -> None:
-    """In those scorers that evaluate the answer, put what reads literals in the place of what runs programs."""
+    """In the scorers that evaluate the answer, replace `eval` by `ast.literal_eval`."""
     for name in _LITERALS:
         with contextlib.suppress(ImportError):  # another version of the package
             vars(importlib.import_module(f"reasoning_gym.{name}"))["eval"] = ast.literal_eval

@@ -1,4 +1,4 @@
-"""`gym:TASK`: the procedural tasks of reasoning-gym, with a split whose sides share no question."""
+"""`gym:TASK`: the procedural tasks of reasoning-gym. Training and held-out tasks share no question."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ NO_GOLD = {
     "boxnet": "it has many solutions and gives none",
     "rush_hour": "it has many solutions and gives none",
 }
-"""Tasks whose data hold no correct answer, so that their scorers cannot be proved with one."""
+"""Tasks whose data have no correct answer, so that their scorers cannot be tested with one."""
 _GOLD_KEY = {
     "graph_color": "possible_answer",
     "propositional_logic": "example_answer",
@@ -49,9 +49,9 @@ _ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 class Gym(SingleTurn):
     """One reasoning-gym task. Its settings (`Env.args`) are the task's own configuration fields with plain values.
 
-    The answer is the content of the last `<answer>...</answer>`, else the whole response, stripped. Scores are the
-    task's own and may be partial, and are given in worker processes. Training items come in chunks of 1000, each under
-    a seed of its own; an item whose question is held out is drawn again.
+    The answer is the content of the last `<answer>...</answer>`, else the whole response, stripped. The task's own
+    scorer runs in worker processes and may give partial credit. Training items come in chunks of 1000, and each chunk
+    has its own seed. An item whose question is held out is drawn again.
     """
 
     task: str
@@ -59,7 +59,7 @@ class Gym(SingleTurn):
 
     @staticmethod
     def of(task: str, args: Mapping[str, Scalar], **common: Any) -> Gym:
-        """Checked: a known task, known settings with values it accepts, and enough distinct questions."""
+        """A checked environment: a known task, known settings with valid values, and enough distinct questions."""
         known = [n for n in _factory().DATASETS if n not in REFUSED]
         if task in REFUSED:
             raise ConfigError(f"env.name='gym:{task}' is not offered: {REFUSED[task]}")
@@ -113,7 +113,7 @@ class Gym(SingleTurn):
 
     @cached_property
     def alphabet(self) -> str:
-        """Printable ASCII, line breaks, and whatever the held-out questions and answers add."""
+        """Printable ASCII, line breaks, and all characters of the held-out questions and answers."""
         written = "".join(f"{t.prompt}{t.answer or ''}" for t in self.heldout)
         return "".join(sorted({chr(c) for c in range(32, 127)} | {"\n"} | set(written)))
 
@@ -132,7 +132,7 @@ class Gym(SingleTurn):
 
     @cached_property
     def _data(self) -> Any:
-        """(side, chunk) -> the task's data set under that place's seed; the last few are kept."""
+        """(side, chunk) -> the task's data set with the seed of that chunk. The last few are cached."""
 
         @lru_cache(maxsize=8)
         def data(side: str, chunk: int) -> Any:
@@ -145,8 +145,8 @@ class Gym(SingleTurn):
 
     @cached_property
     def _entry(self) -> Any:
-        """(side, chunk, item) -> what reasoning-gym generated there. Tasks carry the place, not the entry, which may
-        hold objects that no record could keep."""
+        """(side, chunk, item) -> the entry that reasoning-gym generated. Tasks have this place in their info and not
+        the entry, which may contain objects that a record cannot store."""
 
         @lru_cache(maxsize=4096)
         def entry(side: str, chunk: int, item: int) -> Any:
@@ -159,7 +159,7 @@ class Gym(SingleTurn):
         return gym_scoring.workers()
 
     async def verdict(self, attempt: Attempt) -> Verdict:
-        """By the task's own scorer, in a worker: some search for a while, and some evaluate what they are given."""
+        """The verdict of the task's own scorer, in a worker: some scorers search for long, and some evaluate text."""
         return await gym_scoring.verdict(self._pool, self._asked(attempt))
 
     def _asked(self, attempt: Attempt) -> ScoringRequest:
@@ -187,7 +187,7 @@ class Gym(SingleTurn):
 
     @property
     def pays_parts(self) -> bool:
-        """Many of its scorers give a little for an attempt: 0.01 for a well-formed wrong answer is common."""
+        """True, because many scorers give a small score to a wrong answer, such as 0.01 if it is well-formed."""
         return True
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -208,7 +208,7 @@ def _factory() -> ModuleType:
 
 
 def _check_args(task: str, args: Mapping[str, Scalar]) -> None:
-    """Only plain settings can be given; what they may be is checked by the task itself."""
+    """Check the names and types of the settings. Only plain values are accepted. The task checks their range."""
     config = _factory().DATASETS[task][1]
     plain = {
         f.name: f.default

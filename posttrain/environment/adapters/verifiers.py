@@ -1,8 +1,8 @@
 """`verifiers:ID`: environments written for PrimeIntellect's `verifiers` package, played on the run's own engine.
 
-The package's own loop runs: its set-up, its `env_response`, its stop conditions and its clean-up. Only the model it
-asks is ours: each question is shown to the policy token-in token-out, and what the policy says goes back as a message,
-its tool calls read in the format of the policy's chat template. Its rubric judges, a source a function.
+The package's own loop runs: its set-up, `env_response`, stop conditions and clean-up. Only the model is replaced: each
+request is shown to the policy as tokens, and the policy's turn is returned as a message, with its tool calls parsed in
+the format of the policy's chat template. The package's rubric judges. Each of its functions is one source.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from posttrain.verifier.user_code import load
 INSTALL = 'pip install "posttrain[verifiers]"'
 PREFIX = "verifiers:"
 WAITING = 65_536
-"""Ended episodes whose state is kept until they are judged."""
+"""The most ended episodes whose state is kept until they are judged."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Verifiers(SingleTurn):
     """One environment of the package. Its settings (`Env.args`) are the arguments of its `load_environment`.
 
-    Held-out tasks are its evaluation set's; where it has one set only, they are chosen by their digests, at most a
-    fifth. No training task equals a held-out one in prompt, answer and info.
+    Held-out tasks come from its evaluation set. If it has only one set, they are chosen from it by their digests, at
+    most a fifth. No training task equals a held-out one in prompt, answer and info.
     """
 
     env_id: str
@@ -80,7 +80,7 @@ class Verifiers(SingleTurn):
 
     @cached_property
     def _sets(self) -> Mapping[str, Any]:
-        """Its data sets by side; one of them alone is called `train`."""
+        """Its data sets by side. If there is only one, it is `train`."""
         train, evaluation = self.inner.build_dataset(), self.inner.build_eval_dataset()
         if train is None or evaluation is None:
             return {"train": evaluation if train is None else train}
@@ -122,25 +122,25 @@ class Verifiers(SingleTurn):
 
     @cached_property
     def alphabet(self) -> str:
-        """Of no use to it: messages need a chat template, and so a tokenizer that is there already."""
+        """Not used: messages need a chat template, and so a tokenizer that already exists."""
         return "".join(map(chr, range(32, 127))) + "\n"
 
     def key(self, task: Task) -> str:
-        """Prompt, answer and info: worlds with a secret ask all tasks alike."""
+        """Prompt, answer and info together. Environments with hidden information give all tasks the same prompt."""
         return task.info["key"]
 
     # --- episodes -----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _ended(self) -> dict[int, tuple[Any, Any]]:
-        """By identity, what an episode left behind, and the state behind it that only its first judging may use."""
+        """By id of a recorded state: that state, and the package's own state, which only the first judging may use."""
         return {}
 
     def _row(self, task: Task) -> dict[str, Any]:
         return dict(self._sets[task.info["side"]][task.info["row"]])
 
     async def play(self, task: Task, talk: Talk) -> Stop:
-        """Its own loop, asking our policy. A tool error that it stops for is the policy's; any other of its errors is
+        """Run the package's loop with our policy. A tool error that ends the loop is the policy's. Any other error is
         an outage."""
         policy = PolicyClient(talk, task.id, self.limits)
         try:
@@ -160,8 +160,8 @@ class Verifiers(SingleTurn):
         return policy.stop(state)
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """Its rubric's functions, weighted; its metrics with weight 0. A function that raises has failed: it is no
-        0."""
+        """The verdicts of the rubric's functions with their weights, and its metrics with weight 0. A function that
+        raises gives `failed` and not 0."""
         left, state = self._ended.pop(id(attempt.state), (None, None))
         if state is None:
             if missing := lost(attempt.state):
@@ -182,7 +182,7 @@ class Verifiers(SingleTurn):
 
     @property
     def vouches_for_gold(self) -> bool:
-        """The data has answers, not the form they are wanted in."""
+        """False: the data has answers, but not the form in which the rubric wants them."""
         return False
 
     @property
@@ -190,7 +190,7 @@ class Verifiers(SingleTurn):
         return True
 
     def knows_gold(self, task: Task) -> bool:
-        """Where an episode is one turn and the data has the answer."""
+        """True if an episode has one turn and the data has the answer."""
         return self.inner.max_turns == 1 and task.answer is not None
 
     def gold(self, task: Task) -> tuple[str, ...]:
@@ -206,7 +206,7 @@ def _digest(row: Mapping[str, Any]) -> str:
 
 
 def _named(judged: Sequence[Judged]) -> Iterator[Judged]:
-    """A number behind a name that was there already."""
+    """Append a number to a source's name that occurred before."""
     seen: dict[str, int] = {}
     for j in judged:
         seen[j.source] = seen.get(j.source, 0) + 1
@@ -217,7 +217,7 @@ def _named(judged: Sequence[Judged]) -> Iterator[Judged]:
 
 
 def package() -> Any:
-    """Its errors and types; ConfigError with what to install where it is missing or another one."""
+    """The package's errors and types. ConfigError, which says what to install, if it is missing or another version."""
     try:
         version = importlib.metadata.version("verifiers")
     except importlib.metadata.PackageNotFoundError:
@@ -252,8 +252,8 @@ def _loaded(env_id: str, args: dict[str, Any]) -> Any:
 
 @contextlib.contextmanager
 def _signals_stay() -> Iterator[None]:
-    """Its environments take SIGINT and SIGTERM for themselves as they are made, which would end a run without a
-    checkpoint (and works in the main thread alone): that one call of theirs does nothing."""
+    """Disables the package's signal handlers. Its environments handle SIGINT and SIGTERM once they are created. That
+    would end a run without a checkpoint, and it works in the main thread only."""
     module = importlib.import_module("verifiers.envs.environment")
     before: Any = module.signal  # type: ignore[attr-defined]
     own = {name: getattr(before, name) for name in dir(before) if not name.startswith("_")}

@@ -1,4 +1,4 @@
-"""What an episode of `verifiers` leaves behind, and how its rubric judges it."""
+"""The final state of an episode of `verifiers`, and its judgement by the rubric."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from posttrain.verifier.functions import as_verdict
 from posttrain.verifier.user_code import where
 
 SECONDS = 60.0
-"""One function of a rubric may take; beyond it the verdict is failed."""
+"""The most seconds of one function of a rubric. Beyond it the verdict is failed."""
 LONGEST = 20_000
-"""Characters of one entry of a state that a record keeps."""
+"""The most characters of an entry of a state that a record keeps."""
 OWN = frozenset(
     [
         "input",
@@ -51,12 +51,12 @@ OWN = frozenset(
         "timed_out",
     ]
 )
-"""What the package's loop itself keeps in a state; everything else is the environment's."""
+"""The entries that the package's loop itself keeps in a state. All others are the environment's."""
 
 
 def plain(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A state as a record can keep it: the conversation behind the prompt, what the environment kept, and names of what
-    cannot be."""
+    """A state in the form that a record can store: the conversation after the prompt, the environment's own entries,
+    and the names of entries that cannot be stored."""
     kept: dict[str, Any] = {}
     missing: list[str] = []
     for name, value in state.items():
@@ -76,12 +76,12 @@ def plain(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def lost(left: Any) -> list[str]:
-    """Entries of a state that were no plain data."""
+    """Names of the entries of a state that could not be stored."""
     return list(left["lost"]) if isinstance(left, Mapping) else []
 
 
 async def live(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
-    """A state as it was when the episode ended, from what a record keeps of it."""
+    """The state at the end of the episode, rebuilt from its record."""
     state = await env.init_state(row, PolicyClient(ScriptedPolicy(()), attempt.task.id).client(), MODEL, {})
     left = attempt.state if isinstance(attempt.state, Mapping) else {}
     said = left.get("completion") or [{"role": "assistant", "content": t} for t in attempt.turns]
@@ -106,7 +106,7 @@ async def live(env: Any, row: dict[str, Any], attempt: Attempt) -> Any:
 
 
 def _to_package(message: Mapping[str, Any]) -> dict[str, Any]:
-    """One of our messages as one of its."""
+    """One of our messages in the package's form."""
     out = dict(message)
     if out.get("tool_calls"):
         out["tool_calls"] = [{"id": c["id"], **c["function"]} for c in out["tool_calls"]]
@@ -114,7 +114,7 @@ def _to_package(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rubrics(rubric: Any) -> Iterator[Any]:
-    """Groups taken apart."""
+    """The single rubrics of a rubric, which may be a group."""
     group: Any = importlib.import_module("verifiers.rubrics.rubric_group").RubricGroup
     if type(rubric) is group:
         for part in rubric.rubrics:
@@ -124,7 +124,7 @@ def rubrics(rubric: Any) -> Iterator[Any]:
 
 
 def weights(rubric: Any) -> list[float]:
-    """Of every function; a rubric that scores in a way of its own counts as one."""
+    """The weights of all functions. A rubric with its own way of scoring counts as one function."""
     return [w for r in rubrics(rubric) for w in ([1.0] if _own_way(r) else r.weights)]
 
 
@@ -141,7 +141,7 @@ async def score(rubric: Any, state: Any) -> list[Judged]:
 
 
 async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
-    """One function, called as the package calls it, and its exception seen: the package itself takes one for a 0."""
+    """The verdict of one function, called as the package does. An exception is a failure here and not a 0."""
     name = getattr(function, "__name__", type(function).__name__)
     raised: list[Exception] = []
 
@@ -162,7 +162,7 @@ async def _one(rubric: Any, function: Any, weight: float, state: Any) -> Judged:
 
 
 async def _whole(rubric: Any, state: Any) -> list[Judged]:
-    """A rubric with a way of scoring of its own: its reward as one source, its metrics with weight 0."""
+    """The verdicts of a rubric with its own way of scoring: its reward as one source, its metrics with weight 0."""
     name = type(rubric).__name__
     try:
         await rubric.score_rollout(state)
@@ -177,7 +177,7 @@ async def _whole(rubric: Any, state: Any) -> list[Judged]:
 
 
 def _numbered(given: Any) -> Verdict:
-    """What a function of the package gave, where a truth value is a number by its rules."""
+    """The verdict for the value of a package's function. There a truth value is a number."""
     return as_verdict(float(given) if isinstance(given, bool) else given)
 
 

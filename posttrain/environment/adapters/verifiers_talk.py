@@ -1,4 +1,4 @@
-"""The model that an environment of `verifiers` asks: messages in, our policy's turn out, nothing encoded twice."""
+"""The model client for an environment of `verifiers`: messages in, the policy's turn out, nothing encoded twice."""
 
 from __future__ import annotations
 
@@ -19,31 +19,31 @@ from posttrain.verifier.calls import TimedOut, call
 
 MODEL = "policy"
 _asking: ContextVar[PolicyClient] = ContextVar("asking")
-"""Whose episode the package's loop is in."""
+"""The client of the episode that the package's loop is running."""
 
 
 class PolicyClient:
-    """One episode's side of the policy.
+    """The policy as the model of one episode.
 
-    Every question holds the whole conversation; only what is new in it is shown, so it has to go on from what was shown
-    and said before. The episode ends with a turn that was cut off, as everywhere here.
+    Every request contains the whole conversation. Only its new messages are shown to the policy, so it must continue
+    what was shown and said before. A turn that was cut off ends the episode, as in all environments here.
     """
 
     def __init__(self, talk: Talk, task: str, limits: EpisodeLimits = EpisodeLimits()) -> None:
         self._talk, self._task, self._limits = talk, task, limits
         self._known: list[Message] = []
-        """The conversation so far as the package tells it."""
+        """The conversation so far, in the package's messages."""
         self._refused: dict[str, str] = {}
-        """Ids of calls that reached no tool -> what the policy is told instead."""
+        """Ids of calls that reached no tool -> the text that the policy is shown instead."""
         self._names: dict[str, str] = {}
         self._turns = 0
         self._last: Stop | None = None
         self.timeouts = 0
-        """Calls of tools that ran out of time."""
+        """The number of tool calls that timed out."""
         self.state: Any = None
 
     def client(self) -> Any:
-        """As the package's loop wants it, which is about to begin in this task."""
+        """A client object for the package's loop, which is about to begin in this asyncio task."""
         _asking.set(self)
         return _client_class()(self)
 
@@ -69,7 +69,7 @@ class PolicyClient:
         return self._response(said, {t["function"]["name"] for t in schemas})
 
     def stop(self, state: Mapping[str, Any]) -> Stop:
-        """Why the episode ended, in our words."""
+        """The stop reason of the episode."""
         if self._last is not None and not self._last.finished:
             return self._last
         if state.get("error") is not None or self.timeouts >= self._limits.tool_timeouts:
@@ -81,7 +81,7 @@ class PolicyClient:
         return self._last or Stop.ERROR
 
     def _new(self, prompt: list[Message]) -> list[Message]:
-        """What is new in the conversation; DataError where it does not go on from what was shown and said."""
+        """The new messages of the conversation. DataError if it does not continue what was shown and said."""
         n = len(self._known)
         if prompt[:n] != self._known:
             at = next((i for i in range(n) if i >= len(prompt) or prompt[i] != self._known[i]), n)
@@ -96,7 +96,7 @@ class PolicyClient:
         return prompt[n:]
 
     def _told(self, message: Message) -> Message:
-        """A tool's answer under its name; in place of one that reached no tool, why it did not."""
+        """A tool's answer with its name. For a call that reached no tool, the reason replaces the answer."""
         if message["role"] != "tool":
             return message
         known = message.get("tool_call_id", "")
@@ -122,8 +122,8 @@ class PolicyClient:
         return types.Response(id=f"turn{self._turns}", created=0, model=MODEL, usage=usage, message=whole)
 
     def _call(self, number: int, call: ToolCall | Malformed, tools: set[str], types: Any) -> Any:
-        """A call as the package takes it. One that cannot be made gets arguments that no tool is called with: the
-        package then answers it, and the answer is replaced by what was wrong."""
+        """A call in the package's form. One that cannot be made gets arguments that no tool accepts. The package then
+        answers it with an error, which is replaced by the reason."""
         name = f"{self._turns:04}{number:05}"
         why = ""
         if isinstance(call, Malformed):
@@ -138,17 +138,17 @@ class PolicyClient:
         return types.ToolCall(id=name, name=call.name, arguments=json.dumps(dict(call.arguments)))
 
     def _full(self, why: str) -> Exception:
-        """What ends the package's loop without an error."""
+        """The exception that ends the package's loop without an error."""
         errors: Any = importlib.import_module("verifiers.errors")
         return errors.OverlongPromptError(why)
 
 
 class ToolTimeout(Exception):
-    """What the package tells the policy of a call that took too long."""
+    """A call took too long. The package shows the message to the policy."""
 
 
 def bounded(tool: Callable[..., Any], name: str, seconds: float) -> Callable[..., Any]:
-    """The tool within a time; one that is no coroutine runs in a thread, where it holds up no other episode."""
+    """The tool with a timeout. A synchronous tool runs in a thread, so that it does not block other episodes."""
 
     @functools.wraps(tool, updated=())
     async def run(*args: Any, **kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def bounded(tool: Callable[..., Any], name: str, seconds: float) -> Callable[...
 
 @functools.cache
 def _client_class() -> Any:
-    """The package's port for models, with our policy behind it."""
+    """A subclass of the package's model client that asks our policy."""
     base: Any = importlib.import_module("verifiers.clients").Client
 
     class Client(base):
@@ -173,7 +173,7 @@ def _client_class() -> Any:
         async def get_response(
             self, prompt: Any, model: str, sampling_args: Any, tools: Any = None, **more: Any
         ) -> Any:
-            """A question of the package's loop. Limits that an environment sets itself narrow those of the run."""
+            """A request of the package's loop. Limits that the environment sets itself narrow those of the run."""
             most = sampling_args.get("max_completion_tokens") or sampling_args.get("max_tokens")
             return await self._client.answer(prompt, tools or [], more.get("state"), most)
 
@@ -204,7 +204,7 @@ def _client_class() -> Any:
 
 
 def from_package(message: Any) -> Message:
-    """One of its messages as one of ours; DataError for what is no text."""
+    """One of the package's messages in our form. DataError if its content is not text."""
     data = dict(message) if isinstance(message, Mapping) else message.model_dump(exclude_none=True)
     out = Message(role=data["role"], content=content_of(data.get("content") or ""))
     if data.get("reasoning_content"):
@@ -220,6 +220,6 @@ def from_package(message: Any) -> Message:
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """A tool as chat templates take it."""
+    """A tool in the form that chat templates take."""
     function = {"name": tool.name, "description": tool.description, "parameters": dict(tool.parameters)}
     return {"type": "function", "function": function}

@@ -1,8 +1,8 @@
-"""`posttrain check ENV`: does an environment pay right answers, and only those? Every probe tries it, none takes its
-word.
+"""`posttrain check ENV`: does an environment reward right answers, and only those? The probes test it with answers.
 
-A policy finds whatever a verifier pays for. These probes look first: right answers and other spellings of them, near
-misses, constants, noise, templates, lists of every answer, the same answer twice and beside a hundred others.
+A policy finds whatever a verifier rewards. These probes look first. They try right answers and other spellings of them,
+near misses, constants, noise, templates and lists of every answer. They also judge the same answer twice, and together
+with a hundred others.
 """
 
 from posttrain.environment.check.probe import Mark, Probe, ProbeResult

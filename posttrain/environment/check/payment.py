@@ -1,4 +1,4 @@
-"""Probes of what is paid: all right answers, however they are written, and nothing else."""
+"""Probes of what is rewarded: all right answers, in any form, must be, and nothing else may be."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from posttrain.environment.check.answers import PARAPHRASES, PHRASES, SHAPES, SI
 from posttrain.environment.check.probe import Answer, Mark, Probe
 from posttrain.environment.check.subject import WRITTEN, Attack, Subject
 
-FEW = 12
-"""Tasks that each of many texts is tried on."""
+TASKS_EACH = 12
+"""The number of tasks on which each of many texts is tried."""
 NOTHING_KNOWN: Answer = (
     Mark.SKIP,
     "no right answer is known here: give the tasks an answer, or the rows a column completion",
@@ -93,7 +93,7 @@ async def distractor(s: Subject) -> Answer:
 
 
 async def order(s: Subject) -> Answer:
-    """The sum of all sources, weights included: what the policy is trained on."""
+    """Compares the weighted sum of all sources, which is the reward that the policy is trained on."""
     if not s.known:
         return NOTHING_PAID
     for task in s.known:
@@ -109,9 +109,9 @@ async def order(s: Subject) -> Answer:
 
 
 async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tuple[Mapping[str, tuple[int, int]], str]:
-    """By kind (lost, tried), and an example of a loss."""
-    asked = [(t, kind, text) for t in s.known[:FEW] for kind, text in say(t).items()]
-    told = await s.tell([(t, s.last(t, text)) for t, _, text in asked])
+    """For each kind of answer (number lost, number tried), and an example of a loss."""
+    asked = [(t, kind, text) for t in s.known[:TASKS_EACH] for kind, text in say(t).items()]
+    told = await s.judge_all([(t, s.last(t, text)) for t, _, text in asked])
     lost, tried, example = Counter[str](), Counter[str](), ""
     for (task, kind, _), answer in zip(asked, told, strict=True):
         tried[kind] += 1
@@ -135,7 +135,7 @@ async def paraphrase(s: Subject) -> Answer:
 
 
 async def spelling(s: Subject) -> Answer:
-    """Of the answer itself; a form such as a box stays around it."""
+    """Tries other spellings of the answer itself. A form such as a box stays around it."""
     if not s.known:
         return NOTHING_PAID
 
@@ -149,13 +149,13 @@ async def spelling(s: Subject) -> Answer:
 
 
 async def declared(s: Subject) -> Answer:
-    """`SingleTurn.paraphrases`: what the environment itself says is as right."""
+    """Tries `SingleTurn.paraphrases`, which the environment declares to be as right."""
     if not s.known:
         return NOTHING_PAID
     asked = [(t, turns) for t in s.known for turns in s.env.paraphrases(t)]
     if not asked:
         return Mark.SKIP, "the environment names no other ways to be right (paraphrases)"
-    for (task, _), told in zip(asked, await s.tell(asked), strict=True):
+    for (task, _), told in zip(asked, await s.judge_all(asked), strict=True):
         if set(s.paid(told)) != set(s.deciding(task)):
             return (
                 Mark.FAIL,
@@ -168,7 +168,7 @@ async def declared(s: Subject) -> Answer:
 
 
 def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
-    """Fails where a text that knows nothing is paid more often than chance allows."""
+    """Fails if a text that does not depend on the question is rewarded more often than chance allows."""
     over = [a for a in attacks if a.hits and a.share > s.chance(a.tried)]
     if over:
         return Mark.FAIL, over[0].shown + (f"; so do {', '.join(a.kind for a in over[1:4])}" if over[1:] else "")
@@ -206,7 +206,7 @@ async def random_strings(s: Subject) -> Answer:
         }
         return {**out, **{f"{kind}, as an answer": s.shaped(x) for kind, x in out.items() if s.shape != "bare"}}
 
-    return _found(s, await s.attack(say, s.known[:FEW]), "random strings")
+    return _found(s, await s.attack(say, s.known[:TASKS_EACH]), "random strings")
 
 
 async def templates(s: Subject) -> Answer:
@@ -224,11 +224,11 @@ async def templates(s: Subject) -> Answer:
             **echo,
         }
 
-    return _found(s, await s.attack(say, s.known[:FEW]), "templates, empty forms and the prompt itself")
+    return _found(s, await s.attack(say, s.known[:TASKS_EACH]), "templates, empty forms and the prompt itself")
 
 
 async def several(s: Subject) -> Answer:
-    """Lists of everything; and a right answer beside a wrong one, which must not be paid in both orders."""
+    """Tries lists of all answers, and a right answer with a wrong one, which must not be rewarded in both orders."""
     if not s.known:
         return NOTHING_PAID
     rng, answers = s.random("lists"), s.answers()[:200]
@@ -237,7 +237,7 @@ async def several(s: Subject) -> Answer:
         return answer
     tasks = [t for t in s.known if s.near(t)[-1] not in s.right(t)[-1] and s.right(t)[-1] not in s.near(t)[-1]]
     hedged = {
-        order: await s.tell(
+        order: await s.judge_all(
             [(t, s.last(t, "\n".join([x[-1] for x in (s.right(t), s.near(t))][::step]))) for t in tasks]
         )
         for order, step in (("first", 1), ("last", -1))

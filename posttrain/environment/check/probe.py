@@ -1,4 +1,4 @@
-"""A probe and what it found."""
+"""A probe and its result."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 class Mark(StrEnum):
-    """How a probe ended. Only `fail` fails the check; `warn` is for what may be meant so; `skip`: it did not apply."""
+    """The result of a probe. Only `fail` fails the check. `warn`: may be intended. `skip`: the probe did not apply."""
 
     OK = "ok"
     WARN = "warn"
@@ -22,14 +22,14 @@ class Mark(StrEnum):
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """What one probe saw, in numbers or by an example."""
+    """What one probe found, as numbers or an example."""
 
     probe: str
     mark: Mark
     detail: str
     means: str = ""
     advice: str = ""
-    """What to do; empty where nothing is wrong."""
+    """What to change; empty if nothing is wrong."""
 
 
 Answer = tuple[Mark, str]
@@ -38,7 +38,7 @@ Answer = tuple[Mark, str]
 
 @dataclass(frozen=True)
 class Probe:
-    """One question to an environment: what it means, what to do where the answer is bad, and how it is asked."""
+    """One test of an environment: its name, its meaning, what to change if it fails, and its function."""
 
     name: str
     means: str

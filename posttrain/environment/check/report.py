@@ -1,4 +1,4 @@
-"""All probes of one environment, and what they found."""
+"""Runs all probes of one environment and collects their results."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from posttrain.environment.prove import Check, claims
 from posttrain.environment.single import SingleTurn
 
 TASKS, RATE = 32, 16.0
-"""Tasks tried, and answers that must be judged a second, where nothing else is asked for."""
+"""Defaults: the number of tasks, and the answers that must be judged in a second."""
 PROBES: tuple[Probe, ...] = (*PAYMENT, *WORKINGS)
 
 
 @dataclass(frozen=True)
 class CheckReport:
-    """What was found, in order."""
+    """The results of all probes, in order."""
 
     env: str
     tasks: int
@@ -32,11 +32,11 @@ class CheckReport:
         return not any(f.mark is Mark.FAIL for f in self.findings)
 
     def marked(self, mark: Mark) -> tuple[str, ...]:
-        """Names of the probes that ended so."""
+        """Names of the probes with this mark."""
         return tuple(f.probe for f in self.findings if f.mark is mark)
 
     def plain(self) -> Mapping[str, Any]:
-        """As JSON takes it."""
+        """As a dict for JSON."""
         return {
             "env": self.env,
             "passed": self.passed,
@@ -52,9 +52,9 @@ async def check(
     """Try an environment and its verifiers.
 
     Args:
-        tasks: tasks that are tried: held-out ones, and training tasks where those are fewer.
-        rate: answers that must be judged a second.
-        progress: told the name of each probe as it begins.
+        tasks: the number of tasks: held-out ones, then training tasks if there are too few of those.
+        rate: answers that must be judged in a second.
+        progress: called with the name of each probe as it begins.
     """
     progress("claims")
     found = [_claim(c) for c in await claims(env)]

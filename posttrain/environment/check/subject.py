@@ -1,4 +1,4 @@
-"""The environment that is tried: its tasks, what its sources say of an answer, and what right and wrong earn with
+"""The environment under test: its tasks, the verdicts of its sources, and what right and wrong answers earn with
 each."""
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from posttrain.environment.scripted import ScriptedPolicy
 from posttrain.environment.single import SingleTurn
 
 TURNS = 64
-"""Times an answer without a plan is repeated, in environments of several turns."""
+"""How often an answer that does not depend on the question is repeated, in environments of several turns."""
 AT_ONCE = 64
-"""Answers judged at the same time."""
+"""The most answers that are judged at the same time."""
 WRITTEN = "completion"
-"""The form of right answers that only the completions of the data have."""
+"""The name of the form in which the right answers are the completions of the data."""
 SHAPED = 8
-"""Tasks on which the form of right answers is looked for."""
+"""The number of tasks on which the form of right answers is determined."""
 
 
 @dataclass(frozen=True)
-class Told:
-    """What an environment said of one answer."""
+class JudgedAnswer:
+    """One answer and its verdicts."""
 
     task: Task
     turns: tuple[str, ...]
@@ -38,7 +38,7 @@ class Told:
 
     @property
     def scores(self) -> Mapping[str, float]:
-        """By source, where it gave a number: what enters the outcome, without weights."""
+        """Scores by source, without weights. Only those that enter the outcome."""
         out: dict[str, float] = {}
         for j in self.judged:
             if j.counts and j.verdict.score is not None:
@@ -51,7 +51,7 @@ class Told:
 
     @property
     def failed(self) -> Judged | None:
-        """The first source that failed on our side."""
+        """The first `failed` verdict, if any."""
         return next((j for j in self.judged if j.verdict.state is State.FAILED), None)
 
     @property
@@ -63,40 +63,41 @@ class Told:
 
 @dataclass
 class Subject:
-    """An environment with what the probes share: made by `Subject.of`.
+    """An environment with the data that all probes use. Create it with `Subject.of`.
 
-    `gold` and `wrong` are what a right answer and a wrong one earned, task by task; `sources` those that tell one from
-    the other somewhere. `answers` are the right answers as they stand in the tasks, `shape` the form they are paid in.
+    `gold` and `wrong` are the verdicts of a right and a wrong answer, by task id. `sources` are the sources that tell
+    them apart on some task. `answers` are the right answers as the tasks give them. `shape` is the form in which they
+    are rewarded.
     """
 
     env: SingleTurn
     tasks: tuple[Task, ...]
     rate: float
     shape: str = "bare"
-    gold: dict[str, Told] = field(default_factory=dict[str, Told])
-    wrong: dict[str, Told] = field(default_factory=dict[str, Told])
+    gold: dict[str, JudgedAnswer] = field(default_factory=dict[str, JudgedAnswer])
+    wrong: dict[str, JudgedAnswer] = field(default_factory=dict[str, JudgedAnswer])
     _limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     @staticmethod
     async def of(env: SingleTurn, tasks: Sequence[Task], rate: float) -> Subject:
-        """Looks for the form of right answers, and judges a right and a wrong answer to every task."""
+        """Finds the form of right answers, and judges a right and a wrong answer to every task."""
         subject = Subject(env, tuple(tasks), rate)
         known = [t for t in tasks if subject.knows(t)]
         if not env.vouches_for_gold:
             subject.shape = await subject._find_shape(known[:SHAPED])
-        for task, told in zip(known, await subject.tell([(t, subject.right(t)) for t in known]), strict=True):
+        for task, told in zip(known, await subject.judge_all([(t, subject.right(t)) for t in known]), strict=True):
             subject.gold[task.id] = told
-        for task, told in zip(known, await subject.tell([(t, subject.near(t)) for t in known]), strict=True):
+        for task, told in zip(known, await subject.judge_all([(t, subject.near(t)) for t in known]), strict=True):
             subject.wrong[task.id] = told
         return subject
 
     async def _find_shape(self, tasks: Sequence[Task]) -> str:
-        """The form in which right answers earn most, as the user's rewards read them; the plainest of the best."""
+        """The form in which right answers earn most with the user's rewards. Of several, the plainest one."""
         earned: dict[str, float] = {}
         written = self.env.abilities.rows is not None and all(t.id in self.completions for t in tasks)
         for name in (*SHAPES, *([WRITTEN] if written else [])):
             self.shape = name
-            told = await self.tell([(t, self.right(t)) for t in tasks])
+            told = await self.judge_all([(t, self.right(t)) for t in tasks])
             earned[name] = math.fsum(t.outcome or 0.0 for t in told)
         return max(earned, key=lambda n: earned[n])
 
@@ -112,15 +113,15 @@ class Subject:
 
     @cached_property
     def completions(self) -> Mapping[str, str]:
-        """By task, the texts to imitate that the user's data has."""
+        """The demonstrations of the user's data, by task id."""
         return {r.task.id: r.completion for r in self.env.abilities.rows or () if r.completion is not None}
 
     def core(self, task: Task) -> str:
-        """The right answer as the task has it: the last turn, without the form that it is paid in."""
+        """The right answer as the task gives it: the last turn, without the form in which it is rewarded."""
         return self.env.gold(task)[-1] if task.answer is None else str(task.answer)
 
     def right(self, task: Task) -> tuple[str, ...]:
-        """Turns that earn full reward."""
+        """The turns of a right answer."""
         if self.env.vouches_for_gold:
             return self.env.gold(task)
         if self.shape == WRITTEN:
@@ -128,11 +129,11 @@ class Subject:
         return (self.shaped(self.core(task)),)
 
     def shaped(self, text: str) -> str:
-        """An answer in the form that right answers are paid in."""
+        """An answer in the form in which right answers are rewarded."""
         return SHAPES.get(self.shape, "{}").format(text)
 
     def near(self, task: Task) -> tuple[str, ...]:
-        """Turns that look right and are not: the environment's own, or the answer to another question."""
+        """Turns that look right and are not: the environment's distractor, or the answer to another question."""
         if self.env.vouches_for_gold:
             return self.env.distractor(task)
         own = self.core(task)
@@ -141,7 +142,7 @@ class Subject:
         return self.env.distractor(task) if alike is None else self.right(alike)
 
     def last(self, task: Task, text: str) -> tuple[str, ...]:
-        """The right turns with another last one."""
+        """The right turns, with `text` in place of the last one."""
         return (*self.right(task)[:-1], text)
 
     def answers(self) -> list[str]:
@@ -153,20 +154,20 @@ class Subject:
 
     # --- verdicts ----------------------------------------------------------------------------------------------------
 
-    async def judge(self, task: Task, turns: Sequence[str], repeat: bool = False) -> Told:
-        """Play and judge one scripted episode; with `repeat` the last turn is said as often as it is asked for."""
+    async def judge(self, task: Task, turns: Sequence[str], repeat: bool = False) -> JudgedAnswer:
+        """Play and judge one scripted episode. With `repeat` the last turn is repeated as often as it is asked for."""
         talk = ScriptedPolicy([*turns, *tuple(turns[-1:]) * (TURNS if repeat else 0)])
         try:
             stop = await self.env.play(task, talk)
-        except IndexError:  # it would go on asking
+        except IndexError:  # it asks for more turns
             stop = Stop.TURNS
         attempt = Attempt(task, tuple(talk.said), stop, int, talk.state)
-        return Told(task, attempt.turns, (*await self.env.judge(attempt), *talk.paid))
+        return JudgedAnswer(task, attempt.turns, (*await self.env.judge(attempt), *talk.paid))
 
-    async def tell(self, asked: Iterable[tuple[Task, Sequence[str]]], repeat: bool = False) -> list[Told]:
-        """Many episodes, side by side, in order."""
+    async def judge_all(self, asked: Iterable[tuple[Task, Sequence[str]]], repeat: bool = False) -> list[JudgedAnswer]:
+        """Judge many episodes concurrently. The results are in the order of `asked`."""
 
-        async def one(task: Task, turns: Sequence[str]) -> Told:
+        async def one(task: Task, turns: Sequence[str]) -> JudgedAnswer:
             async with self._limit:
                 return await self.judge(task, turns, repeat)
 
@@ -174,15 +175,15 @@ class Subject:
 
     @cached_property
     def sources(self) -> tuple[str, ...]:
-        """Sources that tell right from wrong: they give a right answer more on a tenth of the tasks, and the wrong one
-        more on fewer than half as many."""
+        """Sources that tell right from wrong: they score the right answer higher on at least a tenth of the tasks, and
+        the wrong one higher on fewer than half as many."""
         every = dict.fromkeys(s for told in self.gold.values() for s in told.scores)
         return tuple(
             s for s in every if (wins := self._wins(s, 1)) >= 0.1 * len(self.gold) and wins > 2 * self._wins(s, -1)
         )
 
     def _wins(self, source: str, sign: int) -> int:
-        """Tasks on which a source gives the right answer more (sign 1), or the wrong one (-1)."""
+        """The number of tasks on which a source scores the right answer higher (sign 1), or the wrong one (sign -1)."""
         both = [(self.gold[i].scores.get(source), self.wrong[i].scores.get(source)) for i in self.gold]
         return sum(right is not None and wrong is not None and sign * (right - wrong) > 0 for right, wrong in both)
 
@@ -193,26 +194,26 @@ class Subject:
         return tuple(s for s in every if s not in self.sources)
 
     def deciding(self, task: Task) -> tuple[str, ...]:
-        """Sources that give the right answer to this task more than the wrong one."""
+        """Sources that score the right answer to this task higher than the wrong one."""
         right, wrong = self.gold[task.id].scores, self.wrong[task.id].scores
         return tuple(s for s in self.sources if s in right and (s not in wrong or right[s] > wrong[s]))
 
-    def paid(self, told: Told) -> tuple[str, ...]:
-        """Sources that gave this answer as much as the right one."""
+    def paid(self, told: JudgedAnswer) -> tuple[str, ...]:
+        """Sources that score this answer as high as the right one."""
         right = self.gold[told.task.id].scores
         return tuple(s for s in self.deciding(told.task) if s in told.scores and told.scores[s] >= right[s] - 1e-9)
 
     def chance(self, count: int) -> float:
-        """Most of `count` tasks that an answer which knows nothing may get right: the share of the most common answer,
-        three standard deviations and 0.02."""
+        """The largest share of `count` tasks that an answer may get right by chance: the share of the most common
+        answer, plus three standard deviations and 0.02."""
         core = Counter(self.core(t) for t in self.known)
         share = core.most_common(1)[0][1] / core.total() if core else 0.0
         return share + 3 * math.sqrt(share * (1 - share) / max(1, count)) + 0.02
 
     async def attack(self, say: Callable[[Task], Mapping[str, str]], tasks: Sequence[Task]) -> list[Attack]:
-        """Say to every task what `say` makes of it, by kind; how often each kind is paid like a right answer."""
+        """Give every task the answers of `say`, by kind. Returns how often each kind is scored like a right answer."""
         asked = [(task, kind, text) for task in tasks for kind, text in say(task).items()]
-        told = await self.tell([(task, (text,)) for task, _, text in asked], repeat=True)
+        told = await self.judge_all([(task, (text,)) for task, _, text in asked], repeat=True)
         out: dict[str, Attack] = {}
         for (_, kind, _), t in zip(asked, told, strict=True):
             out.setdefault(kind, Attack(kind)).add(t, self.paid(t))
@@ -221,14 +222,14 @@ class Subject:
 
 @dataclass
 class Attack:
-    """One kind of answer that knows nothing, and how it fared."""
+    """One kind of answer that does not depend on the question, and its results."""
 
     kind: str
     tried: int = 0
-    hits: list[tuple[Told, tuple[str, ...]]] = field(default_factory=list[tuple[Told, tuple[str, ...]]])
-    failed: list[Told] = field(default_factory=list[Told])
+    hits: list[tuple[JudgedAnswer, tuple[str, ...]]] = field(default_factory=list[tuple[JudgedAnswer, tuple[str, ...]]])
+    failed: list[JudgedAnswer] = field(default_factory=list[JudgedAnswer])
 
-    def add(self, told: Told, paid: tuple[str, ...]) -> None:
+    def add(self, told: JudgedAnswer, paid: tuple[str, ...]) -> None:
         self.tried += 1
         if paid:
             self.hits.append((told, paid))

@@ -1,5 +1,5 @@
-"""Probes of how judging works: alike every time, alike beside others, whatever the text, fast enough, and behind
-walls."""
+"""Probes of how judging works: the same verdict every time and under load, a verdict for any text, speed, and
+containment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.environment.check.answers import ODD
 from posttrain.environment.check.probe import Answer, Mark, Probe
-from posttrain.environment.check.subject import Subject, Told
+from posttrain.environment.check.subject import JudgedAnswer, Subject
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.sandbox.backends import Unconfined
 from posttrain.sandbox.choose import HELP
@@ -21,16 +21,16 @@ from posttrain.sandbox.pool import Sandbox
 from posttrain.sandbox.selftest import selftest
 
 REPEATS = 3
-CROWD = 192
-"""Answers judged at once by the probe of the pool."""
+CONCURRENT = 192
+"""The number of answers that the probe `pool` judges at once."""
 DEPTH = 4
-"""How far into the environment's parts sandboxes are looked for."""
+"""The depth to which attributes of the environment are searched for sandboxes."""
 SECONDS = 0.5
-"""How long throughput is measured."""
+"""The seconds for which throughput is measured."""
 
 
-def _given(told: Told) -> Mapping[str, object]:
-    """What can be compared: a number, an abstention or an outage of each source."""
+def _given(told: JudgedAnswer) -> Mapping[str, object]:
+    """The comparable part of the verdicts: for each source its score, or its state if it has none."""
     return {
         j.source: j.verdict.score if j.verdict.state is State.VALUE else j.verdict.state.value
         for j in told.judged
@@ -47,8 +47,8 @@ def _mixed(s: Subject) -> list[tuple[Task, Sequence[str]]]:
     ]
 
 
-def _differ(one: Sequence[Told], two: Sequence[Told]) -> str:
-    """How two rounds about the same answers differ; '' where they do not."""
+def _differ(one: Sequence[JudgedAnswer], two: Sequence[JudgedAnswer]) -> str:
+    """How two rounds of verdicts about the same answers differ; '' if they do not."""
     other = [(a, b) for a, b in zip(one, two, strict=True) if _given(a) != _given(b)]
     if not other:
         return ""
@@ -60,7 +60,7 @@ def _differ(one: Sequence[Told], two: Sequence[Told]) -> str:
 
 
 async def repeats(s: Subject) -> Answer:
-    """One after another, so that nothing else can be the reason."""
+    """Judges one answer at a time, so that concurrency cannot be the reason for a difference."""
     asked = _mixed(s)[:24]
     first = [await s.judge(*x) for x in asked]
     for _ in range(REPEATS - 1):
@@ -70,22 +70,22 @@ async def repeats(s: Subject) -> Answer:
 
 
 async def pool(s: Subject) -> Answer:
-    """A crowd in another order, threads changing as often as they can."""
+    """Judges many answers at once, in another order and with frequent thread switches."""
     asked = _mixed(s)
     alone = [await s.judge(*x) for x in asked[:24]]
     asked = asked[:24]
     if _differ(alone, [await s.judge(*x) for x in asked]):
         return Mark.SKIP, "the verdicts differ even one at a time"
-    crowd = [i % len(asked) for i in range(CROWD)]
+    crowd = [i % len(asked) for i in range(CONCURRENT)]
     s.random("crowd").shuffle(crowd)
-    with _restless():
-        told = await s.tell([asked[i] for i in crowd])
+    with _frequent_switches():
+        told = await s.judge_all([asked[i] for i in crowd])
     why = _differ([alone[i] for i in crowd], told)
-    return (Mark.FAIL, why) if why else (Mark.OK, f"{CROWD} judged at once say what they said one at a time")
+    return (Mark.FAIL, why) if why else (Mark.OK, f"{CONCURRENT} judged at once say what they said one at a time")
 
 
 @contextmanager
-def _restless() -> Iterator[None]:
+def _frequent_switches() -> Iterator[None]:
     """Threads take turns every 10 microseconds instead of every 5 milliseconds, so that races show."""
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
@@ -119,7 +119,7 @@ async def throughput(s: Subject) -> Answer:
     begun = time.perf_counter()
     while (took := time.perf_counter() - begun) < SECONDS or not done:
         wave = [asked[(done + i) % len(asked)] for i in range(64)]
-        await s.tell(wave)
+        await s.judge_all(wave)
         done += len(wave)
     rate, single = done / took, sorted(singles)[len(singles) // 2]
     detail = f"{rate:.3g} answers/s with 64 at once, {single * 1000:.3g} ms one alone; expected {s.rate:.3g}/s"
@@ -127,7 +127,7 @@ async def throughput(s: Subject) -> Answer:
 
 
 async def sandbox(s: Subject) -> Answer:
-    """The attacks of the self-test, tried now on the sandbox that judges with."""
+    """Runs the attacks of the self-test on the sandboxes of this environment."""
     boxes = sandboxes(s)
     if not boxes:
         return Mark.SKIP, "nothing here runs programs that a model wrote"
@@ -143,7 +143,7 @@ async def sandbox(s: Subject) -> Answer:
 
 
 def sandboxes(s: Subject) -> list[Sandbox]:
-    """Sandboxes that the environment, its tools and its sources hold, wherever they hold them."""
+    """The sandboxes in the attributes of the environment, its tools and its sources."""
     found: dict[int, Sandbox] = {}
     seen: set[int] = set()
     waiting: list[tuple[object, int]] = [(s.env, 0)]
@@ -158,7 +158,7 @@ def sandboxes(s: Subject) -> list[Sandbox]:
             waiting += [(x, depth + 1) for x in holder if not isinstance(x, str | int | float)]
         elif not isinstance(holder, type):
             if isinstance(holder, OfferedTools) and "python" in holder.names:
-                waiting.append((holder.desk, depth + 1))  # opened when it is first needed, and here is a need
+                waiting.append((holder.interpreters, depth + 1))  # opens the sandbox, because the probe needs it
             waiting += [(x, depth + 1) for x in getattr(holder, "__dict__", {}).values()]
     return list(found.values())
 

@@ -1,4 +1,4 @@
-"""Tasks that come with the library: one file each, imported when asked for by name."""
+"""The environments of the library, one file each. A file is imported when its name is used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ GALLERY: dict[str, str] = {
 
 
 def gallery_class(name: str) -> type[SingleTurn]:
-    """The class behind a gallery name; ConfigError with the nearest name where there is none."""
+    """The class of a gallery name. Raises ConfigError with the nearest name if there is none."""
     if name not in GALLERY:
         raise ConfigError(f"no gallery environment {name!r}: {nearest(name, GALLERY)}")
     module, attribute = GALLERY[name].split(":")

@@ -1,4 +1,4 @@
-"""Sums: `<3+4+5>` is answered `12`, directly or through running sums."""
+"""Sums: the answer to `<3+4+5>` is `12`, given directly or after the running sums."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ Signed = tuple[tuple[str, int], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Arithmetic(SingleTurn):
-    """Add (and subtract) a few integers; the reward is 1 where the last integer said is the sum, else 0.
+    """Add (and subtract) a few integers. The reward is 1 if the last integer of the answer is the sum, else 0.
 
-    Two tasks are the same where their terms are, in any order: addition does not care, so a held-out `<3+4+5>`
-    forbids `<5+4+3>` in training. At most half of the term multisets of each length are held out.
+    Two tasks are the same if they have the same terms in any order. So if `<3+4+5>` is held out, `<5+4+3>` is not in
+    training. At most half of the term multisets of each length are held out.
     """
 
     min_terms: int = 2
@@ -37,7 +37,7 @@ class Arithmetic(SingleTurn):
     ops: str = "+"
     """`+`, or `+-` for sums with subtractions (answers may be negative)."""
     judge_steps: bool = False
-    """Also judge every running sum on its own, for algorithms that give credit by step."""
+    """Also judge every running sum separately, for algorithms that assign credit to steps."""
 
     def __post_init__(self) -> None:
         require(
@@ -60,7 +60,7 @@ class Arithmetic(SingleTurn):
         return range(self.min_terms, self.max_terms + 1)
 
     def _room(self, length: int) -> int:
-        """Most multisets of this length that may be held out: half of those that exist."""
+        """The most multisets of this length that may be held out: half of all there are."""
         plain = math.comb(self.max_operand + length, length)
         signed = math.comb(2 * self.max_operand + 1 + length, length) - plain  # any signs but all minus
         return (plain if self.ops == "+" else signed) // 2
@@ -117,7 +117,7 @@ class Arithmetic(SingleTurn):
         )
 
     def steps(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """Of `3+4=7;7+5=11`: 1 for the first sum, 0 for the second. A missing sum is no step; one too many is wrong."""
+        """`3+4=7;7+5=11` scores 1 for the first sum, 0 for the second. An extra sum scores 0, a missing one nothing."""
         if not self.judge_steps:
             return ()
         terms = _terms(attempt.task)
@@ -137,7 +137,7 @@ class Arithmetic(SingleTurn):
         return (str(task.answer),)
 
     def distractor(self, task: Task) -> tuple[str, ...]:
-        """The right answer on the way to a wrong one."""
+        """The right answer, followed by a wrong one."""
         return (f"{task.answer}={int(task.answer) + 1}",)
 
     @property
@@ -146,8 +146,8 @@ class Arithmetic(SingleTurn):
         return ("document", "answer", "cot")
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
-        """(prompt, completion). With probability `wrong` it is off by a little: a chain of sums goes wrong in one
-        step and is consistent from there on, so that its end is wrong too."""
+        """(prompt, completion). With probability `wrong` the result is off by a small amount. A chain of sums then has
+        one wrong step and is consistent after it, so that its end is wrong too."""
         if style not in self.styles:
             raise ConfigError(f"arithmetic cannot write style {style!r}: {nearest(style, self.styles)}")
         terms, false = _terms(task), rng.random() < wrong
@@ -162,7 +162,7 @@ class Arithmetic(SingleTurn):
         return str(task.prompt), ";".join(_chain(terms, sums))
 
     def _error(self, rng: np.random.Generator, floor: int) -> int:
-        """A small amount to be off by; with only `+`, what stands at `floor` stays natural."""
+        """A small error to add to the value `floor`. With only `+`, the result is not negative."""
         size = (1, 1, 2, 3, 10)[int(rng.integers(5))]
         upward = rng.random() < 0.5 or (self.ops == "+" and floor < size)
         return size if upward else -size
@@ -206,7 +206,7 @@ def _multiset(terms: Signed) -> Signed:
 
 
 def _chain(terms: Signed, sums: list[int] | None = None) -> list[str]:
-    """3+4+5 gives `3+4=7` and `7+5=12`; with other `sums` the same chain over those."""
+    """3+4+5 gives `3+4=7` and `7+5=12`. With `sums` given, the chain shows those instead."""
     sums = _running(terms) if sums is None else sums
     return [
         f"{before}{sign}{operand}={after}"

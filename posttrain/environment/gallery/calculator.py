@@ -1,6 +1,6 @@
-"""A tool in two turns: for `<12*3>` the policy says `calc:12*3`, is shown `[36]`, and answers `36`.
+"""A tool in two turns: for `<12*3>` the policy writes `calc:12*3`, is shown `[36]`, and answers `36`.
 
-With a tape the tool shows what others computed before, as tools do that say more than they were asked: `7*9=63;[36]`.
+With a tape the tool first shows other computations, as tools do that return more than was asked: `7*9=63;[36]`.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ Key = tuple[str, int, int]
 
 @dataclass(frozen=True, kw_only=True)
 class CalculatorEnv(GeneratedTasks):
-    """Ask a calculator, read its result, answer; the reward is 1 where the last integer of the answer is right, else 0.
+    """Ask a calculator, read its result, answer. The reward is 1 if the last integer of the answer is right, else 0.
 
-    A turn that begins with `calc:` is a request, any other the answer; using the tool is allowed, not required. The
-    episode ends with stop reason `turns` where the last turn still is a request, and such a turn is no answer.
+    A turn that begins with `calc:` is a request, and any other turn is the answer. The policy may answer without the
+    tool. If the last turn is still a request, the episode ends with stop reason `turns` and has no answer.
     """
 
     max_operand: int = 99
     ops: str = "*"
-    """Operators of the questions: some of + - *."""
+    """The operators of the questions: one or more of + - *."""
     turns: int = 2
-    """Most turns, the answer included."""
+    """The largest number of turns, the answer included."""
     tape: int = 0
-    """Computations of others that the tool shows before a result; which ones, the task and the request say."""
+    """How many other computations the tool shows before a result. They are a function of the task and the request."""
 
     def __post_init__(self) -> None:
         require(1 <= self.max_operand <= 10**5, self.name, f"max_operand={self.max_operand}: must lie in 1..100000")
@@ -93,7 +93,7 @@ class CalculatorEnv(GeneratedTasks):
         )
 
     def key(self, task: Task) -> Key:
-        """Operator and operands, in order only where the order matters."""
+        """Operator and operands. The operands are sorted unless their order matters."""
         op, a, b = task.info["op"], task.info["left"], task.info["right"]
         return (op, a, b) if op == "-" else (op, min(a, b), max(a, b))
 
@@ -102,14 +102,14 @@ class CalculatorEnv(GeneratedTasks):
 
     @property
     def styles(self) -> tuple[str, ...]:
-        """`tool`: asked, read and answered."""
+        """`tool`: a request, then the answer."""
         return ("tool",)
 
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str, tuple[str, ...]]:
-        """(prompt, turns). A wrong one asks about another number and believes the answer, or misreads a digit of the
-        right one."""
+        """(prompt, turns). A wrong one either asks about another number and repeats the result, or changes one digit
+        of the right result."""
         if style not in self.styles:
             raise ConfigError(f"calculator cannot write style {style!r}: {nearest(style, self.styles)}")
         op, a, b = task.info["op"], task.info["left"], task.info["right"]

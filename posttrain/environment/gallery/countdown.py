@@ -22,18 +22,18 @@ Key = tuple[tuple[int, ...], int]
 
 @dataclass(frozen=True, kw_only=True)
 class Countdown(GeneratedTasks):
-    """Reach a target with given numbers; the reward is 1 for an expression that does, else 0.
+    """Reach a target with given numbers. The reward is 1 for an expression that equals the target, else 0.
 
-    Judged is what follows the last line break or `;`, so that a policy may think first; `expression=target` is fine.
-    Two tasks are the same where target and numbers are, in any order.
+    Only the text after the last line break or `;` is judged, so a policy may think first. It may also write
+    `expression=target`. Two tasks are the same if they have the same target and the same numbers in any order.
     """
 
     numbers: int = 4
-    """How many are given."""
+    """How many numbers are given."""
     max_number: int = 9
     max_target: int = 99
     ops: str = "+-*/"
-    """Operators the hidden solution uses; the policy may use any."""
+    """The operators of the hidden solution. The policy may use any."""
 
     def __post_init__(self) -> None:
         require(2 <= self.numbers <= 10, self.name, f"numbers={self.numbers}: must lie in 2..10")
@@ -50,7 +50,7 @@ class Countdown(GeneratedTasks):
         return "0123456789+-*/()<>,:;="
 
     def draw(self, rng: np.random.Generator, name: str) -> Task | None:
-        """A task with its solution; None where the combination found is no target."""
+        """A task with its solution. None if the value of the drawn expression cannot be a target."""
         numbers = [int(n) for n in rng.integers(1, self.max_number + 1, size=self.numbers)]
         target, solution = self._combine(rng, numbers)
         if not 0 < target <= self.max_target or target in numbers:
@@ -59,7 +59,7 @@ class Countdown(GeneratedTasks):
         return Task(id=name, prompt=prompt, answer=solution, info={"numbers": numbers, "target": target})
 
     def _combine(self, rng: np.random.Generator, numbers: list[int]) -> tuple[int, str]:
-        """A random expression over at least two of the numbers that stays integral and natural on the way."""
+        """(value, text) of a random expression over at least two numbers; (-1, "") if a partial result is negative."""
         parts = [
             (numbers[i], str(numbers[i]))
             for i in rng.permutation(len(numbers))[: int(rng.integers(2, len(numbers) + 1))]
@@ -99,7 +99,7 @@ class Countdown(GeneratedTasks):
         return (str(task.answer),)
 
     def distractor(self, task: Task) -> tuple[str, ...]:
-        """The target itself: right in value, and not among the numbers."""
+        """The target itself: its value is right, but it is not one of the numbers."""
         return (str(task.info["target"]),)
 
     @property
@@ -118,7 +118,7 @@ class Countdown(GeneratedTasks):
         return str(task.prompt), self._missing(rng, solution, target) if false else solution
 
     def _missing(self, rng: np.random.Generator, solution: str, target: int) -> str:
-        """The solution with one operator exchanged, such that it misses; at least one exchange always does."""
+        """The solution with one operator changed so that it misses the target. At least one such change exists."""
         places = [i for i, c in enumerate(solution) if c in "+-*/"]
         others = [solution[:i] + op + solution[i + 1 :] for i in places for op in "+-*/" if op != solution[i]]
         for k in rng.permutation(len(others)):

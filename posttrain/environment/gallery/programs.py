@@ -1,4 +1,4 @@
-"""Programs: `<+3*2-1>` asks for Python that adds 3, doubles and takes 1 away: `(x+3)*2-1`. Judged by running it in the
+"""Programs: `<+3*2-1>` asks for Python that adds 3, doubles and subtracts 1: `(x+3)*2-1`. The answer is run in the
 sandbox."""
 
 from __future__ import annotations
@@ -21,30 +21,29 @@ from posttrain.sandbox.port import ProgramLimits
 from posttrain.verifier.code.source import Code
 
 Steps = tuple[tuple[str, int], ...]
-"""What is done to x, in order: an operator of `+ - *` and a digit each."""
+"""The operations on x, in order. Each is an operator of `+ - *` and a digit."""
 Line = tuple[int, int]
-"""(a, b) of the function a * x + b that the steps make: what makes two tasks the same."""
+"""(a, b) of the function a * x + b that the steps compute. It is the key of a task."""
 INPUTS = (-3, 0, 2, 7)
-"""What the hidden test calls the program with."""
+"""The values of x in the hidden test."""
 LIMITS = ProgramLimits(wall=2.0, cpu=1.0, memory=256 * 1024**2)
-"""A policy that plays with `9**9**9` costs its own reward and no time."""
+"""Limits of one run: an answer such as `9**9**9` loses its reward and takes little time."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Programs(GeneratedTasks):
-    """Write an expression in x that does some steps in order; the reward is 1 where it passes every hidden test, else
-    0.
+    """Write an expression in x that does some steps in order. The reward is 1 if it passes every hidden test, else 0.
 
-    The answer becomes the body of a function that runs in the sandbox; its values are compared outside, so no
-    program can see what is wanted. Two tasks are the same where they ask for the same function of x, however it is put.
+    The answer becomes the body of a function that runs in the sandbox. Its values are compared outside, so that no
+    program can see the expected values. Two tasks are the same if their steps compute the same function of x.
     """
 
     min_steps: int = 2
     max_steps: int = 3
     max_operand: int = 9
-    """Of a step; the smallest is 1, of `*` 2."""
+    """The largest operand of a step. The smallest is 1, and 2 for `*`."""
     workers: int = 1
-    """Sandboxes at once."""
+    """How many sandboxes run at once."""
 
     def __post_init__(self) -> None:
         require(
@@ -54,7 +53,7 @@ class Programs(GeneratedTasks):
         )
         require(2 <= self.max_operand <= 9, self.name, f"max_operand={self.max_operand}: must lie in 2..9")
         require(self.workers >= 1, self.name, f"workers={self.workers}: must be 1 or more")
-        _ = self.contained  # refuses now where no sandbox works, not after the first stage
+        _ = self.contained  # raises here if no sandbox works, and not after the first stage
 
     @property
     def name(self) -> str:
@@ -66,7 +65,7 @@ class Programs(GeneratedTasks):
 
     @cached_property
     def code(self) -> Code:
-        """The judge, with its sandboxes, from the first answer on."""
+        """The verifier with its sandboxes, made when the first answer is judged."""
         return Code(opened(self.sandbox, workers=self.workers, limits=LIMITS, packages=()), name=self.name, owned=True)
 
     @cached_property
@@ -105,8 +104,7 @@ class Programs(GeneratedTasks):
         return (str(task.answer),)
 
     def distractor(self, task: Task) -> tuple[str, ...]:
-        """The steps as they stand, without the parentheses they need; where they need none, with a last one too
-        many."""
+        """The steps without the parentheses that they need. If they need none, there is one extra step."""
         flat = "x" + str(task.prompt)[1:-1]
         return (flat if flat != task.answer else f"{flat}+1",)
 
@@ -116,8 +114,8 @@ class Programs(GeneratedTasks):
         return ("document", "answer")
 
     def demonstrate(self, task: Task, style: str, rng: np.random.Generator, wrong: float) -> tuple[str, str]:
-        """(prompt, completion). A false one forgets parentheses, or mistakes an operator, a digit or the order of two
-        steps."""
+        """(prompt, completion). A false one lacks parentheses, or has a wrong operator or digit, or two steps in the
+        wrong order."""
         if style not in self.styles:
             raise ConfigError(f"programs cannot write style {style!r}: {nearest(style, self.styles)}")
         steps, false = _steps(task), rng.random() < wrong
@@ -126,7 +124,7 @@ class Programs(GeneratedTasks):
         return str(task.prompt), self._mistaken(rng, steps) if false else written(steps)
 
     def _mistaken(self, rng: np.random.Generator, steps: Steps) -> str:
-        """Half of the time without parentheses, where that is a mistake."""
+        """A wrong expression: half of the time one without parentheses, if that makes it wrong."""
         flat = "x" + "".join(f"{op}{n}" for op, n in steps)
         if flat != written(steps) and rng.random() < 0.5:
             return flat
@@ -144,12 +142,13 @@ class Programs(GeneratedTasks):
 
 
 def program(text: str) -> str:
-    """The answer as a program that has the function which the test calls."""
+    """A program with the function `f` that the test calls. `f` applies the answer to each input."""
     return f"def f(inputs):\n    return [g(x) for x in inputs]\n\ng = lambda x: {text.strip()}\n"
 
 
 def line(steps: Steps) -> Line:
-    """
+    """(a, b) of the function a * x + b that the steps compute.
+
     >>> line((("+", 3), ("*", 2), ("-", 1)))
     (2, 5)
     """

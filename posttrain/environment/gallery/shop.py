@@ -1,12 +1,12 @@
-"""A small shop and a calendar behind four tools: for `<2 tea,vet tue>` the policy looks both up, buys, books, and says
+"""A small shop and a calendar with four tools: for `<2 tea,vet tue>` the policy looks both up, buys, books, and writes
 `done`.
 
     [find(item="tea"),free(day="tue")]                      is shown [17][9 14]
     [buy(id=17,n=2),book(day="tue",at=9,what="vet")]        is shown [ok][ok]
     done
 
-What an item is called in the shop, and which hours are free, differs from task to task and is known only to the tools.
-The reward is 1 where the cart and the calendar are in the end exactly what was asked for, whatever was said on the way.
+The numbers of the items and the free hours differ from task to task, and only the tools return them. The reward is 1 if
+the cart and the calendar are at the end exactly as asked, whatever the policy wrote before.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Key = tuple[str | int, ...]
 
 
 class ShopAndCalendar(Toolbox):
-    """The tools of one episode. `catalogue`: item -> number in the shop; `free_hours`: day -> hours."""
+    """The tools of one episode. `catalogue` maps an item to its number, and `free_hours` a day to its hours."""
 
     def __init__(self, catalogue: dict[str, int], free_hours: dict[str, list[int]]) -> None:
         self._catalogue, self._free = catalogue, {day: list(hours) for day, hours in free_hours.items()}
@@ -82,11 +82,11 @@ class ShopAndCalendar(Toolbox):
 
 @dataclass(frozen=True, kw_only=True)
 class Shop(GeneratedTasks, ToolWorld):
-    """Buy `n` of an item and book an errand at the earliest free hour of a day, or one of these."""
+    """Buy `n` of an item, book an errand at the earliest free hour of a day, or both."""
 
     kinds: str = "both"
-    """Which of `buy`, `book` and `both`, with commas between. The first two are few tasks, so with them few can be held
-    out: at most a third of each kind, or training would miss what is asked for."""
+    """Which of `buy`, `book` and `both`, separated by commas. At most a third of the tasks of each kind can be held
+    out, because training needs the rest. `buy` and `book` have few tasks, so with them few can be held out."""
     turns: int = 4
 
     def __post_init__(self) -> None:
@@ -118,7 +118,7 @@ class Shop(GeneratedTasks, ToolWorld):
         return 'abcdefghijklmnopqrstuvwxyz0123456789<>[](),="? '
 
     def draw(self, rng: np.random.Generator, name: str) -> Task:
-        """Which numbers and hours the tools know of does not make it another task."""
+        """A task. Its key does not include the numbers and hours that only the tools return."""
         kind = self._kinds[int(rng.integers(len(self._kinds)))]
         numbers = rng.choice(np.arange(10, 100), size=len(ITEMS), replace=False)
         catalogue = {item: int(n) for item, n in zip(ITEMS, numbers, strict=True)}
@@ -141,7 +141,7 @@ class Shop(GeneratedTasks, ToolWorld):
         return ShopAndCalendar(task.info["catalogue"], task.info["free"])
 
     def show(self, results: Sequence[Observation]) -> str:
-        """Results as they are; whatever was no good as `[?]`, in the few letters of this world."""
+        """Results as they are. Errors are `[?]`, because their text would need more letters than the alphabet has."""
         return "".join(f"[{r.text}]" if r.kind == "ok" else "[?]" for r in results)
 
     def verify(self, attempt: Attempt) -> Verdict:
@@ -154,19 +154,19 @@ class Shop(GeneratedTasks, ToolWorld):
         return self._turns(task.info, task.info)
 
     def distractor(self, task: Task) -> tuple[str, ...]:
-        """Everything as asked, and one item more, or an errand of another name."""
+        """Everything as asked, but with one item too many, or with another errand."""
         i = task.info
         return self._turns(i, {**i, "n": i["n"] + 1} if "n" in i else {**i, "errand": _other(ERRANDS, i["errand"])})
 
     @property
     def styles(self) -> tuple[str, ...]:
-        """`tools`: looked up, done, and reported."""
+        """`tools`: the look-ups, the actions, and `done`."""
         return ("tools",)
 
     def demonstrate(
         self, task: Task, style: str, rng: np.random.Generator, wrong: float
     ) -> tuple[str, tuple[str, ...]]:
-        """(prompt, turns). A wrong one buys and books something else than it was asked for."""
+        """(prompt, turns). In a wrong one, other things are bought and booked than asked for."""
         if style not in self.styles:
             raise ConfigError(f"shop cannot write style {style!r}: {nearest(style, self.styles)}")
         looked, done = task.info, task.info
@@ -178,9 +178,9 @@ class Shop(GeneratedTasks, ToolWorld):
     def _slips(
         self, i: Mapping[str, Any], rng: np.random.Generator
     ) -> Iterator[tuple[Mapping[str, Any], Mapping[str, Any]]]:
-        """(what is looked up instead, what is done instead), for each part of what was asked.
+        """(changes to what is looked up, changes to what is done), for each part of the task.
 
-        In each, since a policy that imitates part by part would get right what is wrong in one part alone.
+        Every part is wrong, because a policy that imitates each part separately could not learn which one is wrong.
         """
         for whole, name, others in (("item", "n", range(1, MOST + 1)), ("day", "errand", ERRANDS)):
             if name in i and rng.random() < 0.5:
@@ -205,6 +205,6 @@ def _other(values: Sequence[str], value: str) -> str:
 
 
 def _another(rng: np.random.Generator, values: Sequence[Any] | range, value: Any) -> Any:
-    """Any of the values but this one."""
+    """A random one of the values other than `value`."""
     left = [v for v in values if v != value]
     return left[int(rng.integers(len(left)))]

@@ -1,7 +1,6 @@
-"""Tools that come with the library. Everything they keep lies in memory and belongs to one episode, so nothing can be
-left behind.
+"""The tools of the library. Their state is in memory and belongs to one episode, so nothing remains after it.
 
-The Python tool is apart (`tools.python`), because it needs a sandbox.
+The Python tool is in `tools.python`, because it needs a sandbox.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from posttrain.environment.expression import ExpressionError, evaluate
 from posttrain.environment.tools.tool import Toolbox, ToolError, tool
 
 MOST_KEYS, MOST_BYTES = 1000, 1 << 20
-"""Of one episode's store or files, in all."""
+"""The most keys, and characters in all, of one episode's store or files."""
 LONGEST_NAME = 200
 
 
@@ -68,7 +67,7 @@ class KeyValue(Toolbox):
 
 
 class Files(Toolbox):
-    """A folder of text files of the episode's own. It is no folder of this machine: a path can lead nowhere else."""
+    """An episode's own folder of text files. It exists in memory only, so no path can reach the machine's files."""
 
     def __init__(self, files: dict[str, str] | None = None) -> None:
         self._files = {_path(p): text for p, text in (files or {}).items()}
@@ -119,7 +118,7 @@ class Files(Toolbox):
 
 
 def _path(path: str) -> str:
-    """A path in its one spelling; ToolError where it is none inside the folder."""
+    """The normalised path. ToolError if it is not the path of a file inside the folder."""
     parts = path.split("/")
     while parts and parts[0] in ("", "."):
         parts.pop(0)
@@ -131,7 +130,7 @@ def _path(path: str) -> str:
 
 
 def _room(held: dict[str, str], name: str, text: str) -> None:
-    """ToolError where the episode would keep more than it may."""
+    """ToolError if the new text would exceed the limits of an episode."""
     if len(name) > LONGEST_NAME:
         raise ToolError(f"a name has at most {LONGEST_NAME} characters")
     if name not in held and len(held) >= MOST_KEYS:

@@ -1,5 +1,4 @@
-"""An SQLite database of one episode, in memory. What SQL may do here is read and change that database, for a bounded
-time."""
+"""An SQLite database of one episode, in memory. SQL can only read and change this database, within a time limit."""
 
 from __future__ import annotations
 
@@ -14,19 +13,19 @@ from posttrain.environment.tools.fair_queue import FairQueue, QueuedWork
 from posttrain.environment.tools.tool import OutOfTime, Toolbox, ToolError, own_clock, tool
 
 SECONDS = 2.0
-"""Processor time of one statement, and of reading the tables after it: far more than any sensible one takes in so small
-a database."""
-LINE = FairQueue()
-"""Statements of all databases of this process take turns."""
+"""Most processor time of one statement, and of reading the tables after it. That is far more than a sensible
+statement needs in so small a database."""
+QUEUE = FairQueue()
+"""The queue for the statements of all databases of this process."""
 MOST_ROWS = 50
-"""Of one answer."""
+"""The most rows of one answer."""
 MOST_KEPT = 1000
-"""Rows of a table that a verifier sees."""
+"""The most rows of a table that a verifier sees."""
 MOST_BYTES = 16 << 20
-"""Of one database."""
+"""The most bytes of one database."""
 HEAP = 512 << 20
-"""Bytes that SQLite may hold in this process, over all databases: what one query builds while it runs is in no other
-limit."""
+"""The most bytes that SQLite may hold in this process, over all databases. No other limit covers the memory that a
+query needs while it runs."""
 _LIMITS = {
     sqlite3.SQLITE_LIMIT_LENGTH: 1 << 20,
     sqlite3.SQLITE_LIMIT_SQL_LENGTH: 100_000,
@@ -57,26 +56,26 @@ _ALLOWED = frozenset(
     )
 )
 _FUNCTIONS = frozenset({"load_extension", "fts3_tokenizer", "readfile", "writefile", "edit"})
-"""Refused by name."""
+"""Functions that are refused by name."""
 
 
 class Database(Toolbox):
     """One in-memory database, closed with the episode.
 
-    A statement runs in a thread while it lasts, at its turn, and takes as long as its own processor time says: SQL in
-    memory waits for nothing, so what is lost on the clock is others' doing. One that is stopped has no effect.
+    A statement runs in its own thread when its turn comes. Its limit is in its own processor time: SQL in memory waits
+    for nothing, so other delays are caused by other jobs. A statement that is stopped has no effect.
 
     Args:
-        script: SQL that fills it first; trusted.
-        tables: what `state` shows, all of them where None.
-        seconds: processor time of one statement, where a call may take longer.
+        script: trusted SQL that fills the database first.
+        tables: the tables that `state` returns. None: all of them.
+        seconds: most processor time of one statement, if a call may take longer.
     """
 
     def __init__(self, script: str = "", tables: Sequence[str] | None = None, seconds: float = SECONDS) -> None:
         self._tables, self._seconds = tables, seconds
         self._job: QueuedWork | None = None
         self._reading = 0.0
-        """While the tables are read: the processor time of the thread at which that ends."""
+        """While the tables are read: the processor time of the thread at which reading is stopped. Else 0."""
         self._guard = threading.Lock()
         self._connection = c = sqlite3.connect(":memory:", isolation_level=None, check_same_thread=False)
         c.executescript(script)
@@ -94,7 +93,7 @@ class Database(Toolbox):
         seconds = min(own_clock(), self._seconds)
         await self._idle()
         within = self._connection.in_transaction
-        self._job = job = QueuedWork(LINE, lambda: self._execute(sql), self._interrupt)
+        self._job = job = QueuedWork(QUEUE, lambda: self._execute(sql), self._interrupt)
         try:
             return await job.run(seconds)
         except (ToolError, InterruptedError):
@@ -104,7 +103,7 @@ class Database(Toolbox):
             raise OutOfTime(seconds, "the transaction that was open was undone" if undone else "") from None
 
     def _execute(self, sql: str) -> str:
-        """In the job's thread: the answer, and the state that the statement leaves."""
+        """Runs in the job's thread: executes the statement, updates the state, returns the answer."""
         c, changes = self._connection, self._connection.total_changes
         try:
             cursor = c.execute(sql)
@@ -127,29 +126,29 @@ class Database(Toolbox):
         )
 
     def _over(self) -> bool:
-        """Whether what runs has to end; SQLite asks this every so often."""
+        """Whether the running statement has to end. SQLite calls this regularly."""
         stopped = self._job is not None and self._job.tick()
         return time.thread_time() > self._reading if self._reading else stopped
 
     def _interrupt(self) -> None:
-        """End the statement of the policy, from another thread; reading what it left goes on."""
+        """Stop the policy's statement, from another thread. Reading the tables after it is not stopped."""
         with self._guard:
             if not self._reading:
                 self._connection.interrupt()
 
     async def _idle(self) -> None:
-        """A statement that was stopped has really ended."""
+        """Wait until a statement that was stopped has ended."""
         if self._job is not None:
             await asyncio.wait([self._job.done])
             self._job = None
 
     def state(self) -> dict[str, list[list[Any]]]:
-        """Rows of the tables in their order, after the last statement that ended."""
+        """Rows of the tables, in order, after the last statement that ended."""
         return self._state
 
     def _read(self) -> dict[str, list[list[Any]]]:
-        """The state. Where a statement ran: what the policy made of its tables may be slow to read, and must not hold
-        up others."""
+        """The state. It is read in the statement's thread and within `SECONDS`, because the policy may have made tables
+        that are slow to read."""
         with self._guard:
             self._reading = time.thread_time() + SECONDS
         try:
@@ -162,8 +161,8 @@ class Database(Toolbox):
             self._reading = 0.0
 
     def _rows(self, table: str) -> list[list[Any]]:
-        """[] where the policy left a table that cannot be read: one it dropped, or made of columns that fail or take
-        too long."""
+        """The rows of a table; [] if it cannot be read, because the policy dropped it or gave it columns that fail or
+        take too long."""
         quoted = table.replace('"', '""')
         try:
             return [list(row) for row in self._connection.execute(f'SELECT * FROM "{quoted}"').fetchmany(MOST_KEPT)]

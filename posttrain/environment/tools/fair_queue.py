@@ -1,9 +1,8 @@
-"""Work that a policy asked for, in threads that take turns: nobody's work runs out of its own time because of
-another's.
+"""A fair queue for jobs that a policy asked for. A job's time limit does not depend on the other jobs.
 
-Every job has a thread of its own while it runs. Few run at once, and who has used least processor time goes first, so
-that a short one never waits for the end of a long one. What a job may take is its own processor time: waiting for a
-turn, or for a processor that others are using, costs it nothing.
+Every job has its own thread while it runs. Few jobs run at once, and the one that has used the least processor time
+goes first, so a short job never waits for the end of a long one. The limit of a job is in its own processor time. It
+does not count the time that the job waits for its turn or for a busy processor.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 SLICE = 0.02
-"""Seconds of processor time after which a job that works on lets others go first."""
+"""Seconds of processor time after which a running job lets waiting jobs go first."""
 AT_ONCE = min(8, max(2, os.cpu_count() or 1))
 
 
 class FairQueue:
-    """Who runs now, and who waits for it."""
+    """Decides which jobs run now and which wait."""
 
     def __init__(self, at_once: int = AT_ONCE) -> None:
         self._free = at_once
@@ -39,8 +38,8 @@ class FairQueue:
         return bool(self._waiting)
 
     def ask(self, used: float) -> Future[None]:
-        """Done when it is the turn of who asks. `used`: processor time so far. Cancelled, it never is; done, `leave`
-        has to follow."""
+        """A future that is done when the caller may run. `used`: its processor time so far. Once the future is done,
+        the caller must call `leave` at the end. A cancelled future never gets a turn."""
         turn: Future[None] = Future()
         with self._lock:
             heapq.heappush(self._waiting, (used, next(self._number), turn))
@@ -48,13 +47,13 @@ class FairQueue:
         return turn
 
     def leave(self) -> None:
-        """A turn is over."""
+        """End a turn."""
         with self._lock:
             self._free += 1
         self._next()
 
     def _next(self) -> None:
-        """Give free turns to those who wait; outside the lock, since their callbacks may do anything."""
+        """Give free turns to waiting jobs. The futures are set outside the lock, as their callbacks may do anything."""
         while True:
             with self._lock:
                 if not self._free or not self._waiting:
@@ -67,32 +66,32 @@ class FairQueue:
 
 
 class QueuedWork:
-    """One piece of work. It calls `tick` every so often, and ends where that is true.
+    """One job. Its work must call `tick` regularly, and end if `tick` returns true.
 
     Args:
-        work: what to do. Never begun where the job is stopped before.
-        interrupt: ends it sooner than the next `tick`, from another thread.
+        work: the function to run. It is not called if the job is stopped before.
+        interrupt: called from another thread to end the work before its next `tick`.
     """
 
-    def __init__(self, line: FairQueue, work: Callable[[], Any], interrupt: Callable[[], None]) -> None:
-        self._line, self._work, self._interrupt = line, work, interrupt
+    def __init__(self, queue: FairQueue, work: Callable[[], Any], interrupt: Callable[[], None]) -> None:
+        self._queue, self._work, self._interrupt = queue, work, interrupt
         self._lock = threading.Lock()
         self._turn: Future[None] | None = None
-        """Of a job that lets others go first: what it waits for."""
+        """The turn that a job waits for after it let others go first."""
         self._holds = False
         self._thread: int | None = None
         self._used = self._yielded = 0.0
         self._ended = False
         self.stopped = False
-        """Before its end: what it would still have done it did not do."""
+        """Whether it was stopped before its end, so that its work is incomplete."""
         self.done: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        """What came of it, or of its end."""
+        """The result of the work, or its exception."""
         self.done.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     async def run(self, seconds: float) -> Any:
-        """Do it: what `work` returned, or raised. After `seconds` of its own processor time it is stopped; it has
-        really ended when this returns, so that whoever reads `stopped` beside its result knows what it did. Cancelled,
-        it is stopped as well, and ends soon.
+        """Run the work; returns what it returned or raises what it raised. After `seconds` of its own processor time it
+        is stopped. The work has ended when this returns, so that `stopped` is final. If this coroutine is cancelled,
+        the work is stopped as well and ends soon after.
         """
         await self._begun()
         try:
@@ -107,33 +106,33 @@ class QueuedWork:
 
     async def _begun(self) -> None:
         """Wait for the turn and start the thread."""
-        turn = self._line.ask(0.0)
+        turn = self._queue.ask(0.0)
         try:
             await asyncio.wrap_future(turn)
         except asyncio.CancelledError:
             self.done.cancel()
             if not turn.cancel():  # it had just come
-                self._line.leave()
+                self._queue.leave()
             raise
         self._holds = True
         try:
-            # `Thread.start` would wait until it runs, and the loop with it
+            # `Thread.start` would block the event loop until the thread runs
             start_new_thread(self._body, (asyncio.get_running_loop(),))
         except BaseException:
             self.done.cancel()
-            self._line.leave()
+            self._queue.leave()
             raise
 
     def used(self) -> float:
-        """Seconds of processor time so far; where a thread cannot be asked for them, those up to its last `tick`."""
+        """Seconds of processor time so far. If no other thread can be measured here, those up to its last `tick`."""
         with self._lock:
             if self._thread is not None and hasattr(time, "pthread_getcpuclockid"):
                 self._used = time.clock_gettime(time.pthread_getcpuclockid(self._thread))
             return self._used
 
     def stop(self) -> None:
-        """Let it end, or never begin. Its turn is free at once, since the end can take a while. After its end this does
-        nothing."""
+        """Make the work end, or never begin. Its turn becomes free at once, because the end can take a while. After the
+        end this does nothing."""
         with self._lock:
             if self._ended:
                 return
@@ -144,19 +143,19 @@ class QueuedWork:
             if self._thread is not None:
                 self._interrupt()
         if held:
-            self._line.leave()
+            self._queue.leave()
 
     def tick(self) -> bool:
-        """Whether the work has to end; called by it in its own thread. Where others wait, this lets them go first for a
-        while."""
+        """Whether the work has to end. The work calls this in its own thread. If other jobs wait, this lets them go
+        first for a while."""
         self._used = time.thread_time()
-        if self.stopped or not self._line.crowded or self._used - self._yielded < SLICE:
+        if self.stopped or not self._queue.crowded or self._used - self._yielded < SLICE:
             return self.stopped
         with self._lock:
             if self.stopped:
                 return True
-            self._turn, self._holds = self._line.ask(self._used), False
-        self._line.leave()
+            self._turn, self._holds = self._queue.ask(self._used), False
+        self._queue.leave()
         with contextlib.suppress(CancelledError):
             self._turn.result()
             self._holds = True
@@ -165,7 +164,7 @@ class QueuedWork:
             return self.stopped
 
     def _body(self, loop: asyncio.AbstractEventLoop) -> None:
-        """The thread."""
+        """Runs in the thread."""
         result, error = None, None
         with self._lock:
             self._thread = threading.get_ident()
@@ -179,8 +178,8 @@ class QueuedWork:
             self._thread, self._ended = None, True
             held, self._holds = self._holds, False
         if held:
-            self._line.leave()
-        with contextlib.suppress(RuntimeError):  # the loop was closed: nobody waits
+            self._queue.leave()
+        with contextlib.suppress(RuntimeError):  # the loop was closed, so nothing waits
             loop.call_soon_threadsafe(self._settle, result, error)
 
     def _settle(self, result: Any, error: BaseException | None) -> None:

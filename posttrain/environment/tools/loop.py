@@ -1,4 +1,4 @@
-"""The tool loop: the policy says, its calls are made, it is shown what came of them, until a turn calls nothing."""
+"""The tool loop: the policy's calls are run and it is shown the results, until one of its turns has no call."""
 
 from __future__ import annotations
 
@@ -13,31 +13,31 @@ from posttrain.environment.tools.tool import CallCounts, Observation, Toolbox
 from posttrain.verifier.calling import parse
 
 PLAIN = "pythonic"
-"""Format of calls where there is no chat template: `[buy(item="tea", count=2)]`."""
+"""Format of calls without a chat template: `[buy(item="tea", count=2)]`."""
 
 
 def bracketed(results: Sequence[Observation]) -> str:
-    """What is shown where there is no chat template: `[result]`, one after the other."""
+    """The results as shown without a chat template: one `[result]` after the other."""
     return "".join(f"[{r.text}]" for r in results)
 
 
 @dataclass
 class Loop:
-    """How the episodes of one environment use tools, and what came of all of them."""
+    """Plays the tool episodes of one environment and counts their calls."""
 
     limits: EpisodeLimits
     turns: int
-    """Most turns of the policy, the answer included."""
+    """The largest number of turns of the policy, the answer included."""
     show: Callable[[Sequence[Observation]], str] = bracketed
-    """Results in words, for prompts that are text."""
+    """Writes the results, if the prompt is text."""
     counts: CallCounts = field(default_factory=CallCounts)
 
     async def converse(self, talk: Talk, prompt: str | Sequence[Message], box: Toolbox) -> Stop:
-        """One episode. A turn without a call is the answer and ends it; so does a limit. Whatever happens, the state
-        the tools have come to is left to the verifiers.
+        """One episode. A turn without a call is the answer and ends it, and so does a limit. However it ends, the final
+        state of the tools is recorded for the verifiers.
 
-        Calls are read in the format of the chat template (`Talk.format`); in text, and under a template that writes
-        none we read, as `[name(argument=value)]`. Several calls of a turn are made in their order.
+        Calls are parsed in the format of the chat template (`Talk.format`). In text, and under a template without a
+        known format, they are `[name(argument=value)]`. The calls of a turn run in their order.
         """
         chat = not isinstance(prompt, str)
         format = (talk.format if chat else None) or PLAIN
@@ -64,7 +64,7 @@ class Loop:
             talk.leave(box.state())
 
     def gauges(self) -> Gauges:
-        """Calls by what came of them, and seconds a call of each tool, since last asked."""
+        """The shares of calls by kind of result, and the seconds per call of each tool, since the last call."""
         taken, self.counts = self.counts, CallCounts()
         total = sum(taken.kinds.values())
         shares = {f"tools/{kind}": Gauge(n, total) for kind, n in taken.kinds.items()}
@@ -72,7 +72,7 @@ class Loop:
 
 
 def _messages(results: Sequence[Observation]) -> list[Message]:
-    """Results as a chat template takes them: one message a call, in order, with made-up ids of the length that
+    """Results as messages for a chat template: one for each call, in order. Their ids are invented, in the form that
     templates accept."""
     return [
         Message(role="tool", name=r.name or "unknown", content=r.text, tool_call_id=f"call{i:05}")

@@ -1,4 +1,4 @@
-"""Tools by name, for prompts of the user's own: `env.args.tools=python,files`."""
+"""Tools by name, for the user's own prompts: `env.args.tools=python,files`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Task
 from posttrain.environment.tools.boxes import Calculator, Files, KeyValue
 from posttrain.environment.tools.database import Database
-from posttrain.environment.tools.python import AT_ONCE, InterpreterSeats, Python
+from posttrain.environment.tools.python import AT_ONCE, InterpreterSlots, Python
 from posttrain.environment.tools.tool import Toolbox, Toolboxes, ToolError
 from posttrain.sandbox.choose import choose, opened
 
@@ -23,20 +23,20 @@ NAMES = ("calculator", "python", "files", "database", "store")
 
 @dataclass(frozen=True)
 class OfferedTools:
-    """The tools that every episode of an environment has, made anew for each: `files`, `database` (a script of SQL) and
-    `store` begin with what the task's column of that name holds."""
+    """The tools of every episode of an environment, created anew for each episode. The initial content of `files`,
+    `database` (a script of SQL) and `store` is the task's column of that name."""
 
     names: tuple[str, ...]
     where: SandboxSettings = SandboxSettings()
-    """Where Python runs."""
+    """The sandbox in which Python runs."""
     seconds: float = EpisodeLimits().tool_seconds
-    """Of one call."""
+    """The most seconds of one call."""
 
     @staticmethod
     def of(
         text: str, where: SandboxSettings = SandboxSettings(), seconds: float = EpisodeLimits().tool_seconds
     ) -> OfferedTools:
-        """From `python,files`. ConfigError with the nearest name where one is unknown or given twice."""
+        """From text such as `python,files`. ConfigError if a name is unknown or given twice."""
         names = tuple(n.strip() for n in text.split(","))
         for n in names:
             if n not in NAMES:
@@ -44,25 +44,25 @@ class OfferedTools:
             if names.count(n) > 1:
                 raise ConfigError(f"env.args.tools={text!r} names {n!r} twice: give it once")
         made = OfferedTools(names, where, seconds)
-        _ = made.contained  # refused here, before anything starts, where this machine has none
+        _ = made.contained  # raises here, before anything starts, if this machine has no sandbox
         return made
 
     @cached_property
     def contained(self) -> tuple[str, ...]:
-        """Name of the sandbox that Python runs in, where it is offered."""
+        """Name of the sandbox in which Python runs, if it is one of the tools."""
         return (choose(self.where.name, token=self.where.token).name,) if "python" in self.names else ()
 
     @cached_property
-    def desk(self) -> InterpreterSeats:
+    def interpreters(self) -> InterpreterSlots:
         """Where Python runs; opened once."""
-        return InterpreterSeats(opened(self.where, sessions=AT_ONCE), self.seconds)
+        return InterpreterSlots(opened(self.where, sessions=AT_ONCE), self.seconds)
 
     def box(self, task: Task) -> Toolbox:
-        """The tools of one episode, with the world as the task says."""
+        """The tools of one episode, with the initial content that the task gives."""
         return Toolboxes([self._one(name, task) for name in self.names])
 
     def check(self, task: Task) -> None:
-        """DataError where a column does not say how a tool begins."""
+        """DataError if a tool cannot start from the task's column of its name."""
         for name in self.names:
             if name != "python":
                 self._one(name, task)
@@ -70,7 +70,7 @@ class OfferedTools:
     def _one(self, name: str, task: Task) -> Toolbox:
         make: Mapping[str, Callable[[Any], Toolbox]] = {
             "calculator": lambda _: Calculator(),
-            "python": lambda _: Python(self.desk),
+            "python": lambda _: Python(self.interpreters),
             "files": lambda given: Files(_texts(given)),
             "database": lambda given: Database(str(given or "")),
             "store": lambda given: KeyValue(_texts(given)),
@@ -85,12 +85,14 @@ class OfferedTools:
             ) from error
 
     def gauges(self) -> Gauges:
-        """Attempts of a piece of Python to reach a network (each refused), since last asked."""
-        return {"tools/python/network": Gauge(*self.desk.sandbox.network.take())} if "desk" in vars(self) else {}
+        """Attempts of Python code to reach a network, all refused, since the last call."""
+        if "interpreters" not in vars(self):
+            return {}
+        return {"tools/python/network": Gauge(*self.interpreters.sandbox.network.take())}
 
     def close(self) -> None:
-        if "desk" in vars(self):
-            self.desk.sandbox.close()
+        if "interpreters" in vars(self):
+            self.interpreters.sandbox.close()
 
 
 def _texts(given: Any) -> dict[str, str]:

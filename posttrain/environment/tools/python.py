@@ -1,4 +1,4 @@
-"""Python as a tool: pieces of a program in one interpreter of the episode's own, in the sandbox."""
+"""Python as a tool: each episode runs its code in an interpreter of its own, in the sandbox."""
 
 from __future__ import annotations
 
@@ -12,48 +12,48 @@ from posttrain.sandbox.port import ProgramLimits, SandboxBroken
 from posttrain.sandbox.session import PythonSession
 
 AT_ONCE = 64
-"""Interpreters at once, some 30 MiB each."""
+"""The most interpreters at once. Each takes about 30 MiB."""
 SHARE = 0.8
-"""Of the seconds that a call may take: a piece ends before its call would run out of time, and its interpreter lives
-on."""
+"""The share of a call's seconds that the code may run. So the code is stopped before the call times out, and the
+interpreter is kept."""
 LOST = "the interpreter was ended; what was defined before is gone"
 
 
-class InterpreterSeats:
-    """A sandbox, and as many seats as it keeps sessions. An episode waits for its seat before it begins, so that no
-    call of a policy waits for another episode and runs out of time for it."""
+class InterpreterSlots:
+    """A sandbox and a number of slots for its sessions. An episode waits for a slot before it begins, so that no call
+    of a policy waits for another episode and times out."""
 
-    def __init__(self, sandbox: Sandbox, seconds: float, seats: int = AT_ONCE) -> None:
+    def __init__(self, sandbox: Sandbox, seconds: float, slots: int = AT_ONCE) -> None:
         self.sandbox = sandbox
         self.limits = ProgramLimits(wall=SHARE * seconds, cpu=SHARE * seconds)
-        self._seats = seats
+        self._count = slots
         self._free: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
     @property
     def free(self) -> asyncio.Semaphore:
-        """The free seats, as the running loop counts them."""
-        return self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._seats))
+        """The semaphore of the free slots for the running event loop."""
+        return self._free.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self._count))
 
 
 class Python(Toolbox):
-    """A notebook that keeps its variables. The interpreter begins with the first piece and ends with the episode."""
+    """An interpreter that keeps its variables. It starts with the first call and ends with the episode."""
 
-    def __init__(self, desk: InterpreterSeats) -> None:
-        self._desk = desk
-        self._seated: asyncio.Semaphore | None = None
+    def __init__(self, interpreters: InterpreterSlots) -> None:
+        self._interpreters = interpreters
+        self._slots: asyncio.Semaphore | None = None
         self._session: PythonSession | None = None
         self._lost = False
 
     async def open(self) -> None:
-        free = self._desk.free
+        free = self._interpreters.free
         await free.acquire()
-        self._seated = free
+        self._slots = free
 
     @tool
     async def python(self, code: Annotated[str, "a piece of a program; print what you want to see"]) -> str:
         """Runs Python. Shows what is printed and the value of a last expression; variables stay for the next piece."""
         if self._session is None:
-            self._session = self._desk.sandbox.session(limits=self._desk.limits)
+            self._session = self._interpreters.sandbox.session(limits=self._interpreters.limits)
         before, self._lost = self._lost, False
         try:
             ran = await self._session.run(code)
@@ -74,6 +74,6 @@ class Python(Toolbox):
             if self._session is not None:
                 await self._session.close()
         finally:
-            if self._seated is not None:
-                self._seated.release()
-                self._seated = None
+            if self._slots is not None:
+                self._slots.release()
+                self._slots = None

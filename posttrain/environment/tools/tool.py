@@ -1,12 +1,12 @@
-"""A tool is a method: its signature is the schema the policy is told and the check of what the policy sends.
+"""A tool is a method. Its signature gives the schema that the policy gets and the check of the policy's arguments.
 
     class Clock(Toolbox):
         @tool
         def wait(self, minutes: Annotated[int, "how long"] = 1) -> str:
             "Waits, and says what time it is then."
 
-A tool that refuses raises `ToolError`, whose text the policy is shown; any other exception is a fault of the
-environment.
+A tool that cannot do what was asked raises `ToolError`, and the policy is shown its text. Any other exception is an
+error of the environment.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 class ToolError(Exception):
-    """The tool does not do what it was asked; the policy is told why, and the episode goes on."""
+    """The tool refuses a call. The policy is shown the text, and the episode continues."""
 
 
 class OutOfTime(Exception):
-    """The call took longer than it may, says a tool that keeps the time itself (`own_clock`). Its text, if any, is told
-    as well."""
+    """Raised by a tool that measures its own time (`own_clock`) if the call took too long. The policy is also shown its
+    text, if any."""
 
     def __init__(self, seconds: float, text: str = "") -> None:
         super().__init__(text)
@@ -46,13 +46,13 @@ class OutOfTime(Exception):
 
 
 _clock: ContextVar[tuple[asyncio.Timeout, float] | None] = ContextVar("clock", default=None)
-"""Of the call that is running, and its seconds."""
+"""The clock of the running call, and the seconds that the call may take."""
 
 
 def own_clock() -> float:
-    """Seconds that the running call may take, which from here on the tool itself keeps: no clock ends it, so it has to
-    raise `OutOfTime`. For a tool that can tell its own work from its waiting for others, called before it waits for
-    anything."""
+    """Seconds that the running call may take. From here on the call has no timeout: the tool measures its time itself
+    and must raise `OutOfTime`. It is for a tool that can tell its own work from waiting for others. Call it before the
+    tool waits for anything."""
     if (running := _clock.get()) is None:
         return EpisodeLimits().tool_seconds
     clock, seconds = running
@@ -61,8 +61,7 @@ def own_clock() -> float:
 
 
 def tool(function: F) -> F:
-    """Mark a method of a `Toolbox` as a tool. `async def` where it waits for anything; what is not async must be
-    quick."""
+    """Mark a method of a `Toolbox` as a tool. It must be `async def` if it waits for anything, and quick otherwise."""
     function.is_tool = True  # type: ignore[attr-defined]
     return function
 
@@ -78,7 +77,7 @@ class Tool:
 
     @property
     def schema(self) -> dict[str, Any]:
-        """What chat templates take: a function with a JSON schema of its arguments."""
+        """The form that chat templates take: a function with a JSON schema of its arguments."""
         return {
             "type": "function",
             "function": {
@@ -91,21 +90,21 @@ class Tool:
 
 @dataclass(frozen=True)
 class Observation:
-    """What came of a call."""
+    """The result of a call."""
 
     name: str
-    """Of the tool; '' where the call names none."""
+    """Name of the tool; '' if the call names none."""
     text: str
     kind: Kind
     seconds: float = 0.0
 
 
 class Toolbox:
-    """One episode's tools and the state they work on. Used as `async with`: `close` runs however the episode ends."""
+    """One episode's tools and their state. Use it with `async with`, so that `close` runs however the episode ends."""
 
     @functools.cached_property
     def tools(self) -> Mapping[str, Tool]:
-        """By name, in the order they are written."""
+        """The tools by name, in the order of their definition."""
         found = [
             name
             for cls in reversed(type(self).__mro__)
@@ -115,15 +114,14 @@ class Toolbox:
         return {name: _tool(name, getattr(self, name)) for name in dict.fromkeys(found)}
 
     def state(self) -> Any:
-        """The world as it is now, as plain data: what a verifier of the end state sees."""
+        """The current state as plain data. A verifier of the final state reads it."""
         return None
 
     async def open(self) -> None:
-        """Take what the tools need, waiting for it if need be; no call has begun yet. Where it fails, `close` runs all
-        the same."""
+        """Acquire what the tools need, waiting if necessary, before the first call. `close` runs even if this fails."""
 
     async def close(self) -> None:
-        """Give back what the tools hold."""
+        """Release what the tools hold."""
 
     async def __aenter__(self) -> Toolbox:
         try:
@@ -141,7 +139,7 @@ class Toolbox:
         return tuple(t.schema for t in self.tools.values())
 
     async def call(self, call: ToolCall | Malformed, limits: EpisodeLimits) -> Observation:
-        """What came of it; whatever the policy wrote, this does not raise."""
+        """The result of a call. It does not raise, whatever the policy wrote."""
         if isinstance(call, Malformed):
             return Observation("", f"error: this is no call: {call.why}", "malformed")
         chosen = self.tools.get(call.name)
@@ -157,9 +155,9 @@ class Toolbox:
 
 
 class Toolboxes(Toolbox):
-    """Several toolboxes as one; their states by the name of their class, in lower case.
+    """Several toolboxes as one. The state maps the name of each class, in lower case, to its state.
 
-    Raises ConfigError where two have a tool of one name.
+    Raises ConfigError if two of them have a tool of the same name.
     """
 
     def __init__(self, boxes: Sequence[Toolbox]) -> None:
@@ -180,7 +178,7 @@ class Toolboxes(Toolbox):
             await box.open()
 
     async def close(self) -> None:
-        """All of them, whatever one does."""
+        """Close all of them, even if one raises."""
         ended = await asyncio.gather(*(box.close() for box in self._boxes), return_exceptions=True)
         if broken := next((e for e in ended if isinstance(e, BaseException)), None):
             raise broken
@@ -188,7 +186,7 @@ class Toolboxes(Toolbox):
 
 @dataclass
 class CallCounts:
-    """What the calls of all episodes came to, since they were last taken."""
+    """Counts of the results of all episodes' calls, and their seconds, since they were last read."""
 
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
@@ -223,7 +221,7 @@ async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str,
 
 
 def _tool(name: str, method: Callable[..., Any]) -> Tool:
-    """The tool behind a method. ConfigError where the signature does not say what the policy has to send."""
+    """The tool of a method. ConfigError if it has no docstring, or if its signature lacks the type of an argument."""
     where = f"tool {name!r} of {type(method.__self__).__name__}"  # type: ignore[attr-defined]
     description = inspect.cleandoc(method.__doc__ or "")
     if not description:
@@ -246,7 +244,7 @@ def _tool(name: str, method: Callable[..., Any]) -> Tool:
 
 
 def _described(hint: Any) -> Any:
-    """`Annotated[int, "how many"]` as pydantic reads it."""
+    """The type in pydantic's form: `Annotated[int, "how many"]` gets a `Field` with that description."""
     if get_origin(hint) is not Annotated:
         return hint
     kind, *notes = get_args(hint)
@@ -254,7 +252,7 @@ def _described(hint: Any) -> Any:
 
 
 def _wrong(error: ValidationError) -> str:
-    """The first problems with their places, in one line."""
+    """The first three problems with their places, in one line."""
     told = [
         f"{'.'.join(map(str, e['loc'])) or 'arguments'}: {e['msg']}"
         for e in error.errors(include_url=False, include_input=False)
@@ -263,7 +261,7 @@ def _wrong(error: ValidationError) -> str:
 
 
 def _without_titles(schema: Any) -> Any:
-    """pydantic writes a title at every level that says the name again."""
+    """The schema without the titles that pydantic adds at every level. They only repeat the names."""
     if isinstance(schema, dict):
         return {
             k: {n: _without_titles(s) for n, s in v.items()} if k == "properties" else _without_titles(v)
@@ -278,7 +276,7 @@ def _text(value: Any) -> str:
 
 
 def _shortened(text: str, most: int) -> str:
-    """The beginning and the end of a text that is too long."""
+    """The text; if it is longer than `most` characters, its beginning and its end."""
     if len(text) <= most:
         return text
     note = f" ...({len(text) - most} characters left out)... "

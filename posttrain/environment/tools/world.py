@@ -1,4 +1,4 @@
-"""The base of environments whose policy works with tools; the reward is a predicate of the world it leaves behind."""
+"""The base class of environments with tools. The reward depends on the final state of the tools."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from posttrain.environment.tools.tool import Observation, Toolbox
 
 @dataclass(frozen=True, kw_only=True)
 class ToolWorld(SingleTurn):
-    """Subclasses give `box` (and `show`, where their prompts are text), beside what every environment gives; `verify`
-    reads `attempt.state`."""
+    """A subclass defines `box` in addition to what every environment defines, and `show` if its prompts are text. Its
+    `verify` reads `attempt.state`."""
 
     turns: int = 8
-    """Most turns of the policy, the answer included."""
+    """The largest number of turns of the policy, the answer included."""
 
     @abstractmethod
     def box(self, task: Task) -> Toolbox:
-        """The tools of one episode, with the world as the task begins."""
+        """The tools of one episode, in the initial state of the task."""
 
     def show(self, results: Sequence[Observation]) -> str:
-        """What the policy reads of its calls where the prompt is text."""
+        """The text that the policy is shown for its calls, if the prompt is text."""
         return bracketed(results)
 
     @cached_property

@@ -1,5 +1,5 @@
-"""Tool calls as text: every common format is read into the same `ToolCall`s; what cannot be read is an observation,
-never a crash."""
+"""Parses tool calls in text. Every common format gives the same `ToolCall`s. A call that cannot be read gives a
+`Malformed` and never an exception."""
 
 from posttrain.verifier.calling.parse import FORMATS, Malformed, Parsed, ToolCall, parse
 

@@ -1,4 +1,4 @@
-"""From a turn's text to what the policy thought, said and called, in the format its chat template uses.
+"""Splits a turn's text into reasoning, content and tool calls, in the format of the chat template.
 
     hermes    <tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>                       Hermes, Qwen 2.5 and 3
     llama     {"name": "f", "parameters": {"a": 1}}, alone, several with ; between              Llama 3.1
@@ -10,7 +10,7 @@
     coder     <tool_call><function=f><parameter=a>1</parameter></function></tool_call>          Qwen 3 Coder
     harmony   <|channel|>commentary to=functions.f <|message|>{"a": 1}                          gpt-oss
 
-A text in `<think>` tags is thought: calls inside it are none. Nothing raises, whatever the text.
+Text in `<think>` tags is reasoning, and calls in it are ignored. No text makes the parser raise.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Malformed:
-    """What began like a call and is none."""
+    """Text that began like a call and cannot be read as one."""
 
     text: str
     why: str
@@ -42,7 +42,7 @@ class Malformed:
 
 @dataclass(frozen=True)
 class Parsed:
-    """One turn: its thoughts, its calls in order, and the rest."""
+    """One turn: its reasoning, its other text, and its calls in order."""
 
     reasoning: str
     content: str
@@ -56,7 +56,7 @@ EXCERPT = 200
 
 
 def parse(text: str, format: str) -> Parsed:
-    """Read one turn, without the stop token that ended it, in one of `FORMATS`."""
+    """Parse one turn, given without its stop token, in one of `FORMATS`."""
     if format == "harmony":
         return _harmony(text)
     reasoning, rest = thoughts(text)
@@ -65,8 +65,7 @@ def parse(text: str, format: str) -> Parsed:
 
 
 def thoughts(text: str) -> tuple[str, str]:
-    """(what was thought, the rest). The opening tag may stand in the prompt; a thought that never ends is all there
-    is."""
+    """(reasoning, the rest). The opening tag may be in the prompt. If the reasoning does not end, there is no rest."""
     for begin, end in THOUGHTS:
         opened, closed = text.find(begin), text.find(end)
         if closed >= 0 and (opened < 0 or opened > closed):
@@ -107,8 +106,8 @@ def _tagged(text: str, begin: str, end: str) -> Iterator[tuple[str, str | None]]
 
 
 def _close(text: str, inside: int, end: str) -> int:
-    """Where the tag ends: behind a JSON value that begins right here, whose strings may hold the tag, else at its first
-    place."""
+    """The position of the end tag: after a JSON value that begins right here, whose strings may contain the tag, else
+    its first occurrence."""
     try:
         _, after = reading.json_prefix(text, inside)
     except Unreadable:
@@ -136,7 +135,7 @@ def _hermes(text: str) -> Found:
 
 
 def _llama(text: str) -> Found:
-    """Alone in the turn, or behind the token that announces it; JSON that names no tool is an answer."""
+    """JSON calls, alone in the turn or after the token that announces them. JSON without a tool is an answer."""
     announced = "<|python_tag|>" in text
     before, _, body = text.partition("<|python_tag|>") if announced else ("", "", text)
     stripped = body.strip()
@@ -160,9 +159,9 @@ def _llama(text: str) -> Found:
 
 
 def _calls_a_tool(text: str) -> bool:
-    """Whether JSON that nothing announces is meant as a call, right or wrong: an object with a name and arguments,
-    under either word for them, or one that says it is a function. `{"name": "Ann", "age": 3}` is an answer. Of what
-    cannot be read, the first key decides."""
+    """Whether JSON without an announcing token is meant as a call, right or wrong. It is if it is an object with a name
+    and arguments (under either key), or one of type function. `{"name": "Ann", "age": 3}` is an answer. If it cannot be
+    read, its first key decides."""
     if not text.startswith("{"):
         return False
     try:
@@ -242,7 +241,7 @@ _CODER_ARG = re.compile(r"\s*<parameter=(?P<key>[^>\n]+)>\n?(?P<value>.*?)\n?</p
 def _marked_up(
     text: str, call: re.Pattern[str], argument: re.Pattern[str], shape: str
 ) -> list[tuple[str, dict[str, Any]]]:
-    """A name and marked-up arguments; values are JSON where they are, else text."""
+    """A name and tagged arguments. A value that is not JSON is text."""
     found = call.fullmatch(text)
     if found is None:
         raise Unreadable(f"a call is written {shape}")
@@ -273,7 +272,7 @@ _MESSAGE = re.compile(r"<\|channel\|>(?P<channel>\w+)(?P<to>.*?)<\|message\|>(?P
 
 
 def _harmony(text: str) -> Parsed:
-    """Messages of several channels; one addressed to functions.NAME is a call. The first header may stand in the
+    """Messages of several channels. One that is addressed to functions.NAME is a call. The first header may be in the
     prompt."""
     reasoning, content, calls = [], [], list[ToolCall | Malformed]()
     for message in re.split(r"<\|start\|>assistant|<\|end\|>|<\|call\|>", text):

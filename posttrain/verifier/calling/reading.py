@@ -1,4 +1,4 @@
-"""Reading what a model wrote as data: JSON and Python literals, strictly, whatever the text."""
+"""Reads model output as data: JSON and Python literals, strictly, for any text."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from collections.abc import Mapping
 from typing import Any, NoReturn
 
 LONGEST = 100_000
-"""Characters of a call that are read; longer ones are malformed."""
+"""The most characters of a call. A longer one is malformed."""
 DEEPEST = 50
-"""Most nested brackets."""
+"""The deepest nesting of brackets."""
 _NAME = re.compile(r"[A-Za-z_][\w.\-]{0,127}")
 
 
 class Unreadable(ValueError):
-    """Why a text is no call, in words that go back to the model."""
+    """A text is not a call. The message is shown to the model."""
 
 
 def json_value(text: str) -> Any:
@@ -28,10 +28,10 @@ def json_value(text: str) -> Any:
 
 
 def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
-    """(the JSON value that `text` holds from `begin` on, where it ends). Keys once, no NaN, no infinity.
+    """(the JSON value in `text` at `begin`, its end). Keys must be unique; NaN and infinity are not allowed.
 
     Raises:
-        Unreadable: saying what is wrong, and where.
+        Unreadable: it is no such value. The message says what is wrong, and where.
     """
     while begin < len(text) and text[begin] in " \t\r\n":
         begin += 1
@@ -47,8 +47,8 @@ def json_prefix(text: str, begin: int = 0) -> tuple[Any, int]:
 
 
 def _check_depth(text: str, strings: str = '"') -> None:
-    """Parsers recurse, so the brackets of the first value are counted before: those outside strings, up to where it
-    closes."""
+    """Check the nesting of the first value before it is parsed, because parsers recurse. Only brackets outside strings
+    count, up to the end of the value."""
     depth, quote, skip = 0, "", False
     for c in text:
         if skip:
@@ -92,14 +92,14 @@ _JSON = json.JSONDecoder(object_pairs_hook=_pairs, parse_constant=_constant, par
 
 
 def name_of(x: Any) -> str:
-    """A tool's name."""
+    """A checked tool name."""
     if not isinstance(x, str) or not _NAME.fullmatch(x):
         raise Unreadable(f"{str(x)[:60]!r} is no tool's name" if x is not None else "the call names no tool")
     return x
 
 
 def arguments_of(x: Any) -> dict[str, Any]:
-    """Arguments by name."""
+    """Checked arguments by name."""
     if not isinstance(x, Mapping):
         raise Unreadable(
             f"arguments must be a JSON object, not {type(x).__name__}" if x is not None else "the call has no arguments"
@@ -108,7 +108,7 @@ def arguments_of(x: Any) -> dict[str, Any]:
 
 
 def object_call(x: Any, name: str, arguments: str) -> tuple[str, dict[str, Any]]:
-    """(tool, arguments) of a JSON object that holds them under these keys."""
+    """(tool, arguments) of a JSON object that has them under these keys."""
     if not isinstance(x, Mapping):
         raise Unreadable(f"a call is a JSON object, not {type(x).__name__}")
     if extra := sorted(set(x) - {name, arguments, "id", "type", "tool_call_id"}):
@@ -156,7 +156,7 @@ def _dotted(node: ast.expr) -> str | None:
 
 
 def _plain(x: Any) -> Any:
-    """Python literals that JSON has; ValueError for others."""
+    """The value of a Python literal that JSON also has; ValueError for others."""
     if x is None or isinstance(x, bool | int | str) or (isinstance(x, float) and x == x and abs(x) != float("inf")):
         return x
     if isinstance(x, list | tuple):
@@ -167,7 +167,7 @@ def _plain(x: Any) -> Any:
 
 
 def loose_value(text: str) -> Any:
-    """A value in a format without quotes: JSON where it is, else the text itself."""
+    """A value in a format without quotes: its JSON value, or the text itself if it is not JSON."""
     try:
         return json_value(text)
     except Unreadable:

@@ -1,16 +1,15 @@
-"""Which of a response's blocks are its program: run in the sandbox, because it parses what a policy wrote.
+"""Finds the program among the blocks of a response. It runs in the sandbox, because it parses what a policy wrote.
 
-This file runs there as a program of its own (`python assemble.py < request`), so it imports the standard library alone.
-A request is JSON: `blocks`, a list of [marked as Python, source], `bare` (the one block is a text with words around the
-code), and `wanted`, the names that the tests call; none of them says what a test expects. The answer is the program, as
-JSON.
+This file runs there as a separate program (`python assemble.py < request`), so it imports only the standard library. A
+request is JSON: `blocks`, a list of [marked as Python, source]; `bare`, whether the one block is a text with words
+around the code; and `wanted`, the names that the tests call. None of them reveals what a test expects. The answer is
+the program, as JSON.
 
-1. The main block is the last one that defines a wanted name, marked blocks first. What only uses it (usage, tests,
-  output,
-   a fragment, another language) is passed over. A test that gives input is answered by the last block that reads it.
+1. The main block is the last one that defines a wanted name, and blocks marked as Python come first. Blocks that only
+   use the name (usage, tests, output, a fragment, another language) are skipped. If the tests give input, the main
+   block is the last one that reads input.
 2. Names that the main block uses and does not define are taken from the other blocks: the statement that defines each,
-  and
-   what that one needs. Nothing else of those blocks runs.
+   and what that statement needs. Nothing else of those blocks runs.
 3. Lines of prose around bare code are left out.
 """
 
@@ -28,7 +27,7 @@ from collections.abc import Iterable, Iterator
 
 KNOWN = {*dir(builtins), "__name__", "__file__", "__doc__", "__builtins__"}
 MOST_DROPPED = 200
-"""Lines of prose around bare code."""
+"""The most lines of prose that are removed around bare code."""
 
 _DEFINITION = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _PROVIDING = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.If, ast.Try)
@@ -42,7 +41,7 @@ _RULE = re.compile(r"[-=*_~\s]+")
 
 
 class Part:
-    """One block: its source without the prompts of an interpreter, and its statements, None where it does not parse."""
+    """One block: its source without the prompts of an interpreter, and its statements (None if it does not parse)."""
 
     def __init__(self, marked: bool, source: str) -> None:
         self.marked = marked
@@ -50,8 +49,8 @@ class Part:
         self.tree = parsed(self.source)
 
     def defines(self, names: Iterable[str], imports: bool) -> bool:
-        """Whether it binds one of the names; `imports` counts too, where no block defines it. A broken block counts by
-        its words."""
+        """Whether it defines one of the names. With `imports`, an import counts too. A block that does not parse is
+        searched for the text of a definition."""
         if self.tree is None:
             text = textwrap.dedent(self.source)
             return any(
@@ -68,7 +67,7 @@ class Part:
 
     @property
     def acts(self) -> bool:
-        """Whether it does something as it runs, beyond defining names."""
+        """Whether it does more than define names when it runs."""
         quiet = (*_DEFINITION, ast.Import, ast.ImportFrom, ast.Assign, ast.AnnAssign, ast.Assert)
         return self.tree is None or any(
             not isinstance(s, quiet) and not (isinstance(s, ast.Expr) and isinstance(s.value, ast.Constant))
@@ -77,7 +76,7 @@ class Part:
 
 
 def chosen(blocks: list[tuple[bool, str]], wanted: list[str]) -> str:
-    """The program of fenced blocks.
+    """The program, from fenced blocks.
 
     >>> chosen([(True, "import math"), (True, "def f(n): return math.sqrt(n)"), (True, "assert f(4) == 2")], ["f"])
     'import math\\ndef f(n): return math.sqrt(n)'
@@ -99,8 +98,7 @@ def _defining(parts: list[Part], wanted: list[str]) -> Part | None:
 
 
 def _reading(parts: list[Part]) -> Part | None:
-    """The last block that reads input; one that only defines how is run by the block after it that uses what it
-    defines."""
+    """The last block that reads input. If it only defines functions, the first later block that uses them."""
     marked = [p for p in parts if p.marked] or parts
     readers = [p for p in marked if p.reads]
     if not readers:
@@ -114,7 +112,7 @@ def _reading(parts: list[Part]) -> Part | None:
 
 
 def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
-    """The main block behind the statements of other blocks that define what it needs."""
+    """The main block, after the statements of other blocks that define what it needs."""
     if main.tree is None:
         return main.source
     at = parts.index(main)
@@ -143,7 +141,7 @@ def _completed(main: Part, parts: list[Part], wanted: list[str]) -> str:
 
 
 def _provider(block: int, part: Part, name: str) -> tuple[int, int] | None:
-    """The last statement of a block that defines a name: (block, statement). An import of everything may define any."""
+    """(block, index) of the block's last statement that defines a name. `import *` may define any name."""
     if part.tree is None:
         return None
     places = [
@@ -157,14 +155,14 @@ def _provider(block: int, part: Part, name: str) -> tuple[int, int] | None:
 
 
 def _guarded(statement: ast.stmt) -> bool:
-    """`if __name__ == "__main__":`"""
+    """Whether the statement is `if __name__ == "__main__":`."""
     return isinstance(statement, ast.If) and any(
         isinstance(n, ast.Name) and n.id == "__name__" for n in ast.walk(statement.test)
     )
 
 
 def bound(body: Iterable[ast.stmt]) -> Iterator[tuple[str, ast.stmt]]:
-    """(name, statement) for what statements bind in the module, those inside of `if`, `for`, `with` and `try` too."""
+    """(name, statement) for all names that statements bind in the module, also inside `if`, `for`, `with` and `try`."""
     for s in body:
         if isinstance(s, _DEFINITION):
             yield s.name, s
@@ -200,7 +198,7 @@ def missing(source: str) -> set[str]:
 
 
 def unprompted(source: str) -> str:
-    """A session of the interpreter as the program that was typed; any other source as it is."""
+    """An interpreter session as the program that was typed. Any other source is returned as it is."""
     if not source.lstrip().startswith(">>>"):
         return source
     lines = [line.strip() for line in source.split("\n")]
@@ -208,7 +206,7 @@ def unprompted(source: str) -> str:
 
 
 def bare(text: str) -> str:
-    """The code of a text without its lines of prose; the text as it is where what is left is no Python.
+    """The code of a text without its lines of prose. The text as it is, if the rest is not Python.
 
     >>> bare("Here it is:\\n\\ndef f():\\n    return 1\\n\\nThat is all.").strip()
     'def f():\\n    return 1'
@@ -240,8 +238,8 @@ def bare(text: str) -> str:
 
 
 def prose(line: str) -> bool:
-    """Whether a line that does not parse is words: three in a row; or two, or one with a stop behind it, and no sign of
-    code.
+    """Whether a line that does not parse is prose. It is if it has three words in a row. It also is if it is two words,
+    or one with a stop after it, and shows no sign of code.
 
     >>> [prose(line) for line in ("It returns a + b.", "Solution:", "else:", "def add(a, b)", "x = = 3")]
     [True, True, False, False, False]
@@ -258,7 +256,7 @@ def prose(line: str) -> bool:
 
 
 def _says_nothing(statement: ast.stmt) -> bool:
-    """A word that happens to parse: `Done`, `Note: this`."""
+    """Whether it is prose that happens to parse: `Done`, `Note: this`."""
     if isinstance(statement, ast.AnnAssign):
         return statement.value is None
     return isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Name)

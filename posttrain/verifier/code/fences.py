@@ -1,4 +1,4 @@
-"""The blocks of code in a response: fenced as CommonMark reads them, in quotations, or between tags."""
+"""The blocks of code in a response: fenced as in CommonMark, in quotations, or between tags."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ OPEN = re.compile(
 )
 QUOTED = re.compile(r"[ \t]*(?:>(?!>>)[ \t]?)+")
 BEFORE = re.compile(r"[ \t]*(?:(?:[-*+]|\d+[.)])[ \t]+)*")
-"""What may stand before an opening fence so that the block is as far in: white space and marks of lists, no words."""
+"""Text before an opening fence that indents its block: white space and list marks, but no words."""
 LINE = re.compile(r"^(?P<indent>[ \t]*)(?P<fence>`{3,}|~{3,})[ \t]*(?P<more>[^\n]*)$", re.MULTILINE)
 DEEPER = 3
-"""Columns that a closing fence may stand further in than its opening one; further in it belongs to the program (a
-docstring's)."""
+"""The most columns that a closing fence may be indented further than its opening fence. A fence that is indented more
+is part of the program, such as of a docstring."""
 PYTHON = ("python", "py", "python3", "pycon")
 LONGEST = 256 * 1024
-"""Characters of a response that are searched for blocks."""
+"""A response with more characters is not searched for blocks."""
 MOST_BLOCKS = 500
 INNER = re.compile(r"\s*<code\b[^>\n]*>|</code>\s*\Z")
 
 
 @dataclass(frozen=True)
 class Block:
-    """One block. `kind`: `fence`, `tag`, `answer` (all that stands between `<answer>` tags), or `bare` for a text
-    without blocks."""
+    """One block. `kind`: `fence`, `tag`, `answer` (the text between `<answer>` tags), or `bare` (a text without
+    blocks)."""
 
     kind: str
     language: str
@@ -52,8 +52,8 @@ def last_of(blocks: list[Block]) -> str:
 
 
 def blocks_of(text: str) -> list[Block]:
-    """The blocks of what was said, at least one: of the last `<answer>` where there is one; a text without any is one
-    bare block.
+    """The blocks of a response outside its thoughts, at least one. If there is an `<answer>`, only the last one is
+    searched. A text without blocks is one bare block.
 
     >>> [b.body for b in blocks_of("so:\\n~~~py\\nx = 1\\n~~~\\n> ```\\n> y\\n> ```")], blocks_of("x = 1")[0].kind
     (['x = 1\\n', 'y\\n'], 'bare')
@@ -75,10 +75,10 @@ def blocks_of(text: str) -> list[Block]:
 
 
 def _marked(text: str) -> list[Block]:
-    """Every block in its order, without the indentation that its opening fence has; comments of HTML are passed over.
+    """All blocks in order, without the indentation of their opening fences. HTML comments are skipped.
 
-    A line of nothing but a fence closes a fenced block. Where another block opens before such a line, or there is none,
-    the first fence in the middle of a line does.
+    A line with only a fence closes a fenced block. If there is none, or another block opens before it, the first fence
+    inside a line closes it.
     """
     found: list[Block] = []
     at = 0
@@ -105,7 +105,7 @@ def _marked(text: str) -> list[Block]:
 
 
 def _tagged(text: str, opened: re.Match[str]) -> tuple[Block | None, int]:
-    """The block of a tag, and where what follows it begins. A comment is no block, nor is code within one line."""
+    """The block of a tag, and the position after it. A comment is not a block, and neither is code within one line."""
     begin = opened.end()
     if opened["comment"]:
         end = text.find("-->", begin)
@@ -125,7 +125,7 @@ def _tagged(text: str, opened: re.Match[str]) -> tuple[Block | None, int]:
 
 
 def _quotation(text: str, line: int) -> int:
-    """Where the quotation that begins with this line ends."""
+    """The position at which the quotation that begins with this line ends."""
     while line < len(text) and QUOTED.match(text, line):
         end = text.find("\n", line)
         line = len(text) if end < 0 else end + 1
@@ -137,7 +137,7 @@ def _unquoted(text: str) -> str:
 
 
 def _closed(text: str, lines: list[re.Match[str]], begin: int, column: int, fence: str) -> tuple[int, int]:
-    """Where a block ends, and where what follows its closing fence begins. `lines`: all that begin with a fence."""
+    """The end of a block, and the position after its closing fence. `lines`: all lines that begin with a fence."""
     for line in lines[bisect.bisect_left(lines, begin, key=lambda found: found.start()) :]:
         short = len(line["fence"]) < len(fence) or line["fence"][0] != fence[0]
         if short or len(line["indent"].expandtabs(4)) > column + DEEPER:

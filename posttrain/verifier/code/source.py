@@ -1,7 +1,7 @@
-"""Programs judged by tests: each test a fresh process in the sandbox, each answer compared outside.
+"""Programs judged by tests. Each test runs in a fresh process in the sandbox, and its result is compared outside.
 
-What was wanted never enters the sandbox, so no program can find it, patch the comparison, or end before it. Tests that
-can only run beside the program are `weak`, accepted by name, and named in the verdict.
+Expected values never enter the sandbox. So no program can find them, change the comparison, or end before it. Tests
+that can only run in the program's process are `weak`. They must be accepted explicitly, and the verdict mentions them.
 """
 
 from __future__ import annotations
@@ -31,41 +31,42 @@ from posttrain.verifier.code.tests import SPARE, CallTest, InputTest, Test, Weak
 
 Scoring = Literal["all", "fraction"]
 ASSEMBLE = (Path(__file__).parent / "assemble.py").read_text(encoding="utf-8")
-"""What finds the program among several blocks. It parses what a policy wrote, so it runs in the sandbox."""
+"""The source of `assemble`, which finds the program among several blocks and runs in the sandbox."""
 MOST_BLOCKS = 64
-"""Of a response, from its end, among which the program is looked for."""
+"""The number of last blocks of a response that are searched for the program."""
 MOST_SECONDS = 2.0
-"""That this may take; beyond it the last block is the program."""
+"""The most seconds of that search. If it takes longer, the last block is the program."""
 _STATEMENT = re.compile(
     r"\s|[#@)\]}'\"]|$|(?:def|class|async def)\s+\w+\s*[(:]|import\s[\w., ]+$"
     r"|from\s+[\w.]+\s+import\b|(?:if|elif|for|while|with|match)\b.*:"
     r"|(?:else|try|finally|except)\b.*:|(?:return|pass|break|raise|assert|del|global)\b|[\w.]+\("
     r"|[A-Za-z_][\w.,* \[\]'\"]*+(?::[^=]*)?[-+*/%&|^<>@]*="
 )
-"""How a line of a program begins, and hardly a line of prose."""
+"""Matches how a line of a program begins. Lines of prose rarely match."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One test: `kind` is '' where it passed, else what went wrong."""
+    """The result of one test: `kind` is '' if it passed, else the kind of failure."""
 
     kind: str = ""
     why: str = ""
     seconds: float = 0.0
-    """That the program ran."""
+    """The seconds for which the program ran."""
 
 
 class Code:
-    """A reward source: 1 where the response's program passes every test; with `scoring="fraction"`, the share it
-    passes.
+    """A reward source: 1 if the response's program passes every test, else 0. With `scoring="fraction"`, the share of
+    tests that it passes.
 
-    The program is the block that defines what the tests call, with what it needs of the others (`fences`, `assemble`).
+    The program is the block that defines what the tests call, with what it needs of the other blocks (`fences`,
+    `assemble`).
 
     Args:
-        sandbox: where programs run; None opens `auto`, which is refused here and now if this machine has none.
-        weak: accept tests that run beside the program.
-        seconds: that a program may run in all its tests together; those that it leaves no time for count as timed out.
-        owned: end `sandbox` with this source; one that was opened here always is.
+        sandbox: where programs run. None opens `auto`, which raises here if this machine has no sandbox.
+        weak: accept tests that run in the program's process.
+        seconds: that a program may run in all its tests together. Tests after that count as timed out.
+        owned: close `sandbox` with this source. One that was opened here is always closed.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class Code:
         self.sandbox = sandbox or open_sandbox()
 
     def check(self, tasks: Sequence[Task]) -> None:
-        """DataError where a task has no tests, or tests that are not understood."""
+        """DataError if a task has no tests, or tests that cannot be read."""
         for task in tasks:
             tests_of(task, weak=self.weak)
 
@@ -99,8 +100,8 @@ class Code:
         return Judged(self.name, self.weight, redacted(await self.verdict(attempt.task, attempt.text)))
 
     def gauges(self) -> Gauges:
-        """Since the last call: seconds a response took to judge, of all and by what came of it, tests that waited as
-        one more came, and attempts of a program to reach a network, each refused."""
+        """Since the last call: seconds to judge a response, overall and by kind of verdict; tests that wait for the
+        sandbox at each new test; and attempts of a program to reach a network, all refused."""
         taken, self._taken = self._taken, {}
         return {
             f"verifier/{self.name}/{name}": gauge
@@ -108,7 +109,7 @@ class Code:
         }
 
     async def verdict(self, task: Task, text: str) -> Verdict:
-        """What one response is worth. A sandbox that was lost is our failure and no score."""
+        """The verdict about one response. If the sandbox is lost, the verdict is `failed`."""
         begun = time.monotonic()
         try:
             tests = tests_of(task, weak=self.weak)
@@ -120,7 +121,7 @@ class Code:
         return verdict
 
     async def program(self, tests: Sequence[Test], text: str) -> str:
-        """The program of a response. Where more than one block could be it, or words stand around it, that is found out
+        """The program of a response. If it could be one of several blocks, or has words around it, `assemble` finds it
         in the sandbox."""
         blocks = blocks_of(text)
         only, plain = blocks[0], len(blocks) == 1 and not blocks[0].body.lstrip().startswith(">>>")
@@ -179,7 +180,7 @@ class Code:
         return Verdict.value(score, bad[1].kind, "; ".join([why, *notes]))
 
     async def outcome(self, program: str, test: Test) -> Outcome:
-        """One test in a process of its own, which may say as much as is wanted of it."""
+        """Run one test in a fresh process, whose output limit is large enough for the expected output."""
         limits, room = self.sandbox.limits, test.room
         limits = replace(limits, output=max(limits.output, room)) if isinstance(test, InputTest) else limits
         limits = replace(limits, result=max(limits.result, room)) if isinstance(test, CallTest) else limits
@@ -194,7 +195,7 @@ class Code:
         return replace(found, seconds=ran.seconds)
 
     async def _weak(self, program: str, test: WeakTest) -> tuple[Ran, Outcome]:
-        """The tests' statements after the program's, then a call of a function whose name the program was not told."""
+        """Run the test's statements after the program, then call a function whose name the program cannot know."""
         name, nonce = f"passed_{secrets.token_hex(8)}", secrets.token_hex(8)
         whole = f"{program}\n\n{test.source}\n\ndef {name}():\n    return {nonce!r}\n"
         ran = await self.sandbox.run(whole, call=Call(name))
@@ -208,7 +209,7 @@ class Code:
             return ran, Outcome(error.kind, str(error))
 
     async def lint(self, tasks: Sequence[Task]) -> list[str]:
-        """Tasks that a program without content passes, a line each: their tests prove nothing."""
+        """One line for each task in which an empty program scores above 0, so that its tests prove nothing."""
         found: list[str] = []
         for task in tasks:
             verdict = await self.verdict(task, "")
@@ -218,22 +219,22 @@ class Code:
 
     @property
     def contained(self) -> str:
-        """Name of the sandbox that programs run in."""
+        """Name of the sandbox in which programs run."""
         return self.sandbox.name
 
     def close(self) -> None:
-        """End the sandbox, if it was opened here."""
+        """Close the sandbox if this source owns it."""
         if self._owned:
             self.sandbox.close()
 
 
 def _worded(text: str) -> bool:
-    """Whether a line of a text does not begin as a program's lines do."""
+    """Whether some line of a text does not begin like a line of a program."""
     return any(_STATEMENT.match(line) is None for line in text.split("\n"))
 
 
 def _ended(ran: Ran) -> Outcome:
-    """A run that did not end well, in words that show no raw control character."""
+    """The outcome of a run that failed. The text has no raw control characters."""
     said = f": {ran.complaint}" if ran.complaint else ""
     return Outcome(ran.why, f"{ran.why} (exit {ran.exit}, {ran.seconds:.2f} s){said}")
 

@@ -1,15 +1,15 @@
-"""Tests of programs as data: what is asked and what is wanted, kept apart, because only the first enters a sandbox.
+"""Tests of programs as data. Inputs and expected values are separate, because only the inputs enter a sandbox.
 
-A task carries them in `info["tests"]`: a list (or its JSON) of
+A task has them in `info["tests"]`: a list (or its JSON) of
 
 - `{"function": "f", "args": [1, 2], "expected": 3}`, also `kwargs`, `tolerance`, `any_sequence`; a method is
   `Solution.f`
 - `{"stdin": "1 2\\n", "stdout": "3\\n"}`
-- `"assert f(1, 2) == 3"`: text of asserts. What reads as a call with literal arguments becomes the first form; the rest
-  is a weak test (it has to enter the sandbox, where the program could find the answer or lie to it) and needs
-  `weak=True`.
+- `"assert f(1, 2) == 3"`: text of asserts. If all of them are calls with literal arguments, they become the first
+  form. Otherwise the text is a weak test and needs `weak=True`: it has to enter the sandbox, where the program could
+  find the answer or deceive the test.
 
-`"public": true` lets the verdict say what was wanted; by default tests are hidden.
+With `"public": true` the verdict may show what was wanted. By default tests are hidden.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from posttrain.sandbox.port import KIB, MOST_SAID, Call
 
 @dataclass(frozen=True)
 class CallTest:
-    """A function is called with `call`, and has to return `wanted`."""
+    """The function of `call` is called and has to return `wanted`."""
 
     call: Call
     wanted: Any
@@ -41,14 +41,14 @@ class CallTest:
 
     @cached_property
     def room(self) -> int:
-        """Bytes that a right answer may need, and a wrong one may use."""
+        """The output limit in bytes: enough for a right answer."""
         return SPARE + 2 * len(json.dumps(encode(self.wanted)))
 
 
 @dataclass(frozen=True)
 class InputTest:
-    """The program reads `stdin` and has to print `wanted`; white space at the ends of lines and of the whole does not
-    count."""
+    """The program reads `stdin` and has to print `wanted`. White space at the ends of lines and of the text does not
+    matter."""
 
     stdin: str
     wanted: str
@@ -56,13 +56,13 @@ class InputTest:
 
     @cached_property
     def room(self) -> int:
-        """Bytes that a right answer may need, with as much white space again."""
+        """The output limit in bytes: enough for a right answer, with as much white space again."""
         return SPARE + 2 * len(self.wanted.encode("utf-8", "surrogatepass"))
 
 
 @dataclass(frozen=True)
 class WeakTest:
-    """Statements that raise where the program is wrong. They run beside the program, which could deceive them."""
+    """Statements that raise if the program is wrong. They run in its process, so the program could deceive them."""
 
     source: str
     public: bool = False
@@ -77,7 +77,7 @@ SPARE = 4 * KIB
 
 
 def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
-    """A task's tests, the public ones first; DataError where there are none or one is not understood."""
+    """A task's tests, the public ones first. DataError if there are none or if one cannot be read."""
     said = task.info.get("tests")
     where = f"task {task.id!r}: info['tests']"
     if isinstance(said, str) and said.lstrip().startswith("["):
@@ -109,8 +109,7 @@ def tests_of(task: Task, *, weak: bool = False) -> tuple[Test, ...]:
 
 
 def wanted_names(tests: Sequence[Test]) -> set[str]:
-    """The names that tests look for in a program: of functions and classes they call. None for tests that only give
-    input.
+    """The names of functions and classes that the tests use. Empty for tests that only give input.
 
     >>> sorted(wanted_names(rewritten("assert f(1) == 2\\nassert len(Solution().g(2)) == 1", "")))
     ['Solution', 'f']
@@ -159,8 +158,8 @@ def _plain(test: CallTest, where: str) -> CallTest:
 
 
 def rewritten(source: str, where: str) -> list[Test]:
-    """The asserts of a text as tests: calls with literal arguments where they read as such, else one weak test of
-    everything.
+    """The asserts of a text as tests: `CallTest`s if all are calls with literal arguments, else one weak test of the
+    whole text.
 
     >>> rewritten("assert f(1, k=[2]) == {'a': 3}", "")[0].wanted
     {'a': 3}
@@ -202,7 +201,7 @@ def _from_assert(statement: ast.stmt) -> CallTest | None:
 
 
 def _from_difference(left: ast.expr, right: ast.expr, *, less: bool) -> CallTest | None:
-    """`abs(f(x) - literal) < bound`, which is within the next smaller number."""
+    """A test from `abs(f(x) - literal) < bound`. With `<` the tolerance is the next smaller float."""
     bound = _literal(right)
     if not (
         isinstance(left, ast.Call) and isinstance(left.func, ast.Name) and left.func.id == "abs" and len(left.args) == 1
@@ -235,7 +234,7 @@ def _call(node: ast.expr) -> Call | None:
 
 
 def _name(node: ast.expr) -> str:
-    """`f`, or `Solution.f` for `Solution().f`; '' for anything else, and for functions that only wrap the real call."""
+    """`f`, or `Solution.f` for `Solution().f`; '' for anything else, and for built-ins that only wrap the real call."""
     if isinstance(node, ast.Name):
         return "" if hasattr(builtins, node.id) else node.id
     if (
@@ -250,7 +249,7 @@ def _name(node: ast.expr) -> str:
 
 
 def _literal(node: ast.expr) -> tuple[Any] | None:
-    """A literal's value in a tuple, so that None is told from none."""
+    """A literal's value in a tuple, or None if it is not a literal. So the literal None is not taken for no literal."""
     try:
         return (ast.literal_eval(node),)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):

@@ -1,8 +1,8 @@
-"""In a worker process: math-verify, for what our own rules leave open.
+"""Calls math-verify, in a worker process, for comparisons that our own rules cannot decide.
 
-It is given single, spelled expressions and its LaTeX grammar only. Its other reader, for plain expressions, is Python's
-`eval` behind sympy's `parse_expr`, which is replaced for the whole process by a reader of numbers and names, so no path
-leads there.
+It gets single, spelled expressions, and only its LaTeX grammar is used. Its parser for plain expressions uses Python's
+`eval` through sympy's `parse_expr`. That function is replaced in the whole process by one that reads only numbers and
+names, so no text is ever evaluated.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 from posttrain.core.verdict import Verdict
 from posttrain.verifier.math.grade import UnreadableError, gold_of, grade
 from posttrain.verifier.math.values import Other, Value, parts
-from posttrain.verifier.workers.pool import told
+from posttrain.verifier.workers.pool import reply_of
 
 _SAME = (
     ("2\\sqrt{2}", "\\sqrt{8}"),
@@ -24,7 +24,7 @@ _SAME = (
     ("\\pi", "3.141593"),
     ("\\frac{x+1}{2}", "\\frac{x}{2}+0.5"),
 )
-"""What a working algebra finds equal."""
+"""Pairs that a working algebra finds equal."""
 _NUMBER = re.compile(r"[-+]?(?:\d+/\d+|(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?)")
 
 _DECIMAL = re.compile(r"(?<![\d.,])(\d*)\.(\d{1,15})(?![\d.,])")
@@ -32,15 +32,15 @@ _IMAGINARY = re.compile(r"(?<![A-Za-z\\])i(?![A-Za-z])")
 
 
 class _RefusedError(BaseException):
-    """Text that would be evaluated as Python. No `except Exception` of the algebra may take it for an ordinary
+    """Text would be evaluated as Python. It is no Exception, so that the algebra does not catch it as an ordinary
     failure."""
 
 
 def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
-    """Answers (gold, response) with a verdict, and (gold, None) with 1 where the gold answer can be read.
+    """Answers (gold, response) with a verdict, and (gold, None) with 1 if the gold answer can be read.
 
     Raises:
-        RuntimeError: the algebra does not know what it must know, so it would judge wrongly.
+        RuntimeError: the algebra fails a pair that it must find equal, so it would judge wrongly.
     """
     all(equal(g, s) for g, s in _SAME)  # sympy loads parts of itself late, and builds them from text
     _forbid_eval()
@@ -48,7 +48,7 @@ def handler(argument: str = "") -> Callable[[Any], dict[str, Any]]:
     equal.cache_clear()
     if not all(equal(g, s) for g, s in _SAME) or equal("x^2+1", "(x-1)(x+1)"):
         raise RuntimeError("math-verify fails its self-test; install the version of constraints.txt")
-    return lambda request: told(answer(*request))
+    return lambda request: reply_of(answer(*request))
 
 
 def answer(gold: str, response: str | None) -> Verdict:
@@ -72,10 +72,10 @@ def answer(gold: str, response: str | None) -> Verdict:
 
 @functools.lru_cache(maxsize=65536)
 def equal(gold: str, said: str) -> bool:
-    """Whether math-verify finds two expressions equal; UnreadableError where it cannot read one. Siblings often say the
-    same.
+    """Whether math-verify finds two expressions equal; UnreadableError if it cannot read one. Results are cached,
+    because the samples of a group often have the same answer.
 
-    It does not see that 0.5+0.5i is (1+i)/2, so decimals beside an i are asked about once more as fractions.
+    It does not find 0.5+0.5i equal to (1+i)/2, so decimals with an i are tried again as fractions.
     """
     from math_verify import verify
 
@@ -95,7 +95,7 @@ def equal(gold: str, said: str) -> bool:
 
 @functools.lru_cache(maxsize=4096)
 def parsed(text: str) -> Any:
-    """The expression; None where the grammar does not take it."""
+    """The expression; None if the grammar does not accept it."""
     from math_verify import LatexExtractionConfig, parse
 
     inside = text.replace("%", "\\%")
@@ -117,7 +117,7 @@ def _readable(value: Value) -> None:
 
 
 def _forbid_eval() -> None:
-    """Where sympy turns text into an expression, let it read numbers and names only. Its own way is `eval` of
+    """Replace sympy's parser of text by one that reads numbers and names only. Its own parser uses `eval` on
     transformed Python."""
     import sympy
 

@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 
 DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-"""A whole number, with commas between its thousands or without."""
+"""A whole number, with or without commas between its thousands."""
 _BRACE = re.compile(
     r"\\(?:boxed|fbox)\s*\{"
     r"|\\(?:boxed|fbox)(?![A-Za-z])\s*(\\[dt]?frac(?:\s?\d\s?\d|\{[^{}\n]{1,60}\}\{[^{}\n]{1,60}\})"
@@ -25,7 +25,7 @@ class Box:
 
 
 def boxes_of(text: str) -> tuple[list[Box], bool]:
-    """The complete boxes in the order in which they end, outermost only, and whether one stays open after them."""
+    """The complete outermost boxes, in the order of their ends, and whether a box after them is never closed."""
     stack: list[tuple[int, int, bool]] = []
     inside, out = 0, list[Box]()
     if "\\boxed" not in text and "\\fbox" not in text:

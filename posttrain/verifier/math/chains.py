@@ -1,4 +1,4 @@
-"""Equations and roundings with several sides: what they say, and whether their numbers agree."""
+"""Equations and roundings with several sides: their values, and whether their numbers agree."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _ROUNDED = re.compile(
 
 
 def sides(text: str, places: list[int]) -> list[str]:
-    """The sides of a chain whose equals signs stand at `places`."""
+    """The sides of a chain whose equals signs are at `places`."""
     ends = [-1, *places, len(text)]
     return [text[a + 1 : b].strip() for a, b in itertools.pairwise(ends)]
 
@@ -44,7 +44,7 @@ def contradicts(pieces: list[str]) -> bool:
 
 
 def exact(pieces: list[str]) -> str | None:
-    """The last side that is an exact number, where the last side of all only rounds it: `1/3` of `1/3=0.333`."""
+    """The last side that is an exact number, if the last side of all is a rounding of it: `1/3` of `1/3=0.333`."""
     last = number(pieces[-1])
     if not isinstance(last, Number) or last.decimals is None:
         return None
@@ -57,7 +57,7 @@ def exact(pieces: list[str]) -> str | None:
 
 
 def roundings(text: str) -> list[str]:
-    """The sides of `a \\approx b` and of `a (\\approx b)`; one where there is no such sign."""
+    """The sides of `a \\approx b` and of `a (\\approx b)`; the whole text if there is no such sign."""
     if (beside := _ROUNDED.fullmatch(text)) is not None:
         return [beside[1].strip(), beside[2].strip()]
     return [piece.strip() for piece in re.split(r"\\approx(?![A-Za-z])", text)]

@@ -1,5 +1,5 @@
-"""When two answers are the same. Symmetric but for what a gold answer leaves out, and documented where mathematics
-leaves it open.
+"""Compares two answers. The comparison is symmetric except for what a gold answer leaves out. These are its rules where
+mathematics does not decide.
 
 - Numbers are exact: 0.5 is 1/2, and 0.33 is not 1/3. A decimal of six or more digits after its point is also what it
   rounds: 0.333333 is 1/3. A sum, difference or product left standing (`3+4` for 7) is no answer to a question whose
@@ -46,7 +46,7 @@ from posttrain.verifier.math.values import (
 Algebra = Callable[[str, str], bool]
 """(gold, said) -> whether they are equal, both spelled."""
 ROUNDED = 6
-"""Digits after the point from which a decimal stands for what it rounds."""
+"""A decimal with at least so many digits after the point also equals the number that it rounds."""
 
 _STANDING = re.compile(r"(?<=[\d)}!])(?:\+|-|\*|/\(|\\times|\\cdot|\()|\)\d")
 _NO_NUMBER = re.compile(r"\d\.\d+\.|\.\.")
@@ -76,7 +76,7 @@ _KNOWN |= {"arctan", "binom", "exp", "text", "le", "ge", "infty", "pm", "mp", "o
 
 
 def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | None:
-    """Whether `said` is `gold`; None where only the algebra knows and there is none here."""
+    """Whether `said` equals `gold`; None if only the algebra can decide and there is none here."""
     if isinstance(gold, ChoiceAnswer) or isinstance(said, ChoiceAnswer):
         return _choice(gold, said, algebra)
     if isinstance(gold, Named) or isinstance(said, Named):
@@ -111,7 +111,7 @@ def equal(gold: Value, said: Value, algebra: Algebra | None = None) -> bool | No
 
 
 def standing(text: str) -> bool:
-    """Whether an expression of numbers leaves a sum, a difference or a product to be worked out.
+    """Whether an expression of numbers contains a sum, a difference or a product that is not computed.
 
     >>> standing("3+4"), standing("2\\\\cdot 3"), standing("-3^2"), standing("\\\\frac{1}{2}")
     (True, True, False, False)
@@ -225,7 +225,7 @@ def _items(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
 
 
 def _union(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
-    """Piece for piece in any order; pieces that were cut in another way are left to the algebra."""
+    """Compares the parts in any order. If the parts were split differently, the algebra decides."""
     if isinstance(gold, Union) and isinstance(said, Union) and len(gold.items) == len(said.items):
         if _matched(gold.items, said.items, algebra):
             return True
@@ -235,7 +235,7 @@ def _union(gold: Value, said: Value, algebra: Algebra | None) -> bool | None:
 
 
 def _matched(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> bool | None:
-    """Whether each gold item has one of its own among what was said, in any order."""
+    """Whether each gold item matches a different item of the answer, in any order."""
     rest = list(said)
     open_ = False
     for item in gold:
@@ -255,7 +255,7 @@ def _all(answers: Sequence[bool | None] | object) -> bool | None:
 
 
 def _text(value: Value) -> str:
-    """A value as it was spelled, without the marks of text."""
+    """A value in its spelling, without text commands."""
     if isinstance(value, Other):
         return re.sub(r"\\text\{([^{}]*)\}", r"\1", value.text)
     return text_of(value)

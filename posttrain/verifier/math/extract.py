@@ -1,4 +1,4 @@
-"""Which part of a response is its answer: in linear time, whatever the policy says."""
+"""Finds the answer in a response, in linear time for any text."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from posttrain.verifier.math.seen import seen
 from posttrain.verifier.math.units import SCALES, changing, unit
 
 LONGEST_LINE = 300
-"""Characters after a phrase such as `the answer is` that are looked at."""
+"""The number of characters that are searched after a phrase such as `the answer is`."""
 TAIL = 10_000
-"""Without a box, only so many last characters are searched."""
+"""If there is no box, only so many last characters are searched."""
 
 _SCRIPTS = "\u2e80-\u9fff\uac00-\ud7af\u3040-\u30ff"
-"""Letters that stand directly beside a number: Chinese, Japanese, Korean."""
+"""Letters that may be directly next to a number: Chinese, Japanese, Korean."""
 _SIGNLESS = (
     r"[$€£₹¥]?(?:\d{1,4}[ ]"
     rf"\d{{1,3}}/\d{{1,3}}(?!\d)|\d\d?:[0-5]\d(?:\s?[ap]\.?m\b\.?)?|\d+:\d+"
@@ -38,7 +38,7 @@ _BELOW = re.compile(r"(?::|\b(?:below|by|follows|following)[.:]?)$", re.IGNORECA
 _SPAN = re.compile(
     r"\$\$([^$]{1,500})\$\$|(?<!\\)\$([^$]{1,500}?)(?<!\\)\$(?!\d)|\\\(([^\n]{1,500}?)\\\)|\\\[([^$]{1,500}?)\\\]"
 )
-"""A formula. A dollar sign before a digit ends none: it is money."""
+"""A formula. A dollar sign before a digit does not end it, because it is a currency sign."""
 _MAYBE = re.compile(r"\b(?:maybe|perhaps|possibly|probably|even) ")
 _JOIN = re.compile(rf"\s{{0,4}}(?:,\s{{0,4}}(?:(?:and|or)\b)?|and\b|or\b)\s{{0,4}}(?:{_MAYBE.pattern})?")
 _COMMAND = re.compile(r"\\[A-Za-z]+|\b(?:sin|cos|tan|cot|sec|csc|log|ln|exp|sqrt|pi|max|min|gcd|lcm|mod|and|or)\b")
@@ -48,7 +48,7 @@ _GROWN = re.compile(
     r"|(?![mghsLCFNJWV]\b"
     r"|x (?:as|more|faster|larger|bigger|greater|longer|the)\b)[A-Za-z]{1,3}(?![A-Za-z])|\^\{?-?\w{1,6}\}?)+"
 )
-"""What may stand directly behind a number, so that the number alone is not what was said: `12π`, `5x`, `3rd`."""
+"""Text directly after a number, so that the number alone is not the answer: `12π`, `5x`, `3rd`."""
 _AFTER = re.compile(r"[ \t]{0,2}(?:\\text\{)?([^\n.,;:!?()$\\{}]{1,60})")
 _POINT = re.compile(r"[-+•] +(?![^\n]*\n\s*[-+•] )")
 _SENTENCE = re.compile(r"(?<!\bsq)(?<!\bcu)[.;!?](?:\s|$)")
@@ -70,7 +70,7 @@ _HEDGE = re.compile(
     r" (?:more|less) than|anything but|over|under)\b",
     re.IGNORECASE,
 )
-"""What makes of the number behind it another answer than that number."""
+"""Text before a number with which the number alone is not the answer."""
 _DENIED = re.compile(
     r"(?:\bnot|\bcannot|n['’]t|\bnever|\bneither|\banything but)(?:\s(?:be|equal))?\s{0,3}[$\\(\[\s*]{0,6}\Z",
     re.IGNORECASE,
@@ -81,46 +81,44 @@ _IGNORANT = re.compile(
     r"|(?:do not|don['’]t)[ ]know|have no idea|not sure)\b",
     re.IGNORECASE,
 )
-"""That the answer is not known, said after the last number."""
+"""A statement after the last number that the answer is not known."""
 _UNSURE = re.compile(r"\b(?:perhaps|maybe|possibly)\b[^\d\n]{0,20}\d", re.IGNORECASE)
 _WITHDRAWN = re.compile(
     r"[\s$*.)\]\\]{0,8}(?:is|was)\s(?:wrong|incorrect|false|not (?:the|right|correct|true))\b", re.IGNORECASE
 )
 _RETRACTED = re.compile(r"\b(?:wait|actually|correction|wrong|incorrect|mistaken?|oops|rather)\b", re.IGNORECASE)
 _BETWEEN = re.compile(r"[\s$.]{0,6}(?:,|;|\band\b|\bor\b|,\s?and\b|,\s?or\b)[\s$]{0,6}(?:[A-Za-z](?:_\w)?\s?=\s?)?")
-"""What joins two boxes into one answer."""
+"""Text that joins two boxes into one answer."""
 _CLEAR = re.compile(r"\([A-J]\)(?=,? (?:because|since|as|is|for)\b)|(?i:yes|no|true|false)(?=[,.;])|([A-J][.)])(?= \S)")
-"""A choice or a word that is the answer, whatever numbers come after it; group 1 is a letter with its value behind
-it."""
+"""A choice or a word that is the answer, whatever numbers follow. Group 1 is a letter with its value after it."""
 _MEASURING = {"per", "square", "cubic", "squared", "cubed", "sq", "cu", "half", "am", "pm"}
 
 
 @dataclass(frozen=True)
 class Found:
-    """The answer as it was written. `several`: boxes before it say something else."""
+    """The answer as it was written. `several`: boxes before it have another content."""
 
     text: str
     several: bool = False
     told: bool = field(default=False, repr=False, compare=False)
-    """It was said in a sentence, so that an exclamation mark at its end may be no factorial."""
+    """Whether it is part of a sentence, so that an exclamation mark at its end may be no factorial."""
 
 
 def final(text: str) -> Found | None:
-    """The answer of a response; None where there is none. The first rule that finds something decides:
+    """The answer of a response; None if there is none. The first rule that finds something decides:
 
-    1. Thoughts, comments and what is struck out do not count (`seen`). Where there are `<answer>` tags, only what is
-       in the last ones counts.
+    1. Thoughts, comments and struck-out text do not count (`seen`). If there are `<answer>` tags, only the content of
+       the last ones counts.
     2. The last complete `\\boxed{...}`, braces balanced, and the boxes that `and`, `or` or a comma join to it. There is
-       no answer where a box that is never closed comes after it. A box that is denied (`not \\boxed{3}`,
+       no answer if a box that is never closed comes after it. A box that is denied (`not \\boxed{3}`,
        `\\boxed{3} is wrong`) or taken back for another answer is none.
-    3. The line after the last `####`, where it is no heading: it holds a value and no prose, or no answer comes after
-       it.
+    3. The line after the last `####`, if it is no heading: it holds a value and no prose, or no answer comes after it.
     4. What follows the last `answer is`, `answer:`, `| answer |` or heading such as `**Final Answer**`: the formulas
-       that stand first, on whatever line; else its line, all of it where it is no prose, else its first formula or
-       number with its unit.
+       that come first, on any line; else all of its line if that is no prose; else its first formula or number with
+       its unit.
     5. The last `option C is correct`; all of a response that is one line without prose; a last line of one letter.
-    6. The last formula in dollar signs, or the last number, whichever ends later, with its unit. Not where options are
-       only listed, or the response was cut off behind an operator.
+    6. The last formula in dollar signs, or the last number, whichever ends later, with its unit. This does not
+       apply if options are only listed, or if the response was cut off after an operator.
 
     >>> final(r"so \\boxed{3}, no: \\boxed{\\frac{1}{2}}"), final("7 of 12 make 1,234.")
     (Found(text='\\\\frac{1}{2}', several=True), Found(text='1,234', several=False))
@@ -147,7 +145,7 @@ def final(text: str) -> Found | None:
 
 
 def _phrased(text: str) -> str | None:
-    """What follows the last phrase that announces an answer."""
+    """The answer after the last phrase that announces one."""
     phrases = list(_PHRASE.finditer(text))
     while phrases:
         last = phrases.pop()
@@ -161,7 +159,7 @@ def _phrased(text: str) -> str | None:
 
 
 def _at_the_end(text: str) -> Found | None:
-    """The answer of a response that announces none."""
+    """The answer of a response without a phrase that announces one."""
     if correct := list(_CORRECT.finditer(text, max(0, len(text) - LONGEST_LINE))):
         return Found(next(g for g in correct[-1].groups() if g))
     whole = text.strip()
@@ -190,7 +188,7 @@ def _at_the_end(text: str) -> Found | None:
 
 
 def _listing(text: str, at: int) -> bool:
-    """Whether what stands at `at` belongs to the last of three or more options that are only listed."""
+    """Whether the text at `at` belongs to the last of three or more options that are only listed."""
     labels = [m for m in _LABELLED.finditer(text) if m.end() <= at]
     if len({m[1] for m in labels}) < 3:
         return False
@@ -199,12 +197,12 @@ def _listing(text: str, at: int) -> bool:
 
 
 def prose(text: str) -> bool:
-    """Whether it has words beside commands and functions."""
+    """Whether it has words other than commands and functions."""
     return _WORD.search(_COMMAND.sub(" ", text)) is not None
 
 
 def _boxed(text: str, boxes: list[Box]) -> Found | None:
-    """The last box with what belongs to it: boxes that are joined to it, and a unit or a word such as `million` behind
+    """The last box with the text that belongs to it: boxes joined to it, and a unit or a word such as `million` after
     it."""
     last = boxes[-1]
     if _DENIED.search(text, max(0, last.start - 24), last.start) or _WITHDRAWN.match(text, last.end):
@@ -227,7 +225,7 @@ def _boxed(text: str, boxes: list[Box]) -> Found | None:
 
 
 def _marked(text: str) -> str | None:
-    """The line after the last `####`; None where it is a heading, empty where there is nothing."""
+    """The line after the last `####`; None if it is a heading, empty if there is none."""
     line, _, rest = text.rpartition("####")[2].strip().partition("\n")
     line = line.strip()
     if _PHRASE.search(f"#### {line}") or _PHRASE.search(rest):
@@ -243,13 +241,13 @@ def _marked(text: str) -> str | None:
 
 
 def _cell(text: str, at: int) -> str:
-    """The cell of a table beside its label, where it holds a value."""
+    """The cell of a table next to its label, if it holds a value."""
     cell = re.split(r"[|\n]", text[at : at + LONGEST_LINE], maxsplit=1)[0].strip(" *_\t")
     return cell if any(c.isdigit() or c in "$\\" for c in cell) or re.fullmatch(r"\(?[A-J]\)?", cell) else ""
 
 
 def _told(rest: str, below: bool) -> str:
-    """What is said after a phrase: the formulas that stand first, else the answer at the start of the line.
+    """The answer after a phrase: the formulas that come first, else the answer at the start of the line.
 
     `below`: the phrase ended its line, so that what follows may be the one point of a list.
     """
@@ -266,7 +264,7 @@ def _told(rest: str, below: bool) -> str:
 
 
 def _line(rest: str) -> str:
-    """What follows a phrase on its line, without markdown and final punctuation."""
+    """The rest of the line after a phrase, without markdown and final punctuation."""
     line = rest.lstrip().partition("\n")[0]
     line = re.sub(r"(?<![\w)])\*\*|\*\*(?!\w)", "", line)
     return re.sub(r"^[*_\s]+|[*_\s.,;:。，；：\u2190-\u21ff\u2600-\u27bf\ufe0f\U0001f000-\U0001faff]+$", "", line)
@@ -310,7 +308,7 @@ def _first(line: str) -> str:
 
 
 def _listed(line: str) -> str | None:
-    """`1, 2, and 3` at the start of a line that goes on with no more than two words."""
+    """A list such as `1, 2, and 3` at the start of a line, followed by at most two words."""
     end = 0
     match = _PLAIN.match(line)
     while match and (join := _JOIN.match(line, match.end())) and (more := _PLAIN.match(line, join.end())):
@@ -319,7 +317,7 @@ def _listed(line: str) -> str | None:
 
 
 def _measures(sentence: str) -> bool:
-    """Whether all its words are units and the like, so that it is a value as a whole: `12π square cm`."""
+    """Whether all its words are units or similar, so that the whole text is a value: `12π square cm`."""
     words = _WORD.findall(_COMMAND.sub(" ", sentence))
     return any(c.isdigit() or c == "π" for c in sentence) and all(
         unit(w) or w.lower() in SCALES or w.lower() in _MEASURING for w in words
@@ -327,7 +325,7 @@ def _measures(sentence: str) -> bool:
 
 
 def _with_unit(text: str, number: re.Match[str]) -> str:
-    """A number with what belongs to it behind it: `12π`, `5 million`, `12 km`, `5 squared`."""
+    """A number with the text after it that belongs to it: `12π`, `5 million`, `12 km`, `5 squared`."""
     grown = _GROWN.match(text, number.end())
     start, end = number.start(), grown.end() if grown else number.end()
     start -= len(text[:start]) - len(text[:start].rstrip("√π"))
@@ -336,7 +334,7 @@ def _with_unit(text: str, number: re.Match[str]) -> str:
 
 
 def _words_after(text: str, at: int) -> str:
-    """Words after a value that make another value of it, or are its unit and end the phrase; else nothing."""
+    """Words after a value that change it, or that are its unit and end the phrase; else nothing."""
     match = _AFTER.match(text, at)
     words = match[1].split() if match else []
     if not words:
@@ -352,7 +350,7 @@ def _words_after(text: str, at: int) -> str:
 
 
 def _candidates(text: str) -> Iterator[tuple[int, int, str]]:
-    """(where it ends, where it begins, what it is) of the last formula and of the last number outside of formulas."""
+    """(end, begin, text) of the last formula and of the last number outside formulas."""
     last, spans = None, list[tuple[int, int]]()
     for last in _SPAN.finditer(text):
         spans.append(last.span())

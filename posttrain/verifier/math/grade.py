@@ -1,4 +1,4 @@
-"""A response against a gold answer: what was found, what it was read as, what it is worth and why."""
+"""Grades a response against a gold answer: the answer that was found, how it was read, its score and the reason."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from posttrain.verifier.math.values import Other, TooLarge, Value, parts
 
 
 class UnreadableError(ValueError):
-    """The algebra cannot read this; `gold` tells whose it is."""
+    """The algebra cannot read an expression. `gold`: whether it is the gold answer."""
 
     def __init__(self, text: str, gold: bool) -> None:
         super().__init__(text)
@@ -24,23 +24,23 @@ class UnreadableError(ValueError):
 
 @dataclass(frozen=True)
 class Gold:
-    """A gold answer, understood once."""
+    """A gold answer, read once."""
 
     raw: str
     values: tuple[Value, ...]
 
     @property
     def certain(self) -> bool:
-        """Whether our own rules understand all of it, so that the algebra need not be asked about it."""
+        """Whether our own rules can read all of it, so that the algebra is not needed."""
         return not any(_open(v) for v in self.values)
 
 
 @dataclass(frozen=True)
 class Grade:
-    """`parsed` is the spelling of what was said; None where there was no answer. `why` is empty for a right answer.
+    """`parsed` is the spelling of the response's answer, None if there was none. `why` is empty for a right answer.
 
-    `kind`: wrong, unparsable, unevaluated (a sum was left standing), too_large; `several_answers` for a right last box
-    after boxes that say something else, which still earns its 1.
+    `kind`: wrong, unparsable, unevaluated (a sum was not computed), too_large; or `several_answers` for a right last
+    box after boxes with another content, which still scores 1.
     """
 
     score: float
@@ -55,8 +55,8 @@ class Grade:
 
 @lru_cache(maxsize=65536)
 def gold_of(answer: str) -> Gold | None:
-    """A gold answer as data sets write it: a bare answer, or a solution that ends in `#### 72` or in a box. None: no
-    answer in it."""
+    """A gold answer as data sets write it: a bare answer, or a solution that ends in `#### 72` or in a box. None if it
+    has no answer."""
     text = answer.strip()
     found = final(text) if "####" in text or "\\boxed" in text else None
     text = found.text if found else "" if "\\boxed" in text else text
@@ -65,7 +65,7 @@ def gold_of(answer: str) -> Gold | None:
 
 
 def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | None:
-    """The grade; None where only the algebra can tell and there is none here.
+    """The grade; None if only the algebra can decide and there is none here.
 
     >>> grade(gold_of("0.5"), r"so \\boxed{\\frac{1}{2}}").score, grade(gold_of("4"), r"\\boxed{3}").kind
     (1.0, 'wrong')
@@ -103,7 +103,7 @@ def grade(gold: Gold, response: str, algebra: Algebra | None = None) -> Grade | 
 
 
 def _answers(gold: Sequence[Value], said: Sequence[Value], algebra: Algebra | None) -> list[bool | None]:
-    """The answers of all pairs of readings, up to the first that says equal; our own rules before the algebra."""
+    """The result of each pair of readings, up to the first that is equal. Our own rules come before the algebra."""
     out: list[bool | None] = []
     for ask in (None, algebra) if algebra else (None,):
         out = []

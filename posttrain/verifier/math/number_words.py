@@ -8,7 +8,7 @@ from fractions import Fraction
 from posttrain.verifier.math.units import SCALES
 
 LONGEST = 120
-"""Characters of a number in words."""
+"""The most characters of a number in words."""
 _ONES = (
     "zero one two three four five six seven eight nine ten eleven twelve thirteen fourteen fifteen sixteen seventeen"
     " eighteen nineteen"
@@ -30,7 +30,7 @@ _SPLIT = re.compile(r"[\s-]+")
 
 
 def worded(text: str) -> Fraction | None:
-    """The number that a text of words says, as a whole; None where it says another thing.
+    """The number that a whole text of words spells; None if it is not a number.
 
     >>> worded("minus forty-two"), worded("two thirds"), worded("One hundred and five"), worded("four two")
     (Fraction(-42, 1), Fraction(2, 3), Fraction(105, 1), None)
@@ -68,7 +68,7 @@ def _value(words: list[str]) -> Fraction | None:
 
 
 def _whole(words: list[str]) -> Fraction | None:
-    """A whole number: groups of less than a thousand before falling scales."""
+    """A whole number: groups below a thousand, each before a scale, the scales decreasing."""
     if words in (["a"], ["an"]):
         return Fraction(1)
     total, last = 0, 10**30

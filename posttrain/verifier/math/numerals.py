@@ -1,4 +1,4 @@
-"""Numbers, read digit by digit: nothing here evaluates."""
+"""Reads numbers digit by digit. Nothing is evaluated."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _BASES = {
 
 
 def number(text: str) -> Number | TooLarge | None:
-    """A number with what may stand around it: currency, percent, unit, round brackets."""
+    """A number with an optional currency, percent sign, unit or round brackets around it."""
     if text.startswith("(") and text.endswith(")") and closing(text, 0) == len(text) - 1:
         return number(text[1:-1])
     if (match := _CURRENCY.fullmatch(text)) is not None:
@@ -78,8 +78,7 @@ def number(text: str) -> Number | TooLarge | None:
 
 
 def _split_words(text: str) -> tuple[str, tuple[Fraction, str] | None]:
-    """(number, what the words after it say); None where there are no words after a number, or none that are
-    understood."""
+    """(number, meaning of the words after it); None if there are no words after a number, or none that are known."""
     at = _BODY.match(text)
     end = at.end() if at else 0
     body, rest = text[:end], text[end:]
@@ -118,7 +117,7 @@ def _bare(text: str) -> Number | TooLarge | None:
 
 
 def _large(text: str) -> Number | TooLarge | None:
-    """A power or a factorial of naturals, where it is small enough to be written out."""
+    """A power or a factorial of naturals, if it is small enough to be computed."""
     if (m := _POWER.fullmatch(text)) is not None:
         base, power = int(m[2]), int((m[3] or m[4])[:9])
         if abs(power) * len(m[2]) > MOST_DIGITS:
@@ -154,8 +153,8 @@ def clock(text: str) -> TimeOfDay | None:
 
 
 def based(text: str) -> Based | None:
-    """`1011_2`, `(1011)_{2}`, `1011_{\\text{two}}`, `1011 base 2`: the base allows every digit, so that `2a_1` is none
-    of them.
+    """`1011_2`, `(1011)_{2}`, `1011_{\\text{two}}`, `1011 base 2`: all digits must be allowed in the base, so `2a_1`
+    is not such a number.
 
     >>> based("1011_2"), based("2A_{16}"), based("12_2")
     (Based(digits='1011', base=2), Based(digits='2A', base=16), None)
@@ -170,10 +169,10 @@ def based(text: str) -> Based | None:
 
 
 def vast(text: str) -> bool:
-    """Whether a power, a root or a binomial in it is of a size that nobody should compute."""
+    """Whether a power, a root or a binomial in it is too large to compute."""
     return _VAST.search(text) is not None
 
 
 def constant(text: str) -> bool:
-    """Whether it is made of numbers only, so that it could have been worked out."""
+    """Whether it consists of numbers only, so that it could have been computed."""
     return _CONSTANT.fullmatch(text) is not None

@@ -1,8 +1,7 @@
-"""What an answer says, as far as our own rules understand it: numbers exactly, with percent and unit; lists, sets,
-intervals; words.
+"""Reads an answer by our own rules: exact numbers with percent and unit; lists, sets and intervals; words.
 
-Whatever they do not understand is an `Other`, for the algebra to compare. Nothing here evaluates: numbers are read
-digit by digit.
+An answer that the rules cannot read becomes an `Other`, which the algebra compares. Nothing is evaluated: numbers are
+read digit by digit.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from posttrain.verifier.math.values import (
 
 MOST_ITEMS = 64
 DEPTH = 4
-"""Lists inside lists."""
+"""The deepest nesting of lists."""
 
 _SIMPLE = re.compile(
     r"[A-Za-z](?:_(?:\w|\{\w+\}))?'?|\\[A-Za-z]+(?:_\w)?|\([A-Za-z](?:,[A-Za-z])+\)|[A-Za-z]{1,3}\([^()=]{0,30}\)"
@@ -71,7 +70,7 @@ _OPERATION = re.compile(
 
 
 def read(text: str, depth: int = 0) -> tuple[Value, ...]:
-    """Everything a spelled answer may mean, most likely first; empty where it says nothing.
+    """All values that a spelled answer may mean, most likely first; empty if it means nothing.
 
     >>> read("1,000")
     (Number(value=Fraction(1000, 1), decimals=None, percent=False, unit=''),)
@@ -126,8 +125,8 @@ def _said(text: str) -> Number | WordAnswer | None:
 
 
 def _about(text: str, depth: int) -> tuple[Value, ...]:
-    """The first side of `12\\pi\\approx 37.7`, or of `12\\pi (\\approx 37.7)`; the other where the first is a name, or
-    nothing."""
+    """The first side of `12\\pi\\approx 37.7`, or of `12\\pi (\\approx 37.7)`; the other side if the first is a name
+    or empty."""
     pieces = roundings(text)
     if len(pieces) < 2 or depth >= DEPTH:
         return ()
@@ -141,7 +140,7 @@ def _about(text: str, depth: int) -> tuple[Value, ...]:
 
 
 def _choice(text: str, depth: int) -> tuple[Value, ...] | None:
-    """`(C) 12`, `\\textbf{(C)}\\ 12`, `C) 12`: the letter of a choice and its value, or a product. None where it is
+    """`(C) 12`, `\\textbf{(C)}\\ 12`, `C) 12`: the letter of a choice and its value, or a product. None if it is
     neither."""
     match = _LETTER.fullmatch(text) or _BARE_LETTER.fullmatch(text)
     if match is None or depth >= DEPTH or _OPERATION.match(match[match.lastindex or 0]):
@@ -211,7 +210,7 @@ def _named(text: str, depth: int) -> tuple[Named | WordAnswer, ...]:
 
 
 def _between(text: str, depth: int) -> tuple[Named, ...]:
-    """`x<3`, `3>x`, `1<x\\le 2`, `x\\ne 1`, `x>1 and x<2` and `x<1 or x>2` as the intervals they are."""
+    """`x<3`, `3>x`, `1<x\\le 2`, `x\\ne 1`, `x>1 and x<2` and `x<1 or x>2` as intervals."""
     pieces = [p.strip(" ,") for p in _EITHER.split(text)]
     if depth >= DEPTH or len(pieces) > MOST_ITEMS:
         return ()
@@ -246,7 +245,7 @@ def _relation(text: str, depth: int) -> Named | None:
 
 
 def _within(text: str, depth: int) -> Named | None:
-    """`x>1 and x<2`, where both ends are numbers and in this order."""
+    """`x>1 and x<2`, if both ends are numbers and in this order."""
     pieces = _AND.split(text)
     named = [_relation(p.strip(" ,"), depth) for p in pieces]
     if len(pieces) != 2 or named[0] is None or named[1] is None or named[0].name != named[1].name:
@@ -274,7 +273,7 @@ def _unequal(text: str, depth: int) -> Named | None:
 
 
 def _point(text: str, depth: int) -> Named | None:
-    """`x=3` or `x\\in(1,2)` beside an inequality."""
+    """`x=3` or `x\\in(1,2)` next to an inequality."""
     if (member := _member(text)) is not None:
         inside = read(member[1], depth + 1)
         bracketed = inside and (isinstance(inside[0], Union) or (isinstance(inside[0], Items) and inside[0].left))
@@ -299,7 +298,7 @@ def _union(text: str, depth: int) -> Union | None:
 
 
 def _equals(text: str) -> list[int]:
-    """Places of the equals signs outside of brackets that are no part of another relation."""
+    """Positions of the equals signs outside brackets that are not part of another relation."""
     return [i for i, c in enumerate(text) if c == "=" and not _RELATING.search(text, 0, i) and _outside(text, i)]
 
 
@@ -309,7 +308,7 @@ def _member(text: str) -> tuple[str, str] | None:
 
 
 def _outside(text: str, at: int) -> bool:
-    """Whether a place is inside no bracket. Half-open intervals count their brackets like others."""
+    """Whether a position is outside all brackets. The brackets of half-open intervals count too."""
     depth = 0
     for c in text[:at]:
         depth += (c in "([{") - (c in ")]}")
@@ -353,7 +352,7 @@ def _both(text: str, depth: int) -> Items | None:
 
 
 def _brackets(text: str) -> tuple[str, str, str]:
-    """(left, inside, right) where one pair holds everything, else ('', text, '')."""
+    """(left, inside, right) if one pair of brackets encloses everything, else ('', text, '')."""
     if text.startswith("\\{") and text.endswith("\\}") and closing(text, 1) == len(text) - 1:
         return "{", text[2:-2], "}"
     if text[0] in "([" and closing(text, 0) == len(text) - 1:

@@ -1,5 +1,5 @@
-"""A response as its reader sees it, before an answer is looked for: without thoughts, comments, what is struck out or
-invisible."""
+"""The visible text of a response, in which an answer is searched: without thoughts, comments, struck-out or invisible
+text."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ELLIPSIS = re.compile(r"(?<![\w.])(\d{1,20}\.\d{0,20}?)(\d)\2{2,}(?:\.\.\.|…|
 
 
 def seen(text: str) -> str:
-    """The text that counts; what stands between the last `<answer>` tags, where there are some.
+    """The text that counts. If there are `<answer>` tags, the text between the last ones.
 
     >>> seen("<think>3</think>~~41~~ 42 <!-- 43 -->"), seen(r"$\\text{Answer: }42$"), seen("<answer>4</answer> or 5")
     (' 42 ', 'Answer: $42$', '4')
@@ -51,7 +51,7 @@ def _tagged(text: str) -> str | None:
 
 
 def _visible(text: str) -> str:
-    """Without the arguments of commands that print nothing, or strike out what they print."""
+    """The text without the arguments of commands that print nothing or strike out what they print."""
     out, at = list[str](), 0
     while found := _UNSEEN.search(text, at):
         depth, end = 1, found.end()

@@ -1,4 +1,4 @@
-"""The `math` reward: our own rules here, at once; what they leave open in a worker process that can be killed."""
+"""The `math` reward. Our own rules run here. What they cannot decide is compared in a worker process."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ from posttrain.verifier.workers.pool import WorkerPool
 from posttrain.verifier.workers.process import Spec
 
 SECONDS = 2.0
-"""Processor time of one comparison by the algebra; beyond it the answer counts as wrong, with kind `timeout`."""
+"""Most processor time of one comparison by the algebra. Beyond it the answer is wrong, with kind `timeout`."""
 WORKERS = 2
 SHOWN = 5
-"""Refused tasks named in a message."""
+"""The most refused tasks that a message names."""
 WITNESS = ("2\\sqrt{2}", "\\boxed{\\sqrt{8}}")
-"""(gold, response) that a working algebra answers."""
+"""A pair (gold, response) that a working algebra answers."""
 
 
 @dataclass(frozen=True)
 class MathSource:
-    """1 where the response's final answer equals the task's answer.
+    """1 if the response's final answer equals the task's answer, else 0.
 
-    A task whose answer cannot be read is refused when the run is built; where tasks are made without end, it is
+    A task whose answer cannot be read is refused when the run is built. If the tasks are endless, its verdict is
     `failed`.
     """
 
@@ -51,12 +51,12 @@ class MathSource:
         return Judged(self.name, self.weight, redacted(verdict))
 
     def verdict(self, task: Task, text: str) -> Verdict:
-        """The verdict, waited for: for scripts, outside of event loops."""
+        """The verdict, for scripts without an event loop. It blocks."""
         settled = self._here(task, text)
         return settled if isinstance(settled, Verdict) else self._ask(settled, text).result()
 
     def _here(self, task: Task, text: str) -> Verdict | Gold:
-        """The verdict where our own rules give one, else the gold answer."""
+        """The verdict if our own rules give one, else the gold answer."""
         if task.answer is None:
             return Verdict.failed("gold", f"task {task.id!r} has no answer to compare with")
         gold = gold_of(str(task.answer))

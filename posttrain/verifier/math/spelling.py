@@ -1,5 +1,4 @@
-"""One spelling for one notation: Unicode, LaTeX layout, spaces, fractions and text commands, before anything is
-read."""
+"""Gives every notation one spelling before it is read: Unicode, LaTeX layout, spaces, fractions and text commands."""
 
 from __future__ import annotations
 
@@ -7,7 +6,7 @@ import re
 import unicodedata
 
 LONGEST = 1000
-"""A longer answer is no answer."""
+"""The most characters of an answer. Longer text is no answer."""
 
 _SYMBOLS = {
     **dict.fromkeys("−‐‑‒–—﹣－", "-"),
@@ -30,7 +29,7 @@ _WRITTEN = (
     (re.compile(r"no (?:real )?solutions?|(?:the )?empty set", re.IGNORECASE), r"\emptyset"),
     (re.compile(r"all real numbers|all reals|every real number", re.IGNORECASE), r"\mathbb{R}"),
 )
-"""Sets that are written in words."""
+"""Sets that are written as words."""
 _NAMES = (
     (re.compile(r"(?<!\\)\\\\\s*\[-?[\d.]+\s?(?:pt|em|ex|mm|cm)\]"), r"\\\\"),
     (re.compile(r"\\(?:simeq|thickapprox|doteq)(?![A-Za-z])"), r"\\approx"),
@@ -91,7 +90,7 @@ _PLAIN = (
     (re.compile(r"(?<![\\A-Za-z])sqrt\s*\(([^()]*)\)"), r"\\sqrt{\1}"),
     (re.compile(r"(?<![\\A-Za-z{])(sin|cos|tan|log|ln|exp|pi|theta|alpha|beta)(?![A-Za-z])"), r"\\\1 "),
 )
-"""What is written as in a program."""
+"""Notation of programs."""
 _SHORT_FRACTION = re.compile(r"\\frac\s*(?:(\d|[A-Za-z])|(\{[^{}]*\}))\s*(?:(\d|[A-Za-z])|(\{[^{}]*\}))")
 _SHORT_ROOT = re.compile(r"\\sqrt\s*(\d+|[A-Za-z])")
 _ORDINAL = re.compile(
@@ -102,7 +101,7 @@ _POWER = re.compile(r"([\^_])\s*\{\s*([^{}\s])\s*\}")
 
 
 def spelled(text: str) -> str:
-    """The one spelling; empty where nothing is left, or it was longer than 1000 characters.
+    """The one spelling; empty if nothing is left or the text has more than 1000 characters.
 
     >>> spelled(r"$\\dfrac12$."), spelled("１２½"), spelled(r"\\left(\\, 1,\\;2 \\right)"), spelled(r"5\\mathrm{ cm}")
     ('\\\\frac{1}{2}', '12\\\\frac{1}{2}', '(1,2)', '5\\\\text{cm}')
@@ -129,13 +128,13 @@ def spelled(text: str) -> str:
 
 
 def _concluded(text: str) -> str:
-    """What comes after the last arrow or `therefore`."""
+    """The text after the last arrow or `therefore`."""
     arrows = list(_ARROW.finditer(text))
     return text[arrows[-1].end() :] if arrows else text
 
 
 def _last_line(text: str) -> str:
-    """The last line of an alignment, with the lines before it that it goes on."""
+    """The last line of an alignment, with the earlier lines that it continues."""
     match = _ALIGNED.fullmatch(_stripped(text))
     if match is None:
         return text
@@ -150,7 +149,7 @@ def _last_line(text: str) -> str:
 
 
 def _cardinal(match: re.Match[str]) -> str:
-    """`5` for `5^{\\text{th}}`; what has the wrong ending stays as it is."""
+    """`5` for `5^{\\text{th}}`. A number with a wrong ending stays as it is."""
     digits, ending = match[1], next(e for e in match.groups()[1:] if e)
     right = "th" if digits[-2:-1] == "1" else {"1": "st", "2": "nd", "3": "rd"}.get(digits[-1], "th")
     return digits if ending == right else match[0]
@@ -191,7 +190,7 @@ def _one(c: str) -> str:
 
 
 def _stripped(text: str) -> str:
-    """Without white space, math delimiters and final punctuation around it."""
+    """The text without white space, math delimiters and final punctuation around it."""
     before = None
     while before != text:
         before = text
@@ -209,8 +208,8 @@ def _stripped(text: str) -> str:
 
 
 def _unwrapped(text: str) -> str:
-    """Without braces or a text or box command around all of it. `\\text{...}` keeps its command: it is a word, not a
-    product."""
+    """The text without braces or a text or box command around all of it. `\\text{...}` keeps its command, because it is
+    a word and not a product."""
     while text.startswith("{") and text.endswith("}") and closing(text, 0) == len(text) - 1:
         text = text[1:-1].strip()
     if text.startswith("\\boxed{") and closing(text, 6) == len(text) - 1:
@@ -219,8 +218,8 @@ def _unwrapped(text: str) -> str:
 
 
 def closing(text: str, at: int) -> int:
-    """Where the bracket at `at` is closed, by any closing bracket of its family (`[` may end with `)`); -1 where
-    nowhere."""
+    """The position at which the bracket at `at` is closed, by any closing bracket of its family (`[` may end with `)`);
+    -1 if it is not closed."""
     pairs = {"(": ")]", "[": ")]", "{": "}"}
     stack: list[str] = []
     i = at

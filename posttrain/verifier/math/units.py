@@ -1,4 +1,4 @@
-"""Units by their names. Nothing is converted: 5 m and 500 cm are different answers, as they are in the data sets."""
+"""Units by their names. Nothing is converted: 5 m and 500 cm are different answers, as in the data sets."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ _CHANGING = {"squared", "cubed", "factorial", "half", "halves"} | set(SCALES)
 _OPERATING = {"plus", "minus", "times", "over", "divided", "point", "by", "to", "and"}
 _PARTS = "half halves third fourth fifth sixth seventh eighth ninth tenth hundredth thousandth"
 _SHARES = {word for part in _PARTS.split() for word in (part, f"{part}s")}
-"""Words that make another number of the one before them, in a way that nothing here works out."""
+"""Words that change the number before them in a way that is not computed here."""
 _PASSED = re.compile(r"[^\W\d_]{3,}(?:[ -][^\W\d_]+){0,5}")
 
 
 def unit(text: str) -> str:
-    """The one name of a unit; empty where it is none.
+    """The one name of a unit; empty if the text is not a unit.
 
     >>> unit("centimeters"), unit("square cm"), unit("cm^{2}"), unit("inches squared"), unit("apples")
     ('cm', 'cm^2', 'cm^2', 'in^2', '')
@@ -119,7 +119,7 @@ def clash(one: str, two: str) -> bool:
 
 
 def tail(words: str) -> tuple[Fraction, str] | None:
-    """(factor, unit) of what follows a number; None where it changes the number in another way, or is no words.
+    """(factor, unit) of the text after a number; None if it changes the number in another way or is not words.
 
     >>> tail("million dollars"), tail("cm^2"), tail("apples"), tail("squared")
     ((Fraction(1000000, 1), '$'), (Fraction(1, 1), 'cm^2'), (Fraction(1, 1), ''), None)
@@ -137,7 +137,7 @@ def tail(words: str) -> tuple[Fraction, str] | None:
 
 
 def changing(words: str) -> bool:
-    """Whether what follows a number makes another number of it.
+    """Whether the text after a number changes it to another number.
 
     >>> [changing(words) for words in ("and a half", "thirds", "times two", "half lives", "one-dollar bills", "years")]
     [True, True, True, False, False, False]

@@ -1,4 +1,4 @@
-"""What an answer can be, once it is read."""
+"""The values that an answer can have."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from fractions import Fraction
 
 @dataclass(frozen=True)
 class Number:
-    """An exact number. `decimals`: digits after its decimal point; None where it was written in another way."""
+    """An exact number. `decimals`: digits after its decimal point; None if it was written in another way."""
 
     value: Fraction
     decimals: int | None = None
@@ -18,7 +18,7 @@ class Number:
 
 @dataclass(frozen=True)
 class TimeOfDay:
-    """A time of day, `2:30` or `2:30 pm`. `half`: `am`, `pm`, or empty where it was not said."""
+    """A time of day, `2:30` or `2:30 pm`. `half`: `am`, `pm`, or empty if it was not given."""
 
     hour: int
     minute: int
@@ -43,7 +43,7 @@ class WordAnswer:
 
 @dataclass(frozen=True)
 class ChoiceAnswer:
-    """The letter of a choice together with what it stands for: `(C) 12`."""
+    """The letter of a choice together with its value: `(C) 12`."""
 
     letter: str
     value: Value
@@ -60,7 +60,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Union:
-    """Intervals and sets joined by `\\cup`, or said as `x<1 or x>2`."""
+    """Intervals and sets joined by `\\cup`, or written as `x<1 or x>2`."""
 
     items: tuple[Items, ...]
 
@@ -76,7 +76,7 @@ class Named:
 
 @dataclass(frozen=True)
 class Other:
-    """Only the algebra understands this. `unit`: what was written after it, as in `12\\pi\\text{ cm}`."""
+    """An expression that only the algebra can read. `unit`: the unit after it, as in `12\\pi\\text{ cm}`."""
 
     text: str
     unit: str = ""
@@ -84,7 +84,7 @@ class Other:
 
 @dataclass(frozen=True)
 class TooLarge:
-    """A number that nobody should compute."""
+    """A number that is too large to compute."""
 
     text: str
 
@@ -93,7 +93,7 @@ Value = Number | TimeOfDay | Based | WordAnswer | ChoiceAnswer | Items | Union |
 
 
 def parts(value: Value) -> tuple[Value, ...]:
-    """What a value is made of."""
+    """The parts of a value."""
     if isinstance(value, Items | Union):
         return value.items
     return (value.value,) if isinstance(value, Named | ChoiceAnswer) else ()

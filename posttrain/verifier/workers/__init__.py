@@ -1,2 +1,2 @@
-"""Verifiers in processes of their own that can be killed: `pool` shares them, `process` holds one, `worker` is what
-runs in it."""
+"""Verifiers in separate processes that can be killed. `pool` shares processes between callers, `process` is the
+trainer's side of one, and `guardian` runs in it. `functions` calls users' reward functions in such a pool."""

@@ -1,5 +1,4 @@
-"""Reward functions in worker processes: the same two signatures and the same meaning as in a thread, and they can be
-killed."""
+"""Reward functions in worker processes. They have the same signatures and meaning as in a thread, but can be killed."""
 
 from __future__ import annotations
 
@@ -17,14 +16,14 @@ from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.verifier.functions import FunctionSource, source
 from posttrain.verifier.user_code import load, where
-from posttrain.verifier.workers.pool import WorkerPool, told
+from posttrain.verifier.workers.pool import WorkerPool, reply_of
 from posttrain.verifier.workers.process import Spec
 
 
 @dataclass(frozen=True)
 class PooledSource:
-    """A reward function of a file, called in `workers` processes. `local` is the same function here: read, never
-    called."""
+    """A reward function of a file, called in worker processes. `local` is the same function in this process. It is
+    inspected but never called."""
 
     local: FunctionSource
     pool: WorkerPool = field(repr=False)
@@ -55,8 +54,8 @@ class PooledSource:
 
 
 def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, timeout: float) -> PooledSource:
-    """`file:attribute` in a pool. `timeout`: seconds of processor time; on the clock a call may take twice as long and
-    20 s more."""
+    """`file:attribute` in a pool. `timeout`: most seconds of processor time of a call. Its limit in wall-clock time is
+    twice that and 20 s more."""
     spec = Spec(
         f"{__name__}:handler", f"{file.resolve()}:{attribute}", cpu=max(1, round(timeout)), wall=2 * timeout + 20
     )
@@ -64,20 +63,20 @@ def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, time
 
 
 def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
-    """In the worker: the function of `path.py:name` as a handler of (task, turns, stop, state)."""
+    """Runs in the worker: the function of `path.py:name` as a handler of (task, turns, stop, state)."""
     path, _, attribute = argument.rpartition(":")
     judge = source(load(Path(path), attribute))
 
     def answer(request: Any) -> dict[str, Any]:
         task, turns, stop, state = request
-        return told(_verdict(judge, Attempt(task=task, turns=turns, stop=stop, state=state)))
+        return reply_of(_verdict(judge, Attempt(task=task, turns=turns, stop=stop, state=state)))
 
     return answer
 
 
 def _verdict(judge: FunctionSource, attempt: Attempt) -> Verdict:
-    """Called in the main thread of the process. SystemExit is an exception like others; memory is the caller's
-    matter."""
+    """Runs in the main thread of the worker. SystemExit is handled like other exceptions. MemoryError is raised to the
+    caller."""
     args, kwargs = judge.arguments(attempt)
     try:
         returned = judge.function(*args, **kwargs)

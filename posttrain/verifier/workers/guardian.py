@@ -1,7 +1,7 @@
-"""What runs in a worker: a guardian, and the process it forks to answer: one request in, one reply out.
+"""The program of a worker: a guardian, and the process that it forks to answer requests, one at a time.
 
-Started by `process.Worker` as `python -m posttrain.verifier.workers.guardian PARENT`. Requests are answered in the main
-thread, so a verifier that is not thread-safe, or that uses signals, is at home here.
+`process.WorkerProcess` starts it as `python -m posttrain.verifier.workers.guardian PARENT`. Requests are answered in
+the main thread, so a verifier may use signals and need not be thread-safe.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FINISHED = 76
 
 
 def main(parent: int) -> None:
-    """The guardian: read the limits, then keep one answering process alive until the trainer is gone."""
+    """The guardian: read the limits, then keep one answering process running until the trainer is gone."""
     requests, replies = os.dup(0), os.dup(1)
     nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
@@ -63,7 +63,7 @@ def main(parent: int) -> None:
 def _answer_all(
     requests: int, replies: int, guardian: int, make: Callable[[], Callable[[Any], dict[str, Any]]], cpu: int
 ) -> int:
-    """The answering process; returns its exit code. In a process group of its own, which ends with it."""
+    """The answering process, in its own process group, which the guardian kills after it. Returns the exit code."""
     try:
         os.setpgid(0, 0)
         die_with(guardian)
@@ -94,7 +94,7 @@ def _same(handler: Callable[[Any], dict[str, Any]]) -> Callable[[Any], dict[str,
 
 
 def take(pipe: int) -> bytes | None:
-    """One message, read without a buffer, so that the next process finds the next one; None at the end."""
+    """One message; None at the end. It is read without a buffer, so that the next process can read the next message."""
     head = _exactly(pipe, LENGTH.size)
     return None if head is None else _exactly(pipe, LENGTH.unpack(head)[0])
 
@@ -110,7 +110,7 @@ def _exactly(pipe: int, count: int) -> bytes | None:
 
 
 def give(pipe: int, reply: dict[str, Any]) -> None:
-    """One message, in full."""
+    """Write one whole message."""
     body = json.dumps(reply).encode()
     rest = memoryview(LENGTH.pack(len(body)) + body)
     while rest:
@@ -123,10 +123,10 @@ def _limit_memory(mebibytes: int) -> None:
 
 
 def die_with(parent: int) -> None:
-    """Leave when the parent is gone, even if it was killed outright and this process is in the middle of a hang.
+    """End this process when the parent is gone, even if the parent was killed and this process hangs.
 
-    Linux tells; elsewhere a thread looks every second, which a hang in C can stop: then the limit of processor time
-    remains.
+    On Linux the kernel does that. Elsewhere a thread checks every second. Code in C that hangs can block that thread,
+    and then only the limit on processor time is left.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

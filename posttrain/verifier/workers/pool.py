@@ -1,15 +1,16 @@
-"""A pool of killable workers: whose fault a missing answer is, decided by experiment, and nothing lost.
+"""A pool of workers that can be killed. It decides by experiment who is to blame if a request gets no answer.
 
-A request that hangs or kills its worker proves nothing by itself: the machine may be starved, the worker sick. So:
+A request that hangs or kills its worker proves nothing by itself, because the machine may be overloaded or the worker
+broken. So there are three cases:
 
-- it used its processor time up: it computed, for ever. The candidate's, if the verifier still answers (see below);
-- it crashed, or ran out of memory: asked again in a fresh worker. Twice is the candidate's, if the verifier still
-  answers;
-- it waited past its time on the clock (a lock, a network, a starved machine), or the worker did not start: ours,
-  `failed`, and the rollout asks again.
+- The request used up its processor time. The candidate is to blame if the verifier still answers (see below).
+- The worker crashed or ran out of memory. The request is tried again in a fresh worker. If it fails twice, the
+  candidate is to blame if the verifier still answers.
+- The request exceeded its wall-clock time (a lock, a network, an overloaded machine), or the worker did not start. The
+  verdict is `failed`, and the rollout asks again.
 
-*Still answers* means that a fresh worker answers the last request that had an answer. A verifier that never gave one,
-or gives none any more, is an outage, whatever the text was: `failed`, never a wrong answer.
+A verifier *still answers* if a fresh worker answers the last request that had an answer. If the verifier never answered
+or no longer does, that is an outage: the verdict is `failed` and never a wrong answer, whatever the text was.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.verdict import State, Verdict
 from posttrain.verifier.workers.process import Spec, WorkerError, WorkerProcess, packed
 
-SICK_SECONDS = 1.0
-"""After a failed start, requests are answered with that failure for this long before the next try."""
+RETRY_SECONDS = 1.0
+"""Seconds after a failed start in which requests get that failure. Then a new start is tried."""
 KINDS = {"cpu": "timeout", "wall": "timeout", "memory": "memory", "crash": "crash", "start": "worker"}
 """How a worker ended -> the kind of verdict."""
 
@@ -44,8 +45,8 @@ class _Call:
 
 @dataclass
 class _PoolState:
-    """What the threads and the pool both hold. It has no reference to the pool, so a forgotten pool is collected and
-    closed."""
+    """The state that the pool shares with its threads. It does not refer to the pool, so that an unused pool is
+    garbage-collected and closed."""
 
     spec: Spec
     size: int
@@ -56,7 +57,7 @@ class _PoolState:
     idle: int = 0
     workers: set[WorkerProcess] = field(default_factory=set[WorkerProcess])
     witness: bytes | None = None
-    sick: tuple[float, WorkerError] | None = None
+    failed_start: tuple[float, WorkerError] | None = None
     closed: bool = False
     counts: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
 
@@ -67,8 +68,8 @@ class _PoolState:
             entry[1] += 1
 
     def close(self) -> None:
-        """Answer what waits with a failure, kill what runs. In a forked child this does nothing: the workers are not
-        its own."""
+        """Answer waiting requests with a failure and kill the workers. In a forked child this does nothing, because the
+        workers belong to the parent."""
         if os.getpid() != self.owner:
             return
         with self.lock:
@@ -83,9 +84,9 @@ class _PoolState:
 
 
 class WorkerPool:
-    """At most `size` workers of one `spec`, started when they are needed, shared by all event loops and threads.
+    """At most `size` workers of one `spec`. They start when needed, and all event loops and threads share them.
 
-    `name` is that of the verifier, in gauges and messages. `witness`: a request that a working verifier is known to
+    `name`: the name of the verifier in gauges and messages. `witness`: a request that a working verifier is known to
     answer.
     """
 
@@ -95,7 +96,7 @@ class WorkerPool:
         self._finalizer = weakref.finalize(self, _PoolState.close, self._shared)
 
     def submit(self, request: Any) -> Future[Verdict]:
-        """The verdict, later. A request that cannot be pickled raises here."""
+        """A future of the verdict. Raises here if the request cannot be pickled."""
         call = _Call(packed(request), Future(), time.monotonic())
         s = self._shared
         with s.lock:
@@ -112,30 +113,29 @@ class WorkerPool:
         return call.future
 
     async def ask(self, request: Any) -> Verdict:
-        """The verdict, without holding up the event loop. Cancelled while it waits, the request is never run."""
+        """The verdict, without blocking the event loop. A request that is cancelled while it waits is never run."""
         return await asyncio.wrap_future(self.submit(request))
 
     def gauges(self) -> Gauges:
-        """Since the last call: requests waiting as one more came, seconds waited and worked, workers started, time-outs
-        and ends."""
+        """Since the last call: waiting requests at each new request, seconds of waiting and of work, starts of workers,
+        and seconds by kind of verdict."""
         s = self._shared
         with s.lock:
             taken, s.counts = s.counts, {}
         return {f"verifier/{self.name}/{name}": Gauge(*entry) for name, entry in taken.items()}
 
     def processes(self) -> tuple[int, ...]:
-        """Ids of the processes that live now: of each worker its guardian and, once it is ready, the process that
-        answers."""
+        """Ids of the current processes: for each worker its guardian and, once it is ready, its answering process."""
         with self._shared.lock:
             return tuple(p for w in self._shared.workers for p in (w.process.pid, w.pid) if p is not None)
 
     def close(self) -> None:
-        """Kill every worker. Also done when the pool is forgotten and when the program ends, however it ends."""
+        """Kill every worker. This also happens when the pool is garbage-collected and when the program ends."""
         self._finalizer()
 
 
 def _serve(s: _PoolState) -> None:
-    """One thread, one worker: take a request, answer it, keep the worker while it lives."""
+    """The loop of a thread with one worker: take a request, answer it, and keep the worker as long as it works."""
     held: list[WorkerProcess] = []
     try:
         while (call := _next(s)) is not None:
@@ -145,7 +145,7 @@ def _serve(s: _PoolState) -> None:
             s.count("wait_s", began - call.asked)
             try:
                 verdict = _verdict(s, held, call.request)
-            except BaseException as error:  # nobody else would answer this call
+            except BaseException as error:  # otherwise this call would never be answered
                 verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
             s.count("work_s", time.monotonic() - began)
             s.count(f"kind/{verdict.kind or 'answered'}", time.monotonic() - began)
@@ -166,7 +166,7 @@ def _next(s: _PoolState) -> _Call | None:
 
 
 def _verdict(s: _PoolState, held: list[WorkerProcess], request: bytes) -> Verdict:
-    """Ask, ask again where that can help, and decide whose fault a missing answer is."""
+    """Ask, ask again if that can help, and decide who is to blame for a missing answer."""
     try:
         return _ask(s, held, request)
     except WorkerError as error:
@@ -192,7 +192,7 @@ def _verdict(s: _PoolState, held: list[WorkerProcess], request: bytes) -> Verdic
 
 
 def _ask(s: _PoolState, held: list[WorkerProcess], request: bytes) -> Verdict:
-    """One request to this thread's worker, which is started where there is none and forgotten where it ended."""
+    """One request to this thread's worker. The worker is started if there is none, and dropped if it has ended."""
     if not held:
         _start(s, held)
     try:
@@ -209,13 +209,13 @@ def _ask(s: _PoolState, held: list[WorkerProcess], request: bytes) -> Verdict:
 def _start(s: _PoolState, held: list[WorkerProcess]) -> None:
     if s.closed:
         raise WorkerError("start", "the pool was closed")
-    if s.sick is not None and time.monotonic() - s.sick[0] < SICK_SECONDS:
-        raise s.sick[1]
+    if s.failed_start is not None and time.monotonic() - s.failed_start[0] < RETRY_SECONDS:
+        raise s.failed_start[1]
     began = time.monotonic()
     try:
         worker = WorkerProcess(s.spec)
     except WorkerError as error:
-        s.sick = (time.monotonic(), error)
+        s.failed_start = (time.monotonic(), error)
         raise
     except OSError as error:
         raise WorkerError("start", f"no process can be started: {error}") from error
@@ -237,15 +237,15 @@ def _drop(s: _PoolState, held: list[WorkerProcess]) -> None:
 
 
 def _understood(reply: dict[str, Any]) -> Verdict:
-    """A reply as a verdict; what is no verdict is the worker's failure."""
+    """A worker's reply as a verdict; `failed` if the reply is not a verdict."""
     try:
         return Verdict(State(reply["state"]), reply["score"], str(reply["kind"]), str(reply["why"]))
     except Exception as error:
         return Verdict.failed("worker", f"the worker's reply is no verdict ({type(error).__name__}: {error})")
 
 
-def told(verdict: Verdict) -> dict[str, Any]:
-    """A verdict as a worker replies it."""
+def reply_of(verdict: Verdict) -> dict[str, Any]:
+    """A verdict in the form of a worker's reply."""
     return {"state": verdict.state.value, "score": verdict.score, "kind": verdict.kind, "why": verdict.why}
 
 

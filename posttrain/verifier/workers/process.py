@@ -1,5 +1,5 @@
-"""The trainer's end of one worker process: started with a clean environment, asked over pipes, killed with all it
-started."""
+"""The trainer's side of one worker process. The worker gets a clean environment, is asked over pipes, and is killed
+together with everything it started."""
 
 from __future__ import annotations
 
@@ -31,46 +31,46 @@ PASSED = (
     "DYLD_LIBRARY_PATH",
     "VIRTUAL_ENV",
 )
-"""Environment variables a worker is given, beside `LC_*`. Whatever else the trainer has (keys, tokens) it never
-sees."""
+"""The environment variables that a worker gets, besides `LC_*`. It gets no others, so no keys or tokens."""
 LENGTH = struct.Struct("!Q")
-"""Every message is its length and its bytes."""
+"""Every message is its length, then its bytes."""
 MOST_BYTES = 1 << 20
-"""A longer reply is no reply: the worker is broken."""
+"""The most bytes of a reply. A worker that sends more is broken."""
 LOOK = 1.0
-"""Seconds between looks at a process that does not answer."""
+"""Seconds between checks whether a process that does not answer has ended."""
 OUT_OF_MEMORY = 77
-"""Exit code by which a worker says that it hit its memory limit."""
+"""Exit code of a worker that reached its memory limit."""
 
 
 @dataclass(frozen=True)
 class Spec:
-    """What a worker runs, and within which limits.
+    """What a worker runs, and its limits.
 
-    `maker` is `module:function`; called in the worker with `argument` it returns the function that answers requests.
+    `maker` is `module:function`. In the worker it is called with `argument` and returns the function that answers
+    requests.
     """
 
     maker: str
     argument: str = ""
     cpu: int = 10
-    """Seconds of processor time one request may use; the kernel kills the worker in the second after."""
+    """Seconds of processor time that one request may use. The kernel kills the worker within the next second."""
     wall: float = 60.0
-    """Seconds one request may take on the clock: long, since a worker that waits or is starved has not computed."""
+    """Seconds of wall-clock time that one request may take. It is long, because a worker may have to wait."""
     memory: int = 4096
-    """MiB of address space. Libraries reserve much more than they use."""
+    """MiB of address space. Libraries reserve much more of it than they use."""
     start: float = 120.0
-    """Seconds until it must be ready."""
+    """Seconds within which the worker must be ready."""
     preload: bool = False
-    """Build the handler once, before the process that answers is forked, so that a new one starts in milliseconds. Only
+    """Build the handler once, before the answering process is forked, so that a new one starts in milliseconds. Only
     for a maker that starts no thread."""
     most: int = MOST_BYTES
-    """Bytes of its longest reply."""
+    """The most bytes of a reply."""
     quiet: bool = False
-    """Drop what it prints; otherwise standard output and error arrive on the trainer's standard error."""
+    """Drop what it prints. Otherwise its standard output and error go to the trainer's standard error."""
 
 
 class WorkerError(Exception):
-    """A worker did not answer. `kind` says how it ended: start, wall, cpu, memory or crash."""
+    """A worker did not answer. `kind` is the reason: start, wall, cpu, memory or crash."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -79,14 +79,14 @@ class WorkerError(Exception):
 
 
 class EndedError(WorkerError):
-    """The process that answers ended; a new one is on its way."""
+    """The answering process ended. The guardian is starting a new one."""
 
 
 class WorkerProcess:
     """A guardian process and the process it forks to answer, used by one thread at a time.
 
-    The guardian runs no verifier: when the answering process ends, it kills what that one started, says how it ended
-    and forks the next. `pid` is the answering process, None until it is ready.
+    The guardian runs no verifier. When the answering process ends, the guardian kills what that process started,
+    reports how it ended, and forks the next one. `pid` is the answering process, None until it is ready.
     """
 
     def __init__(self, spec: Spec) -> None:
@@ -118,7 +118,7 @@ class WorkerProcess:
 
         Raises:
             EndedError: the answering process ended; ask again.
-            WorkerError: all is over, and this worker is not `usable` any more.
+            WorkerError: the worker has ended and is no longer `usable`.
         """
         try:
             if self.pid is None:
@@ -135,8 +135,8 @@ class WorkerProcess:
         return reply
 
     def end(self) -> None:
-        """End both processes and everything they started; whoever waits for an answer is told. Any thread may do
-        this."""
+        """Kill both processes and everything they started. A caller that waits for an answer gets a WorkerError. Any
+        thread may call this."""
         self.usable = False
         for group in (self.process.pid, self.pid):
             if group is not None:
@@ -145,7 +145,7 @@ class WorkerProcess:
         self.process.wait()
 
     def kill(self) -> None:
-        """`end`, and give the pipes back."""
+        """`end`, then close the pipes."""
         self.end()
         for pipe in (self.process.stdin, self.process.stdout):
             if pipe is not None:
@@ -153,7 +153,7 @@ class WorkerProcess:
                     pipe.close()
 
     def _ready(self, deadline: float) -> None:
-        """Wait for the answering process to say that it is there."""
+        """Wait until the answering process reports that it is ready."""
         reply = self._receive(deadline)
         if "ended" in reply:
             raise WorkerError("start", f"the worker did not start: {self._how(int(reply['ended']))[1]}")
@@ -209,7 +209,7 @@ class WorkerProcess:
         return bytes(parts)
 
     def _wait(self, fd: int, event: int, deadline: float) -> None:
-        """Until the pipe is ready. A process that ended is noticed even where a child it left holds the pipe open."""
+        """Wait until the pipe is ready. The end of the process is noticed even if a child of it keeps the pipe open."""
         with selectors.DefaultSelector() as selector:
             selector.register(fd, event)
             while not selector.select(min(LOOK, max(0.0, deadline - time.monotonic()))):
@@ -219,7 +219,7 @@ class WorkerProcess:
                     raise WorkerError("wall", f"no answer within {self.spec.wall:g} s, most of it spent waiting")
 
     def _ended(self) -> WorkerError:
-        """The guardian itself is gone."""
+        """The error for a guardian that has ended."""
         try:
             return WorkerError(*self._how(self.process.wait(timeout=1.0)))
         except subprocess.TimeoutExpired:
@@ -227,12 +227,12 @@ class WorkerProcess:
 
 
 def packed(request: Any) -> bytes:
-    """A request as `WorkerProcess.ask` takes it. Pickle travels towards the worker only; replies are JSON."""
+    """A request in the form of `WorkerProcess.ask`. Only requests are pickled; replies are JSON."""
     return pickle.dumps(request)
 
 
 def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
-    """The environment of a worker: what a program needs to start, our import path, one thread per numeric library."""
+    """The environment of a worker: what a program needs to start, the import path, one thread per numeric library."""
     kept = {k: v for k, v in environment.items() if k in PASSED or k.startswith("LC_")}
     path = os.pathsep.join(p or os.getcwd() for p in sys.path)
     return {
@@ -245,7 +245,7 @@ def scrubbed(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def confine(cpu: int, spent: float) -> None:
-    """In the worker: let the kernel kill this process once it has used `cpu` more seconds than it has `spent`."""
+    """Runs in the worker: the kernel kills this process once it has used `cpu` seconds more than `spent`."""
     hard = resource.getrlimit(resource.RLIMIT_CPU)[1]
     wanted = int(spent) + 1 + cpu
     resource.setrlimit(resource.RLIMIT_CPU, (wanted if hard == resource.RLIM_INFINITY else min(wanted, hard), hard))
