@@ -1,4 +1,4 @@
-"""What was asked of the policy for one step, with everything that learning from it and checking it needs later."""
+"""The groups played for one step, with everything that learning from them and checking them needs later."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.core.types import Group
 
 @dataclass(frozen=True)
 class Walk:
-    """Where the walk through the prompts stood after asking: what a checkpoint of the step stores."""
+    """Position of the prompt order after the step's prompts were drawn. A checkpoint of the step stores it."""
 
     cursor: int
     rates: Mapping[str, float] = field(default_factory=dict[str, float])
@@ -20,31 +20,32 @@ class Walk:
 
 @dataclass(frozen=True, eq=False)
 class Experience:
-    """Every group that a step played, in the order they were asked, and which of them passed the filter.
+    """All groups that a step played, in the order in which their prompts were drawn, and which passed the filter.
 
-    Whoever looks at some of them chooses by this order: which ones passed is known only by what they say.
+    A check that reads only some of the groups chooses them by this order. Choosing by `passed` would depend on the
+    answers.
     """
 
     index: int
-    """The step it is for, from 1."""
+    """Number of the step it is for, from 1."""
     version: int
-    """Of the weights it was begun under: no token is older."""
+    """Version of the weights when it began. No token is from older weights."""
     played: tuple[Group, ...]
     passed: tuple[bool, ...]
     wanted: int
-    """Groups the step has room for: the first of those that passed."""
+    """How many groups the step takes: the first of those that passed."""
     engine: Gauges = field(default_factory=Gauges)
-    """The engine's counters for it."""
+    """The engine's counters for these groups."""
     walk: Walk = Walk(0)
 
     @property
     def groups(self) -> tuple[Group, ...]:
-        """Those that the step learns from."""
+        """The groups that the step learns from."""
         return self._passed()[: self.wanted]
 
     @property
     def spare(self) -> tuple[Group, ...]:
-        """Those that passed when there was no room any more."""
+        """The groups that passed but were not needed."""
         return self._passed()[self.wanted :]
 
     @property
