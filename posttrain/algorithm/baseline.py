@@ -1,6 +1,7 @@
-"""Baselines: what a reward is compared with. One type in `core.pieces.baseline`, one function here, registered by it.
+"""Baselines: what a reward is compared with. Each is a type in `core.pieces.baseline` and a function here, registered
+for that type.
 
-A baseline that gives one number a sample registers with `centred`, one that gives several with `by_token`.
+A baseline that gives one number per sample registers with `centred`. One that gives several registers with `by_token`.
 """
 
 from __future__ import annotations
@@ -39,27 +40,30 @@ from posttrain.core.spread import rounding, spread
 from posttrain.core.streams import ENERGY, START, VALUE
 from posttrain.core.types import Episode
 
-# --- one number a sample -------------------------------------------------------------------------------------------
+# --- one number per sample -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Siblings:
-    """What a baseline may look at: the judged siblings of one prompt."""
+    """The input of a baseline: the judged siblings of one prompt."""
 
     rewards: Array
-    """After shaping [G]; where the baseline is group-relative they have spread."""
+    """Rewards after shaping [G]. Where the baseline is group-relative they have spread."""
     lengths: Array
     """Spoken tokens [G]."""
     greedy: float = 0.0
-    """Reward of the prompt's argmax answer, where there is one."""
+    """Reward of the prompt's greedy answer, where there is one."""
     ema: float = 0.0
-    """The moving baseline before them."""
+    """The moving baseline before these samples."""
 
 
 @singledispatch
 def centred(b: Baseline, seen: Siblings) -> tuple[Array, float]:
-    """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may
-    be permuted, and of differences from the lowest reward, so that rewards which nearly agree are still centred."""
+    """(reward minus baseline [G] of one prompt, the moving baseline afterwards).
+
+    Means are exact sums, so permuting the siblings changes nothing. They are taken of differences from the lowest
+    reward, so that rewards which are nearly equal are still centred.
+    """
     raise missing(b, "baseline.centred")
 
 
@@ -117,19 +121,19 @@ def _(b: Greedy, seen: Siblings) -> tuple[Array, float]:
     return seen.rewards - seen.greedy, seen.ema
 
 
-# --- several numbers a sample --------------------------------------------------------------------------------------
+# --- several numbers per sample ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class TokenCredit:
-    """Credit of one prompt's samples, token by token."""
+    """Credit of one prompt's samples, per token."""
 
     credit: list[Array]
     """[T] of each sample."""
     silent: bool = False
-    """Whether nobody differs."""
+    """Whether the samples have no spread."""
     returns: list[Array] | None = None
-    """[T] of each sample: the targets of its values, where the baseline learns them."""
+    """[T] of each sample: its value targets, where the baseline learns values."""
 
 
 @singledispatch
@@ -145,8 +149,8 @@ def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 
 def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
-    """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken
-    token, the KL where it was paid (A05)."""
+    """(advantage [T], return [T]). A turn's reward is at the end of the turn, the rest of the shaped reward at the last
+    spoken token, and the KL at the token that it is of (A05)."""
     values_T = joined(s.scored[VALUE])
     rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
@@ -165,8 +169,8 @@ def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
 
 
 def credit_lambda(value: Value, length: int) -> float:
-    """Lambda of the credit of an answer of `length` tokens: its own, the targets', or 1 - 1 / (alpha * length), not
-    below 0 (A19)."""
+    """Lambda of the credit of an answer of `length` tokens: `credit_lambda`, `gae_lambda`, or 1 - 1 / (alpha * length),
+    not below 0 (A19)."""
     if value.length_alpha is not None:
         return max(0.0, 1 - 1 / (value.length_alpha * length)) if length else 0.0
     return value.gae_lambda if value.credit_lambda is None else value.credit_lambda
@@ -174,8 +178,8 @@ def credit_lambda(value: Value, length: int) -> float:
 
 @by_token.register
 def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    """Process-supervised credit (A07): steps normalised over all steps of the group; a token sums those that end at or
-    after it."""
+    """Process-supervised credit (A07). Steps are normalised over all steps of the group. The credit of a token is the
+    sum over the steps that end at it or after it."""
     steps = [_steps(s) for s in samples]
     if not any(steps):
         steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
@@ -206,7 +210,7 @@ def _steps(s: Sample) -> list[tuple[int, float]]:
 
 @by_token.register
 def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    """Less the mean at t of those that still speak, weighted by W_t (OTB, A04).
+    """Reward minus the mean over the siblings that have a token t, weighted by their energy W_t up to t (OTB, A04).
 
     Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and
     -1/4, -1/3.
@@ -241,7 +245,7 @@ def _(b: AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 
 def _whole(samples: Sequence[Sample]) -> tuple[list[Episode], Array, float]:
-    """(episodes, their rewards, the width up to which those do not differ)."""
+    """(episodes, their rewards, the largest difference of these that counts as rounding)."""
     return (
         [s.scored.episode for s in samples],
         np.array([s.shaped for s in samples], np.float64),

@@ -1,9 +1,9 @@
-"""Train/inference mismatch: c = start/mu, detached, multiplies the push (A25). One type in
-`core.pieces.correction`, one function here, registered by it.
+"""Train/inference mismatch: c = start/mu, detached, multiplies the push (A25). Each correction is a type in
+`core.pieces.correction` and a function here, registered for that type.
 
-The sampler drew from mu, the learner computes gradients as if from its own policy at the start of the step. The raw
-ratio is what an unbiased estimate needs; what is used bounds its variance. Both are returned, because their distance is
-the bias that was bought.
+The sampler drew from mu, but the learner computes gradients as if the tokens came from its own policy at the start of
+the step. An unbiased estimate needs the raw ratio; the ratio that is used is bounded to limit the variance. Both are
+returned, because their difference is the bias.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.core.streams import ADVANTAGE, MU
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    """raw_M = start/mu and used_M = what multiplies the push, both [M] (one number per episode at sequence level)."""
+    """raw_M = start/mu, and used_M, the factor of the push. Both [M], with one number per episode at sequence level."""
 
     raw_M: Tensor
     used_M: Tensor
@@ -34,14 +34,14 @@ class Corrected:
 
 @dataclass(frozen=True, eq=False)
 class Mismatch:
-    """What a correction may look at, detached."""
+    """The input of a correction, detached."""
 
     raw_M: Tensor
-    """start/mu [M], of the episode's product where the piece takes that."""
+    """start/mu [M]; the product over the episode where the piece reads that."""
     log_M: Tensor
     """log start/mu of each token [M]."""
     now_M: Tensor
-    """log-probs of the policy as it is [M]."""
+    """log-probs of the current policy [M]."""
     batch: Streams
 
 
@@ -53,7 +53,8 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
     0].
 
     Args:
-        start_M: log-probs of the learner at the start of the step. now_M: those of the policy as it is.
+        start_M: log-probs of the learner at the start of the step.
+        now_M: log-probs of the current policy.
     """
     log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)
@@ -66,7 +67,7 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
 
 @singledispatch
 def factor(piece: Correction, seen: Mismatch) -> Tensor:
-    """What one piece multiplies the push with [M]."""
+    """The factor by which one piece multiplies the push [M]."""
     raise missing(piece, "correction.factor")
 
 
@@ -105,8 +106,9 @@ def _(piece: NegativeMask, seen: Mismatch) -> Tensor:
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:
-    """Effective sample size over sample size: (sum c)^2 / (n * sum c^2), in (0, 1]; 1 when all weights agree.
+    """Effective sample size over sample size: (sum c)^2 / (n * sum c^2), in (0, 1]; 1 when all weights are equal.
 
-    Takes the gauges `correction/used` and `correction/used_square`, which merge by adding. NaN where nothing is used.
+    Its arguments are the gauges `correction/used` and `correction/used_square`, which merge by adding. NaN where no
+    token has a weight.
     """
     return used.mean**2 / used_square.mean if used_square.sum > 0 else float("nan")

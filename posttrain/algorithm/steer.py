@@ -1,5 +1,4 @@
-"""Coefficients that follow what was measured: adaptive KL, adaptive entropy. Plain numbers, carried from step to
-step."""
+"""Adaptive coefficients of KL and entropy: they change after each step by what the step measured."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from posttrain.core.request import PassRate
 
 @dataclass(frozen=True)
 class AdaptiveState:
-    """What an algorithm remembers between steps; part of every checkpoint."""
+    """State of an algorithm between steps; part of every checkpoint."""
 
     ema: float = 0.0
     """The moving baseline (`Ema`)."""
@@ -23,10 +22,10 @@ class AdaptiveState:
     entropy: float | None = None
     """The entropy coefficient, where it adapts."""
     spread: bool = False
-    """Whether the entropy was at or above its target, so that no bonus is due."""
+    """Whether the entropy was at or above its target, so that no bonus is applied."""
     played: float = 0.0
     passed: float = 0.0
-    """Groups asked, and those that passed the filter; each step counts half as much as the one after it."""
+    """Groups played, and those that passed the filter. Each step counts half as much as the one after it."""
 
     @property
     def rate(self) -> PassRate:
@@ -34,7 +33,7 @@ class AdaptiveState:
 
 
 def steered(a: Algorithm, memory: AdaptiveState) -> Algorithm:
-    """The algorithm with its adaptive coefficients as they stand."""
+    """The algorithm with the current values of its adaptive coefficients."""
     if memory.pull is not None and isinstance(a.pull, KL):
         a = replace(a, pull=replace(a.pull, coef=memory.pull))
     if memory.entropy is not None and a.entropy is not None:
@@ -43,15 +42,15 @@ def steered(a: Algorithm, memory: AdaptiveState) -> Algorithm:
 
 
 def standing(a: Algorithm) -> Algorithm:
-    """The algorithm without any term that moves the policy: what is left learns values (value warm-up, A19)."""
+    """The algorithm without any term that changes the policy; only values are learned (value warm-up, A19)."""
     return replace(a, pull=None, entropy=None, imitate=None, distill=None)
 
 
 def remember(
     a: Algorithm, memory: AdaptiveState, gauges: Mapping[str, Gauge], *, episodes: int, asked: PassRate = PassRate()
 ) -> AdaptiveState:
-    """The memory after a step whose gauges were these. `a` is the algorithm as configured, not as steered; `asked` are
-    the step's groups.
+    """The state after a step with these gauges. `a` is the algorithm as configured, not the result of `steered`.
+    `asked` counts the step's groups.
 
     KL (A05): coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. Entropy (A33): coef rises by delta
     below the target and falls by it above, not below 0; at or above the target it is not applied.

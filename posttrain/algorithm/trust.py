@@ -1,8 +1,8 @@
-"""Trust regions: how loudly a token may speak. A trust region is one type in `core.pieces.trust` and one function here,
-registered by it.
+"""Trust regions: the factor of each token's policy gradient. Each is a type in `core.pieces.trust` and a function here,
+registered for that type.
 
-Everything here is detached: a push multiplies the score-function gradient A * grad log pi and is never differentiated.
-That this equals the gradient of each published objective is law 1.
+Everything here is detached. A push multiplies the score-function gradient A * grad log pi and is never differentiated.
+Law 1 tests that this equals the gradient of each published objective.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from posttrain.core.algorithm import Ratio
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper, TrustRegion
 
 LOG_RATIO_LIMIT = 20.0
-"""|log ratio| is bounded here before exp, so that a ratio of a lost token stays finite (e^20 = 4.9e8)."""
+"""|log ratio| is bounded to this before exp, so that the ratio of a very improbable token is finite (e^20 = 4.9e8)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Push:
-    """push_M multiplies the token's policy gradient; low_M, high_M (bool) say which bound silenced it."""
+    """push_M is the factor of the token's policy gradient. low_M and high_M (bool) show at which bound it was
+    masked."""
 
     push_M: Tensor
     low_M: Tensor
@@ -34,7 +35,7 @@ class Push:
 
 @dataclass(frozen=True, eq=False)
 class TrustInputs:
-    """What a trust region may look at, detached: the ratio it bounds, and where it came from.
+    """The input of a trust region, detached: the ratio that it bounds, and what the ratio was computed from.
 
     candidates_MK: log pi of the batch's `TOP_IDS`, where the trust region reads them.
     """
@@ -48,7 +49,7 @@ class TrustInputs:
 
     @property
     def up_M(self) -> Tensor:
-        """bool [M]: tokens that credit makes likelier."""
+        """bool [M]: tokens that credit makes more likely."""
         return self.advantage_M > 0
 
     @property
@@ -58,12 +59,12 @@ class TrustInputs:
 
 
 def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
-    """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. Sequence forms give all tokens of an episode
-    one ratio.
+    """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. In sequence forms all tokens of an episode
+    have one ratio.
 
-    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13), `sequence_product` the likelihood ratio of the
-    answer. `sequence_token` is s as well: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where
-    credit varies.
+    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13). `sequence_product` is the likelihood ratio of the
+    answer. `sequence_token` is s too: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where credit
+    varies.
     """
     x_M = log_ratio_M.detach()
     match ratio:
@@ -79,7 +80,7 @@ def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
 
 
 def push(region: TrustRegion | None, look: TrustInputs) -> Push:
-    """What each token's policy gradient is multiplied with; without a trust region the ratio."""
+    """The factor of each token's policy gradient; without a trust region it is the ratio."""
     return _loud(look.ratio_M) if region is None else pushed(region, look)
 
 
@@ -117,7 +118,7 @@ def _(region: Soft, look: TrustInputs) -> Push:
 
 @pushed.register
 def _(region: Geometric, look: TrustInputs) -> Push:
-    """GMPO: d/dlogp_t of exp(mean of clipped log-ratios) * A is that weight * A / |y|, and 0 where the token is
+    """GMPO: with w = exp(mean of clipped log-ratios), d/dlogp_t of w * A is w * A / |y|, and 0 where the token is
     clipped."""
     low, high = region.low, region.high
     high_M = look.up_M & (look.log_ratio_M > high)
@@ -151,12 +152,12 @@ def _(region: Hump, look: TrustInputs) -> Push:
 
 
 def _either(which_M: Tensor, yes: float, no: float, like_M: Tensor) -> Tensor:
-    """[M]: one of two numbers, in the dtype of `like_M` (torch.where of two numbers is float32 whatever they meet)."""
+    """[M]: one of two numbers, in the dtype of `like_M` (torch.where of two numbers is always float32)."""
     return torch.where(which_M, torch.full_like(like_M, yes), no)
 
 
 def _loud(push_M: Tensor) -> Push:
-    """A push that silences nothing."""
+    """A push that masks no token."""
     nothing_M = torch.zeros_like(push_M, dtype=torch.bool)
     return Push(push_M, nothing_M, nothing_M)
 
@@ -166,7 +167,7 @@ def _clipped(ratio_M: Tensor, low_M: Tensor, high_M: Tensor) -> Push:
 
 
 def future(region: FutureKL, look: TrustInputs) -> Tensor:
-    """FIPO's factor [M]: what followed a token became likelier (> 1) or less likely (< 1) since the anchor.
+    """FIPO's factor [M]: > 1 where this token and those after it became more likely since the anchor, < 1 where less.
 
     Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).
     """
