@@ -1,7 +1,7 @@
-"""What an environment can do beside playing and judging, declared in one place: `Environment.abilities`.
+"""The optional abilities of an environment, declared in one place: `Environment.abilities`.
 
-Whoever needs an ability reads it here and does without it where it is None. So each field says what it is for and what
-is lost without it, and a misspelt one is refused instead of never being read.
+Code that needs an ability reads it here, and does without it where it is None. So each field says what it is for and
+what is lost without it. A misspelt field is refused, because it would never be read.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ if TYPE_CHECKING:
     from posttrain.core.ports import Attempt
 
 Turns = tuple[str, ...]
-"""What the policy says in one episode, turn by turn."""
+"""The texts of the policy's turns in one episode."""
 
 
 class Declared:
-    """A dataclass that names the nearest field where it is given one that it does not have."""
+    """Base of dataclasses whose error for an unknown field names the nearest one."""
 
     __dataclass_fields__: ClassVar[dict[str, Any]]
 
@@ -47,30 +47,31 @@ def _none(task: Task) -> tuple[Turns, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class GoldAnswers(Declared):
-    """Right answers that an environment knows. They are judged before the first step and again at every step: a
-    verifier that gives one another score has changed, or has broken and hides it."""
+    """Right answers that an environment knows. They are judged before the first step and again at every step. If a
+    score changes, the verifier has changed, or it fails without an error."""
 
     right: Callable[[Task], Turns | None]
-    """The turns of a right answer; None where none is known to this task."""
+    """The turns of a right answer; None where none is known for this task."""
     wrong: Callable[[Task], Turns] | None = None
-    """Turns that look right and are not. Without them nobody tries whether such an answer is paid."""
+    """Turns that look right but are wrong. Without them it is not tested whether such an answer gets a reward."""
     paraphrases: Callable[[Task], tuple[Turns, ...]] = _none
-    """Other turns that are as right."""
+    """Other turns that are equally right."""
     verdict: Verify | None = None
-    """The environment's own verifier, which `judge` tells under the environment's name. With it the environment
-    vouches: `right` scores 1; `wrong` and silence score 0. A run that finds this untrue does not start, or stops.
-    Without it `right` may be the data's answer, in no known form, and any score will do as long as it stays the
-    same."""
+    """The environment's own verifier, whose verdict `judge` returns under the environment's name. With it the
+    environment guarantees that `right` scores 1, and that `wrong` and an empty answer score 0. If this is false, a run
+    does not start, or stops. Without it `right` may be the data's answer in any form, and every score is accepted as
+    long as it stays the same."""
     pays_parts: bool = False
-    """Whether an answer that is not right may score a part of 1: then `wrong` and silence must score less than 1."""
+    """Whether an answer that is not right may score between 0 and 1. Then `wrong` and an empty answer must score less
+    than 1."""
 
     def known(self, tasks: Iterable[Task]) -> list[tuple[Task, Turns]]:
-        """Those of the tasks to which a right answer is known, each with it."""
+        """The tasks for which a right answer is known, each with that answer."""
         return [(task, turns) for task in tasks if (turns := self.right(task)) is not None]
 
     @property
     def vouched(self) -> bool:
-        """Whether `right` scores 1 by the environment's word."""
+        """Whether the environment guarantees that `right` scores 1."""
         return self.verdict is not None
 
 
@@ -82,7 +83,7 @@ class Write(Protocol):
     ) -> tuple[str | tuple[Message, ...], str | tuple[str, ...]]:
         """(prompt, completion without stop token). With probability `wrong` the completion is plausible and false.
 
-        Several completions are the turns of an episode: what the world answers between them comes from playing it.
+        Several completions are the turns of an episode. The observations between them come from playing it.
         """
         ...
 
@@ -106,7 +107,7 @@ class Demonstrations(Declared):
 
 
 class DataRow(Protocol):
-    """A task of the user's data, with where it stands there."""
+    """A task of the user's data, with its place there."""
 
     @property
     def task(self) -> Task: ...
@@ -124,30 +125,28 @@ class DataRow(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Abilities(Declared):
-    """What an environment can do beside playing and judging. All of it is optional: `Abilities()` plays and is
-    judged."""
+    """What an environment can do beside playing and judging. Every field is optional; `Abilities()` has none."""
 
     key: Callable[[Task], Hashable] | None = None
-    """What makes two tasks the same, so that no held-out task is trained on. Without it two tasks are the same where
-    their prompts
-    are: one that is put in other words is not found."""
+    """Key of a task; two tasks with equal keys are the same. It keeps held-out tasks out of training. Without it two
+    tasks are the same where their prompts are equal, so a task in other words is not found."""
     alphabet: str | None = None
-    """Every character that prompts, answers and demonstrations use. A model that is built on the spot gets a tokenizer
-    of these; without it, one of bytes."""
+    """Every character that prompts, answers and demonstrations use. A built model gets a tokenizer of these characters;
+    without it, a tokenizer of bytes."""
     contained: tuple[str, ...] = ()
-    """Names of the sandboxes in which programs of the policy run, for `run.json`; after `none` every verdict says that
-    nothing contained them. Without it a record does not tell that programs ran."""
+    """Names of the sandboxes in which programs of the policy run, for `run.json`. With `none`, every verdict says that
+    no sandbox contained them. Without it the record does not show that programs ran."""
     gold: GoldAnswers | None = None
-    """Right answers. Without them no verifier is proved before the first step, and none that breaks later is found by
-    its answers."""
+    """Right answers. Without them no verifier is tested before the first step, and a verifier that fails later is not
+    found by its scores."""
     demonstrations: Demonstrations | None = None
-    """Texts to imitate. Without them there is no supervised stage, and no group is shown a demonstration."""
+    """Texts to imitate. Without them there is no supervised stage, and no group contains a demonstration."""
     rows: Sequence[DataRow] | None = None
-    """The user's data, where tasks come from there. Each row is measured before the first step, and an error names its
-    place; without it a prompt that is too long is found when it is asked."""
+    """The user's data, where tasks come from there. The length of each row is tested before the first step, and an
+    error names its place. Without it a prompt that is too long is found only when it is played."""
     tools: Callable[[Task], Sequence[Mapping[str, Any]]] | None = None
-    """What a conversation about a task is told of its tools, as JSON schemas, where that is known before it is played.
-    Without it the room that they take in a prompt is found when it is asked."""
+    """JSON schemas of the tools in a conversation about a task, where they are known before it is played. Without it
+    their length in a prompt is known only when it is played."""
 
     def __post_init__(self) -> None:
         if isinstance(self.contained, str):
@@ -157,7 +156,7 @@ class Abilities(Declared):
 
 
 def declared(environment: Any) -> Abilities:
-    """The abilities of an environment; ConfigError where it declares none, which says what to add."""
+    """The abilities of an environment. Raises ConfigError where it declares none; the message says what to add."""
     found = getattr(environment, "abilities", None)
     if isinstance(found, Abilities):
         return found
@@ -172,7 +171,7 @@ def declared(environment: Any) -> Abilities:
 
 
 def demonstrations(environment: Any) -> Demonstrations:
-    """The texts to imitate of an environment; ConfigError where it writes none."""
+    """The demonstrations of an environment. Raises ConfigError where it writes none."""
     found = declared(environment).demonstrations
     if found is None:
         raise ConfigError(

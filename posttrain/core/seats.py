@@ -1,4 +1,4 @@
-"""What the other seats of an episode said: kept for people and for the account of tokens, and never learned from."""
+"""Turns of an episode's other seats. They are kept for people and for counting tokens, and never learned from."""
 
 from __future__ import annotations
 

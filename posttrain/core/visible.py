@@ -1,4 +1,4 @@
-"""The one door to a terminal: text that somebody else wrote is shown as text, and nothing in it steers the screen.
+"""All output to a terminal goes through here. Foreign text is shown as text, and nothing in it controls the screen.
 
 Names of tasks and stages, answers, reasons, exceptions and templates may hold escape sequences, line breaks or marks
 that turn the direction of writing. `visible` writes them out; `tell` prints, and is the only function of the package

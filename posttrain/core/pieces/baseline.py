@@ -263,8 +263,8 @@ class TurnMean(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorMean(Baseline):
-    """Episode credit as in `GroupMean`, plus, per turn, its discounted return less the mean over all turns of the group
-    that began in the same state (GiGPO, E05). A state that occurred once gives nothing."""
+    """Episode credit as in `GroupMean`, plus per turn its discounted return minus the mean over all turns of the group
+    that began in the same state (GiGPO, E05). A state that occurred once adds nothing."""
 
     relative = True
     per_token = True
@@ -272,9 +272,9 @@ class AnchorMean(Baseline):
     facts = ("turns",)
 
     gamma: float = 0.95
-    """Discount of a turn's return, once a turn."""
+    """Discount of a turn's return, once per turn."""
     omega: float = 1.0
-    """Weight of the state's credit beside the episode's."""
+    """Weight of the state's credit relative to the episode's."""
     by: Literal["observation", "history"] = "observation"
     """What a state is. observation: the context tokens since the last turn, as in the paper; right where an observation
     describes the whole state. history: all tokens before the turn."""
@@ -306,14 +306,14 @@ class Value(Baseline):
     to_go = True
 
     gae_lambda: float = 0.95
-    """Of the value targets, and of the credit where `credit_lambda` is none."""
+    """Lambda of the value targets, and of the credit where `credit_lambda` is none."""
     gamma: float = 1.0
     coef: float = 0.5
-    """Weight of the value loss beside the policy term."""
+    """Weight of the value loss relative to the policy term."""
     clip: float | None = 0.2
-    """Values move at most this far from the old value before the loss stops paying for it. None: no value clip."""
+    """PPO's value clip: a value further than this from the old value has no further gain in the loss. None: no clip."""
     credit_lambda: float | None = None
-    """Decoupled GAE (VC-PPO, 2503.01491): the credit's own lambda. None: `gae_lambda`."""
+    """Lambda of the credit, for decoupled GAE (VC-PPO, 2503.01491). None: `gae_lambda`."""
     length_alpha: float | None = None
     """Length-adaptive credit (VAPO, A19): credit_lambda = 1 - 1 / (alpha * |y|), not below 0. None: off."""
     trace: float | None = None
