@@ -15,7 +15,7 @@ import numpy as np
 
 from posttrain.algorithm.register import missing
 from posttrain.algorithm.sample import Sample, joined, noise_of
-from posttrain.algorithm.spread import Array, above, compared, mean
+from posttrain.algorithm.spread import Array, compared, from_lowest, mean
 from posttrain.algorithm.turns import by_state, by_turn
 from posttrain.algorithm.value import gae, v_trace
 from posttrain.core.algorithm import Algorithm
@@ -58,7 +58,7 @@ class Siblings:
 
 
 @singledispatch
-def centred(b: Baseline, seen: Siblings) -> tuple[Array, float]:
+def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
     """(reward minus baseline [G] of one prompt, the moving baseline afterwards).
 
     Means are exact sums, so permuting the siblings changes nothing. They are taken of differences from the lowest
@@ -69,56 +69,56 @@ def centred(b: Baseline, seen: Siblings) -> tuple[Array, float]:
 
 @centred.register(Zero)
 @centred.register(ToGo)
-def _(b: Zero | ToGo, seen: Siblings) -> tuple[Array, float]:
-    return seen.rewards, seen.ema
+def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
+    return siblings.rewards, siblings.ema
 
 
 @centred.register
-def _(b: Ema, seen: Siblings) -> tuple[Array, float]:
+def _(b: Ema, siblings: Siblings) -> tuple[Array, float]:
     before: list[float] = []
-    ema = seen.ema
-    for x in seen.rewards:
+    ema = siblings.ema
+    for x in siblings.rewards:
         before.append(ema)
         ema = b.decay * ema + (1 - b.decay) * float(x)
-    return seen.rewards - np.array(before), ema
+    return siblings.rewards - np.array(before), ema
 
 
 @centred.register
-def _(b: GroupMean, seen: Siblings) -> tuple[Array, float]:
-    over = above(seen.rewards)
-    return over - mean(over), seen.ema
+def _(b: GroupMean, siblings: Siblings) -> tuple[Array, float]:
+    over = from_lowest(siblings.rewards)
+    return over - mean(over), siblings.ema
 
 
 @centred.register
-def _(b: Others, seen: Siblings) -> tuple[Array, float]:
-    over = above(seen.rewards)
-    return over - (math.fsum(over) - over) / (len(over) - 1), seen.ema
+def _(b: Others, siblings: Siblings) -> tuple[Array, float]:
+    over = from_lowest(siblings.rewards)
+    return over - (math.fsum(over) - over) / (len(over) - 1), siblings.ema
 
 
 @centred.register
-def _(b: LengthMean, seen: Siblings) -> tuple[Array, float]:
-    over, total = above(seen.rewards), math.fsum(seen.lengths)
-    return over - (math.fsum(seen.lengths * over) / total if total else 0.0), seen.ema
+def _(b: LengthMean, siblings: Siblings) -> tuple[Array, float]:
+    over, total = from_lowest(siblings.rewards), math.fsum(siblings.lengths)
+    return over - (math.fsum(siblings.lengths * over) / total if total else 0.0), siblings.ema
 
 
 @centred.register
-def _(b: SoftMean, seen: Siblings) -> tuple[Array, float]:
-    under = seen.rewards - seen.rewards.max()
-    return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), seen.ema
+def _(b: SoftMean, siblings: Siblings) -> tuple[Array, float]:
+    under = siblings.rewards - siblings.rewards.max()
+    return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), siblings.ema
 
 
 @centred.register
-def _(b: SecondBest, seen: Siblings) -> tuple[Array, float]:
-    r = seen.rewards
+def _(b: SecondBest, siblings: Siblings) -> tuple[Array, float]:
+    r = siblings.rewards
     order = np.argsort(r, kind="stable")
     only = np.zeros_like(r)
     only[order[-1]] = r[order[-1]] - r[order[-2]]
-    return only, seen.ema
+    return only, siblings.ema
 
 
 @centred.register
-def _(b: Greedy, seen: Siblings) -> tuple[Array, float]:
-    return seen.rewards - seen.greedy, seen.ema
+def _(b: Greedy, siblings: Siblings) -> tuple[Array, float]:
+    return siblings.rewards - siblings.greedy, siblings.ema
 
 
 # --- several numbers per sample ------------------------------------------------------------------------------------
@@ -221,7 +221,7 @@ def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
     for row_T, s in zip(weight_GT, samples, strict=True):
         row_T[: s.spoken] = np.cumsum(joined(s.scored[ENERGY]))
-    rewards = above(rewards)
+    rewards = from_lowest(rewards)
     total_T = np.array([math.fsum(w) for w in weight_GT.T])
     earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])
     speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)

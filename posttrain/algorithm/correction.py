@@ -66,43 +66,47 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
 
 
 @singledispatch
-def factor(piece: Correction, seen: Mismatch) -> Tensor:
+def factor(piece: Correction, mismatch: Mismatch) -> Tensor:
     """The factor by which one piece multiplies the push [M]."""
     raise missing(piece, "correction.factor")
 
 
 @factor.register
-def _(piece: Truncate, seen: Mismatch) -> Tensor:
-    return seen.raw_M if piece.cap is None else seen.raw_M.clamp(max=piece.cap)
+def _(piece: Truncate, mismatch: Mismatch) -> Tensor:
+    return mismatch.raw_M if piece.cap is None else mismatch.raw_M.clamp(max=piece.cap)
 
 
 @factor.register
-def _(piece: Mask, seen: Mismatch) -> Tensor:
-    return torch.where((seen.raw_M >= piece.low) & (seen.raw_M <= piece.high), seen.raw_M, 0.0)
+def _(piece: Mask, mismatch: Mismatch) -> Tensor:
+    return torch.where((mismatch.raw_M >= piece.low) & (mismatch.raw_M <= piece.high), mismatch.raw_M, 0.0)
 
 
 @factor.register
-def _(piece: BinaryKL, seen: Mismatch) -> Tensor:
-    mu_M = seen.batch[MU]
-    near_M = (binary_kl(seen.log_M + mu_M, mu_M) <= piece.phi) & (binary_kl(mu_M, seen.log_M + mu_M) <= piece.phi)
-    return torch.where(near_M, seen.raw_M, 0.0)
+def _(piece: BinaryKL, mismatch: Mismatch) -> Tensor:
+    mu_M = mismatch.batch[MU]
+    near_M = (binary_kl(mismatch.log_M + mu_M, mu_M) <= piece.phi) & (
+        binary_kl(mu_M, mismatch.log_M + mu_M) <= piece.phi
+    )
+    return torch.where(near_M, mismatch.raw_M, 0.0)
 
 
 @factor.register
-def _(piece: Reject, seen: Mismatch) -> Tensor:
-    mean_M = bounded_exp(seen.batch.episode_sum(seen.log_M) / seen.batch.episode_length())
-    return ((mean_M >= piece.low) & (mean_M <= piece.high)).to(seen.raw_M.dtype)
+def _(piece: Reject, mismatch: Mismatch) -> Tensor:
+    mean_M = bounded_exp(mismatch.batch.episode_sum(mismatch.log_M) / mismatch.batch.episode_length())
+    return ((mean_M >= piece.low) & (mean_M <= piece.high)).to(mismatch.raw_M.dtype)
 
 
 @factor.register
-def _(piece: Veto, seen: Mismatch) -> Tensor:
-    return (~seen.batch.episode_any(bounded_exp(seen.log_M) < piece.below)).to(seen.raw_M.dtype)
+def _(piece: Veto, mismatch: Mismatch) -> Tensor:
+    return (~mismatch.batch.episode_any(bounded_exp(mismatch.log_M) < piece.below)).to(mismatch.raw_M.dtype)
 
 
 @factor.register
-def _(piece: NegativeMask, seen: Mismatch) -> Tensor:
-    left_M = seen.batch.episode_sum(seen.batch[MU] - seen.now_M) / seen.batch.episode_length() > piece.delta
-    return (~((seen.batch[ADVANTAGE] < 0) & left_M)).to(seen.raw_M.dtype)
+def _(piece: NegativeMask, mismatch: Mismatch) -> Tensor:
+    left_M = (
+        mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length() > piece.delta
+    )
+    return (~((mismatch.batch[ADVANTAGE] < 0) & left_M)).to(mismatch.raw_M.dtype)
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:

@@ -59,7 +59,7 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
         raw
         if a.whiten is None
         else whitened(
-            a.whiten, raw, [_source(s) for s in flat], [_doubt(a, s, x) for s, x in zip(flat, raw, strict=True)]
+            a.whiten, raw, [_source(s) for s in flat], [_credit_noise(a, s, x) for s, x in zip(flat, raw, strict=True)]
         )
     )
     if a.charges_tokens:
@@ -105,7 +105,7 @@ def _source(s: Sample) -> str:
     return str(s.scored.episode.task.info.get("source", ""))
 
 
-def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
+def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
     """Size up to which a sample's credit counts as rounding, for whitening. It is computed from the terms of its
     reward, its baseline and its values. It is 0 where siblings were compared, because equal ones have credit 0
     already."""

@@ -60,21 +60,21 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
         ),
     )
     corrected = correct(a.correction, start_M, logp_M, batch) if a.correction else None
-    loudness_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
-    loudness_M = _chosen(a, loudness_M, logp_M.detach(), batch)
-    term_M = -(loudness_M * batch[ADVANTAGE]).detach() * logp_M + _beside(a, log_ratio_M, logp_M, batch, scores)
-    seen = _Seen(batch)
+    factor_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
+    factor_M = _chosen(a, factor_M, logp_M.detach(), batch)
+    term_M = -(factor_M * batch[ADVANTAGE]).detach() * logp_M + _further_terms(a, log_ratio_M, logp_M, batch, scores)
+    gauge_sums = _GaugeSums(batch)
     if (value := a.learns_values) is not None:
         value_M, return_M = _present(scores.value, "value", a), batch[RETURN]
         each_M = value_loss(value_M, batch.find(VALUE), return_M, value.clip)
         term_M = term_M + value.coef * each_M
-        seen.values(each_M, value_M, return_M)
-    seen.policy(ratio_M, pushed, loudness_M)
-    seen.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=START in batch or "start" in a.reads)
+        gauge_sums.values(each_M, value_M, return_M)
+    gauge_sums.policy(ratio_M, pushed, factor_M)
+    gauge_sums.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=START in batch or "start" in a.reads)
     if corrected is not None:
-        seen.correction(corrected)
+        gauge_sums.correction(corrected)
     loss = (batch[WEIGHT] * term_M).sum()
-    return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch), seen.gauges())
+    return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch), gauge_sums.gauges())
 
 
 def supervised(weight_M: Tensor, logp_M: Tensor) -> Tensor:
@@ -90,14 +90,14 @@ def _start(a: Algorithm, now_M: Tensor, batch: Streams) -> Tensor:
     return now_M if known_M is None else known_M
 
 
-def _chosen(a: Algorithm, loudness_M: Tensor, now_M: Tensor, batch: Streams) -> Tensor:
+def _chosen(a: Algorithm, factor_M: Tensor, now_M: Tensor, batch: Streams) -> Tensor:
     """The push after the choice of tokens. Shown tokens get the gradient of p / (p + gamma) (LUFFY, A24)."""
     if a.tokens is not None and a.tokens.silences:
-        loudness_M = loudness_M * batch[CHOSEN]
+        factor_M = factor_M * batch[CHOSEN]
     if a.shown is None:
-        return loudness_M
+        return factor_M
     shown_M = batch[WAS_SHOWN]
-    return torch.where(shown_M, 0.0 if a.shown.gamma is None else shown_push(now_M, a.shown.gamma), loudness_M)
+    return torch.where(shown_M, 0.0 if a.shown.gamma is None else shown_push(now_M, a.shown.gamma), factor_M)
 
 
 def shown_push(logp_M: Tensor, gamma: float) -> Tensor:
@@ -106,7 +106,7 @@ def shown_push(logp_M: Tensor, gamma: float) -> Tensor:
     return gamma * p_M / (p_M + gamma).square()
 
 
-def _beside(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams, scores: TokenScores) -> Tensor:
+def _further_terms(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams, scores: TokenScores) -> Tensor:
     """The differentiable terms beside the policy term, per token [M]."""
     term_M = torch.zeros_like(logp_M)
     if a.pull is not None and (pull_M := pull_term(a.pull, log_ratio_M, logp_M, batch)) is not None:
@@ -148,7 +148,7 @@ def _detached(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach()
 
 
-class _Seen:
+class _GaugeSums:
     """Gauges of one micro-batch: sums stay on the device and are read once, at the end."""
 
     def __init__(self, batch: Streams) -> None:
@@ -158,13 +158,13 @@ class _Seen:
     def _add(self, name: str, x_M: Tensor) -> None:
         self._sums[name] = x_M.detach().sum(dtype=self._batch[WEIGHT].dtype)
 
-    def policy(self, ratio_M: Tensor, pushed: Push, loudness_M: Tensor) -> None:
+    def policy(self, ratio_M: Tensor, pushed: Push, factor_M: Tensor) -> None:
         """Sizes of the ratios, and how many tokens were masked. `ratio_square` shows a few very large ratios."""
         self._add("policy/clip_low", pushed.low_M)
         self._add("policy/clip_high", pushed.high_M)
         self._add("policy/ratio", ratio_M)
         self._add("policy/ratio_square", ratio_M.square())
-        self._add("policy/surrogate", loudness_M * self._batch[ADVANTAGE])
+        self._add("policy/surrogate", factor_M * self._batch[ADVANTAGE])
 
     def drift(
         self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool

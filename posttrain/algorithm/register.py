@@ -1,5 +1,5 @@
 """The mathematics of a piece is a function registered for its type: `@pushed.register` above
-`def _(region: Clip, look: TrustInputs) -> Push`.
+`def _(region: Clip, inputs: TrustInputs) -> Push`.
 
 These functions are `functools.singledispatch` on their first argument. A derived type uses the mathematics of its base
 until it registers its own. A type without a function is an error that names where to register one.

@@ -162,12 +162,12 @@ def _(piece: Cosine | Gate, terms: Array, rewards: Array, after: Array, episodes
 
 @shape.register
 def _(piece: Repetition, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
-    return rewards - piece.penalty * np.array([repeated(_said(e), piece.n) for e in episodes])
+    return rewards - piece.penalty * np.array([repeated(_spoken_ids(e), piece.n) for e in episodes])
 
 
 @shape.register
 def _(piece: Gate, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
-    return np.where([_opened(e, piece.source) for e in episodes], rewards, piece.otherwise)
+    return np.where([_full_score(e, piece.source) for e in episodes], rewards, piece.otherwise)
 
 
 @shape.register
@@ -255,11 +255,11 @@ def repeated(ids: Sequence[int] | NDArray[np.int32], n: int) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def _said(episode: Episode) -> list[int]:
+def _spoken_ids(episode: Episode) -> list[int]:
     return [int(i) for s in episode.segments for i in s.ids[s.mask]]
 
 
-def _opened(episode: Episode, source: str) -> bool:
+def _full_score(episode: Episode, source: str) -> bool:
     """Whether a source gave a full score. DataError where the episode has no such source."""
     scores = [j.verdict.score for j in episode.verdicts if j.source == source]
     if not scores:

@@ -20,7 +20,7 @@ def mean(x: Array) -> float:
     return math.fsum(x) / len(x)
 
 
-def above(x: Array) -> Array:
+def from_lowest(x: Array) -> Array:
     """Each value minus the lowest. It is exact for values near each other, and has the same differences to the
     mean."""
     return x - np.min(x, initial=np.inf)
@@ -31,7 +31,7 @@ def std(x: Array, noise: float) -> float:
     underflows."""
     if not spread(x, noise):
         return 0.0
-    y = above(x)
+    y = from_lowest(x)
     width = float(y.max())
     y = y / width
     return width * math.sqrt(math.fsum((y - mean(y)) ** 2) / (len(y) - 1))
@@ -41,5 +41,5 @@ def compared(x: Array, noise: float, *, scaled: bool) -> Array:
     """Each value minus the mean, divided by the standard deviation where `scaled`; zeros without spread."""
     if not spread(x, noise):
         return np.zeros_like(x)
-    y = above(x)
+    y = from_lowest(x)
     return (y - mean(y)) / (std(x, noise) if scaled else 1.0)

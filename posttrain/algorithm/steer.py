@@ -32,12 +32,12 @@ class AdaptiveState:
         return PassRate(self.played, self.passed)
 
 
-def steered(a: Algorithm, memory: AdaptiveState) -> Algorithm:
+def steered(a: Algorithm, state: AdaptiveState) -> Algorithm:
     """The algorithm with the current values of its adaptive coefficients."""
-    if memory.pull is not None and isinstance(a.pull, KL):
-        a = replace(a, pull=replace(a.pull, coef=memory.pull))
-    if memory.entropy is not None and a.entropy is not None:
-        a = replace(a, entropy=replace(a.entropy, coef=0.0 if memory.spread else memory.entropy))
+    if state.pull is not None and isinstance(a.pull, KL):
+        a = replace(a, pull=replace(a.pull, coef=state.pull))
+    if state.entropy is not None and a.entropy is not None:
+        a = replace(a, entropy=replace(a.entropy, coef=0.0 if state.spread else state.entropy))
     return a
 
 
@@ -47,7 +47,7 @@ def standing(a: Algorithm) -> Algorithm:
 
 
 def remember(
-    a: Algorithm, memory: AdaptiveState, gauges: Mapping[str, Gauge], *, episodes: int, asked: PassRate = PassRate()
+    a: Algorithm, state: AdaptiveState, gauges: Mapping[str, Gauge], *, episodes: int, asked: PassRate = PassRate()
 ) -> AdaptiveState:
     """The state after a step with these gauges. `a` is the algorithm as configured, not the result of `steered`.
     `asked` counts the step's groups.
@@ -56,19 +56,17 @@ def remember(
     below the target and falls by it above, not below 0; at or above the target it is not applied.
     """
     if a.filter is not None:
-        rate = memory.rate.halved().and_then(asked.played, asked.passed)
-        memory = replace(memory, played=rate.played, passed=rate.passed)
+        rate = state.rate.halved().and_then(asked.played, asked.passed)
+        state = replace(state, played=rate.played, passed=rate.passed)
     if isinstance(a.pull, KL) and a.pull.target is not None and "policy/kl_reference" in gauges:
-        memory = replace(
-            memory, pull=adapted(a.pull, memory.pull or a.pull.coef, gauges["policy/kl_reference"].mean, episodes)
+        state = replace(
+            state, pull=adapted(a.pull, state.pull or a.pull.coef, gauges["policy/kl_reference"].mean, episodes)
         )
     if a.entropy is not None and a.entropy.target is not None and "policy/entropy" in gauges:
-        before = a.entropy.coef if memory.entropy is None else memory.entropy
+        before = a.entropy.coef if state.entropy is None else state.entropy
         up = gauges["policy/entropy"].mean < a.entropy.target
-        memory = replace(
-            memory, entropy=max(0.0, before + (a.entropy.delta if up else -a.entropy.delta)), spread=not up
-        )
-    return memory
+        state = replace(state, entropy=max(0.0, before + (a.entropy.delta if up else -a.entropy.delta)), spread=not up)
+    return state
 
 
 def adapted(pull: KL, coef: float, kl: float, episodes: int) -> float:

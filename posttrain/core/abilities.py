@@ -93,10 +93,10 @@ class Demonstrations(Declared):
     """Texts to imitate."""
 
     styles: tuple[str, ...]
-    """Kinds that it writes, such as answer or cot; a `document` has no prompt."""
+    """Styles that it can write, such as answer or cot; a `document` has no prompt."""
     write: Write
     false: bool = True
-    """Whether it can write false ones too: `wrong` > 0."""
+    """Whether it can also write false texts (`wrong` > 0)."""
 
     def __post_init__(self) -> None:
         if isinstance(self.styles, str) or not self.styles:

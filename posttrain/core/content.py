@@ -1,8 +1,7 @@
 """The content of a message: text, or several parts, each text or a reference to an image, a sound, a video or a file.
 
-`content_of` is the one function that reads parts, from wherever they come: an environment, a row of data, a request, a
-record. Media are references by path or digest. No model here reads them yet, so `environment.chat` refuses them before
-a run starts.
+`content_of` is the only function that reads parts, from an environment, a row of data, a request or a record. Media are
+references by path or digest. No model here reads media, so `environment.chat` refuses them before a run starts.
 """
 
 from __future__ import annotations
@@ -96,7 +95,7 @@ def text_of(value: Content) -> str:
 
 
 def unread(value: Content) -> str:
-    """Why a model of text cannot read it; '' where it can."""
+    """Why a text model cannot read it; '' where it can."""
     media = [] if isinstance(value, str) else [part for part in value if part.type != "text"]
     if not media:
         return ""
@@ -108,14 +107,14 @@ def unread(value: Content) -> str:
 
 
 def shown(value: Content) -> str:
-    """For people: the text, media in brackets."""
+    """The content for people: the text, with media in brackets."""
     if isinstance(value, str):
         return value
     return "".join(p.text if p.type == "text" else f"[{p.type} {p.path or p.sha256}]" for p in value)
 
 
 def plain(value: Content) -> str | list[dict[str, str]]:
-    """As chat templates, reward functions and JSON take it."""
+    """The content in the form that chat templates, reward functions and JSON accept."""
     return value if isinstance(value, str) else [part.plain() for part in value]
 
 

@@ -96,9 +96,9 @@ class Maker(Generic[C]):
     made: Callable[[C], Sequence[np.ndarray]]
     """One array for each of `makes`."""
 
-    def make(self, look: C) -> dict[Stream, np.ndarray]:
+    def make(self, context: C) -> dict[Stream, np.ndarray]:
         """The streams, or an empty dict where they are not wanted."""
-        return dict(zip(self.makes, self.made(look), strict=True)) if self.wanted(look) else {}
+        return dict(zip(self.makes, self.made(context), strict=True)) if self.wanted(context) else {}
 
 
 # --- from the sampler -------------------------------------------------------------------------------------------------
