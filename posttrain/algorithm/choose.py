@@ -78,8 +78,10 @@ def _before(batch: Batch) -> Array:
 
 
 def covariance(advantage_M: Array, logp_M: Array) -> Array:
-    """(A_t - mean A) * (logp_t - mean logp): p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831, .1277]
-    (A33)."""
+    """(A_t - mean A) * (logp_t - mean logp) (A33).
+
+    p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831, .1277].
+    """
     return (advantage_M - advantage_M.mean()) * (logp_M - logp_M.mean())
 
 

@@ -107,8 +107,8 @@ def _source(s: Sample) -> str:
 
 def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
     """Size up to which a sample's credit counts as rounding, for whitening. It is computed from the terms of its
-    reward, its baseline and its values. It is 0 where siblings were compared, because equal ones have credit 0
-    already."""
+    reward, its baseline and its values. It is 0 where siblings were compared, because equal ones
+    have credit 0 already."""
     if a.group_relative:
         return 0.0
     values = (
@@ -188,8 +188,8 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
 
 
 def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, float]]:
-    """(sibling, weight, score) of each sibling that a source gave a value. A source that pays turns has a sum for every
-    sibling."""
+    """(sibling, weight, score) of each sibling that a source gave a value.
+    A source that pays turns has a sum for every sibling."""
     given = [[j for j in s.episode.verdicts if j.source == source and j.counts] for s in scored]
     if any(j.paid for js in given for j in js):
         return [(i, 1.0, math.fsum(j.weight * (j.verdict.score or 0.0) for j in js)) for i, js in enumerate(given)]

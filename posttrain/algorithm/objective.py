@@ -196,8 +196,8 @@ class _GaugeSums:
         self._add("value/residual_square", residual_M.square())
 
     def correction(self, corrected: Corrected) -> None:
-        """Raw and used start/mu. `correction.effective_share` computes the effective sample size from used and
-        used_square."""
+        """Raw and used start/mu. `correction.effective_share` computes the effective sample size
+        from used and used_square."""
         self._add("correction/raw", corrected.raw_M)
         self._add("correction/used", corrected.used_M)
         self._add("correction/used_square", corrected.used_M.square())

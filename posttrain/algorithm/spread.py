@@ -21,14 +21,14 @@ def mean(x: Array) -> float:
 
 
 def from_lowest(x: Array) -> Array:
-    """Each value minus the lowest. It is exact for values near each other, and has the same differences to the
-    mean."""
+    """Each value minus the lowest. It is exact for values near each other, and has the same
+    differences to the mean."""
     return x - np.min(x, initial=np.inf)
 
 
 def std(x: Array, noise: float) -> float:
-    """Standard deviation, ddof 1; exactly 0 without spread. It is computed in units of max - min, so that no square
-    underflows."""
+    """Standard deviation, ddof 1; exactly 0 without spread. It is computed in units of max - min,
+    so that no square underflows."""
     if not spread(x, noise):
         return 0.0
     y = from_lowest(x)

@@ -25,8 +25,8 @@ LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, eq=False)
 class Push:
-    """push_M is the factor of the token's policy gradient. low_M and high_M (bool) show at which bound it was
-    masked."""
+    """push_M is the factor of the token's policy gradient. low_M and high_M (bool) show at which
+    bound it was masked."""
 
     push_M: Tensor
     low_M: Tensor
@@ -118,8 +118,8 @@ def _(region: Soft, inputs: TrustInputs) -> Push:
 
 @pushed.register
 def _(region: Geometric, inputs: TrustInputs) -> Push:
-    """GMPO: with w = exp(mean of clipped log-ratios), d/dlogp_t of w * A is w * A / |y|, and 0 where the token is
-    clipped."""
+    """GMPO: with w = exp(mean of clipped log-ratios), d/dlogp_t of w * A is w * A / |y|,
+    and 0 where the token is clipped."""
     low, high = region.low, region.high
     high_M = inputs.up_M & (inputs.log_ratio_M > high)
     low_M = inputs.down_M & (inputs.log_ratio_M < -low)

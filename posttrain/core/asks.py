@@ -165,8 +165,8 @@ HARMLESS = frozenset(
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )
-"""Texts, choices and switches that use nothing outside the run folder, beside those of pieces and of kinds of
-stage."""
+"""Texts, choices and switches that use nothing outside the run folder, beside those of pieces and
+of kinds of stage."""
 
 
 def key(cls: type, name: str) -> str:
@@ -186,8 +186,8 @@ def decided(cls: type, name: str) -> Decision | None:
 
 
 def _asked(node: Any, name: str, value: Any) -> Found:
-    """What a value asks for. A field without a classification, in a foreign kind of stage, asks for code with any
-    value."""
+    """What a value asks for. A field without a classification, in a foreign kind of stage,
+    asks for code with any value."""
     cls = cast("type[Any]", type(node))
     if value is None:
         return None
@@ -199,8 +199,8 @@ def _asked(node: Any, name: str, value: Any) -> Found:
 
 
 def values(run: Run) -> dict[str, tuple[str, Any]]:
-    """Every value of the tree as (`Class.field`, value), by the path that overrides use. Stages are under their
-    names."""
+    """Every value of the tree as (`Class.field`, value), by the path that overrides use.
+    Stages are under their names."""
     return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in _walk(run, "")}
 
 

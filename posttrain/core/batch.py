@@ -133,8 +133,8 @@ class Packed:
         )
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
-        """The batch of only these episodes (whole units), renumbered from 0. Their streams and weights are
-        unchanged."""
+        """The batch of only these episodes (whole units), renumbered from 0.
+        Their streams and weights are unchanged."""
         chosen = np.unique(np.asarray(episodes))
         unit_E = (
             None if self.unit_E is None else np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)

@@ -59,8 +59,8 @@ class VLLM:
     server: bool = False
     """Start vLLM as a server of its own, on this machine, for the length of the run."""
     url: str | None = None
-    """Address of a vLLM server that runs already, such as http://10.0.0.7:8000; it must be started as docs/engines.md
-    says."""
+    """Address of a vLLM server that runs already, such as http://10.0.0.7:8000;
+    it must be started as docs/engines.md says."""
     key_env: str | None = None
     """Environment variable that holds the server's API key."""
     share: str | None = None

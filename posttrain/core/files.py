@@ -112,8 +112,8 @@ def digest(path: Path) -> str:
 
 
 def share(folder: Path) -> None:
-    """Give every file under a folder the mode of a new file (by the user's umask), because libraries write theirs as
-    0600."""
+    """Give every file under a folder the mode of a new file (by the user's umask), because libraries
+    write theirs as 0600."""
     probe = folder / ".mode.part"
     probe.touch()
     mode = probe.stat().st_mode

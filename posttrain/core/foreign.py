@@ -50,8 +50,8 @@ def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:
 
 
 def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line with its end) one at a time; `error` with file and line where one has more than `most`
-    bytes."""
+    """(number from 1, line with its end) one at a time; `error` with file and line where one has
+    more than `most` bytes."""
     with opened(path, error) as file:
         number = 0
         while line := file.readline(most + 1):

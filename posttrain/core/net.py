@@ -13,8 +13,8 @@ SECONDS = 60.0
 
 
 class LogRateLimit(logging.Filter):
-    """Lets `lines` records of a logger through in each `seconds`; the first one after that says how many were left
-    out."""
+    """Lets `lines` records of a logger through in each `seconds`; the first one after that says how
+    many were left out."""
 
     def __init__(self, lines: int = LINES, seconds: float = SECONDS) -> None:
         super().__init__()

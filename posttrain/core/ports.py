@@ -106,8 +106,8 @@ class Reference(Examiner, Protocol):
 
     @property
     def digest(self) -> str:
-        """The fingerprint it had when it was made. A run compares it with `fingerprint()` as long as it uses the
-        reference."""
+        """The fingerprint it had when it was made. A run compares it with `fingerprint()` as long as
+        it uses the reference."""
         ...
 
 
@@ -183,8 +183,8 @@ class TaskSource(Protocol):
 
 @dataclass(frozen=True)
 class Utterance:
-    """One turn of the policy, as an environment gets it. `text` is without the stop token; a stop string stays in
-    it."""
+    """One turn of the policy, as an environment gets it. `text` is without the stop token;
+    a stop string stays in it."""
 
     text: str
     stop: Stop
@@ -216,8 +216,8 @@ class Attempt:
 
 
 class Seat(Protocol):
-    """One speaker of an episode. The environment calls `see` and `say` on the speaker's own view of the
-    conversation."""
+    """One speaker of an episode. The environment calls `see` and `say` on the speaker's own
+    view of the conversation."""
 
     @property
     def format(self) -> str | None:
@@ -329,8 +329,8 @@ class Environment(Protocol):
         ...
 
     def gauges(self) -> Gauges:
-        """Queue and latency of its verifiers since the last call. They depend on the machine, so no digest covers
-        them."""
+        """Queue and latency of its verifiers since the last call. They depend on the machine,
+        so no digest covers them."""
         return {}
 
     def close(self) -> None:

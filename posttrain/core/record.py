@@ -105,8 +105,8 @@ def step_from_plain(data: Mapping[str, Any]) -> Step:
 
 
 def _as_plain(value: object) -> Any:
-    """Values of tasks that JSON does not have: parts of messages and numpy by value, anything else as text without
-    addresses."""
+    """Values of tasks that JSON does not have: parts of messages and numpy by value,
+    anything else as text without addresses."""
     if isinstance(value, ContentPart):
         return value.plain()
     if isinstance(value, np.ndarray | np.generic):

@@ -1,5 +1,5 @@
-"""Keeps secrets out of records. A verifier's message about a failure may quote a request, a header or the
-environment."""
+"""Keeps secrets out of records. A verifier's message about a failure may quote a request,
+a header or the environment."""
 
 from __future__ import annotations
 

@@ -54,8 +54,8 @@ class Model:
     gradient_checkpointing: bool = False
     history: Literal["append", "rewrite"] = "append"
     """What to do where the chat template changes earlier turns of a conversation, for example drops their reasoning.
-    append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as it was then
-    written."""
+    append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
+    it was then written."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,8 +65,8 @@ class Supervised(Stage):
     harmless = ("style",)
 
     style: str
-    """What to imitate: a style the environment can write (document, answer, cot), or `completion` from the user's
-    data."""
+    """What to imitate: a style the environment can write (document, answer, cot), or `completion`
+    from the user's data."""
     wrong: float = 0.0
     """Share of demonstrations that are plausible but false."""
     batch: int = 64
@@ -98,8 +98,8 @@ def _offered(styles: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforce(Stage):
-    """A stage that learns from reward. Batch sizes follow from four numbers: `prompts`, `siblings`, `minibatches` and
-    `epochs`."""
+    """A stage that learns from reward. Batch sizes follow from four numbers: `prompts`, `siblings`,
+    `minibatches` and `epochs`."""
 
     models = ("reference",)
 

@@ -75,8 +75,8 @@ class Sampling:
     """Least tokens of a turn before the token that ends it. Stop ids cannot be sampled earlier, and stop strings do not
     end the turn earlier."""
     stop_ids: tuple[int, ...] | None = None
-    """Token ids that end a turn (they are part of the turn, and count). None: not resolved yet. (): never stop
-    early."""
+    """Token ids that end a turn (they are part of the turn, and count).
+    None: not resolved yet. (): never stop early."""
     stop: tuple[str, ...] = ()
     """Texts that end a turn, with stop reason `string`. The token that completes one is part of the turn, and counts.
     On the command line `stop=;` or, with spaces, commas or escapes, `stop=["\\n\\n"]`."""

@@ -63,8 +63,8 @@ class Stage(Open, begin=True):
     time_of: str | None = None
     """Name of an earlier stage: stop after the wall time that it took (checked between steps)."""
     eval: bool = True
-    """Evaluate held-out accuracy at the end of the stage. A stage that learns from reward also evaluates before it
-    begins."""
+    """Evaluate held-out accuracy at the end of the stage. A stage that learns from reward also
+    evaluates before it begins."""
     eval_every: int = 0
     """Steps between held-out evaluations (0: none during the stage)."""
     checkpoint_every: int = 100
@@ -107,8 +107,8 @@ class Stage(Open, begin=True):
         return False
 
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
-        """Why this stage cannot use an environment of this name that writes demonstrations in these styles; '' where it
-        can."""
+        """Why this stage cannot use an environment of this name that writes demonstrations in these styles;
+        '' where it can."""
         return ""
 
 

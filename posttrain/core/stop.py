@@ -43,8 +43,8 @@ class Stop(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """Limits of an episode, beside `sampling.max_tokens` of a turn. None: no limit but those of the task and the
-    context."""
+    """Limits of an episode, beside `sampling.max_tokens` of a turn. None: no limit but those of the
+    task and the context."""
 
     turns: int | None = None
     """Turns of the policy, and of the other seats where there are some (stop reason `turns`)."""

@@ -249,8 +249,8 @@ class Episode:
     state: Any = None
     """The environment's state at the end of the episode (`Talk.leave`), as verifiers saw it."""
     turns: tuple[int, ...] = ()
-    """Number of tokens of each turn of the policy, in order. They sum to the spoken tokens of all segments. Empty for a
-    demonstration."""
+    """Number of tokens of each turn of the policy, in order. They sum to the spoken tokens of all segments.
+    Empty for a demonstration."""
     cut: bool = False
     """Whether a turn was aborted while it was being sampled. Its tokens are then in no segment."""
     seats: tuple[SeatTurn, ...] = ()
@@ -314,8 +314,8 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether the judged siblings that the policy sampled differ in raw outcome by more than rounding
-        (`core.spread`)."""
+        """Whether the judged siblings that the policy sampled differ in raw outcome by
+        more than rounding (`core.spread`)."""
         own = [e for e in self.judged if not e.shown]
         noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)

@@ -60,8 +60,8 @@ def overwrite(line: str, file: TextIO) -> None:
 
 
 def guard_logs() -> None:
-    """From here on, messages and tracebacks of every logger of this process are visible text, whatever handler writes
-    them."""
+    """From here on, messages and tracebacks of every logger of this process are visible text,
+    whatever handler writes them."""
     before = logging.getLogRecordFactory()
     if getattr(before, "visible", False):
         return

@@ -26,8 +26,8 @@ def word(value: Any) -> str:
 
 
 def compact(value: Any) -> str:
-    """`word` without the numbers that are off: fields at a default of none, 0 or false, and what only such a field
-    reads."""
+    """`word` without the numbers that are off: fields at a default of none, 0 or false,
+    and what only such a field reads."""
     if isinstance(value, tuple):
         return ",".join(compact(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if not dataclasses.is_dataclass(value) or isinstance(value, type | Algorithm):

@@ -1,5 +1,5 @@
-"""Baselines: what a reward is compared with. Group-relative ones compare siblings; without spread their credit is
-0."""
+"""Baselines: what a reward is compared with. Group-relative ones compare siblings;
+without spread their credit is 0."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Baseline(Piece, begin=True):
     per_token: ClassVar[bool] = False
     """Whether credit differs between the tokens of an episode."""
     to_go: ClassVar[bool] = False
-    """Whether a KL in the reward is subtracted from the tokens up to the one that it is of, not from the whole
-    episode."""
+    """Whether a KL in the reward is subtracted from the tokens up to the one that it is of,
+    not from the whole episode."""
     earns_to_go: ClassVar[bool] = False
     """Whether rewards of earlier turns are left out of a token's credit."""
     greedy: ClassVar[bool] = False

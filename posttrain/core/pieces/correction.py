@@ -32,8 +32,8 @@ class Correction(Piece, begin=True):
 
 @dataclass(frozen=True, kw_only=True)
 class Truncate(Correction):
-    """c = min(start/mu, cap), per token or of the episode's product (TIS, A25). With cap=none there is no bound (AReaL,
-    A26)."""
+    """c = min(start/mu, cap), per token or of the episode's product (TIS, A25).
+    With cap=none there is no bound (AReaL, A26)."""
 
     weighs = True
 

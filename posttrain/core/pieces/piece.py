@@ -30,8 +30,8 @@ class Piece(Open, ABC):
         """Its formula, one line in the letters of `core.formula`."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        """Why it means nothing in `a`, with what to change. `Algorithm` itself refuses what concerns no single
-        piece."""
+        """Why it means nothing in `a`, with what to change. `Algorithm` itself refuses what
+        concerns no single piece."""
         yield from ()
 
     def reads(self, a: Algorithm) -> Iterable[str]:

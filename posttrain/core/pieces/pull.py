@@ -74,8 +74,8 @@ class KL(Pull):
     estimator: Estimator = "k3"
     placement: Placement = "loss"
     target: float | None = None
-    """Adaptive control (A05): after each step coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. None:
-    fixed."""
+    """Adaptive control (A05): after each step coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon.
+    None: fixed."""
     horizon: float = 10_000.0
     refresh: int = 0
     """Steps after which the reference is replaced by the current policy (ProRL, A37). Each time the run folder keeps

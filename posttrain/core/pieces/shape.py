@@ -130,8 +130,8 @@ class TargetLength(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class RateLength(Shaping):
-    """reward - beta * max(the group's pass rate, 1/G) * |y|. Length costs most on easy prompts (ALP 2506.05256,
-    C04)."""
+    """reward - beta * max(the group's pass rate, 1/G) * |y|. Length costs most on
+    easy prompts (ALP 2506.05256, C04)."""
 
     beta: float = 1e-4
 

@@ -52,8 +52,8 @@ class ClipCov(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class KlCov(Tokens):
-    """The `share` of tokens with the largest covariance has coef * |log pi - log start| beside the policy term
-    (A33)."""
+    """The `share` of tokens with the largest covariance has coef * |log pi - log start| beside
+    the policy term (A33)."""
 
     silences = False
 
@@ -87,8 +87,8 @@ class TopEntropy(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMoment(Tokens):
-    """Masks the tokens with the largest |log start/mu| until the mean square of the rest is at most `limit` (M2PO,
-    A26)."""
+    """Masks the tokens with the largest |log start/mu| until the mean square of the rest is at
+    most `limit` (M2PO, A26)."""
 
     limit: float = 0.04
 
@@ -169,8 +169,8 @@ class Shown(Piece):
     siblings: int = 1
     """How many of the group's siblings are demonstrations."""
     style: str | None = None
-    """The style of text that the environment writes. None: the last style that it names, which is its most elaborate
-    one."""
+    """The style of text that the environment writes. None: the last style that it names,
+    which is its most elaborate one."""
     gamma: float | None = 0.1
 
     def __post_init__(self) -> None:
@@ -280,8 +280,8 @@ class NoEasy(Curriculum):
 
 @dataclass(frozen=True, kw_only=True)
 class Priority(Curriculum):
-    """Tasks are drawn in proportion to 1 - their pass rate so far, or to `floor` where that is larger (Kimi k1.5,
-    A20)."""
+    """Tasks are drawn in proportion to 1 - their pass rate so far, or to `floor` where that
+    is larger (Kimi k1.5, A20)."""
 
     drawn = True
 

@@ -23,8 +23,8 @@ class TrustRegion(Piece, begin=True):
     per_token: ClassVar[bool] = False
     """Whether it compares single tokens, so that it needs ratio=token."""
     silences: ClassVar[bool] = False
-    """Whether a token outside its bounds has a push of exactly 0. Bounds narrower than rounding then mask tokens at
-    random."""
+    """Whether a token outside its bounds has a push of exactly 0. Bounds narrower than rounding then
+    mask tokens at random."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.ratio == "one":
