@@ -15,6 +15,7 @@ from posttrain.core.types import SHOWN, Kept, Said, Segment, Top
 class Transcript:
     """One growing token sequence. Its arrays are always aligned, because every append has ids, mask, logp and version.
 
+    >>> from posttrain.core.stop import Stop
     >>> t = Transcript(Sampling(stop_ids=()))
     >>> t.see([5, 6]); t.say(Said(np.int32([7]), np.float32([-0.5]), np.int32([0]), Stop.SAID))
     >>> t.segment().mask.tolist()

@@ -6,6 +6,7 @@ choice (`core.open`) is a union of the classes that derive from it.
 Non-finite floats become `{"float": "inf"}`, because JSON does not have them. Reading refuses unknown keys and values;
 the message names the dotted path and the nearest valid key.
 
+    >>> from posttrain.core.stage import Optimizer
     >>> to_plain(Optimizer(lr=0.1))["lr"], from_plain(Optimizer, {"lr": 0.1}).lr
     (0.1, 0.1)
 """
