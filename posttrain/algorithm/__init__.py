@@ -1,2 +1,2 @@
-"""The mathematics: credit, weights, trust regions, corrections, losses. Pure functions of data; no effects, no
-modules."""
+"""The mathematics: credit, weights, trust regions, corrections, losses. Pure functions of data, without side effects
+and without torch modules."""

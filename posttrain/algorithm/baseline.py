@@ -1,6 +1,7 @@
-"""Baselines: what a reward is compared with. One type in `core.pieces.baseline`, one function here, registered by it.
+"""Baselines: what a reward is compared with. Each is a type in `core.pieces.baseline` and a function here, registered
+for that type.
 
-A baseline that gives one number a sample registers with `centred`, one that gives several with `by_token`.
+A baseline that gives one number per sample registers with `centred`. One that gives several registers with `by_token`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 
 from posttrain.algorithm.register import missing
 from posttrain.algorithm.sample import Sample, joined, noise_of
-from posttrain.algorithm.spread import Array, above, compared, mean
+from posttrain.algorithm.spread import Array, compared, from_lowest, mean
 from posttrain.algorithm.turns import by_state, by_turn
 from posttrain.algorithm.value import gae, v_trace
 from posttrain.core.algorithm import Algorithm
@@ -39,97 +40,100 @@ from posttrain.core.spread import rounding, spread
 from posttrain.core.streams import ENERGY, START, VALUE
 from posttrain.core.types import Episode
 
-# --- one number a sample -------------------------------------------------------------------------------------------
+# --- one number per sample -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Siblings:
-    """What a baseline may look at: the judged siblings of one prompt."""
+    """The input of a baseline: the judged siblings of one prompt."""
 
     rewards: Array
-    """After shaping [G]; where the baseline is group-relative they have spread."""
+    """Rewards after shaping [G]. Where the baseline is group-relative they have spread."""
     lengths: Array
     """Spoken tokens [G]."""
     greedy: float = 0.0
-    """Reward of the prompt's argmax answer, where there is one."""
+    """Reward of the prompt's greedy answer, where there is one."""
     ema: float = 0.0
-    """The moving baseline before them."""
+    """The moving baseline before these samples."""
 
 
 @singledispatch
-def centred(b: Baseline, seen: Siblings) -> tuple[Array, float]:
-    """Reward less baseline [G] of one prompt, and the moving baseline afterwards. Means are exact sums, so siblings may
-    be permuted, and of differences from the lowest reward, so that rewards which nearly agree are still centred."""
+def centred(b: Baseline, siblings: Siblings) -> tuple[Array, float]:
+    """(reward minus baseline [G] of one prompt, the moving baseline afterwards).
+
+    Means are exact sums, so permuting the siblings changes nothing. They are taken of differences from the lowest
+    reward, so that rewards which are nearly equal are still centred.
+    """
     raise missing(b, "baseline.centred")
 
 
 @centred.register(Zero)
 @centred.register(ToGo)
-def _(b: Zero | ToGo, seen: Siblings) -> tuple[Array, float]:
-    return seen.rewards, seen.ema
+def _(b: Zero | ToGo, siblings: Siblings) -> tuple[Array, float]:
+    return siblings.rewards, siblings.ema
 
 
 @centred.register
-def _(b: Ema, seen: Siblings) -> tuple[Array, float]:
+def _(b: Ema, siblings: Siblings) -> tuple[Array, float]:
     before: list[float] = []
-    ema = seen.ema
-    for x in seen.rewards:
+    ema = siblings.ema
+    for x in siblings.rewards:
         before.append(ema)
         ema = b.decay * ema + (1 - b.decay) * float(x)
-    return seen.rewards - np.array(before), ema
+    return siblings.rewards - np.array(before), ema
 
 
 @centred.register
-def _(b: GroupMean, seen: Siblings) -> tuple[Array, float]:
-    over = above(seen.rewards)
-    return over - mean(over), seen.ema
+def _(b: GroupMean, siblings: Siblings) -> tuple[Array, float]:
+    over = from_lowest(siblings.rewards)
+    return over - mean(over), siblings.ema
 
 
 @centred.register
-def _(b: Others, seen: Siblings) -> tuple[Array, float]:
-    over = above(seen.rewards)
-    return over - (math.fsum(over) - over) / (len(over) - 1), seen.ema
+def _(b: Others, siblings: Siblings) -> tuple[Array, float]:
+    over = from_lowest(siblings.rewards)
+    return over - (math.fsum(over) - over) / (len(over) - 1), siblings.ema
 
 
 @centred.register
-def _(b: LengthMean, seen: Siblings) -> tuple[Array, float]:
-    over, total = above(seen.rewards), math.fsum(seen.lengths)
-    return over - (math.fsum(seen.lengths * over) / total if total else 0.0), seen.ema
+def _(b: LengthMean, siblings: Siblings) -> tuple[Array, float]:
+    over, total = from_lowest(siblings.rewards), math.fsum(siblings.lengths)
+    return over - (math.fsum(siblings.lengths * over) / total if total else 0.0), siblings.ema
 
 
 @centred.register
-def _(b: SoftMean, seen: Siblings) -> tuple[Array, float]:
-    under = seen.rewards - seen.rewards.max()
-    return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), seen.ema
+def _(b: SoftMean, siblings: Siblings) -> tuple[Array, float]:
+    under = siblings.rewards - siblings.rewards.max()
+    return under - b.tau * math.log(math.fsum(np.exp(under / b.tau)) / len(under)), siblings.ema
 
 
 @centred.register
-def _(b: SecondBest, seen: Siblings) -> tuple[Array, float]:
-    r = seen.rewards
+def _(b: SecondBest, siblings: Siblings) -> tuple[Array, float]:
+    r = siblings.rewards
     order = np.argsort(r, kind="stable")
     only = np.zeros_like(r)
     only[order[-1]] = r[order[-1]] - r[order[-2]]
-    return only, seen.ema
+    return only, siblings.ema
 
 
 @centred.register
-def _(b: Greedy, seen: Siblings) -> tuple[Array, float]:
-    return seen.rewards - seen.greedy, seen.ema
+def _(b: Greedy, siblings: Siblings) -> tuple[Array, float]:
+    return siblings.rewards - siblings.greedy, siblings.ema
 
 
-# --- several numbers a sample --------------------------------------------------------------------------------------
+# --- several numbers per sample ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class TokenCredit:
-    """Credit of one prompt's samples, token by token."""
+    """Credit of one prompt's samples, per token."""
 
     credit: list[Array]
     """[T] of each sample."""
     silent: bool = False
-    """Whether nobody differs."""
+    """Whether the samples have no spread."""
     returns: list[Array] | None = None
-    """[T] of each sample: the targets of its values, where the baseline learns them."""
+    """[T] of each sample: its value targets, where the baseline learns values."""
 
 
 @singledispatch
@@ -145,8 +149,8 @@ def _(b: Value, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 
 def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
-    """(advantage [T], return [T]): what a turn was paid at its end, the rest of the shaped reward at the last spoken
-    token, the KL where it was paid (A05)."""
+    """(advantage [T], return [T]). A turn's reward is at the end of the turn, the rest of the shaped reward at the last
+    spoken token, and the KL at the token that it is of (A05)."""
     values_T = joined(s.scored[VALUE])
     rewards_T = s.paid_T - s.penalty_T
     if len(rewards_T):
@@ -165,8 +169,8 @@ def _with_values(value: Value, s: Sample) -> tuple[Array, Array]:
 
 
 def credit_lambda(value: Value, length: int) -> float:
-    """Lambda of the credit of an answer of `length` tokens: its own, the targets', or 1 - 1 / (alpha * length), not
-    below 0 (A19)."""
+    """Lambda of the credit of an answer of `length` tokens: `credit_lambda`, `gae_lambda`, or 1 - 1 / (alpha * length),
+    not below 0 (A19)."""
     if value.length_alpha is not None:
         return max(0.0, 1 - 1 / (value.length_alpha * length)) if length else 0.0
     return value.gae_lambda if value.credit_lambda is None else value.credit_lambda
@@ -174,8 +178,8 @@ def credit_lambda(value: Value, length: int) -> float:
 
 @by_token.register
 def _(b: StepMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    """Process-supervised credit (A07): steps normalised over all steps of the group; a token sums those that end at or
-    after it."""
+    """Process-supervised credit (A07). Steps are normalised over all steps of the group. The credit of a token is the
+    sum over the steps that end at it or after it."""
     steps = [_steps(s) for s in samples]
     if not any(steps):
         steps = [[(s.spoken, s.shaped - s.charged)] for s in samples]
@@ -206,7 +210,7 @@ def _steps(s: Sample) -> list[tuple[int, float]]:
 
 @by_token.register
 def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
-    """Less the mean at t of those that still speak, weighted by W_t (OTB, A04).
+    """Reward minus the mean over the siblings that have a token t, weighted by their energy W_t up to t (OTB, A04).
 
     Rewards 1, 0 with energies .5, .5, .5 and 1.5, .5: W = .5, 1, 1.5 and 1.5, 2; means 1/4, 1/3; credit 3/4, 2/3, 0 and
     -1/4, -1/3.
@@ -217,7 +221,7 @@ def _(b: EnergyMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
     weight_GT = np.zeros((len(samples), max(s.spoken for s in samples)))
     for row_T, s in zip(weight_GT, samples, strict=True):
         row_T[: s.spoken] = np.cumsum(joined(s.scored[ENERGY]))
-    rewards = above(rewards)
+    rewards = from_lowest(rewards)
     total_T = np.array([math.fsum(w) for w in weight_GT.T])
     earned_T = np.array([math.fsum(w * rewards) for w in weight_GT.T])
     speaking_T = (np.array([s.spoken for s in samples])[:, None] > np.arange(len(total_T))).sum(0)
@@ -241,7 +245,7 @@ def _(b: AnchorMean, a: Algorithm, samples: Sequence[Sample]) -> TokenCredit:
 
 
 def _whole(samples: Sequence[Sample]) -> tuple[list[Episode], Array, float]:
-    """(episodes, their rewards, the width up to which those do not differ)."""
+    """(episodes, their rewards, the largest difference of these that counts as rounding)."""
     return (
         [s.scored.episode for s in samples],
         np.array([s.shaped for s in samples], np.float64),

@@ -1,8 +1,9 @@
-"""Which tokens of a minibatch speak, chosen over the whole of it before it is split, so that a split changes nothing.
+"""Which tokens of a minibatch have a policy gradient. They are chosen over the whole minibatch before it is split, so
+that a split changes nothing.
 
-One type in `core.pieces.token`, its functions here, registered by it. Chosen from the log-probs before the step: the
-learner's where they were scored, else the sampler's own. Published code chooses inside each micro-batch from the
-log-probs of the moment, which ties the algorithm to memory settings.
+Each choice is a type in `core.pieces.token` and functions here, registered for that type. Tokens are chosen by the
+log-probs before the step: the learner's where they were scored, else the sampler's. Published code chooses inside each
+micro-batch by the current log-probs, so that its result depends on memory settings.
 """
 
 from __future__ import annotations
@@ -24,17 +25,17 @@ Array = NDArray[np.float64]
 
 @singledispatch
 def choose(tokens: Tokens, batch: Batch, entropy_M: np.ndarray | None, rng: np.random.Generator | None) -> np.ndarray:
-    """bool [M]: the tokens that speak; where the piece silences none, the ones that `paid` charges.
+    """bool [M]: the tokens that keep their policy gradient. Where the piece masks none, the tokens with a `paid` term.
 
     Raises:
-        InvariantError: what the choice reads was not scored.
+        InvariantError: a stream that the choice reads was not scored.
     """
     raise missing(tokens, "choose.choose")
 
 
 @singledispatch
 def paid(tokens: Tokens, chosen_M: Tensor, log_ratio_M: Tensor) -> Tensor | None:
-    """What the chosen tokens pay beside the policy term [M], differentiated; None where they pay nothing."""
+    """Loss term of the chosen tokens beside the policy term [M], differentiable; None where there is none."""
     return None
 
 
@@ -77,8 +78,10 @@ def _before(batch: Batch) -> Array:
 
 
 def covariance(advantage_M: Array, logp_M: Array) -> Array:
-    """(A_t - mean A) * (logp_t - mean logp): p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831, .1277]
-    (A33)."""
+    """(A_t - mean A) * (logp_t - mean logp) (A33).
+
+    p [.9, .1, .5, .3], A [1, 1, -1, -1] -> [.9709, -1.2263, -.3831, .1277].
+    """
     return (advantage_M - advantage_M.mean()) * (logp_M - logp_M.mean())
 
 
@@ -91,9 +94,10 @@ def largest(x_M: Array, share: float) -> NDArray[np.bool_]:
 
 
 def within_moment(log_ratio_M: Array, limit: float) -> NDArray[np.bool_]:
-    """M2PO: all but the largest |log-ratio|, so many that the mean square of the rest is at most `limit` (A26).
+    """M2PO: which tokens are kept when the largest |log-ratio| are masked until the mean square of the rest is at most
+    `limit` (A26).
 
-    [.1, -.2, .5] has mean square .1; at limit .04 the .5 falls silent.
+    [.1, -.2, .5] has mean square .1; at limit .04 the token with .5 is masked.
     """
     order = np.argsort(np.abs(log_ratio_M), kind="stable")
     means = np.cumsum(log_ratio_M[order] ** 2) / np.arange(1, len(order) + 1)
@@ -103,9 +107,9 @@ def within_moment(log_ratio_M: Array, limit: float) -> NDArray[np.bool_]:
 
 
 def mixing(version_M: np.ndarray, start: int, making: int) -> Array:
-    """A-3PO's alpha per token: (start - said) / (making - said), so 0 for a token of the current weights (A26).
+    """A-3PO's alpha per token: (start - version) / (making - version), so 0 for a token of the current weights (A26).
 
-    Said by version 3, step started at 6, making 7: .75.
+    Sampled by version 3, step started at 6, making 7: .75.
     """
     said_M = np.minimum(version_M, start)
     return (start - said_M) / (making - said_M)

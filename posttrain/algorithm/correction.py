@@ -1,9 +1,9 @@
-"""Train/inference mismatch: c = start/mu, detached, multiplies the push (A25). One type in
-`core.pieces.correction`, one function here, registered by it.
+"""Train/inference mismatch: c = start/mu, detached, multiplies the push (A25). Each correction is a type in
+`core.pieces.correction` and a function here, registered for that type.
 
-The sampler drew from mu, the learner computes gradients as if from its own policy at the start of the step. The raw
-ratio is what an unbiased estimate needs; what is used bounds its variance. Both are returned, because their distance is
-the bias that was bought.
+The sampler drew from mu, but the learner computes gradients as if the tokens came from its own policy at the start of
+the step. An unbiased estimate needs the raw ratio; the ratio that is used is bounded to limit the variance. Both are
+returned, because their difference is the bias.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from posttrain.core.streams import ADVANTAGE, MU
 
 @dataclass(frozen=True, eq=False)
 class Corrected:
-    """raw_M = start/mu and used_M = what multiplies the push, both [M] (one number per episode at sequence level)."""
+    """raw_M = start/mu, and used_M, the factor of the push. Both [M], with one number per episode at sequence level."""
 
     raw_M: Tensor
     used_M: Tensor
@@ -34,14 +34,14 @@ class Corrected:
 
 @dataclass(frozen=True, eq=False)
 class Mismatch:
-    """What a correction may look at, detached."""
+    """The input of a correction, detached."""
 
     raw_M: Tensor
-    """start/mu [M], of the episode's product where the piece takes that."""
+    """start/mu [M]; the product over the episode where the piece reads that."""
     log_M: Tensor
     """log start/mu of each token [M]."""
     now_M: Tensor
-    """log-probs of the policy as it is [M]."""
+    """log-probs of the current policy [M]."""
     batch: Streams
 
 
@@ -53,7 +53,8 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
     0].
 
     Args:
-        start_M: log-probs of the learner at the start of the step. now_M: those of the policy as it is.
+        start_M: log-probs of the learner at the start of the step.
+        now_M: log-probs of the current policy.
     """
     log_M = start_M.detach() - batch[MU]
     raw_M, used_M = bounded_exp(log_M), torch.ones_like(log_M)
@@ -65,48 +66,53 @@ def correct(pieces: Sequence[Correction], start_M: Tensor, now_M: Tensor, batch:
 
 
 @singledispatch
-def factor(piece: Correction, seen: Mismatch) -> Tensor:
-    """What one piece multiplies the push with [M]."""
+def factor(piece: Correction, mismatch: Mismatch) -> Tensor:
+    """The factor by which one piece multiplies the push [M]."""
     raise missing(piece, "correction.factor")
 
 
 @factor.register
-def _(piece: Truncate, seen: Mismatch) -> Tensor:
-    return seen.raw_M if piece.cap is None else seen.raw_M.clamp(max=piece.cap)
+def _(piece: Truncate, mismatch: Mismatch) -> Tensor:
+    return mismatch.raw_M if piece.cap is None else mismatch.raw_M.clamp(max=piece.cap)
 
 
 @factor.register
-def _(piece: Mask, seen: Mismatch) -> Tensor:
-    return torch.where((seen.raw_M >= piece.low) & (seen.raw_M <= piece.high), seen.raw_M, 0.0)
+def _(piece: Mask, mismatch: Mismatch) -> Tensor:
+    return torch.where((mismatch.raw_M >= piece.low) & (mismatch.raw_M <= piece.high), mismatch.raw_M, 0.0)
 
 
 @factor.register
-def _(piece: BinaryKL, seen: Mismatch) -> Tensor:
-    mu_M = seen.batch[MU]
-    near_M = (binary_kl(seen.log_M + mu_M, mu_M) <= piece.phi) & (binary_kl(mu_M, seen.log_M + mu_M) <= piece.phi)
-    return torch.where(near_M, seen.raw_M, 0.0)
+def _(piece: BinaryKL, mismatch: Mismatch) -> Tensor:
+    mu_M = mismatch.batch[MU]
+    near_M = (binary_kl(mismatch.log_M + mu_M, mu_M) <= piece.phi) & (
+        binary_kl(mu_M, mismatch.log_M + mu_M) <= piece.phi
+    )
+    return torch.where(near_M, mismatch.raw_M, 0.0)
 
 
 @factor.register
-def _(piece: Reject, seen: Mismatch) -> Tensor:
-    mean_M = bounded_exp(seen.batch.episode_sum(seen.log_M) / seen.batch.episode_length())
-    return ((mean_M >= piece.low) & (mean_M <= piece.high)).to(seen.raw_M.dtype)
+def _(piece: Reject, mismatch: Mismatch) -> Tensor:
+    mean_M = bounded_exp(mismatch.batch.episode_sum(mismatch.log_M) / mismatch.batch.episode_length())
+    return ((mean_M >= piece.low) & (mean_M <= piece.high)).to(mismatch.raw_M.dtype)
 
 
 @factor.register
-def _(piece: Veto, seen: Mismatch) -> Tensor:
-    return (~seen.batch.episode_any(bounded_exp(seen.log_M) < piece.below)).to(seen.raw_M.dtype)
+def _(piece: Veto, mismatch: Mismatch) -> Tensor:
+    return (~mismatch.batch.episode_any(bounded_exp(mismatch.log_M) < piece.below)).to(mismatch.raw_M.dtype)
 
 
 @factor.register
-def _(piece: NegativeMask, seen: Mismatch) -> Tensor:
-    left_M = seen.batch.episode_sum(seen.batch[MU] - seen.now_M) / seen.batch.episode_length() > piece.delta
-    return (~((seen.batch[ADVANTAGE] < 0) & left_M)).to(seen.raw_M.dtype)
+def _(piece: NegativeMask, mismatch: Mismatch) -> Tensor:
+    left_M = (
+        mismatch.batch.episode_sum(mismatch.batch[MU] - mismatch.now_M) / mismatch.batch.episode_length() > piece.delta
+    )
+    return (~((mismatch.batch[ADVANTAGE] < 0) & left_M)).to(mismatch.raw_M.dtype)
 
 
 def effective_share(used: Gauge, used_square: Gauge) -> float:
-    """Effective sample size over sample size: (sum c)^2 / (n * sum c^2), in (0, 1]; 1 when all weights agree.
+    """Effective sample size over sample size: (sum c)^2 / (n * sum c^2), in (0, 1]; 1 when all weights are equal.
 
-    Takes the gauges `correction/used` and `correction/used_square`, which merge by adding. NaN where nothing is used.
+    Its arguments are the gauges `correction/used` and `correction/used_square`, which merge by adding. NaN where no
+    token has a weight.
     """
     return used.mean**2 / used_square.mean if used_square.sum > 0 else float("nan")

@@ -2,10 +2,10 @@
 
     A = (r - baseline) / scale
 
-Baselines are in `algorithm.baseline`, shapings in `algorithm.shape`; a scale is one `case` here. Group-relative
-baselines without spread give exactly 0: fewer than two rewards to compare, or max - min of them not above their
-resolution times the largest sum of absolute terms, tested before any division (`core.spread`). Scales and whitening say
-"no spread" by the same rule.
+Baselines are in `algorithm.baseline`, shapings in `algorithm.shape`; a scale is one `case` here. A group-relative
+baseline gives exactly 0 where the rewards have no spread. There is no spread with fewer than two rewards, or where
+max - min is at most their resolution times the largest sum of absolute terms. This is tested before any division
+(`core.spread`). Scales and whitening use the same rule.
 
 Worked example, rewards [1, 0, 0, 1] of one prompt: groupmean [.5, -.5, -.5, .5], with group_std +-.8660, others
 +-.6667.
@@ -35,13 +35,13 @@ from posttrain.core.verdict import size
 
 
 def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int, ema: float) -> Credit:
-    """Credit of every spoken token of a step, whole groups at once.
+    """Credit of every spoken token of a step, computed over whole groups.
 
     Args:
         a: the algorithm; only its baseline, scale, rewards, whiten, shape, and a KL in the credit are read.
         groups: groups with their judged episodes scored; a group may have none.
         max_tokens: L_max of the sampling contract (`Overlong`, `Cosine`).
-        ema: the moving baseline before this step (`Ema`); handed back unchanged by other baselines.
+        ema: the moving baseline before this step (`Ema`); other baselines return it unchanged.
 
     Raises:
         InvariantError: a stream that the algorithm reads is missing.
@@ -59,7 +59,7 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
         raw
         if a.whiten is None
         else whitened(
-            a.whiten, raw, [_source(s) for s in flat], [_doubt(a, s, x) for s, x in zip(flat, raw, strict=True)]
+            a.whiten, raw, [_source(s) for s in flat], [_credit_noise(a, s, x) for s, x in zip(flat, raw, strict=True)]
         )
     )
     if a.charges_tokens:
@@ -75,7 +75,7 @@ def credit_step(a: Algorithm, groups: Sequence[ScoredGroup], *, max_tokens: int,
 
 
 def without_credit(credit: Credit) -> Credit:
-    """The same step with credit 0 everywhere: the value targets stay, the policy stands still (value warm-up, A19)."""
+    """The same step with credit 0 everywhere. Value targets stay, the policy does not change (value warm-up, A19)."""
     groups = tuple(
         replace(
             g, episodes=tuple(replace(e, advantage=tuple(np.zeros_like(x) for x in e.advantage)) for e in g.episodes)
@@ -86,8 +86,8 @@ def without_credit(credit: Credit) -> Credit:
 
 
 def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
-    """One prompt's judged siblings, shaped; without the greedy answer it is compared with, nobody can learn from the
-    group."""
+    """One prompt's judged siblings, shaped. All are dropped where the baseline needs a judged greedy answer and there
+    is none."""
     episodes = [s.episode for s in group.episodes]
     raw = np.array([0.0 if a.rewards == "none" else e.reward for e in episodes], np.float64)
     terms = np.array([0.0 if a.rewards == "none" else size(e.verdicts) for e in episodes], np.float64)
@@ -101,13 +101,14 @@ def _samples(a: Algorithm, group: ScoredGroup, max_tokens: int) -> list[Sample]:
 
 
 def _source(s: Sample) -> str:
-    """Where a task came from, for whitening per source: its column `source`."""
+    """Source of the sample's task, for whitening per source: the task's column `source`."""
     return str(s.scored.episode.task.info.get("source", ""))
 
 
-def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
-    """The width up to which a sample's credit says nothing, for whitening: from the terms of its reward, its baseline
-    and its values. Where siblings were compared it is 0, for what they agree in was rounded away before."""
+def _credit_noise(a: Algorithm, s: Sample, credit_T: Array) -> float:
+    """Size up to which a sample's credit counts as rounding, for whitening. It is computed from the terms of its
+    reward, its baseline and its values. It is 0 where siblings were compared, because equal ones
+    have credit 0 already."""
     if a.group_relative:
         return 0.0
     values = (
@@ -118,16 +119,17 @@ def _doubt(a: Algorithm, s: Sample, credit_T: Array) -> float:
     return rounding([s.charged_size + float(np.max(np.abs(credit_T), initial=0.0)) + 2 * values], s.resolution)
 
 
-# --- one number a sample -------------------------------------------------------------------------------------------
+# --- one number per sample -----------------------------------------------------------------------------------------
 
 
 def _by_samples(
     a: Algorithm, samples_P: Sequence[Sequence[Sample]], groups: Sequence[ScoredGroup], ema: float
 ) -> tuple[list[Array], list[bool], float]:
-    """Credit [T] of every sample from its reward and its siblings'; a KL in the reward is charged to go or to the whole
-    episode.
+    """Credit [T] of every sample, from its reward and those of its siblings.
 
-    The scale is that of whole rewards, and divides all of credit: the KL still to pay and what was paid before, too."""
+    A KL in the reward is subtracted as a sum to go or from the whole episode. The scale is that of whole rewards. It
+    divides all of the credit, so also the KL to go and what was paid for turns.
+    """
     to_go, in_reward, relative = a.baseline.to_go, a.charges_answers, a.group_relative
     centred_P: list[Array]
     divisors = [1.0] * len(samples_P)
@@ -156,7 +158,7 @@ def _by_samples(
 
 
 def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: float) -> tuple[Array, float]:
-    """Reward less baseline [G] of one prompt, and the moving baseline afterwards."""
+    """(reward minus baseline [G] of one prompt, the moving baseline afterwards)."""
     greedy = group.group.greedy
     return centred(
         a.baseline, Siblings(r, lengths, 0.0 if greedy is None or greedy.reward is None else greedy.reward, ema)
@@ -164,10 +166,10 @@ def _centred(a: Algorithm, r: Array, lengths: Array, group: ScoredGroup, ema: fl
 
 
 def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
-    """GDPO (A31): every reward source centred and scaled among its own siblings, then summed with the sources' weights
+    """GDPO (A31): each source's rewards are centred and scaled over the siblings, then summed with the sources' weights
     [G].
 
-    A sample whose source abstained takes no part in that source's comparison.
+    A sample is left out of the comparison of a source that abstained on it.
     """
     total = np.zeros(len(scored))
     sources = list(dict.fromkeys(j.source for s in scored for j in s.episode.verdicts if j.counts))
@@ -186,7 +188,8 @@ def _each_source(a: Algorithm, scored: Sequence[Scored]) -> Array:
 
 
 def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, float]]:
-    """(sibling, weight, score) of those whom a source gave a value; of a source that pays turns, everyone's sum."""
+    """(sibling, weight, score) of each sibling that a source gave a value.
+    A source that pays turns has a sum for every sibling."""
     given = [[j for j in s.episode.verdicts if j.source == source and j.counts] for s in scored]
     if any(j.paid for js in given for j in js):
         return [(i, 1.0, math.fsum(j.weight * (j.verdict.score or 0.0) for j in js)) for i, js in enumerate(given)]
@@ -194,7 +197,7 @@ def _of_source(scored: Sequence[Scored], source: str) -> list[tuple[int, float, 
 
 
 def _noise_of_source(scored: Sequence[Scored], source: str) -> float:
-    """The width up to which the siblings' scores of one source do not differ."""
+    """The largest difference of the siblings' scores of one source that counts as rounding."""
     given = [
         [j for j in s.episode.verdicts if j.source == source and j.counts and j.verdict.score is not None]
         for s in scored
@@ -206,7 +209,8 @@ def _noise_of_source(scored: Sequence[Scored], source: str) -> float:
 def _scales(
     a: Algorithm, rewards_P: Sequence[Array], noise_P: Sequence[float], samples_P: Sequence[Sequence[Sample]]
 ) -> list[float]:
-    """What each group's credit is divided by; 0 or less where there is no scale, and credit is then exactly 0."""
+    """The scale by which each group's credit is divided. It is 0 or less where there is no spread, and credit is then
+    exactly 0."""
     match a.scale:
         case "one":
             return [1.0] * len(rewards_P)

@@ -1,6 +1,7 @@
-"""Distances between two next-token distributions at the positions that were sampled: binary, top-k, and whole.
+"""Distances between two next-token distributions at the sampled positions: binary, top-k, and whole.
 
-P is what was sampled from (or the teacher), Q the policy; K candidate tokens, the rest summed into one.
+P is the sampler's distribution (or the teacher's), Q the policy's. There are K candidate tokens; all other tokens are
+summed into one.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ from posttrain.core.pieces.trust import Divergence
 from posttrain.core.streams import TOP_IDS, TOP_LOGP
 
 TINY = 1e-12
-"""Least probability of the rest: it is a difference of sums near 1, so below this it is rounding."""
+"""Least probability of the other tokens. It is computed as 1 minus a sum near 1, so a smaller value is rounding."""
 
 
 def distance(
     region: Divergence, logq_M: Tensor, logp_M: Tensor, batch: Streams, candidates_MK: Tensor | None
 ) -> Tensor:
-    """Distance [M] between P (log-probs logp_M of the said tokens) and the policy Q (A18).
+    """Distance [M] between P (log-probs logp_M of the sampled tokens) and the policy Q (A18).
 
     mu .99, pi .8: TV .19, KL .181. Top-2 of mu [.5, .3, .1, .06, .04] against pi [.4, .35, .12, .05, .08]: TV .10, KL
     .0207.
@@ -36,7 +37,7 @@ def distance(
                 " asked for them (candidates_MK)"
             )
         inside = ids_MK == batch.target_M[:, None]
-        # Where the said token is among the candidates, its own column would count it twice.
+        # A sampled token that is among the candidates would be counted twice by its own column.
         apart = ~inside.any(1, keepdim=True)
         p = torch.cat([batch[TOP_LOGP], p.masked_fill(~apart, -torch.inf)], 1)
         q = torch.cat([candidates_MK, q.masked_fill(~apart, -torch.inf)], 1)
@@ -44,13 +45,13 @@ def distance(
 
 
 def total_variation(logp_MK: Tensor, logq_MK: Tensor) -> Tensor:
-    """[M]: half the sum of |P - Q| over candidates and rest."""
+    """[M]: half the sum of |P - Q| over the candidates and the rest."""
     p, q = logp_MK.exp(), logq_MK.exp()
     return 0.5 * ((p - q).abs().sum(1) + (p.sum(1) - q.sum(1)).abs())
 
 
 def forward_kl(logp_MK: Tensor, logq_MK: Tensor) -> Tensor:
-    """[M]: KL(P || Q) over candidates and rest."""
+    """[M]: KL(P || Q) over the candidates and the rest."""
     p = logp_MK.exp()
     inside = torch.where(p > 0, p * (logp_MK - logq_MK), torch.zeros_like(p)).sum(1)
     rest_p, rest_q = rest(logp_MK), rest(logq_MK)
@@ -58,12 +59,12 @@ def forward_kl(logp_MK: Tensor, logq_MK: Tensor) -> Tensor:
 
 
 def binary_kl(logp_M: Tensor, logq_M: Tensor) -> Tensor:
-    """KL(P || Q) [M] between {the said token, any other}."""
+    """[M]: KL(P || Q) over two outcomes, the sampled token and any other."""
     return forward_kl(logp_M[:, None], logq_M[:, None])
 
 
 def jensen_shannon(teacher_MK: Tensor, student_MK: Tensor, beta: float) -> Tensor:
-    """Generalised JSD [M] over candidates and rest, differentiable in the student (GKD, A30).
+    """Generalised JSD [M] over the candidates and the rest, differentiable in the student (GKD, A30).
 
     beta * KL(T || M) + (1 - beta) * KL(S || M), M = beta T + (1 - beta) S; beta 0 is KL(T || S), beta 1 KL(S || T).
     T (.8, .2), S (.5, .5): KL(S || T) .223144, KL(T || S) .192745, JSD_.5 .050672.

@@ -1,8 +1,8 @@
-"""Estimators of KL(pi || reference) per token, and where each is applied. Which pairs are legal: `core.algorithm.KL`.
+"""Estimators of KL(pi || reference) per token, and where each is applied. `core.pieces.pull.KL` has the legal pairs.
 
-In the reward, an estimate is a number that credit spreads over the actions that led to it (its gradient is a score
+In the reward, an estimate is a number that credit spreads over the tokens that led to it (its gradient is a score
 function). In the loss, it is differentiated through log pi at the token itself, for the states that were visited.
-`both` does the two at once. Measured gradients of every pair: A34 and `tests/laws/test_kl.py`.
+`both` does both. Measured gradients of every pair: A34 and `tests/laws/test_kl.py`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from posttrain.core.pieces.pull import KL, Estimator
 
 
 def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None) -> Tensor:
-    """One estimate per token from gap = log pi - log reference; any shape, kept.
+    """One estimate per token from gap = log pi - log reference, in the shape of `gap`.
 
     k1 = gap, k2 = gap^2 / 2, k3 = exp(-gap) - 1 + gap (Schulman 2020), rk3 = pi/anchor * k3 (DeepSeek-V3.2, A08) with
-    `log_ratio` = log pi - log anchor, through which the gradient flows too. Where the policy has all but lost a token
-    (gap < -LOG_RATIO_LIMIT) k3 stays at its bound, e^20, and has no gradient: it would overflow, and drown every other
-    token.
+    `log_ratio` = log pi - log anchor, through which the gradient flows too. Where the policy gives a token almost no
+    probability (gap < -LOG_RATIO_LIMIT), k3 is bounded near e^20 and has no gradient. Without the bound it would
+    overflow, or be far larger than all other terms.
 
     >>> estimate("k3", torch.tensor([0.1, -0.1]))
     tensor([0.0048, 0.0052])
@@ -41,5 +41,5 @@ def estimate(estimator: Estimator, gap: Tensor, log_ratio: Tensor | None = None)
 
 
 def in_loss(pull: object) -> bool:
-    """Whether this pull is a KL that enters the loss."""
+    """Whether this pull is a KL in the loss."""
     return isinstance(pull, KL) and pull.placement in ("loss", "both")

@@ -1,5 +1,5 @@
-"""Losses as the trainer sees them: what each reads of a forward pass, and how it turns a batch and its scores into
-terms."""
+"""Losses as the trainer uses them: what each needs from a forward pass, and how it computes its terms from a batch and
+its scores."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from posttrain.core.streams import TOP_IDS, WEIGHT
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """What a loss reads of a forward pass beside the log-probs of the spoken tokens (`Learner.forward`)."""
+    """What a loss needs from a forward pass beside the log-probs of the spoken tokens (`Learner.forward`)."""
 
     entropy: bool = False
     value: bool = False
@@ -30,22 +30,22 @@ class Reads:
 
 
 class Loss(Protocol):
-    """A sum over the spoken tokens of a minibatch, so that its micro-batches add up."""
+    """A loss that is a sum over the spoken tokens of a minibatch, so that its micro-batches add up."""
 
     def reads(self, micro: Batch) -> Reads: ...
 
     def terms(self, micro: Batch, scores: TokenScores) -> Terms:
-        """Of one micro-batch of whole units."""
+        """Loss and gauges of one micro-batch of whole units."""
         ...
 
     def gauges(self, batch: Batch, parts: Sequence[Terms]) -> Gauges:
-        """Of the whole minibatch, from its micro-batches in order."""
+        """Gauges of the whole minibatch, from its micro-batches in order."""
         ...
 
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The loss of an algorithm (`objective`). `warming` trains the value head alone."""
+    """The loss of an algorithm (`objective`). With `warming` only the value head is trained."""
 
     algorithm: Algorithm
     warming: bool = False
@@ -63,7 +63,7 @@ class PolicyLoss:
 
 @dataclass(frozen=True)
 class Likelihood:
-    """Maximum likelihood of what was demonstrated, each token by its weight."""
+    """Maximum likelihood of demonstrations, each token with its weight."""
 
     def reads(self, micro: Batch) -> Reads:
         return Reads()

@@ -1,7 +1,7 @@
-"""Streams made over a whole minibatch before it is split, so that a split changes nothing: what is chosen, imitated,
-shown or mixed.
+"""Streams that are made over a whole minibatch before it is split, so that a split changes nothing: which tokens are
+chosen, imitated or shown, and how the proximal anchor mixes them.
 
-To add one, write its `Stream` and its `Maker` here, the latter in `WHOLE` (`core/streams.py`).
+To add one, write its `Stream` and its `Maker` here, and put the maker into `WHOLE` (see `core/streams.py`).
 """
 
 from __future__ import annotations
@@ -41,16 +41,16 @@ WAS_SHOWN = Stream(
 
 @dataclass(frozen=True, eq=False)
 class Whole:
-    """What a maker of these streams looks at: a minibatch with all that was said, scored and credited of its tokens."""
+    """The context of makers of these streams: a minibatch with all its tokens, scores and credit."""
 
     algorithm: Algorithm
     batch: Batch
     credits: Sequence[EpisodeCredit]
-    """One for each episode of the batch, in order."""
+    """Credit of each episode of the batch, in order."""
     versions: tuple[int, int]
-    """Weights at the start of the step, and those that this minibatch makes."""
+    """Version of the weights at the start of the step, and of the weights after this minibatch."""
     rng: np.random.Generator
-    """Random numbers that belong to this minibatch."""
+    """Random generator of this minibatch alone."""
 
     @property
     def shown_M(self) -> np.ndarray:
@@ -63,7 +63,7 @@ def _chosen(w: Whole) -> np.ndarray:
 
 
 def _imitated(w: Whole) -> np.ndarray:
-    """Equal weights of the tokens that were shown, or of those in solved episodes that the policy said itself."""
+    """Equal weights for the shown tokens, or for the policy's own tokens in solved episodes."""
     assert w.algorithm.imitate is not None
     solved = np.array([e.episode.reward is not None and e.episode.reward >= SOLVED for e in w.credits])
     wanted = w.shown_M if w.algorithm.imitate.of == "shown" else solved[w.batch.sequence_M] & ~w.shown_M
@@ -86,4 +86,4 @@ WHOLE: list[Maker[Whole]] = [
         _sampled_top,
     ),
 ]
-"""Who makes what over a minibatch, in this order."""
+"""The makers of these streams, in the order in which they run."""

@@ -1,9 +1,9 @@
-"""The loss of one micro-batch: REINFORCE's gradient, made louder or quieter per token, plus what is added beside it.
+"""The loss of one micro-batch: REINFORCE's gradient with a factor per token, plus further terms.
 
     loss = sum_t weight_t * ( -sg[c_t * push_t] * A_t * logp_t + pull_t - coef_H * H_t + coef_V * value_loss_t )
 
-It is a plain weighted sum: weights were normalised over the whole minibatch, so micro-batches and ranks add up. The
-printed loss is a surrogate; only its gradient means something, and it equals the published objective's (law 1).
+It is a plain weighted sum. The weights were normalised over the whole minibatch, so micro-batches and ranks add up. The
+printed loss is a surrogate; only its gradient has a meaning, and it equals that of the published objective (law 1).
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from posttrain.core.streams import ADVANTAGE, MU, REFERENCE, RETURN, START, TOP_
 
 @dataclass(frozen=True, eq=False)
 class Terms:
-    """A differentiable scalar, and what was seen on the way (sums and counts over tokens)."""
+    """A differentiable scalar, and gauges of its computation (sums and counts over tokens)."""
 
     loss: Tensor
     gauges: Gauges
 
 
 def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
-    """Loss and gauges of one micro-batch of whole episodes. A minibatch's are the sums over its micro-batches.
+    """Loss and gauges of one micro-batch of whole episodes. Those of a minibatch are the sums over its micro-batches.
 
     Args:
-        a: the algorithm; every choice but those of credit and rollout is read.
+        a: the algorithm; all its choices are read, except those of credit and rollout.
         batch: streams [M], on the device of the scores.
         scores: differentiable log-prob [M] of each spoken token, with entropy, value and candidates where `a` reads
             them.
@@ -60,44 +60,44 @@ def objective(a: Algorithm, batch: Streams, scores: TokenScores) -> Terms:
         ),
     )
     corrected = correct(a.correction, start_M, logp_M, batch) if a.correction else None
-    loudness_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
-    loudness_M = _chosen(a, loudness_M, logp_M.detach(), batch)
-    term_M = -(loudness_M * batch[ADVANTAGE]).detach() * logp_M + _beside(a, log_ratio_M, logp_M, batch, scores)
-    seen = _Seen(batch)
+    factor_M = pushed.push_M if corrected is None else corrected.used_M * pushed.push_M
+    factor_M = _chosen(a, factor_M, logp_M.detach(), batch)
+    term_M = -(factor_M * batch[ADVANTAGE]).detach() * logp_M + _further_terms(a, log_ratio_M, logp_M, batch, scores)
+    gauge_sums = _GaugeSums(batch)
     if (value := a.learns_values) is not None:
         value_M, return_M = _present(scores.value, "value", a), batch[RETURN]
         each_M = value_loss(value_M, batch.find(VALUE), return_M, value.clip)
         term_M = term_M + value.coef * each_M
-        seen.values(each_M, value_M, return_M)
-    seen.policy(ratio_M, pushed, loudness_M)
-    seen.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=START in batch or "start" in a.reads)
+        gauge_sums.values(each_M, value_M, return_M)
+    gauge_sums.policy(ratio_M, pushed, factor_M)
+    gauge_sums.drift(logp_M, start_M, log_ratio_M, scores.entropy, knows_start=START in batch or "start" in a.reads)
     if corrected is not None:
-        seen.correction(corrected)
+        gauge_sums.correction(corrected)
     loss = (batch[WEIGHT] * term_M).sum()
-    return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch), seen.gauges())
+    return Terms(loss if a.imitate is None else loss + imitation(a, logp_M, batch), gauge_sums.gauges())
 
 
 def supervised(weight_M: Tensor, logp_M: Tensor) -> Tensor:
-    """Maximum likelihood: -sum_t weight_t * logp_t, weights normalised over the whole minibatch."""
+    """Maximum likelihood: -sum_t weight_t * logp_t. The weights are normalised over the whole minibatch."""
     return -(weight_M * logp_M).sum()
 
 
 def _start(a: Algorithm, now_M: Tensor, batch: Streams) -> Tensor:
-    """Log-probs of the policy at the start of the step [M]: scored, the policy itself, or interpolated (A-3PO, A26)."""
+    """Log-probs of the policy at the start of the step [M]: scored, the current ones, or interpolated (A-3PO, A26)."""
     if a.anchor == "proximal":
         return batch[MU] + batch[MIX] * (now_M - batch[MU])
     known_M = batch.find(START)
     return now_M if known_M is None else known_M
 
 
-def _chosen(a: Algorithm, loudness_M: Tensor, now_M: Tensor, batch: Streams) -> Tensor:
-    """Loudness after the choice of tokens, and with shown tokens at the gradient of p / (p + gamma) (LUFFY, A24)."""
+def _chosen(a: Algorithm, factor_M: Tensor, now_M: Tensor, batch: Streams) -> Tensor:
+    """The push after the choice of tokens. Shown tokens get the gradient of p / (p + gamma) (LUFFY, A24)."""
     if a.tokens is not None and a.tokens.silences:
-        loudness_M = loudness_M * batch[CHOSEN]
+        factor_M = factor_M * batch[CHOSEN]
     if a.shown is None:
-        return loudness_M
+        return factor_M
     shown_M = batch[WAS_SHOWN]
-    return torch.where(shown_M, 0.0 if a.shown.gamma is None else shown_push(now_M, a.shown.gamma), loudness_M)
+    return torch.where(shown_M, 0.0 if a.shown.gamma is None else shown_push(now_M, a.shown.gamma), factor_M)
 
 
 def shown_push(logp_M: Tensor, gamma: float) -> Tensor:
@@ -106,8 +106,8 @@ def shown_push(logp_M: Tensor, gamma: float) -> Tensor:
     return gamma * p_M / (p_M + gamma).square()
 
 
-def _beside(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams, scores: TokenScores) -> Tensor:
-    """The differentiable terms beside the policy's, per token [M]."""
+def _further_terms(a: Algorithm, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams, scores: TokenScores) -> Tensor:
+    """The differentiable terms beside the policy term, per token [M]."""
     term_M = torch.zeros_like(logp_M)
     if a.pull is not None and (pull_M := pull_term(a.pull, log_ratio_M, logp_M, batch)) is not None:
         term_M = term_M + pull_M
@@ -148,7 +148,7 @@ def _detached(x: Tensor | None) -> Tensor | None:
     return None if x is None else x.detach()
 
 
-class _Seen:
+class _GaugeSums:
     """Gauges of one micro-batch: sums stay on the device and are read once, at the end."""
 
     def __init__(self, batch: Streams) -> None:
@@ -158,21 +158,21 @@ class _Seen:
     def _add(self, name: str, x_M: Tensor) -> None:
         self._sums[name] = x_M.detach().sum(dtype=self._batch[WEIGHT].dtype)
 
-    def policy(self, ratio_M: Tensor, pushed: Push, loudness_M: Tensor) -> None:
-        """How far tokens went and how many were silenced. `ratio_square` is what a few huge ratios show up in."""
+    def policy(self, ratio_M: Tensor, pushed: Push, factor_M: Tensor) -> None:
+        """Sizes of the ratios, and how many tokens were masked. `ratio_square` shows a few very large ratios."""
         self._add("policy/clip_low", pushed.low_M)
         self._add("policy/clip_high", pushed.high_M)
         self._add("policy/ratio", ratio_M)
         self._add("policy/ratio_square", ratio_M.square())
-        self._add("policy/surrogate", loudness_M * self._batch[ADVANTAGE])
+        self._add("policy/surrogate", factor_M * self._batch[ADVANTAGE])
 
     def drift(
         self, logp_M: Tensor, start_M: Tensor, log_ratio_M: Tensor, entropy_M: Tensor | None, *, knows_start: bool
     ) -> None:
-        """Distances per token: from the start of the step, the anchor and the reference (k3), and from the sampler.
+        """Distances per token: to the start of the step, the anchor and the reference (k3), and to the sampler.
 
-        The mismatch is start against mu; where the start was not scored, the current policy stands in for it. Shown
-        tokens have no sampler, hence no mismatch.
+        The mismatch is between start and mu. Where the start was not scored, the current policy is used instead. Shown
+        tokens have no sampler, so they have no mismatch.
         """
         now_M, b = logp_M.detach(), self._batch
         mu_M = torch.where(b[WAS_SHOWN], start_M, b[MU]) if WAS_SHOWN in b else b[MU]
@@ -187,7 +187,7 @@ class _Seen:
             self._add("policy/entropy", entropy_M)
 
     def values(self, loss_M: Tensor, value_M: Tensor, return_M: Tensor) -> None:
-        """Value loss, and the sums explained variance is made of: 1 - Var(residual) / Var(return)."""
+        """Value loss, and the sums for explained variance: 1 - Var(residual) / Var(return)."""
         residual_M = return_M - value_M.detach()
         self._add("value/loss", loss_M)
         self._add("value/return", return_M)
@@ -196,7 +196,8 @@ class _Seen:
         self._add("value/residual_square", residual_M.square())
 
     def correction(self, corrected: Corrected) -> None:
-        """Raw and used start/mu; used and used_square give the effective sample size (`correction.effective_share`)."""
+        """Raw and used start/mu. `correction.effective_share` computes the effective sample size
+        from used and used_square."""
         self._add("correction/raw", corrected.raw_M)
         self._add("correction/used", corrected.used_M)
         self._add("correction/used_square", corrected.used_M.square())

@@ -1,5 +1,5 @@
-"""Pulls: the differentiable regularisers beside the policy term. One type in `core.pieces.pull`, one function here,
-registered by it."""
+"""Pulls: the differentiable regularisers beside the policy term. Each is a type in `core.pieces.pull` and a function
+here, registered for that type."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from posttrain.core.streams import REFERENCE
 
 @singledispatch
 def pull_term(pull: Pull, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    """The regulariser per token [M]; None where it lives in the credit alone.
+    """The regulariser per token [M]; None where it is only in the credit.
 
     Args:
-        log_ratio_M: log pi - log anchor. logp_M: log pi. Both are differentiated through.
+        log_ratio_M: log pi - log anchor, differentiable.
+        logp_M: log pi, differentiable.
     """
     raise missing(pull, "pull.pull_term")
 
@@ -33,8 +34,8 @@ def _(pull: KL, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor |
 
 @pull_term.register
 def _(pull: SequenceL2, log_ratio_M: Tensor, logp_M: Tensor, batch: Streams) -> Tensor | None:
-    """coef/2 * (sum of the episode's log-ratios)^2 once per episode (A20, Eq. 3), its value shared out over the
-    episode's tokens: a token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi."""
+    """coef/2 * (sum of the episode's log-ratios)^2, once per episode (A20, Eq. 3). Its value is divided over the
+    episode's tokens. A token's whole gradient is then weight * (A - coef * log-ratio sum) * grad log pi."""
     return pull.coef / 2 * batch.episode_sum(log_ratio_M).square() / batch.episode_length()
 
 

@@ -1,8 +1,8 @@
-"""The mathematics of a piece is a function registered by its type: `@pushed.register` over
-`def _(region: Clip, look: Look) -> Push`.
+"""The mathematics of a piece is a function registered for its type: `@pushed.register` above
+`def _(region: Clip, inputs: TrustInputs) -> Push`.
 
-Functions of a piece are `functools.singledispatch` on their first argument, so a type that derives from another has its
-mathematics until it brings its own. What nobody registered is an error that says where to.
+These functions are `functools.singledispatch` on their first argument. A derived type uses the mathematics of its base
+until it registers its own. A type without a function is an error that names where to register one.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from posttrain.core.pieces.piece import Piece
 
 
 def missing(piece: Piece, function: str) -> InvariantError:
-    """Of a piece without mathematics; `function` is where to register it."""
+    """The error for a piece without mathematics; `function` is where to register it."""
     name = type(piece).__name__
     return InvariantError(
         f"{name} has no mathematics: register a function of {name} with posttrain.algorithm.{function}.register"

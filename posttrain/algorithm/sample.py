@@ -1,5 +1,4 @@
-"""A judged episode between shaping and credit: its reward, what a KL charges it, and what all of that is summed
-from."""
+"""A judged episode between shaping and credit: its reward, its KL penalty, and the sizes of their terms."""
 
 from __future__ import annotations
 
@@ -28,10 +27,9 @@ class Sample:
     size: float
     """Sum of the absolute terms of `shaped`: the sources' weighted scores and what shaping added."""
     penalty_T: Array
-    """coef * KL estimate of each spoken token; zeros where credit carries no KL."""
+    """coef * KL estimate of each spoken token; zeros where credit has no KL."""
     paid_T: Array
-    """What the world paid for turns, at the last token of each; zeros where the world's rewards are not learned
-    from."""
+    """Rewards of turns, at the last token of each turn; zeros where the algorithm learns from no rewards."""
     dropped: str
 
     @property
@@ -40,22 +38,22 @@ class Sample:
 
     @property
     def resolution(self) -> float:
-        """Relative difference of rewards that says nothing: that of the coarsest source."""
+        """Relative difference of rewards up to which they count as equal: that of the coarsest source."""
         return resolution(self.scored.episode.verdicts)
 
     @property
     def charged(self) -> float:
-        """What the KL takes from the whole reward."""
+        """The KL that is subtracted from the whole reward."""
         return math.fsum(self.penalty_T)
 
     @property
     def charged_size(self) -> float:
-        """`size`, and that of the KL's terms."""
+        """`size` plus the sum of the KL's absolute terms."""
         return self.size + math.fsum(np.abs(self.penalty_T))
 
 
 def noise_of(samples: Sequence[Sample], *, charged: bool = True) -> float:
-    """The width up to which samples' rewards do not differ (with what a KL charges them, where `charged`)."""
+    """The largest difference of samples' rewards that counts as rounding (with their KL penalty, where `charged`)."""
     sizes = [s.charged_size if charged else s.size for s in samples]
     return rounding(sizes, max((s.resolution for s in samples), default=0.0))
 

@@ -1,9 +1,7 @@
-"""Shaping: what the algorithm makes of the raw outcome before it compares. Group pieces see all siblings.
+"""Shaping: changes of the raw outcome before rewards are compared. A piece may read all siblings of a prompt.
 
-One type in `core.pieces.shape`, its functions here, registered by it: `shape`, and `grown` or `dropped` where it needs
-them.
-
-Filters, pass rates and difficulty read the raw outcome, never this.
+Each is a type in `core.pieces.shape` and functions here, registered for that type: `shape`, and `grown` or `dropped`
+where it needs them. Filters, pass rates and difficulty read the raw outcome, never the shaped reward.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ Array = NDArray[np.float64]
 def shaped(
     pieces: Sequence[Shaping], rewards: Array, episodes: Sequence[Episode], max_tokens: int
 ) -> tuple[Array, list[str]]:
-    """(rewards [G] after all pieces, why each episode may carry no gradient or '') of one prompt's judged siblings."""
+    """(rewards [G] after all pieces, why each episode may have no gradient or '') of one prompt's judged siblings."""
     why = ["said nothing" if e.spoken == 0 else "" for e in episodes]
     for piece in pieces:
         why = [w or dropped(piece, e) for w, e in zip(why, episodes, strict=True)]
@@ -53,7 +51,7 @@ def sizes(
 ) -> Array:
     """Sums of absolute terms [G] of the rewards after all pieces; `terms` are those of the raw `rewards`.
 
-    Signed makes 2 * .6 + 1 of a .1 + .2 - .3 whose terms are .6: its 0 is known to 2.2 times the resolution.
+    For .1 + .2 - .3 the terms are .6. `Signed` makes them 2 * .6 + 1 = 2.2, so rounding is 2.2 times the resolution.
     """
     for piece in pieces:
         after = shape(piece, rewards, episodes, max_tokens)
@@ -73,14 +71,14 @@ def shape(piece: Shaping, rewards: Array, episodes: Sequence[Episode], max_token
 
 @singledispatch
 def grown(piece: Shaping, terms: Array, rewards: Array, after: Array, episodes: Sequence[Episode]) -> Array:
-    """Sums of absolute terms [G] of the rewards `after` one piece, from those of the `rewards` before it: what it added
-    is one term."""
+    """Sums of absolute terms [G] of the rewards `after` one piece, from those of the `rewards` before it. By default
+    the difference that it made is one further term."""
     return terms + np.abs(after - rewards)
 
 
 @singledispatch
 def dropped(piece: Shaping, episode: Episode) -> str:
-    """Why an episode may carry no gradient; '' where it may."""
+    """Why an episode may have no gradient; '' where it may have one."""
     return ""
 
 
@@ -164,12 +162,12 @@ def _(piece: Cosine | Gate, terms: Array, rewards: Array, after: Array, episodes
 
 @shape.register
 def _(piece: Repetition, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
-    return rewards - piece.penalty * np.array([repeated(_said(e), piece.n) for e in episodes])
+    return rewards - piece.penalty * np.array([repeated(_spoken_ids(e), piece.n) for e in episodes])
 
 
 @shape.register
 def _(piece: Gate, rewards: Array, episodes: Sequence[Episode], max_tokens: int) -> Array:
-    return np.where([_opened(e, piece.source) for e in episodes], rewards, piece.otherwise)
+    return np.where([_full_score(e, piece.source) for e in episodes], rewards, piece.otherwise)
 
 
 @shape.register
@@ -184,7 +182,7 @@ def _(piece: RelativeLength, terms: Array, rewards: Array, after: Array, episode
     return known[:, 0] + 1 + piece.coef * (terms + np.abs(known[:, 1]))
 
 
-# --- what they are made of -------------------------------------------------------------------------------------------
+# --- shared parts ----------------------------------------------------------------------------------------------------
 
 
 def cut_off(episode: Episode) -> bool:
@@ -200,7 +198,7 @@ def _solved(episodes: Sequence[Episode]) -> NDArray[np.bool_]:
 
 
 def best_of(rewards: Array, k: int) -> Array:
-    """Mean over the k-subsets that hold sample i of their best reward, for every i [G].
+    """For every sample i [G]: the mean, over the k-subsets that contain i, of the best reward in the subset.
 
     For outcomes of {0, 1}: 1 for a success, 1 - C(wrong-1, k-1) / C(G-1, k-1) for a failure (A32). Fewer than k samples
     count as one subset of all of them.
@@ -211,7 +209,7 @@ def best_of(rewards: Array, k: int) -> Array:
     order = np.argsort(rewards, kind="stable")
     low_to_high = rewards[order]
     total = math.comb(n - 1, k - 1)
-    # Among the subsets that hold i, the one at rank j > rank(i) is the best of C(j - 1, k - 2) of them.
+    # Of the subsets that contain i, the sample at rank j > rank(i) is the best in C(j - 1, k - 2).
     above = np.array([math.comb(j - 1, k - 2) if k >= 2 and j >= 1 else 0 for j in range(n)], np.float64) * low_to_high
     after = np.concatenate([np.cumsum(above[::-1])[::-1][1:], [0.0]])
     own = np.array([math.comb(j, k - 1) for j in range(n)], np.float64) * low_to_high
@@ -224,11 +222,12 @@ def best_of(rewards: Array, k: int) -> Array:
 
 
 def best_gain(rewards: Array, k: int) -> Array:
-    """Mean over the k-subsets that hold sample i of their best reward less that of the others in it, for every i [G]
-    (PKPO, Eq. 33).
+    """For every sample i [G]: the mean, over the k-subsets that contain i, of how much i raises the best reward in the
+    subset (PKPO, Eq. 33).
 
-    Sample i adds r_i - r_j where j is the best of the others and worse: so it is for C(rank(j), k - 2) of the subsets.
-    [1, 0, 0] with k=2 -> [1, 0, 0]; with k=1 nobody else is there, and it is the reward.
+    It raises the best reward by r_i - r_j where j, the best of the others, is worse than i. That is so in
+    C(rank(j), k - 2) of the subsets. [1, 0, 0] with k=2 -> [1, 0, 0]. With k=1 there are no others, and the result is
+    the reward.
     """
     n, k = len(rewards), min(k, len(rewards))
     if k < 2:
@@ -239,8 +238,8 @@ def best_gain(rewards: Array, k: int) -> Array:
 
 
 def best_spread(rewards: Array, k: int) -> float:
-    """Standard deviation of the best reward over all k-subsets (all of them, so ddof 0): sqrt(p (1 - p)) for outcomes
-    of {0, 1}."""
+    """Standard deviation of the best reward over all k-subsets. All subsets are counted, so ddof is 0. For outcomes of
+    {0, 1} it is sqrt(p (1 - p))."""
     n, k = len(rewards), min(k, len(rewards))
     if n == 0:
         return 0.0
@@ -256,12 +255,12 @@ def repeated(ids: Sequence[int] | NDArray[np.int32], n: int) -> float:
     return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
-def _said(episode: Episode) -> list[int]:
+def _spoken_ids(episode: Episode) -> list[int]:
     return [int(i) for s in episode.segments for i in s.ids[s.mask]]
 
 
-def _opened(episode: Episode, source: str) -> bool:
-    """Whether a source gave the whole of its reward."""
+def _full_score(episode: Episode, source: str) -> bool:
+    """Whether a source gave a full score. DataError where the episode has no such source."""
     scores = [j.verdict.score for j in episode.verdicts if j.source == source]
     if not scores:
         named = ", ".join(sorted({j.source for j in episode.verdicts}))

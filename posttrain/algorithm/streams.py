@@ -1,4 +1,4 @@
-"""A minibatch as torch sees it: the streams of a core `Batch` on one device, and sums over episodes."""
+"""A minibatch in torch: the streams of a core `Batch` on one device, and sums over episodes."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from posttrain.core.streams import TOP_IDS, WEIGHT, Streamed
 
 @dataclass(frozen=True, eq=False)
 class Streams(Streamed[Tensor]):
-    """What the loss reads, one entry per spoken token: the streams of a batch, by the same declarations. Nothing here
-    is differentiated."""
+    """The input of the loss, one entry per spoken token: the streams of a batch, by the same declarations. Nothing here
+    has a gradient."""
 
     HOLDER: ClassVar[str] = "the minibatch"
     sequence_M: Tensor
     """int64: episode of each token, 0..episodes-1."""
     episodes: int
     target_M: Tensor | None = None
-    """int64: the token said, where the batch has candidates to compare it with."""
+    """int64: the sampled token, where the batch has candidates to compare it with."""
 
     def episode_sum(self, x_M: Tensor) -> Tensor:
-        """[M] -> [M]: every token gets the sum over its whole episode, all segments. Differentiable."""
+        """[M] -> [M]: for every token the sum over its whole episode, all segments. Differentiable."""
         return x_M.new_zeros(self.episodes).index_add(0, self.sequence_M, x_M)[self.sequence_M]
 
     def episode_length(self) -> Tensor:

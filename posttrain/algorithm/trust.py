@@ -1,8 +1,8 @@
-"""Trust regions: how loudly a token may speak. A trust region is one type in `core.pieces.trust` and one function here,
-registered by it.
+"""Trust regions: the factor of each token's policy gradient. Each is a type in `core.pieces.trust` and a function here,
+registered for that type.
 
-Everything here is detached: a push multiplies the score-function gradient A * grad log pi and is never differentiated.
-That this equals the gradient of each published objective is law 1.
+Everything here is detached. A push multiplies the score-function gradient A * grad log pi and is never differentiated.
+Law 1 tests that this equals the gradient of each published objective.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from posttrain.core.algorithm import Ratio
 from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometric, Hump, Soft, Taper, TrustRegion
 
 LOG_RATIO_LIMIT = 20.0
-"""|log ratio| is bounded here before exp, so that a ratio of a lost token stays finite (e^20 = 4.9e8)."""
+"""|log ratio| is bounded to this before exp, so that the ratio of a very improbable token is finite (e^20 = 4.9e8)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Push:
-    """push_M multiplies the token's policy gradient; low_M, high_M (bool) say which bound silenced it."""
+    """push_M is the factor of the token's policy gradient. low_M and high_M (bool) show at which
+    bound it was masked."""
 
     push_M: Tensor
     low_M: Tensor
@@ -34,7 +35,7 @@ class Push:
 
 @dataclass(frozen=True, eq=False)
 class TrustInputs:
-    """What a trust region may look at, detached: the ratio it bounds, and where it came from.
+    """The input of a trust region, detached: the ratio that it bounds, and what the ratio was computed from.
 
     candidates_MK: log pi of the batch's `TOP_IDS`, where the trust region reads them.
     """
@@ -48,7 +49,7 @@ class TrustInputs:
 
     @property
     def up_M(self) -> Tensor:
-        """bool [M]: tokens that credit makes likelier."""
+        """bool [M]: tokens that credit makes more likely."""
         return self.advantage_M > 0
 
     @property
@@ -58,12 +59,12 @@ class TrustInputs:
 
 
 def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
-    """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. Sequence forms give all tokens of an episode
-    one ratio.
+    """pi/anchor per token [M], detached, exactly 1 where log_ratio is 0. In sequence forms all tokens of an episode
+    have one ratio.
 
-    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13), `sequence_product` the likelihood ratio of the
-    answer. `sequence_token` is s as well: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where
-    credit varies.
+    `sequence_mean` is GSPO's s = exp(mean of the log-ratios) (A13). `sequence_product` is the likelihood ratio of the
+    answer. `sequence_token` is s too: pi_t / sg[pi_t] has value 1, so GSPO-token's gradient differs only where credit
+    varies.
     """
     x_M = log_ratio_M.detach()
     match ratio:
@@ -78,85 +79,88 @@ def importance(ratio: Ratio, log_ratio_M: Tensor, batch: Streams) -> Tensor:
     return bounded_exp(log_M)
 
 
-def push(region: TrustRegion | None, look: TrustInputs) -> Push:
-    """What each token's policy gradient is multiplied with; without a trust region the ratio."""
-    return _loud(look.ratio_M) if region is None else pushed(region, look)
+def push(region: TrustRegion | None, inputs: TrustInputs) -> Push:
+    """The factor of each token's policy gradient; without a trust region it is the ratio."""
+    return _unmasked(inputs.ratio_M) if region is None else pushed(region, inputs)
 
 
 @singledispatch
-def pushed(region: TrustRegion, look: TrustInputs) -> Push:
+def pushed(region: TrustRegion, inputs: TrustInputs) -> Push:
     """`push` of one trust region."""
     raise missing(region, "trust.pushed")
 
 
 @pushed.register
-def _(region: Clip, look: TrustInputs) -> Push:
+def _(region: Clip, inputs: TrustInputs) -> Push:
     """A05, Eq. 7 of 1707.06347: the gradient of -min(r A, clip(r, 1-low, 1+high) A) is -r A grad log pi, or 0 where the
     clipped branch is the smaller: r > 1+high with A > 0, r < 1-low with A < 0."""
-    r_M, up_M, down_M = look.ratio_M, look.up_M, look.down_M
+    r_M, up_M, down_M = inputs.ratio_M, inputs.up_M, inputs.down_M
     loud_M = (up_M & (r_M > 1 + region.high)) | (down_M & (r_M > (region.cap or torch.inf)))
     return _clipped(r_M, down_M & (r_M < 1 - region.low), loud_M)
 
 
 @pushed.register
-def _(region: Cap, look: TrustInputs) -> Push:
-    return _loud(look.ratio_M.clamp(region.low, region.high))
+def _(region: Cap, inputs: TrustInputs) -> Push:
+    return _unmasked(inputs.ratio_M.clamp(region.low, region.high))
 
 
 @pushed.register
-def _(region: Taper, look: TrustInputs) -> Push:
-    return _loud(torch.where(look.down_M, look.ratio_M.clamp(max=region.cap), 1.0))
+def _(region: Taper, inputs: TrustInputs) -> Push:
+    return _unmasked(torch.where(inputs.down_M, inputs.ratio_M.clamp(max=region.cap), 1.0))
 
 
 @pushed.register
-def _(region: Soft, look: TrustInputs) -> Push:
-    r_M = look.ratio_M
-    gate_M = torch.sigmoid(_either(look.up_M, region.tau, region.tau_negative, r_M) * (r_M - 1))
-    return _loud(4 * r_M * gate_M * (1 - gate_M))
+def _(region: Soft, inputs: TrustInputs) -> Push:
+    r_M = inputs.ratio_M
+    gate_M = torch.sigmoid(_either(inputs.up_M, region.tau, region.tau_negative, r_M) * (r_M - 1))
+    return _unmasked(4 * r_M * gate_M * (1 - gate_M))
 
 
 @pushed.register
-def _(region: Geometric, look: TrustInputs) -> Push:
-    """GMPO: d/dlogp_t of exp(mean of clipped log-ratios) * A is that weight * A / |y|, and 0 where the token is
-    clipped."""
+def _(region: Geometric, inputs: TrustInputs) -> Push:
+    """GMPO: with w = exp(mean of clipped log-ratios), d/dlogp_t of w * A is w * A / |y|,
+    and 0 where the token is clipped."""
     low, high = region.low, region.high
-    high_M = look.up_M & (look.log_ratio_M > high)
-    low_M = look.down_M & (look.log_ratio_M < -low)
-    held_M = torch.where(high_M, high, torch.where(low_M, -low, look.log_ratio_M))
-    weight_M = bounded_exp(look.batch.episode_sum(held_M) / look.batch.episode_length())
+    high_M = inputs.up_M & (inputs.log_ratio_M > high)
+    low_M = inputs.down_M & (inputs.log_ratio_M < -low)
+    held_M = torch.where(high_M, high, torch.where(low_M, -low, inputs.log_ratio_M))
+    weight_M = bounded_exp(inputs.batch.episode_sum(held_M) / inputs.batch.episode_length())
     return _clipped(weight_M, low_M, high_M)
 
 
 @pushed.register
-def _(region: Divergence, look: TrustInputs) -> Push:
-    r_M = look.ratio_M
-    far_M = distance(region, look.logp_M, look.logp_M - look.log_ratio_M, look.batch, look.candidates_MK) > region.delta
-    return _clipped(r_M.clamp(max=region.cap), look.down_M & (r_M < 1) & far_M, look.up_M & (r_M > 1) & far_M)
-
-
-@pushed.register
-def _(region: FutureKL, look: TrustInputs) -> Push:
-    clipped = pushed(Clip(low=region.low, high=region.high), look)
-    return Push(clipped.push_M * future(region, look), clipped.low_M, clipped.high_M)
-
-
-@pushed.register
-def _(region: Hump, look: TrustInputs) -> Push:
-    r_M = look.ratio_M
-    k_M, fade_M = (
-        _either(look.up_M, region.k, region.k_negative, r_M),
-        _either(look.up_M, region.fade, region.fade_negative, r_M),
+def _(region: Divergence, inputs: TrustInputs) -> Push:
+    r_M = inputs.ratio_M
+    far_M = (
+        distance(region, inputs.logp_M, inputs.logp_M - inputs.log_ratio_M, inputs.batch, inputs.candidates_MK)
+        > region.delta
     )
-    return _loud(r_M.pow(k_M) * torch.exp(fade_M * (1 - r_M)))
+    return _clipped(r_M.clamp(max=region.cap), inputs.down_M & (r_M < 1) & far_M, inputs.up_M & (r_M > 1) & far_M)
+
+
+@pushed.register
+def _(region: FutureKL, inputs: TrustInputs) -> Push:
+    clipped = pushed(Clip(low=region.low, high=region.high), inputs)
+    return Push(clipped.push_M * future(region, inputs), clipped.low_M, clipped.high_M)
+
+
+@pushed.register
+def _(region: Hump, inputs: TrustInputs) -> Push:
+    r_M = inputs.ratio_M
+    k_M, fade_M = (
+        _either(inputs.up_M, region.k, region.k_negative, r_M),
+        _either(inputs.up_M, region.fade, region.fade_negative, r_M),
+    )
+    return _unmasked(r_M.pow(k_M) * torch.exp(fade_M * (1 - r_M)))
 
 
 def _either(which_M: Tensor, yes: float, no: float, like_M: Tensor) -> Tensor:
-    """[M]: one of two numbers, in the dtype of `like_M` (torch.where of two numbers is float32 whatever they meet)."""
+    """[M]: one of two numbers, in the dtype of `like_M` (torch.where of two numbers is always float32)."""
     return torch.where(which_M, torch.full_like(like_M, yes), no)
 
 
-def _loud(push_M: Tensor) -> Push:
-    """A push that silences nothing."""
+def _unmasked(push_M: Tensor) -> Push:
+    """A push that masks no token."""
     nothing_M = torch.zeros_like(push_M, dtype=torch.bool)
     return Push(push_M, nothing_M, nothing_M)
 
@@ -165,14 +169,14 @@ def _clipped(ratio_M: Tensor, low_M: Tensor, high_M: Tensor) -> Push:
     return Push(ratio_M.masked_fill(low_M | high_M, 0.0), low_M, high_M)
 
 
-def future(region: FutureKL, look: TrustInputs) -> Tensor:
-    """FIPO's factor [M]: what followed a token became likelier (> 1) or less likely (< 1) since the anchor.
+def future(region: FutureKL, inputs: TrustInputs) -> Tensor:
+    """FIPO's factor [M]: > 1 where this token and those after it became more likely since the anchor, < 1 where less.
 
     Log-ratios [.1, .2, -.1], half-life 32: sums [.199954, .102143, -.1], factors [1.2, 1.107542, .904837] (A29).
     """
-    counted_M = look.log_ratio_M.masked_fill(look.ratio_M > region.ignore, 0.0)
-    factor_M = bounded_exp(look.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))
-    top_M = _either((look.advantage_M < 0) & (look.ratio_M > region.loud), 1.0, 1 + region.band_high, factor_M)
+    counted_M = inputs.log_ratio_M.masked_fill(inputs.ratio_M > region.ignore, 0.0)
+    factor_M = bounded_exp(inputs.batch.to_go(counted_M, 2 ** (-1 / region.half_life)))
+    top_M = _either((inputs.advantage_M < 0) & (inputs.ratio_M > region.loud), 1.0, 1 + region.band_high, factor_M)
     return torch.minimum(factor_M.clamp(min=1 - region.band_low), top_M)
 
 

@@ -1,8 +1,8 @@
-"""Credit that knows turns: which turn a reward was paid for, and what other siblings earned at the same turn or in the
-same state.
+"""Turn-level credit: which turn a reward is for, and the rewards of other siblings at the same turn or in the same
+state.
 
 A turn is a run of spoken tokens. Everything is counted in spoken tokens over the episode's segments, so observations
-have no part in any sum.
+are in no sum.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from posttrain.core.types import Episode
 
 @dataclass(frozen=True)
 class Turn:
-    """Spoken tokens `begin` to `end` of an episode, what was seen before them, and what was paid for them."""
+    """Spoken tokens `begin` to `end` of an episode, with the context before them and their reward."""
 
     begin: int
     end: int
     observation: bytes
-    """The tokens seen since the turn before; at a segment's begin, all of its prompt."""
+    """The context tokens since the turn before. For a segment's first turn, all of its prompt."""
     history: bytes
     """All tokens of the segment before the turn."""
     paid: float
@@ -56,7 +56,7 @@ def turns(episode: Episode) -> list[Turn]:
 
 
 def earned(episode: Episode) -> Array:
-    """What was paid [T], each reward at the last token of its turn."""
+    """Rewards of turns [T], each at the last token of its turn."""
     out = np.zeros(episode.spoken)
     for j in episode.verdicts:
         if j.paid and j.end is not None and j.verdict.score is not None and 0 < j.end <= len(out):
@@ -65,12 +65,12 @@ def earned(episode: Episode) -> Array:
 
 
 def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
-    """MT-GRPO (2505.11821, Eq. 7): a turn's own reward among the siblings' same turn, plus the outcome's credit in
-    every turn.
+    """MT-GRPO (2505.11821, Eq. 7): a turn's reward compared with the same turn of the siblings, plus the credit of the
+    outcome in every turn.
 
-    `rewards` [G] are the siblings' whole rewards, `noise` the width up to which they do not differ; what was paid for
-    turns is taken out of them before they are compared. Every part of a reward has that width, because what is paid is
-    among its terms.
+    `rewards` [G] are the siblings' whole rewards, `noise` the largest difference of these that counts as rounding. The
+    rewards of turns are subtracted from them before they are compared. `noise` is right for every part of a reward,
+    because the rewards of turns are among its terms.
     """
     own = [turns(e) for e in episodes]
     outcome = compared(
@@ -86,9 +86,10 @@ def by_turn(b: TurnMean, episodes: Sequence[Episode], rewards: Array, noise: flo
 
 
 def by_state(b: AnchorMean, episodes: Sequence[Episode], rewards: Array, noise: float, *, scaled: bool) -> list[Array]:
-    """GiGPO (2505.10978): the episode's credit, plus that of each turn among all turns that began in the same state.
+    """GiGPO (2505.10978): the episode's credit, plus that of each turn compared with all turns from the same state.
 
-    A turn's return is what was paid from it on, the rest of the reward at the last turn, discounted once a turn.
+    A turn's return is the sum of the rewards from this turn on, discounted once per turn. The part of the reward that
+    was not paid for a turn counts at the last turn.
     """
     own = [turns(e) for e in episodes]
     out = [np.full(e.spoken, a) for e, a in zip(episodes, compared(rewards, noise, scaled=scaled), strict=True)]

@@ -15,8 +15,8 @@ def gae(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """(advantage [T], return [T]) of one finished episode.
 
-    T counts the tokens the policy said, over all segments: an observation is no step of the policy, so its position is
-    not here at all, and deleting it cannot change anything. The value after the last token is 0.
+    T counts the spoken tokens of all segments. An observation is not an action of the policy, so its tokens are not
+    here, and deleting them changes nothing. The value after the last token is 0.
 
         delta_t = r_t + gamma * V_{t+1} - V_t      A_t = delta_t + gamma * lambda * A_{t+1}      return_t = A_t + V_t
 
@@ -44,15 +44,15 @@ def v_trace(
     gae_lambda: float,
     cap: float,
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """(advantage [T], return [T]) of an episode the policy did not say itself (1802.01561, Eq. 1 and 4.2).
+    """(advantage [T], return [T]) of an episode that another policy sampled (1802.01561, Eq. 1 and 4.2).
 
     With rho_t = min(cap, ratio_t) and c_t = lambda * rho_t, of ratio = start/mu:
 
         return_t = V_t + rho_t * delta_t + gamma * c_t * (return_{t+1} - V_{t+1})
         A_t = r_t + gamma * return_{t+1} - V_t
 
-    The policy gradient's own weight is the algorithm's correction, so A carries none. On policy and with lambda 1 the
-    targets are `gae`'s.
+    The weight of the policy gradient is the algorithm's correction, so A has none. On policy and with lambda 1 the
+    targets are those of `gae`.
     """
     return_T = np.zeros_like(values_T)
     advantage_T = np.zeros_like(values_T)
@@ -69,7 +69,7 @@ def v_trace(
 def value_loss(value_M: Tensor, old_M: Tensor | None, return_M: Tensor, clip: float | None) -> Tensor:
     """Loss per token [M]: 0.5 * max((V - ret)^2, (V_old + clamp(V - V_old, -clip, clip) - ret)^2) (A05).
 
-    Without `clip` the first term alone, and `old_M` is not read. V_old .5, V .9, ret 1, clip .2 -> 0.045.
+    Without `clip` it is the first term alone, and `old_M` is not read. V_old .5, V .9, ret 1, clip .2 -> 0.045.
     """
     plain_M = (value_M - return_M).square()
     if clip is None:

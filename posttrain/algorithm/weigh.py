@@ -1,4 +1,4 @@
-"""Aggregation, written out as one weight per token over one minibatch. Every later split only selects.
+"""Aggregation as one weight per token, normalised over one minibatch. Later splits only select weights.
 
 Worked example (A35): two episodes of 4 and 7 spoken tokens, each in a group of its own, max_tokens=10
 
@@ -20,7 +20,7 @@ from posttrain.core.errors import InvariantError
 def weigh(
     aggregate: Aggregate, tokens_per_episode: Sequence[int], group_of_episode: Sequence[int], max_tokens: int
 ) -> NDArray[np.float64]:
-    """The weight of each token of each episode, float64 [E]. The loss is then a plain weighted sum over tokens.
+    """The weight of each token in each episode, float64 [E]. The loss is then a plain weighted sum over tokens.
 
     Args:
         aggregate: how tokens are averaged (A35). `prompt_mean` is a token mean inside each group, then a mean over
@@ -30,8 +30,7 @@ def weigh(
         max_tokens: L_max of the sampling contract.
 
     Raises:
-        InvariantError: lengths disagree, or an episode says nothing (such an episode leaves the batch in
-            `credit_step`).
+        InvariantError: lengths disagree, or an episode has no spoken token (`credit_step` drops such episodes).
     """
     tokens_E = np.asarray(tokens_per_episode, np.float64)
     groups_E = np.asarray(group_of_episode)

@@ -1,4 +1,4 @@
-"""Whitening: credit less its mean, over its standard deviation, over a whole step."""
+"""Whitening: credit minus its mean, divided by its standard deviation, over a whole step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ from posttrain.core.algorithm import Whiten
 def whitened(
     whiten: Whiten, credit: Sequence[Array], sources: Sequence[str], noise: Sequence[float] | None = None
 ) -> list[Array]:
-    """Credit less its mean, over its standard deviation (ddof 1); zeros where all agree up to rounding.
+    """Credit minus its mean, divided by its standard deviation (ddof 1); zeros where all are equal up to rounding.
 
-    Over the whole step: `token` counts every token once, so long episodes weigh more; `sample` every episode once, its
-    tokens sharing that one. `source` is `sample` within the episodes of one source. `noise` is, for each episode, the
-    width up to which its credit says nothing; the largest of those that are compared counts.
+    Mean and deviation are over the whole step. `token` counts every token once, so long episodes weigh more. `sample`
+    counts every episode once, and divides that count over its tokens. `source` is `sample` within the episodes of one
+    source. `noise` is, for each episode, the size up to which its credit counts as rounding. The largest one of those
+    compared is used.
     """
     out = list(credit)
     noise = [0.0] * len(out) if noise is None else noise

@@ -1,1 +1,1 @@
-"""Floor 0: the truths every other room holds in its hands. numpy and the standard library only."""
+"""Floor 0: the types, settings and protocols that every other room uses. numpy and the standard library only."""

@@ -1,13 +1,13 @@
-"""An algorithm as data: REINFORCE plus a list of patches. Torch-free; the mathematics lives in `posttrain.algorithm`.
+"""An algorithm as data: REINFORCE plus a list of patches. Torch-free; the mathematics is in `posttrain.algorithm`.
 
     A    = (r - baseline) / scale                                credit, one prompt's siblings, or per token with values
-    push = trust_region(logp, anchor, A, sequence)               how loudly a token may speak; never differentiated
+    push = trust_region(logp, anchor, A, sequence)               factor of a token's policy gradient; not differentiated
     loss = sum_t weight_t * ( -sg[c_t * push_t] * A_t * logp_t + pull_t )
 
-Every field is one choice, and no choice is spread over two fields. A piece that has numbers is its own type, owns them
-and says what it reads, costs and refuses (`posttrain.core.pieces`); fields are declared by the base class of their
-choice, so a new piece changes nothing here. `Algorithm` refuses combinations that mean nothing; `patch` refuses a
-change that changes nothing.
+Every field is one choice, and no choice is spread over two fields. A piece with numbers is a type of its own
+(`posttrain.core.pieces`). It owns its numbers and defines what it reads, costs and refuses. A field is declared by the
+base class of its choice, so a new piece changes nothing here. `Algorithm` refuses combinations that mean nothing.
+`patch` refuses a change that changes nothing.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ if TYPE_CHECKING:
     from posttrain.core.run import Reinforce
 
 Rewards = Literal["sum", "each", "none"]
-"""What is compared: the weighted sum of all sources; each source on its own, then summed (GDPO, A31); or nothing at
-all."""
+"""Which rewards are compared. sum: the weighted sum of all sources. each: every source on its own, then summed (GDPO,
+A31). none: no reward at all."""
 Scale = Literal["one", "group_std", "batch_std", "group_mean", "best_std", "mixed_share"]
-"""Divides the credit. Standard deviations are ddof 1 with no epsilon; `best_std` is that of the best of k over all
-k-subsets of siblings, `mixed_share` the share of the step's samples whose group has spread (GPG, A12)."""
+"""What the credit is divided by. Standard deviations have ddof 1 and no epsilon. `best_std` is that of the best of k
+over all k-subsets of siblings. `mixed_share` is the share of the step's samples whose group has spread (GPG, A12)."""
 Whiten = Literal["token", "sample", "source"]
-"""Centre and scale the credit (ddof 1) over the step: every token, every sample, or every sample within its task's
-`source`."""
+"""Whitening of the credit over the step (mean 0, standard deviation 1 with ddof 1): over every token, over every
+sample, or over the samples whose tasks have the same `source`."""
 Ratio = Literal["one", "token", "sequence_mean", "sequence_product", "sequence_token"]
-"""Importance ratio pi/anchor in the push: none, per token, exp(mean log-ratio) or exp(sum) of the episode;
+"""Importance ratio pi/anchor in the push: none, per token, exp(mean log-ratio) or exp(sum) of the episode.
 `sequence_token` is `sequence_mean` for credit that varies inside an episode (GSPO-token)."""
 Anchor = Literal["behaviour", "start", "proximal"]
-"""What pi is compared with: the sampler's stored log-prob, the learner's at the start of the step, or an interpolation
-of sampler and policy by their versions that stands in for the latter without its forward pass (A-3PO, A26)."""
+"""What pi is compared with. behaviour: the sampler's stored log-prob. start: the learner's at the start of the step.
+proximal: an interpolation of sampler and policy by their versions, which approximates `start` without its forward pass
+(A-3PO, A26)."""
 Aggregate = Literal["token_mean", "prompt_mean", "sequence_mean", "sequence_sum", "constant"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:
-    """One member of the family. Defaults are REINFORCE; see `posttrain.core.ladder` for the others."""
+    """One algorithm. The defaults are REINFORCE; `posttrain.core.ladder` has the others."""
 
     name: str
     paper: str
-    """Where it is published: an arXiv id, or author and year."""
+    """Its publication: an arXiv id, or author and year."""
     baseline: Baseline = Zero()
     scale: Scale = "one"
     rewards: Rewards = "sum"
@@ -66,7 +67,7 @@ class Algorithm:
     pull: Pull | None = None
     correction: tuple[Correction, ...] = ()
     filter: Literal["mixed"] | None = None
-    """mixed: only groups whose raw outcomes differ enter the step; the rollout asks again until it is full (A36)."""
+    """mixed: only groups whose raw outcomes differ enter the step. The rollout plays more until it is full (A36)."""
     curriculum: Curriculum | None = None
     shape: tuple[Shaping, ...] = ()
     tokens: Tokens | None = None
@@ -75,7 +76,7 @@ class Algorithm:
     shown: Shown | None = None
     distill: Distill | None = None
     note: str = ""
-    """Where paper and popular code differ, and what is done here."""
+    """Where the paper and popular code differ, and what this library does."""
     parent: Algorithm | None = None
 
     def __post_init__(self) -> None:
@@ -84,12 +85,12 @@ class Algorithm:
 
     @cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """Every piece it is made of, in the order of its choices."""
+        """All its pieces, in the order of the choices."""
         chosen = [getattr(self, name) for name in CHOICES]
         flat = [x for c in chosen for x in (cast("tuple[Any, ...]", c) if isinstance(c, tuple) else (c,))]
         return tuple(x for x in flat if isinstance(x, Piece))
 
-    # --- what credit and loss ask -------------------------------------------------------------------------------------
+    # --- what credit and loss read ------------------------------------------------------------------------------------
 
     @property
     def group_relative(self) -> bool:
@@ -113,12 +114,12 @@ class Algorithm:
 
     @property
     def charges_tokens(self) -> bool:
-        """Whether a KL is charged to each token alone."""
+        """Whether a KL is subtracted from the credit of each token alone."""
         return self.kl_in_credit is not None and self.kl_in_credit.placement == "token"
 
     @property
     def charges_answers(self) -> bool:
-        """Whether a KL is charged to what siblings are compared by."""
+        """Whether a KL is subtracted from the rewards by which siblings are compared."""
         return self.kl_in_credit is not None and self.kl_in_credit.placement != "token"
 
     @property
@@ -126,17 +127,17 @@ class Algorithm:
         """Whether credit can differ between the tokens of one episode."""
         return self.baseline.per_token or self.charges_tokens or (self.baseline.to_go and self.kl_in_credit is not None)
 
-    # --- what roles ask -----------------------------------------------------------------------------------------------
+    # --- what roles read ----------------------------------------------------------------------------------------------
 
     @property
     def forms_ratio(self) -> bool:
-        """Whether the policy is compared with the anchor."""
+        """Whether a ratio of the policy and the anchor is computed."""
         return self.ratio != "one" or any(p.forms_ratio for p in self.pieces)
 
     @property
     def start_before_loss(self) -> bool:
-        """Whether credit, or the choice of tokens, needs the log-probs at the start of the step before the loss has
-        them."""
+        """Whether credit, or the choice of tokens, needs the log-probs at the start of the step before the loss
+        computes them."""
         return any(p.reads_start_early(self) for p in self.pieces)
 
     @property
@@ -149,13 +150,13 @@ class Algorithm:
 
     @property
     def stores_top(self) -> int:
-        """How many of its most probable tokens the sampler stores with every token it says."""
+        """How many of its most probable tokens the sampler stores with every sampled token."""
         return max((p.stores_top() for p in self.pieces), default=0)
 
     @property
     def reads_silent_tokens(self) -> bool:
-        """Whether a token with zero credit still matters (pull, entropy, value, imitation), so it may not leave the
-        batch."""
+        """Whether a token with zero credit still has a gradient (from pull, entropy, value or imitation), and so must
+        stay in the batch."""
         return any(p.reads_silent for p in self.pieces)
 
     @property
@@ -165,11 +166,11 @@ class Algorithm:
 
     @property
     def refresh(self) -> int:
-        """Every how many steps the reference becomes the policy as it is; 0: never."""
+        """Steps after which the reference is replaced by the current policy; 0: never."""
         return 0 if self.pull is None else self.pull.renews()
 
     def request(self, stage: Reinforce) -> RolloutRequest:
-        """What a step of `stage` asks of its rollout."""
+        """The groups that a step of `stage` wants from its rollout."""
         return RolloutRequest(
             groups=stage.prompts,
             siblings=stage.siblings,
@@ -181,12 +182,12 @@ class Algorithm:
         )
 
     def lineage(self) -> tuple[Algorithm, ...]:
-        """From REINFORCE down to this one."""
+        """All algorithms from REINFORCE to this one, each a patch of the one before."""
         return (*self.parent.lineage(), self) if self.parent else (self,)
 
 
 def _meaningless(a: Algorithm) -> Iterator[str]:
-    """The reasons a combination of choices means nothing, with what to change: those of its pieces stand with them."""
+    """Why a combination of choices means nothing. Each message says what to change. The pieces add theirs."""
     yield from _meaningless_credit(a)
     for piece in a.pieces:
         yield from piece.refuses(a)

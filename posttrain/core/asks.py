@@ -1,10 +1,10 @@
-"""What the tree of a run can name beyond its own folder: code, addresses, secrets, files and models elsewhere.
+"""What a run's settings can use outside its own folder: code, addresses, secrets, files and models elsewhere.
 
-A run folder from somebody else only proposes these (`api.admit`). Every field of the tree is decided in this one place:
-`DECIDED` says what a field asks for, `HARMLESS` names the texts and switches that reach nothing. Numbers reach nothing,
-and pieces of an algorithm (`core.pieces`) hold nothing but numbers, words and switches that their formulas read. What a
-kind of stage adds it decides itself (`Stage.harmless`, `Stage.models`). A field that nobody decides fails
-`tests/rooms/test_foreign_folders.py`.
+For a run folder from somebody else the user must accept these (`api.admit`). All fields of the tree are classified
+here. `DECIDED` gives what a field asks for. `HARMLESS` names the texts and switches that use nothing outside. Numbers
+use nothing outside. Pieces of an algorithm (`core.pieces`) have only numbers, words and switches that their formulas
+read. A kind of stage classifies its own fields (`Stage.harmless`, `Stage.models`). A field without a classification
+fails `tests/rooms/test_foreign_folders.py`.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class Kind(StrEnum):
     """What is asked for."""
 
     CODE = "code"
-    """Python that is not posttrain's is run, or programs of a model run uncontained."""
+    """Foreign Python code is run, or programs of a model run without a sandbox."""
     ADDRESS = "address"
-    """Something is sent to a machine that is named."""
+    """Data is sent to a named machine."""
     SECRET = "secret"
     """The value of an environment variable is read and sent."""
     OUTSIDE = "outside"
@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
 @dataclass(frozen=True)
 class Ask:
-    """One thing a field asks for. `path` is the field's as overrides write it, `what` a sentence about it."""
+    """One thing that a field asks for. `path` is the field's path as overrides write it, `what` a sentence about it."""
 
     path: str
     kind: Kind
@@ -48,7 +48,7 @@ class Ask:
 
     @property
     def digest(self) -> str:
-        """Equal where the same field asks for the same thing; files are told apart by their full paths."""
+        """Digest that is equal where the same field asks for the same thing. Files are compared by their full paths."""
         return hashlib.blake2b(
             f"{self.path}\0{self.kind}\0{self.what}".encode(errors="surrogatepass"), digest_size=16
         ).hexdigest()
@@ -57,7 +57,7 @@ class Ask:
 Found = tuple[Kind, str] | None
 
 SHIPPED = Path(__file__).parents[1] / "recipe" / "data"
-"""Prompts and rewards of the shipped recipes, which lie with posttrain's own code."""
+"""Folder of the prompts and rewards of the shipped recipes, a part of posttrain's own code."""
 
 
 def _file(name: str) -> str:
@@ -69,7 +69,7 @@ def _shipped(name: str) -> bool:
 
 
 def _code(name: str) -> Found:
-    """Of `path.py:name`."""
+    """What a value `path.py:name` asks for."""
     path, colon, attribute = name.rpartition(":")
     return (Kind.CODE, f"runs {attribute} of the Python file {_file(path)}") if colon and not _shipped(path) else None
 
@@ -136,8 +136,7 @@ DECIDED: dict[str, Decision] = {
     "VLLM.share": lambda x, _: (Kind.OUTSIDE, f"writes weights into {_file(x)}"),
     "Run.trackers": lambda x, _: _trackers(x),
 }
-"""What a field's value asks for, None where this value asks for nothing; the second argument is what the field is of.
-Of a mapping each entry is asked about."""
+"""For each field a function from its value to what that asks for, None for nothing. Of a mapping it gets each entry."""
 
 HARMLESS = frozenset(
     {
@@ -166,17 +165,17 @@ HARMLESS = frozenset(
         "VLLM.server",  # of the installed package, on this machine alone
     }
 )
-"""Texts, choices and switches that reach nothing outside the run folder, beside those of pieces and of kinds of
-stage."""
+"""Texts, choices and switches that use nothing outside the run folder, beside those of pieces and
+of kinds of stage."""
 
 
 def key(cls: type, name: str) -> str:
-    """`Class.field`, by the class that declares the field first: what all stages share is decided once."""
+    """`Class.field`, with the class that declares the field first, so that fields of all stages are classified once."""
     return f"{next(c for c in reversed(cls.__mro__) if name in inspect.get_annotations(c)).__name__}.{name}"
 
 
 def decided(cls: type, name: str) -> Decision | None:
-    """What says for what a text or switch of this class asks; None where nobody decided."""
+    """The function that gives what a text or switch of this class asks for; None where it has no classification."""
     named = key(cls, name)
     if named in DECIDED:
         return DECIDED[named]
@@ -187,8 +186,8 @@ def decided(cls: type, name: str) -> Decision | None:
 
 
 def _asked(node: Any, name: str, value: Any) -> Found:
-    """What a value asks for. A kind of stage that is not posttrain's and says nothing of its field gives its code
-    whatever stands there."""
+    """What a value asks for. A field without a classification, in a foreign kind of stage,
+    asks for code with any value."""
     cls = cast("type[Any]", type(node))
     if value is None:
         return None
@@ -200,7 +199,8 @@ def _asked(node: Any, name: str, value: Any) -> Found:
 
 
 def values(run: Run) -> dict[str, tuple[str, Any]]:
-    """Every value of the tree by the path overrides use: (`Class.field`, value). Stages stand under their names."""
+    """Every value of the tree as (`Class.field`, value), by the path that overrides use.
+    Stages are under their names."""
     return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in _walk(run, "")}
 
 

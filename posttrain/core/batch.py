@@ -1,7 +1,7 @@
 """Packed token sequences: `Packed` is what a forward pass needs, `Batch` adds the streams that a loss reads.
 
-Labels are aligned once, here: spoken token m sits at packed position p and is predicted by the hidden state at
-`source_M[m] = p - 1`. Nothing downstream shifts anything.
+Labels are aligned once, here. Spoken token m is at packed position p and is predicted by the hidden state at
+`source_M[m] = p - 1`. No later code shifts labels.
 
 Worked example: segments [a b C D] and [e F] (capitals spoken) pack to ids_N = [a b C D e F], lengths_S = [4, 2],
 source_M = [1, 2, 4], target_M = [C, D, F], segment_M = [0, 0, 1].
@@ -23,7 +23,7 @@ from posttrain.core.types import Kept, Segment
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Packed:
-    """Segments one after another, with the spoken tokens picked out. numpy, host memory."""
+    """Segments one after another, with the positions of their spoken tokens. numpy, host memory."""
 
     ids_N: np.ndarray
     """int32: tokens of all segments, back to back."""
@@ -32,7 +32,7 @@ class Packed:
     source_M: np.ndarray
     """int64: packed position whose hidden state predicts spoken token m."""
     target_M: np.ndarray
-    """int32: the token id said."""
+    """int32: id of spoken token m."""
     segment_M: np.ndarray
     """int32: segment of spoken token m."""
     sequence_S: np.ndarray
@@ -44,8 +44,8 @@ class Packed:
     in_turn_M: np.ndarray | None = None
     """int32: position of each spoken token in its turn, exactly where the sampling reads it."""
     unit_E: np.ndarray | None = None
-    """int32: unit of each episode, 0..U-1, ascending: what a loss reads together (a pair, a list) and no split may
-    part. None: each episode is its own."""
+    """int32: unit of each episode, 0..U-1, ascending. A unit is what a loss reads together (a pair, a list); no split
+    divides it. None: each episode is a unit."""
 
     def __post_init__(self) -> None:
         m = len(self.source_M)
@@ -133,8 +133,8 @@ class Packed:
         )
 
     def select(self, episodes: Sequence[int] | np.ndarray) -> Self:
-        """The same batch with only these episodes, whole units of them, renumbered 0..; every stream and weight is
-        carried unchanged."""
+        """The batch of only these episodes (whole units), renumbered from 0.
+        Their streams and weights are unchanged."""
         chosen = np.unique(np.asarray(episodes))
         unit_E = (
             None if self.unit_E is None else np.unique(self.unit_E[chosen], return_inverse=True)[1].astype(np.int32)
@@ -166,7 +166,7 @@ class Packed:
         )
 
     def _carried(self, keep_M: np.ndarray) -> dict[str, Any]:
-        """Further fields of a subclass, of these tokens alone."""
+        """Further fields of a subclass, for these tokens alone."""
         return {}
 
     def split(self, max_tokens: int) -> list[Self]:
@@ -188,17 +188,17 @@ class Packed:
 
 
 def _counts_up(unit_E: np.ndarray) -> bool:
-    """Whether it starts at 0 and each entry is the one before it or the next number."""
+    """Whether it starts at 0 and each entry equals the one before it or is greater by 1."""
     return not len(unit_E) or (int(unit_E[0]) == 0 and bool(np.isin(np.diff(unit_E), (0, 1)).all()))
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Batch(Packed, Streamed[np.ndarray]):
-    """One minibatch: the tokens of one optimizer step with what its loss reads of each. Weights are normalised over it
-    once; splits only select.
+    """One minibatch: the tokens of one optimizer step with the streams that its loss reads. Weights are normalised over
+    it once; splits only select.
 
-    A stream is here exactly where somebody wanted it. `START` is absent also on the first optimizer step after a sync,
-    where the policy at the start of the step is the policy itself.
+    A stream is in it exactly where its maker was asked for it. `START` is missing also on the first optimizer step
+    after a sync, because the policy is then equal to the policy at the start of the step.
     """
 
     HOLDER: ClassVar[str] = "the minibatch"

@@ -1,4 +1,4 @@
-"""The run folder: what a run was, every step it took, every episode, and where it can go on from.
+"""The run folder: settings of a run, every step, every episode, and the checkpoints from which it can go on.
 
     run.json               schema, resolved tree, lineage of each algorithm, facts of the machine; written once
     lock                   who is writing
@@ -7,8 +7,8 @@
                            index.jsonl
     checkpoints/, kept/    see `core.checkpoint`
 
-Lines after the last checkpoint are rewritten when a run goes on: `open_for_resume` cuts the record back to it.
-Reading is `core.reader`, needs no lock, and works while a run is being written.
+Lines after the last checkpoint are written again when a run goes on: `open_for_resume` cuts the record back to it.
+`core.reader` reads a run folder. It needs no lock and works while a run is being written.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from posttrain.core.types import Group
 
 
 def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:
-    """An algorithm's patches from REINFORCE on, each with what it changed; the user's own is the last."""
+    """The patches from REINFORCE to this algorithm, each with its changes; the user's own is the last."""
     rows: list[dict[str, Any]] = []
     for a in algorithm.lineage():
         changed = differences(a.parent, a) if a.parent else {}
@@ -41,14 +41,14 @@ def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:
 
 
 def _unwritable(folder: Path, error: OSError) -> str:
-    """What the system says against writing in a run folder."""
+    """The message for a run folder in which the system does not allow writing."""
     return (
         f"cannot write {error.filename or folder}: {'it is a link' if error.errno == errno.ELOOP else error.strerror}"
     )
 
 
 class Book:
-    """The writing side of a run folder. Exactly one process holds it. Use as a context manager, or call `close`."""
+    """Writes a run folder. Only one process has it at a time. Use it as a context manager, or call `close`."""
 
     def __init__(self, folder: Path, run: Run, lock: files.Lock) -> None:
         self.folder, self.run, self._lock = folder, run, lock
@@ -103,8 +103,8 @@ class Book:
 
     @staticmethod
     def open_for_resume(path: Path | str) -> tuple[Book, Checkpoint | None]:
-        """The book cut back to its last checkpoint, and that checkpoint (None: none was written; begin at the
-        beginning).
+        """The book cut back to its last checkpoint, and that checkpoint. It is None where none was written; the run
+        then starts from its beginning.
 
         `path` is a run folder, or one checkpoint inside it: then everything after that checkpoint is removed.
         A damaged checkpoint is an error that names the file and the one before it; nothing is skipped silently.
@@ -147,7 +147,7 @@ class Book:
         return found[i]
 
     def _way_out(self, name: str, wrong: str, older: Sequence[Checkpoint]) -> str:
-        """What is wrong with a checkpoint, and the command that goes on from the newest one before it that is whole."""
+        """What is wrong with a checkpoint, and the command that goes on from the newest undamaged one before it."""
         if good := newest_good(older):
             return (
                 f"checkpoint {name}: {wrong}. Go on from the newest one that is whole with: posttrain run --resume"
@@ -185,7 +185,7 @@ class Book:
         self._write_columns(stage, index, "eval", record.of_groups(groups))
 
     def holds_evaluation(self, stage: str, index: int) -> bool:
-        """Whether one made after `index` steps of a stage is in the record."""
+        """Whether an evaluation after `index` steps of a stage is in the record."""
         return reader.episode_name(stage, index, "eval") in self._written
 
     def _write_columns(self, stage: str, index: int, kind: str, records: Sequence[record.Recorded]) -> None:
@@ -204,10 +204,11 @@ class Book:
     def checkpoint(
         self, name: str, write: Callable[[Path], None], state: Mapping[str, Any], metric: float | None = None
     ) -> Checkpoint:
-        """`write` puts its files into the folder it is given; `state` is plain data. Durable when this returns.
+        """Write a checkpoint: `write` puts its files into the given folder, `state` is plain data. It is durable when
+        this returns.
 
         Raises:
-            RunFolderError: the disk is full; says which checkpoint is still good. Nothing is lost.
+            RunFolderError: the disk is full; names the checkpoint that is still good. Nothing is lost.
         """
         self.sync()
         return self._checkpoints.write(name, write, state, metric, Position(self._steps.position, self._index.position))
@@ -217,13 +218,13 @@ class Book:
         self._checkpoints.hold(name, write)
 
     def kept(self, name: str) -> Path:
-        """Where `keep` put them, verified."""
+        """The folder of files that `keep` wrote, verified."""
         return self._checkpoints.held(name)
 
     # --- the end ---------------------------------------------------------------------------------------------------
 
     def sync(self) -> None:
-        """The record so far survives a power cut. A disk may say only now that it is full."""
+        """Make the record so far safe against a power cut. A full disk may be reported only here."""
         with files.disk_full_is_reported(self._steps.path, self._checkpoints.still_good):
             for path in self._unsynced:
                 files.sync(path)

@@ -1,4 +1,4 @@
-"""Checkpoints: the old or the new, never half of one; the newest few and the best are kept; damage is named.
+"""Checkpoints. They are written atomically, the newest few and the best are kept, and damage is reported by file.
 
 checkpoints/00000040-rl-000020/   the caller's files, state.json, digests.json (blake2b of each)
 checkpoints/index.json            best and all others, for readers; rebuilt from the folders at every open
@@ -22,7 +22,7 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Position:
-    """How far the record was, in bytes of steps.jsonl and of episodes/index.jsonl."""
+    """Length of the record, in bytes of steps.jsonl and of episodes/index.jsonl."""
 
     steps: int
     episodes: int
@@ -30,7 +30,7 @@ class Position:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """One checkpoint as it lies on disk. `order` counts checkpoints of a run from 0."""
+    """One checkpoint on disk. `order` counts the checkpoints of a run from 0."""
 
     name: str
     folder: Path
@@ -40,7 +40,7 @@ class Checkpoint:
     state: Mapping[str, Any]
 
     def verify(self) -> Checkpoint:
-        """Itself, or RunFolderError naming the damaged file."""
+        """This checkpoint; raises RunFolderError that names a damaged file."""
         if wrong := files.damage(self.folder):
             raise RunFolderError(f"checkpoint {self.name}: {wrong}")
         return self
@@ -48,8 +48,8 @@ class Checkpoint:
 
 @dataclass(frozen=True)
 class Damaged:
-    """A checkpoint whose state cannot be read, and why. Its name tells its place: names begin with the version of the
-    weights."""
+    """A checkpoint whose state cannot be read, and why. Its name gives its order, because names begin with the version
+    of the weights."""
 
     name: str
     folder: Path
@@ -60,8 +60,8 @@ def survey(folder: Path) -> tuple[list[Checkpoint], list[Damaged]]:
     """All checkpoints of a run folder, oldest first, and those whose state cannot be read. Reads state.json only;
     `verify` reads the rest.
 
-    Links, files and folders that hold no part of a checkpoint are somebody else's. One that its writer removes
-    meanwhile is not there.
+    Links, files and folders without any part of a checkpoint are ignored. So are checkpoints that their writer removes
+    meanwhile.
     """
     found: list[Checkpoint] = []
     damaged: list[Damaged] = []
@@ -105,18 +105,19 @@ def _read(path: Path) -> Checkpoint:
 
 
 def newest_good(checkpoints: Sequence[Checkpoint]) -> Checkpoint | None:
-    """The last one whose files are all as they were written."""
+    """The last checkpoint whose files are all as they were written."""
     return next((c for c in reversed(checkpoints) if not files.damage(c.folder)), None)
 
 
 def best(checkpoints: list[Checkpoint]) -> Checkpoint | None:
-    """The highest metric; among equals the newest. None where no checkpoint was measured."""
+    """The checkpoint with the highest metric; among equals the newest. None where no checkpoint has a metric."""
     measured = [c for c in checkpoints if c.metric is not None and math.isfinite(c.metric)]
     return max(measured, key=lambda c: (c.metric, c.order), default=None)
 
 
 def find(folder: Path, which: str = "last") -> Checkpoint:
-    """`last`, `best` or a name; verified. RunFolderError names what is damaged, and the newest one that is not."""
+    """The checkpoint `last`, `best` or of a name, verified. RunFolderError names what is damaged, and the newest one
+    that is not."""
     found, damaged = survey(folder)
     if not found and not damaged:
         raise RunFolderError(f"{folder} has no checkpoint yet")
@@ -147,7 +148,7 @@ def find(folder: Path, which: str = "last") -> Checkpoint:
 
 
 class Checkpoints:
-    """The writing side, for the one process that holds the run folder's lock."""
+    """Writes checkpoints, in the one process that holds the run folder's lock."""
 
     def __init__(self, folder: Path, keep: int) -> None:
         self.run, self.folder, self.kept_folder = folder, folder / "checkpoints", folder / "kept"
@@ -197,7 +198,7 @@ class Checkpoints:
         files.write_json(self.folder / "index.json", {"best": champion.name if champion else None, "checkpoints": rows})
 
     def forget_after(self, chosen: Checkpoint) -> None:
-        """Remove what was written after `chosen`, damaged ones too: the run goes on from there and writes it again."""
+        """Remove the checkpoints after `chosen`, damaged ones too. The run goes on from there and writes them again."""
         for c in self.all:
             if c.order > chosen.order:
                 files.remove_directory(c.folder)

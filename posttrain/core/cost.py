@@ -1,5 +1,4 @@
-"""What an algorithm reads and what a step pays for it beside rollout and learning. Torch-free data, read off the
-choices."""
+"""What an algorithm reads, and what a step costs beside rollout and learning. Torch-free; computed from the choices."""
 
 from __future__ import annotations
 
@@ -12,25 +11,25 @@ ANCHOR = {"behaviour": "sampler", "start": "start", "proximal": "proximal"}
 
 @dataclass(frozen=True)
 class Cost:
-    """Beside one rollout, one forward and one backward a token."""
+    """Costs beside one rollout, one forward and one backward pass per token."""
 
     forwards: int
-    """Forward-only passes over every token of the step."""
+    """Forward passes without gradient over every token of the step."""
     late: int
-    """Further ones where a step takes several optimizer steps."""
+    """Further such passes where a step has several optimizer steps."""
     passes: tuple[str, ...]
-    """Each of them in words."""
+    """Each of these passes in words."""
     generation: tuple[str, ...]
     memory: tuple[str, ...]
 
 
 def anchor(a: Algorithm) -> str:
-    """Whose probability the policy is compared with; '' where no ratio is formed."""
+    """The denominator of the ratio; '' where no ratio is computed."""
     return ANCHOR[a.anchor] if a.forms_ratio else ""
 
 
 def reads(a: Algorithm) -> tuple[str, ...]:
-    """What credit and loss read beside what the sampler stored with every token it said."""
+    """What credit and loss read beside what the sampler stores with every sampled token."""
     own = (
         ("log-probs at the start of the step", "start" in a.reads),
         ("reference", "reference" in a.reads),

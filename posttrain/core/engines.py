@@ -1,4 +1,4 @@
-"""Which engine samples, as data: `engine=embedded` or `engine=vllm` with their settings."""
+"""The settings of the engines that sample: `engine=embedded` or `engine=vllm`."""
 
 from __future__ import annotations
 
@@ -9,34 +9,34 @@ from posttrain.core.errors import ConfigError
 
 GIB = 1 << 30
 KernelChoice = Literal["auto", "compiled", "torch", "reference"]
-"""Which forms of the engine room's operations may compute: see `Model.kernels`."""
+"""Which implementations of the engine's operations are used: see `Model.kernels`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Embedded:
-    """The engine of this package, in the trainer's process. It needs nothing installed and runs every transformers
-    decoder whose past is keys and values."""
+    """The engine of this package, in the trainer's process. It needs no further packages and runs every transformers
+    decoder whose cache is keys and values."""
 
     cache_gib: float = 4.0
-    """Most memory of the key-value cache; it grows as needed up to here."""
+    """Most memory of the key-value cache; it grows as needed up to this."""
     budget: int = 2048
-    """Positions of one forward pass: sequences that speak come first, pieces of prompts fill it up."""
+    """Positions of one forward pass. Sequences that are being sampled come first; parts of prompts fill the rest."""
     retain: int | None = None
-    """Tokens of ended sequences kept in the cache, where later turns find them. None: half of what all slots could
-    hold, and at most an eighth of the cache. 0: none."""
+    """Tokens of ended sequences that stay in the cache for later turns. None: half of what all slots could hold, and at
+    most an eighth of the cache. 0: none."""
     lookup: int = 0
-    """Draft so many tokens a pass by looking up what followed the same words before (prompt lookup). Says the very same
-    tokens; pays where text repeats itself or is sampled cold. 0: off."""
+    """Draft this many tokens per pass by looking up what followed the same tokens before (prompt lookup). The sampled
+    tokens stay the same. It is faster for text that repeats itself or has a low temperature. 0: off."""
     draft: str | None = None
-    """Draft with this smaller model: a directory or hub id with the policy's tokenizer. Exact in distribution; it
-    seldom pays at temperature 1 (docs/engine.md). None: off."""
+    """Draft with this smaller model: a directory or hub id with the policy's tokenizer. The distribution stays exact.
+    It is seldom faster at temperature 1 (docs/engine.md). None: off."""
     drafts: int = 4
-    """Tokens the draft model drafts a pass."""
+    """Tokens per pass from the draft model."""
     update: Literal["drain", "inflight", "stale"] = "drain"
-    """What new weights do to sequences that are being said. drain: they end first. inflight: they go on under the new
-    weights, and their keys and values are computed again. stale: they go on over keys and values of the old weights, so
-    their log-probs are those of no policy; `engine/stale_gap` measures by how much. In a run that waits for its samples
-    nothing is being said then."""
+    """What happens to unfinished sequences when new weights come. drain: they end first. inflight: they go on under the
+    new weights, and their keys and values are computed again. stale: they go on with keys and values of the old
+    weights, so their log-probs are those of no policy; `engine/stale_gap` measures by how much. A run that waits for
+    all its samples has no unfinished sequences then."""
     timeline: bool = False
     """Write timeline.json into the run folder: when each request was queued, admitted and done, as a Chrome trace."""
 
@@ -59,8 +59,8 @@ class VLLM:
     server: bool = False
     """Start vLLM as a server of its own, on this machine, for the length of the run."""
     url: str | None = None
-    """Address of a vLLM server that runs already, such as http://10.0.0.7:8000; it must be started as docs/engines.md
-    says."""
+    """Address of a vLLM server that runs already, such as http://10.0.0.7:8000;
+    it must be started as docs/engines.md says."""
     key_env: str | None = None
     """Environment variable that holds the server's API key."""
     share: str | None = None

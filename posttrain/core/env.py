@@ -1,4 +1,4 @@
-"""Where tasks and rewards come from, as data: of a run, and of a stage that has its own."""
+"""Settings of environments and rewards, of a run and of a stage that has its own."""
 
 from __future__ import annotations
 
@@ -13,20 +13,18 @@ Scalar = str | int | float | bool
 
 @dataclass(frozen=True, kw_only=True)
 class Reward:
-    """A reward source: `builtin` names of the environment, or `path.py:function`."""
+    """A reward source: a builtin name of the environment, or `path.py:function`."""
 
     function: str
     weight: float = 1.0
     workers: int = 0
-    """Processes that run it, killed when it hangs or crashes; for `path.py:function` and `math`. 0: a function runs in
-    a thread of the trainer, which nothing can kill; `math` takes two processes."""
+    """Processes that run it, for `path.py:function` and `math`. One that hangs is killed. 0: a function runs in a
+    thread of the trainer, which cannot be killed; `math` uses two processes."""
     timeout: float | None = None
-    """Seconds one call may take: on the clock in a thread, of processor time in a worker. None: 30, and 3 for
-    `math`."""
+    """Most seconds of one call: wall time in a thread, processor time in a worker. None: 30, and 3 for `math`."""
     resolution: float | None = None
-    """Relative difference of two of its scores that says nothing: siblings that differ by less are alike. Set it for a
-    function that asks a model (1e-3, say: what its scores change by when nothing of meaning does). None: 2^-40, a
-    verifier's."""
+    """Relative difference up to which two of its scores count as equal. Set it for a function that asks a model, to the
+    noise of that model's scores (for example 1e-3). None: 2^-40, right for a verifier."""
 
     def __post_init__(self) -> None:
         if self.workers < 0 or (self.timeout is not None and not self.timeout > 0):
@@ -46,35 +44,35 @@ def _check_resolution(what: str, resolution: float | None) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxSettings:
-    """Where programs run that a model wrote: its answers, where tests judge them, and what it gives a Python tool."""
+    """Where programs run that a model wrote: answers that are tested, and calls of a Python tool."""
 
     name: str = "auto"
-    """`auto`: the best of `namespaces` and `landlock` that withstands attacks on this machine. Or one of them; or the
-    address of an executor (https://...); or `none`, which contains nothing, is refused for root and needs
-    ALLOW_UNSANDBOXED_CODE=1 as well."""
+    """`auto`: the best of `namespaces` and `landlock` that passes the tests with attacks on this machine. Or one of
+    them, or the address of an executor (https://...). Or `none`: no sandbox; it is refused for root and also needs
+    ALLOW_UNSANDBOXED_CODE=1."""
     token: str = "POSTTRAIN_SANDBOX_TOKEN"
     """Environment variable that holds the executor's token."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Env:
-    """Where tasks and rewards come from."""
+    """The environment, with its tasks and rewards."""
 
     name: str = "arithmetic"
     """A gallery environment, `gym:TASK` for reasoning-gym, `verifiers:ID` for PrimeIntellect's verifiers, `prompts` for
-    the user's own data, or a class of one's own: `path.py:Class`."""
+    the user's own data, or a class of your own: `path.py:Class`."""
     args: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
-    """The environment's own settings; it names the valid ones."""
+    """The environment's own settings. An unknown one is an error that names the valid ones."""
     prompts: str | None = None
     """With name=prompts: a JSONL file or a `datasets` dataset (local directory or hub id)."""
     rewards: tuple[Reward, ...] = ()
-    """With name=prompts: at least one. Elsewhere they are added to the environment's own."""
+    """With name=prompts at least one. For other environments they are added to the environment's own."""
     heldout: int = 200
     """Held-out tasks. 0: train without measuring."""
     limits: EpisodeLimits = EpisodeLimits()
     sandbox: SandboxSettings = SandboxSettings()
     resolution: float | None = None
-    """As `Reward.resolution`, of the environment's own verdicts, where a model gives them."""
+    """Like `Reward.resolution`, for the environment's own verdicts where a model gives them."""
 
     def __post_init__(self) -> None:
         _check_resolution(f"env {self.name}", self.resolution)

@@ -1,6 +1,6 @@
-"""Errors by who has to act, each with the exit code the command line returns.
+"""Errors by who has to act, each with the exit code that the command line returns.
 
-A failed rollout is data (see `types.Verdict`), a broken invariant stops the run, a wrong config never starts it.
+A failed rollout is data (`verdict.Verdict`), a broken invariant stops the run, and a wrong config never starts one.
 Every message says what to change.
 """
 
@@ -11,32 +11,32 @@ from collections.abc import Iterable
 
 
 class PosttrainError(Exception):
-    """Base of everything posttrain raises on purpose; `exit_code` is what the command line returns."""
+    """Base of all errors that posttrain raises on purpose. `exit_code` is what the command line returns."""
 
     exit_code = 1
 
 
 class ConfigError(PosttrainError):
-    """The run as written means nothing or cannot start. Exit code 2, as for wrong usage."""
+    """The settings of a run are wrong, or it cannot start with them. Exit code 2, as for wrong usage."""
 
     exit_code = 2
 
 
 class InvariantError(PosttrainError):
-    """A canary or a type found something that must be true and is not: the run stops. Exit code 3."""
+    """A canary or a type found that something is false that must be true. The run stops. Exit code 3."""
 
     exit_code = 3
 
 
 class DataError(PosttrainError):
-    """The user's data or model cannot be read as what it should be; names file and line where there is one. Exit code
-    4."""
+    """The user's data or model cannot be read, or is not what it should be. The message names file and line where it
+    can. Exit code 4."""
 
     exit_code = 4
 
 
 class LimitError(PosttrainError):
-    """A model's chat template needed more time or memory than a stranger's program is given. Exit code 4."""
+    """A model's chat template needed more time or memory than an untrusted program may use. Exit code 4."""
 
     exit_code = 4
 
@@ -48,21 +48,20 @@ class RunFolderError(PosttrainError):
 
 
 class UntrustedError(RunFolderError):
-    """A run folder that this user did not make here asks for code, addresses, secrets or files elsewhere. Exit code
-    5."""
+    """A run folder that this user did not make on this machine needs code, addresses, secrets or files elsewhere. Exit
+    code 5."""
 
 
 class EngineError(PosttrainError):
-    """An engine could not do what its port promises (out of cache, unsupported architecture). Exit code 6."""
+    """An engine could not do what its protocol requires (out of cache, unsupported architecture). Exit code 6."""
 
     exit_code = 6
 
 
 class EndpointError(EngineError):
-    """A server that stands for an engine or a judge refused, failed to the last retry, or answered what nobody can
-    read.
+    """A server used as engine or judge refused a request, failed at every retry, or gave an unreadable answer.
 
-    `role` says who it is to the run; `status` is the HTTP status, None where nobody answered. Exit code 6.
+    `role` is what the run uses the server for. `status` is the HTTP status, None without an answer. Exit code 6.
     """
 
     def __init__(self, message: str, role: str, status: int | None = None) -> None:
@@ -77,7 +76,7 @@ class RewardError(PosttrainError):
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The end of an 'unknown name' message: the nearest valid one, then all of them.
+    """The end of an 'unknown name' message: the nearest valid name, then all of them.
 
     >>> nearest("grop", ["grpo", "rloo"])
     "did you mean 'grpo'? (valid: grpo, rloo)"

@@ -1,7 +1,7 @@
-"""How a run folder touches the disk: atomic files, staged directories, appended lines, one owner at a time.
+"""File operations of a run folder: atomic files, directories written whole, appended lines, and a lock.
 
-A kill at any instant leaves the old or the new; what a kill leaves behind begins with a dot and is swept at the next
-open.
+A kill at any time leaves the old or the new state. Temporary files of a killed process begin with a dot and are removed
+at the next open.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from posttrain.core.errors import RunFolderError
 
 DIGESTS = "digests.json"
 LARGEST_JSON = 256 * foreign.MiB
-"""Of a run folder's JSON files; a checkpoint's state holds what a curriculum has seen of every task."""
+"""Largest JSON file of a run folder. A checkpoint's state has the curriculum's pass rate of every task."""
 LONGEST_LINE = 64 * foreign.MiB
-"""Of the record."""
+"""Longest line of the record."""
 FULL = {
     errno.ENOSPC: ("the disk is full", "Free some space"),
     errno.EDQUOT: ("the quota of the disk is used up", "Free some space"),
@@ -37,7 +37,7 @@ FULL = {
     errno.EROFS: ("the disk cannot be written", "Mount it for writing"),
     errno.EIO: ("the disk failed (input/output error)", "Mend it"),
 }
-"""Why a disk takes no more, and what helps, by error number."""
+"""Why nothing more can be written to a disk, and what helps, by error number."""
 
 
 def sync(path: Path) -> None:
@@ -69,13 +69,13 @@ def write_json(path: Path, data: Any) -> None:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """RunFolderError names the file that is missing, is no file, or holds no JSON object."""
+    """The JSON object in a file. RunFolderError names a file that is missing, is no file, or has no JSON object."""
     return foreign.parse_object(foreign.read_bytes(path, LARGEST_JSON, RunFolderError), str(path), RunFolderError)
 
 
 def full(error: BaseException) -> tuple[str, str] | None:
-    """Why the disk takes no more, and what helps; None for another error. Libraries in other languages say it only in
-    their message."""
+    """Why nothing more can be written, and what helps; None for another error. Errors of libraries in other languages
+    are recognised by their message."""
     if isinstance(error, OSError) and error.errno in FULL:
         return FULL[error.errno]
     told = re.search(r"\bos error (\d+)\b", str(error))
@@ -86,7 +86,7 @@ def full(error: BaseException) -> tuple[str, str] | None:
 
 @contextmanager
 def disk_full_is_reported(what: Path, still_good: Callable[[], str]) -> Generator[None]:
-    """A disk that takes no more as RunFolderError that says what was being written and what is still good."""
+    """Turns the error of a full disk into a RunFolderError with what was being written and what is still good."""
     try:
         yield
     except RunFolderError:
@@ -112,8 +112,8 @@ def digest(path: Path) -> str:
 
 
 def share(folder: Path) -> None:
-    """Give every file under a folder the mode that a new file gets there (the user's umask): libraries write theirs as
-    0600."""
+    """Give every file under a folder the mode of a new file (by the user's umask), because libraries
+    write theirs as 0600."""
     probe = folder / ".mode.part"
     probe.touch()
     mode = probe.stat().st_mode
@@ -124,7 +124,8 @@ def share(folder: Path) -> None:
 
 
 def write_directory(target: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a hidden sibling of `target`, add a digest per file, make it durable, and rename it into place.
+    """Call `write` on a hidden folder beside `target`, add a digest per file, make it durable, and rename it to
+    `target`.
 
     An existing `target` is replaced: it is moved out of the way just before.
     """
@@ -150,7 +151,7 @@ def write_directory(target: Path, write: Callable[[Path], object]) -> None:
 
 
 def remove_directory(path: Path) -> None:
-    """Gone at once under its own name; a kill in between leaves only a hidden leftover."""
+    """Remove a directory. It is renamed first, so a kill in between leaves only a hidden folder."""
     trash = path.with_name(f".trash-{path.name}-{os.getpid()}")
     shutil.rmtree(trash, ignore_errors=True)
     os.replace(path, trash)
@@ -158,7 +159,7 @@ def remove_directory(path: Path) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what a kill left behind."""
+    """Remove temporary files of killed processes."""
     for path in folder.glob(".*"):
         if path.name.startswith((".staged-", ".trash-")) and path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
@@ -234,7 +235,7 @@ def read_lines(path: Path) -> Iterator[tuple[int, Any]]:
 
 
 class Lock:
-    """`folder/lock`, held with flock while this process lives. A dead owner's lock is taken over by the next."""
+    """`folder/lock`, held with flock while this process runs. The lock of a dead process can be taken by another."""
 
     def __init__(self, folder: Path) -> None:
         self.path = folder / "lock"
@@ -261,8 +262,8 @@ class Lock:
             self.forget()
 
     def forget(self) -> None:
-        """Close this process's handle; a forked child does so at birth, so that it cannot outlive the owner with the
-        lock."""
+        """Close this process's handle. A forked child does so when it starts, so that it cannot keep the lock after its
+        owner has ended."""
         if self._fd is not None:
             os.close(self._fd)
             self._fd = None

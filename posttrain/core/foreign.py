@@ -1,6 +1,6 @@
-"""Files that somebody else may have made: read up to a bound, never waited for, and parsed without a traceback.
+"""Reads files that somebody else may have made: up to a limit of size, without waiting, and parsed without a traceback.
 
-A pipe or a device in place of a file would hang or never end, a huge or deeply nested one would exhaust memory or the
+A pipe or a device in place of a file would hang or never end. A huge or deeply nested file would exhaust memory or the
 stack.
 """
 
@@ -33,7 +33,7 @@ def opened(path: Path, error: type[PosttrainError]) -> Generator[BinaryIO]:
 
 
 def require_regular(path: Path, about: os.stat_result, error: type[PosttrainError]) -> None:
-    """`error` says what stands there in place of a file."""
+    """Raises `error` where there is something else than a regular file, and names what it is."""
     if not stat.S_ISREG(about.st_mode):
         kind = "a directory" if stat.S_ISDIR(about.st_mode) else "a pipe, a socket or a device"
         raise error(f"{path} is {kind}, and a file is wanted there")
@@ -50,8 +50,8 @@ def read_bytes(path: Path, most: int, error: type[PosttrainError]) -> bytes:
 
 
 def read_lines(path: Path, most: int, error: type[PosttrainError]) -> Iterator[tuple[int, bytes]]:
-    """(number from 1, line with its end) one at a time; `error` with file and line where one has more than `most`
-    bytes."""
+    """(number from 1, line with its end) one at a time; `error` with file and line where one has
+    more than `most` bytes."""
     with opened(path, error) as file:
         number = 0
         while line := file.readline(most + 1):

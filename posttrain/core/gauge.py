@@ -1,4 +1,4 @@
-"""Numbers of a step: gauges as (sum, count), and the line of the record that carries them."""
+"""Numbers of a step: gauges as (sum, count), and the line of the record that holds them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.core.stop import Stop as Stop
 
 @dataclass(frozen=True)
 class Gauge:
-    """A sum and a count, so that a mean of means cannot happen. Merge by adding."""
+    """A sum and a count. Gauges merge by adding, so a mean is always over all entries and never a mean of means."""
 
     sum: float
     count: float
@@ -34,7 +34,7 @@ Gauges = dict[str, Gauge]
 
 
 def merge(*parts: Mapping[str, Gauge]) -> Gauges:
-    """Gauges of a whole from the gauges of its parts."""
+    """Gauges of a whole, from the gauges of its parts."""
     out: Gauges = {}
     for part in parts:
         for name, gauge in part.items():
@@ -44,7 +44,7 @@ def merge(*parts: Mapping[str, Gauge]) -> Gauges:
 
 @dataclass(frozen=True)
 class Step:
-    """One line of the record. `clock` holds wall-time facts, which no digest covers."""
+    """One line of the record. `clock` holds measured wall times, which no digest covers."""
 
     stage: str
     index: int

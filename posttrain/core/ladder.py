@@ -1,8 +1,8 @@
-"""The ladder: every algorithm is a patch on its predecessor. A row has its parent, name, paper, and what is patched.
+"""The ladder: every algorithm is a patch of another one. A row has parent, name, paper, and the changed choices.
 
-Formulas, defaults and numeric cases: docs/algorithms.md. Where papers and other libraries differ: `core.notes`.
-Adding one is a row here and, when it needs a new piece, one type in `core.pieces` and one function of the mathematics
-(`posttrain.algorithm`).
+docs/algorithms.md has formulas, defaults and numeric cases. `core.notes` says where papers and other libraries differ.
+To add an algorithm, write a row here. If it needs a new piece, also write one type in `core.pieces` and one function of
+its mathematics in `posttrain.algorithm`.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from posttrain.core.pieces.trust import Cap, Clip, Divergence, FutureKL, Geometr
 
 
 def _patch(parent: Algorithm, name: str, paper: str, **changes: Any) -> Algorithm:
-    """The parent with some choices changed, and what `core.notes` says of it."""
+    """The parent with some choices changed, and its note from `core.notes`."""
     return patch(parent, name, paper, note=NOTES.get(name, ""), **changes)
 
 
@@ -153,7 +153,7 @@ GKD          = _patch(REINFORCE, "gkd",          "2306.13649", rewards="none", d
 
 # fmt: on
 LADDER: dict[str, Algorithm] = {a.name: a for a in list(globals().values()) if isinstance(a, Algorithm)}
-"""Everything defined above, by name."""
+"""All algorithms above, by name."""
 
 
 def algorithm(name: str) -> Algorithm:

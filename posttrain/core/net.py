@@ -1,5 +1,4 @@
-"""What every server here needs against callers that mean harm: a log they cannot fill, and files enough for its
-connections."""
+"""Protection of servers against hostile callers: a log that they cannot fill, and enough open files for connections."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ SECONDS = 60.0
 
 
 class LogRateLimit(logging.Filter):
-    """Lets `lines` records of a logger through in each `seconds`; the first one after that says how many were left
-    out."""
+    """Lets `lines` records of a logger through in each `seconds`; the first one after that says how
+    many were left out."""
 
     def __init__(self, lines: int = LINES, seconds: float = SECONDS) -> None:
         super().__init__()
@@ -50,7 +49,7 @@ def raise_file_limit() -> int:
 
 
 def network(address: str) -> str:
-    """Whom an address belongs to: itself, or the network of 64 bits that an IPv6 caller has to itself."""
+    """The owner of an address: the address itself, or the 64-bit network of an IPv6 caller."""
     with suppress(ValueError):
         ip = ipaddress.ip_address(address.partition("%")[0])
         if isinstance(ip, ipaddress.IPv6Address) and not ip.is_loopback:

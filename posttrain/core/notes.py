@@ -1,4 +1,4 @@
-"""What a reader of the paper, or of another library's code, should know of an algorithm of the ladder, by its name."""
+"""Notes on algorithms of the ladder, by name: where this library differs from the paper or from other libraries."""
 
 from __future__ import annotations
 

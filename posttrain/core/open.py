@@ -1,7 +1,7 @@
-"""Open choices: a declared type that stands for the classes that derive from it, wherever they are defined.
+"""Open choices: a declared type whose alternatives are all classes that derive from it, wherever they are defined.
 
-A union names its alternatives in one place, so that a new one changes that place. An open choice finds them: overrides,
-JSON and messages (`core.tree`) read this table.
+A union lists its alternatives in one place, and a new one changes that place. An open choice registers them when they
+are defined. Overrides, JSON and messages (`core.tree`) read this table.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ class Open:
     """Base of open choices. `class Region(Open, begin=True)` begins one; each class that derives from `Region` is an
     alternative.
 
-    Alternatives stand in the order of their definition. Overrides write them in lower case, so two whose names differ
-    in nothing else are refused; a class that is defined again in the same place takes the place of the first.
+    Alternatives are in the order of their definition. Overrides write them in lower case, so two names that differ only
+    in case are refused. A class that is defined again in the same place replaces the first.
     """
 
     _alternatives: ClassVar[dict[str, type[Any]]]
@@ -37,7 +37,7 @@ class Open:
 
     @classmethod
     def withdraw(cls) -> None:
-        """Takes this alternative out of its choice: values of it stay, and nothing reads its name any more."""
+        """Remove this alternative from its choice. Its values stay, but its name is no longer read."""
         if cls._alternatives.get(cls.__name__.lower()) is not cls:
             raise ConfigError(f"{cls.__name__} is no alternative of a choice: only one that is can be withdrawn")
         del cls._alternatives[cls.__name__.lower()]

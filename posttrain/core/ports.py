@@ -1,4 +1,4 @@
-"""Where rooms of one floor meet: small protocols, one verb each."""
+"""The protocols through which rooms of one floor use each other. Each one is small."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ from posttrain.core.verdict import Judged
 
 
 class Sampler(Protocol):
-    """An engine as the rollout sees it. Many `generate` calls run at once; the engine batches whatever is ready."""
+    """An engine as the rollout uses it. Many `generate` calls run at once, and the engine batches what is ready."""
 
     @property
     def version(self) -> int:
-        """Version of the weights that would say the next token."""
+        """Version of the weights that would sample the next token."""
         ...
 
     @property
     def keeps_sets(self) -> bool:
-        """Whether truncated draws come with their kept token sets."""
+        """Whether truncated draws are returned with their kept token sets."""
         ...
 
     @property
     def draws_by_place(self) -> bool:
-        """Whether the token at position t of a turn is the one that `seeds.uniforms(place, ...)[t]` picks through the
-        inverse of the cumulative distribution, ids ascending, so that anyone can draw it again."""
+        """Whether the draw at position t of a turn can be repeated: inverse-CDF sampling, ids ascending, with the
+        uniform number `seeds.uniforms(place, ...)[t]`."""
         ...
 
     @property
@@ -44,17 +44,22 @@ class Sampler(Protocol):
         ...
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
-        """Continue int32 [T] `ids` by one turn, with random numbers that belong to `place`. Raises DataError for an
-        empty or over-long prompt."""
+        """Sample one turn after `ids` (int32 [T]), with the random numbers of `place`.
+
+        Raises:
+            DataError: the prompt is empty or too long.
+        """
         ...
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: log-probs of ids[1:], each given all before it, at temperature 1 and with nothing cut. It
-        shows that the weights being served are the ones that were sent; rollouts never need it."""
+        """float32 [T - 1]: log-probs of ids[1:], each given all tokens before it, at temperature 1 without truncation.
+
+        It is for checking that the served weights are the ones that were sent. Rollouts never need it.
+        """
         ...
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Take these named weights as `version`; returns the fingerprint of what is now being served."""
+        """Load these named weights as `version`; returns the fingerprint of what is now served."""
         ...
 
     def gauges(self) -> Gauges:
@@ -62,25 +67,25 @@ class Sampler(Protocol):
         ...
 
     def clock(self) -> Mapping[str, float]:
-        """Seconds since the last call by what they were spent on, such as `engine/step`; apart, because no digest
-        covers them."""
+        """Seconds since the last call, by what they were spent on, such as `engine/step`. They are apart from the
+        gauges because no digest covers them."""
         ...
 
 
 class Scorer(Protocol):
-    """A forward-only model: the log-prob of every spoken token."""
+    """A model that computes the log-prob of every spoken token, without gradient."""
 
     def score(self, packed: Packed) -> np.ndarray:
         """float32 [M], under `packed.sampling`."""
         ...
 
     def fingerprint(self) -> str:
-        """Exact digest of the weights that score."""
+        """Exact digest of its weights."""
         ...
 
 
 class Examiner(Scorer, Protocol):
-    """A scorer that also tells of whole next-token distributions."""
+    """A scorer that also computes properties of the whole next-token distribution."""
 
     def entropy(self, packed: Packed) -> np.ndarray:
         """float32 [M]: entropy of the distribution each spoken token was drawn from."""
@@ -101,13 +106,13 @@ class Reference(Examiner, Protocol):
 
     @property
     def digest(self) -> str:
-        """The fingerprint it had when it was made. A run compares it with `fingerprint()` as long as the reference is
-        used."""
+        """The fingerprint it had when it was made. A run compares it with `fingerprint()` as long as
+        it uses the reference."""
         ...
 
 
 class Learner(Examiner, Protocol):
-    """The model that trains, as the trainer sees it. It owns modules; the trainer owns the optimizer and backward()."""
+    """The model that is trained. It owns the modules; the trainer owns the optimizer and calls backward()."""
 
     def forward(
         self,
@@ -119,7 +124,9 @@ class Learner(Examiner, Protocol):
         head_only: bool = False,
     ) -> TokenScores:
         """Differentiable scores of one micro-batch; with `candidates_MK` also the log-probs of those tokens.
-        `head_only` lets no gradient of the value reach the policy."""
+
+        With `head_only` the gradient of the value stops at the value head and does not reach the policy.
+        """
         ...
 
     def value(self, packed: Packed) -> np.ndarray:
@@ -127,12 +134,12 @@ class Learner(Examiner, Protocol):
         ...
 
     def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
-        """Where each spoken token lies in the distribution it was drawn from."""
+        """How probable each spoken token is in the distribution it was drawn from."""
         ...
 
     def exact(self, packed: Packed) -> np.ndarray | None:
-        """float64 [M]: log-probs by a float64 copy of the weights, made for this call; None where the model is too
-        large for one."""
+        """float64 [M]: log-probs from a float64 copy of the weights, made for this call. None where the model is too
+        large for a copy."""
         ...
 
     def parameters(self) -> Mapping[str, Any]:
@@ -140,24 +147,24 @@ class Learner(Examiner, Protocol):
         ...
 
     def shards(self) -> Iterable[Shard]:
-        """The policy's weights as they lie here, under the names of the Hugging Face module, ties once.
+        """The policy's weights in this process, under the names of the Hugging Face module. Tied weights come once.
 
-        A learner in one process has one whole shard a weight. A learner that is one of several has its own parts. Of an
-        adapter over weights that never move, the adapter's tensors are all that has to travel. `fingerprint` is that of
-        the whole tensors however they are cut.
+        A learner in one process has one whole shard per weight. One of several learners has only its own parts. With an
+        adapter over frozen weights, the adapter's tensors are enough. `fingerprint` is that of the whole tensors,
+        however they are cut.
         """
         ...
 
     def train_mode(self, on: bool) -> None:
-        """Dropout and checkpointing on or off; scoring is always off."""
+        """Turn dropout and gradient checkpointing on or off. Scoring always runs with both off."""
         ...
 
 
 class Transport(Protocol):
-    """The way of weights from a learner to a sampler: in this process, by shared memory, by a collective, by a file."""
+    """Sends weights from a learner to a sampler: in this process, by shared memory, by a collective, or by a file."""
 
     async def send(self, version: int, shards: Iterable[Shard], sampler: Sampler) -> str:
-        """Let the sampler serve these weights as `version`; the fingerprint of what it then serves.
+        """Make the sampler serve these weights as `version`; returns the fingerprint of what it then serves.
 
         Raises:
             InvariantError: parts of a weight are missing, came twice, or do not fit together.
@@ -166,7 +173,7 @@ class Transport(Protocol):
 
 
 class TaskSource(Protocol):
-    """Tasks by index. `count` is None where tasks are generated without end."""
+    """Tasks by index. `count` is None where tasks are generated without limit."""
 
     @property
     def count(self) -> int | None: ...
@@ -176,7 +183,8 @@ class TaskSource(Protocol):
 
 @dataclass(frozen=True)
 class Utterance:
-    """One turn of the policy as an environment sees it. `text` is without the stop token; a stop string stays in it."""
+    """One turn of the policy, as an environment gets it. `text` is without the stop token;
+    a stop string stays in it."""
 
     text: str
     stop: Stop
@@ -192,15 +200,15 @@ def _no_tokens(characters: int) -> int:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A finished episode as a verifier sees it: all turns of the policy, and the last one as `text`."""
+    """A finished episode, as a verifier gets it: all turns of the policy, and the last one as `text`."""
 
     task: Task
     turns: tuple[str, ...]
     stop: Stop
     spoken_upto: Callable[[int], int] = _no_tokens
-    """Spoken tokens up to a character of `text`: the `end` of a verdict about a step."""
+    """Number of spoken tokens up to a character of `text`. It gives the `end` of a verdict about a step."""
     state: Any = None
-    """The world as the episode left it (`Talk.leave`): plain data."""
+    """The environment's state at the end of the episode (`Talk.leave`), as plain data."""
 
     @property
     def text(self) -> str:
@@ -208,50 +216,53 @@ class Attempt:
 
 
 class Seat(Protocol):
-    """One speaker of an episode: an environment's two verbs over that speaker's own view of the conversation."""
+    """One speaker of an episode. The environment calls `see` and `say` on the speaker's own
+    view of the conversation."""
 
     @property
     def format(self) -> str | None:
-        """The format in which the speaker's chat template writes tool calls. None where there is no template, or none
-        we read."""
+        """The format in which the speaker's chat template writes tool calls. None without a template, or where the
+        format is not one that posttrain reads."""
         ...
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """The world writes: the prompt first, observations later. Text is encoded once, on its own. `tools` are JSON
-        schemas of functions for the chat template, and belong to the prompt."""
+        """The environment writes: the prompt first, observations later. Text is encoded once, on its own. `tools` are
+        JSON schemas of functions for the chat template; they belong to the prompt."""
         ...
 
     async def say(self, most: int | None = None) -> Utterance:
-        """The speaker takes a turn, of at most `most` tokens where the contract allows more. Where a limit leaves it
-        none, nothing is said, and the utterance names the limit as its stop reason. Limits on turns and tokens count
-        all seats of the episode."""
+        """The speaker takes a turn, of at most `most` tokens where `Sampling` allows more.
+
+        If a limit leaves no tokens for it, the turn is empty and its stop reason names the limit. Limits on turns and
+        tokens count all seats of the episode.
+        """
         ...
 
 
 class Talk(Seat, Protocol):
-    """The trained seat of an episode: what it says is learned from. The rollout implements it."""
+    """The trained seat of an episode: the policy learns from its turns. The rollout implements it."""
 
     def seat(self, name: str) -> Seat:
-        """Another speaker of this episode, such as a simulated user or an opponent; the same one for the same name.
+        """Another speaker of this episode, such as a simulated user or an opponent. The same name gives the same one.
 
-        It sees only what it is shown, and what it says reaches the policy only where the environment shows it. Nothing
-        of it is learned from. The rollout says who plays it (`Rollout.players`): the policy itself where no players are
-        given.
+        It sees only what the environment passes to its `see`. The policy sees its turns only where the environment
+        passes them on. Its turns are never learned from. `Rollout.players` sets who plays it; without players it is the
+        policy itself.
         """
         ...
 
     def pay(self, source: str, score: float) -> None:
-        """A reward for the turn just said: a part of the outcome, which credit that knows turns places at that turn."""
+        """A reward for the last turn. It is a part of the outcome; turn-level credit places it at that turn."""
         ...
 
     def leave(self, state: Any) -> None:
-        """What the world is like now, as plain data: the last word before the episode ends is what verifiers see
-        (`Attempt.state`) and the record keeps."""
+        """Set the environment's state, as plain data. Verifiers see the last one that was set (`Attempt.state`), and
+        the record keeps it."""
         ...
 
 
 class Dialogue(Protocol):
-    """One conversation's encoder: text or messages to the ids to append, once; what was said, as text."""
+    """The encoder of one conversation: text or messages to ids to append, each once, and turns back to text."""
 
     @property
     def format(self) -> str | None:
@@ -260,19 +271,19 @@ class Dialogue(Protocol):
 
     @property
     def restarted(self) -> bool:
-        """Whether what `see` returned last begins a new sequence, because the chat template wrote history anew."""
+        """Whether the last result of `see` begins a new sequence, because the chat template rewrote history."""
         ...
 
     def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> np.ndarray:
-        """int32 ids of the prompt (first call, special tokens included exactly once) or of an observation."""
+        """int32 ids of the prompt (first call, with special tokens exactly once) or of an observation."""
         ...
 
     def text(self, ids: np.ndarray) -> str:
-        """What these ids say, without the stop token."""
+        """The text of these ids, without the stop token."""
         ...
 
     def said(self, ids: np.ndarray) -> str:
-        """Take note of the policy's turn; its text, without the stop token."""
+        """Add the policy's turn to the conversation; returns its text, without the stop token."""
         ...
 
 
@@ -280,16 +291,17 @@ class PairRenderer(Protocol):
     """Demonstrations as tokens."""
 
     def pair(self, prompt: str | Sequence[Message], completion: str, task: str = "") -> tuple[np.ndarray, np.ndarray]:
-        """(prompt ids, completion ids ending in exactly one stop token), int32. The task is named in errors."""
+        """(prompt ids, completion ids that end in exactly one stop token), int32. Errors name the task."""
         ...
 
     def completion_ids(self, text: str, *, chat: bool = False, task: str = "") -> np.ndarray:
-        """int32 ids of one demonstrated turn, ending in exactly one stop token: that of a `chat`, or of plain text."""
+        """int32 ids of one demonstrated turn, ending in exactly one stop token: that of chats where `chat`, else that
+        of plain text."""
         ...
 
 
 class Environment(Protocol):
-    """A family of tasks and their judge. A class may derive from it, and then inherits what it cannot do."""
+    """A family of tasks and their judge. A class that derives from it inherits defaults for the optional methods."""
 
     @property
     def name(self) -> str: ...
@@ -299,64 +311,64 @@ class Environment(Protocol):
 
     @property
     def heldout(self) -> Sequence[Task]:
-        """Fixed tasks that share no prompt (up to the environment's notion of sameness) with `train`."""
+        """Fixed tasks, none of which is also in `train` (`Abilities.key` decides which tasks are the same)."""
         ...
 
     @property
     def abilities(self) -> Abilities:
-        """What it can do beside playing and judging; whoever needs one of them reads it here. A class that does not
-        derive from this one writes `abilities = Abilities()`."""
+        """Its optional abilities, beside playing and judging. A class that does not derive from this one writes
+        `abilities = Abilities()`."""
         return Abilities()
 
     async def play(self, task: Task, talk: Talk) -> Stop:
-        """Run one episode: see, say, see... and return why it ended."""
+        """Play one episode (see, say, see...) and return why it ended."""
         ...
 
     async def judge(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """One entry per source. An outage is `failed`, never a low score."""
+        """One verdict per source. An outage is `failed`, never a low score."""
         ...
 
     def gauges(self) -> Gauges:
-        """Queue and latency of its verifiers since the last call: facts of the machine, which no digest covers."""
+        """Queue and latency of its verifiers since the last call. They depend on the machine,
+        so no digest covers them."""
         return {}
 
     def close(self) -> None:
-        """End what the verifiers keep running."""
+        """Stop the processes and connections of its verifiers."""
         return
 
 
 class EpisodeJudge(Protocol):
     """A judge of finished episodes that reads their tokens, such as a reward model.
 
-    Its verdicts stand beside the environment's. It is given to the rollout (`Rollout.judges`). The episodes of a group
-    come in one call, so that a model can score them as one batch. Those that say the same come once and share the
-    verdicts. Those that already failed do not come.
+    Its verdicts are added to the environment's. It is given to the rollout (`Rollout.judges`). The episodes of a group
+    come in one call, so that a model can score them as one batch. Equal episodes are judged once and share the
+    verdicts. Episodes that already failed are left out.
     """
 
     @property
     def name(self) -> str:
-        """The source that the record names where the judge itself breaks."""
+        """The source that the record names when the judge itself fails."""
         ...
 
     async def judge(self, episodes: Sequence[Episode]) -> Sequence[tuple[Judged, ...]]:
-        """The verdicts about each episode, in order, at least one. The tokens are in `Episode.segments`: prompt and
-        turns, `mask` True where the policy spoke.
+        """The verdicts about each episode, in order, at least one per episode. The tokens are in `Episode.segments`:
+        prompt and turns, with `mask` True at spoken tokens.
 
         A verdict without `end` is about the whole episode. One with `end` and `paid` is a reward at that spoken token,
-        counted from 1 over all segments. One with `end` alone is an opinion of a step. An outage is `failed` or raises,
-        and is asked again. A judge that computes for long does so in a thread, because other episodes run on the same
-        loop.
+        counted from 1 over all segments. One with `end` alone scores a step. An outage is `failed` or an exception, and
+        is tried again. A judge that computes for long does so in a thread, because other episodes run on the same loop.
         """
         ...
 
 
 class Tracker(Protocol):
-    """Somewhere else that wants the numbers (TensorBoard, W&B, trackio, the terminal)."""
+    """Receives the numbers of a run (TensorBoard, W&B, trackio, the terminal)."""
 
     def log(self, step: Step) -> None: ...
 
     def say(self, line: str) -> None:
-        """A line for people: what a stage is about to do, what a gauge means."""
+        """Show a line to people, such as what a stage is about to do or what a gauge means."""
         ...
 
     def close(self, summary: Mapping[str, float]) -> None: ...

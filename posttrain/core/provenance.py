@@ -2,9 +2,9 @@
 
     $XDG_STATE_HOME/posttrain/runs/ID.json          (~/.local/state where XDG_STATE_HOME is not set)
 
-ID is the random identity in run.json, so a run that is moved or copied stays known. The note holds digests of what the
-run asked for (`core.asks`) and of run.json: an edited run.json is trusted with what it asked for before, and with
-nothing more. Another user has notes of their own, and another machine has none, unless it shares the home directory.
+ID is the random identity in run.json, so a run that is moved or copied is still known. The note has digests of what the
+run asked for (`core.asks`) and of run.json. An edited run.json may use what it asked for before, and nothing more.
+Every user has separate notes. Another machine has none, unless it shares the home directory.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _IDENTITY = re.compile(r"[0-9a-f]{32}")
 
 @dataclass(frozen=True)
 class Note:
-    """What this user remembers of a run. `asked`: digests of `Ask`; `written`: digest of its run.json."""
+    """A user's note of a run. `asked`: digests of `Ask`; `written`: digest of its run.json."""
 
     asked: frozenset[str] = frozenset()
     written: str = ""
 
 
 def notes_folder() -> Path:
-    """Where the notes lie; RuntimeError where this user has no home."""
+    """The folder of the notes; RuntimeError where this user has no home."""
     named = os.environ.get("XDG_STATE_HOME", "")
     base = Path(named) if os.path.isabs(named) else Path.home() / ".local" / "state"
     return base / "posttrain" / "runs"

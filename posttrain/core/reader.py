@@ -1,4 +1,4 @@
-"""Reading a run folder, finished or being written: typed objects back, damage named, no lock needed."""
+"""Reads a run folder, finished or being written. It returns typed objects, names damaged files, and needs no lock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.core.run import Run
 from posttrain.core.tree import from_plain
 
 SCHEMA = 2
-"""Of run.json and of the record beside it."""
+"""Version of the format of run.json and of the record beside it."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +28,11 @@ class RunFile:
     lineages: Mapping[str, list[dict[str, Any]]]
     facts: Mapping[str, Any]
     identity: str | None = None
-    """Random, made with the run: what `core.provenance` knows it by."""
+    """Random identity, made with the run; `core.provenance` finds its note by it."""
     edited: tuple[str, ...] = ()
     """Entries that are not as they were written (`run.seed`), by their digests."""
     digest: str = ""
-    """Of the whole file."""
+    """Digest of the whole file."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ def is_run(path: Path | str) -> bool:
 
 
 def folder_of(path: Path | str) -> tuple[Path, str | None]:
-    """The run folder that a path means, and the checkpoint, where the path is that of one inside it."""
+    """The run folder of a path, and the checkpoint where the path is one inside the folder."""
     path = Path(path)
     inside = path.parent.name == "checkpoints" and is_run(path.parent.parent)
     return (path.parent.parent, path.name) if inside else (path, None)
@@ -68,7 +68,7 @@ def run_file(folder: Path | str) -> RunFile:
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     with damage_is_named(str(path)):
         return RunFile(
-            from_plain(Run, _of_today(data["run"])),
+            from_plain(Run, _migrated(data["run"])),
             data["lineages"],
             facts,
             data.get("identity"),
@@ -90,8 +90,8 @@ def _check_schema(path: Path, schema: object) -> None:
         )
 
 
-def _of_today(run: Any) -> Any:
-    """The tree of a folder from before `model.kernels`, when `engine.compiled` (true, false or null) said as much."""
+def _migrated(run: Any) -> Any:
+    """The tree with `model.kernels` set from the former `engine.compiled` (true, false or null), for older folders."""
     engine, model = run["engine"], run["model"]
     if "compiled" not in engine:
         return run
@@ -100,7 +100,7 @@ def _of_today(run: Any) -> Any:
 
 
 def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
-    """Names of entries whose digest is another one; () where an older version wrote none."""
+    """Names of entries that differ from their digest; () where an older version wrote no digests."""
     then: Any = data.get("digests")
     if not isinstance(then, dict):
         return ()
@@ -109,7 +109,7 @@ def _edited(data: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def digests(data: Mapping[str, Any]) -> dict[str, str]:
-    """One digest an entry of run.json, and one a field of the tree, so that an edit can be told by name."""
+    """One digest per entry of run.json and per field of the tree, so that an edit can be reported by name."""
     parts = {k: v for k, v in data.items() if k not in ("run", "digests")}
     return {
         name: _digest(value) for name, value in {**{f"run.{k}": v for k, v in data["run"].items()}, **parts}.items()
@@ -122,7 +122,7 @@ def _digest(value: Any) -> str:
 
 @contextmanager
 def damage_is_named(place: str) -> Generator[None]:
-    """Around the making of objects from what a file says: whatever they cannot be made of, the file is damaged."""
+    """Context in which objects are made from a file. An error there is reported as damage of the file."""
     try:
         yield
     except RunFolderError:
@@ -158,8 +158,9 @@ def episode_name(stage: str, index: int, kind: str) -> str:
 
 
 def episode_files(folder: Path | str) -> list[EpisodeFile]:
-    """In the order they were written. A file that was written but not yet listed is left out, and one that is gone is
-    not (`missing_episodes`). A name that a run would not have given, such as a path out of the folder, is an error."""
+    """The listed episode files, in the order they were written. A file that is not yet listed is left out. A listed
+    file that is gone is included (`missing_episodes`). A name that no run gives, such as a path out of the folder, is
+    an error."""
     where = Path(folder) / "episodes"
     out: list[EpisodeFile] = []
     for number, d in files.read_lines(where / "index.jsonl"):
@@ -175,12 +176,12 @@ def episode_files(folder: Path | str) -> list[EpisodeFile]:
 
 
 def missing_episodes(folder: Path | str) -> list[EpisodeFile]:
-    """Listed episode files that are not there."""
+    """Listed episode files that do not exist."""
     return [row for row in episode_files(folder) if not row.path.is_file()]
 
 
 def episodes(folder: Path | str, stage: str, index: int, kind: str = "train") -> tuple[record.Recorded, ...]:
-    """The episodes of one step (or evaluation), each with what the algorithm made of it."""
+    """The episodes of one step (or evaluation), each with its credit."""
     return read_episodes(Path(folder) / "episodes" / episode_name(stage, index, kind))
 
 

@@ -1,4 +1,4 @@
-"""What the record holds: a `Step` as one JSON object, the episodes of a step as columns. No pickle anywhere.
+"""The format of the record: a `Step` is one JSON object, the episodes of a step are columns. No pickle is used.
 
 Columns of an episode file, N tokens of all segments one after another:
 
@@ -43,8 +43,8 @@ Columns = dict[str, np.ndarray]
 
 @dataclass(frozen=True, eq=False)
 class Recorded:
-    """An episode with what the algorithm made of it. `shaped` and `advantage` are None where it got no credit
-    (evaluation, or not judged); advantage is float64 per spoken token, one array a segment."""
+    """An episode with its credit. `shaped` and `advantage` are None where it has none (evaluation, or not judged).
+    advantage is float64 per spoken token, one array per segment."""
 
     episode: Episode
     shaped: float | None = None
@@ -53,8 +53,8 @@ class Recorded:
 
 
 def of_step(credit: Credit, unjudged: Iterable[Group]) -> list[Recorded]:
-    """All episodes of a training step: groups in order, siblings in order, those nobody could judge included; an argmax
-    answer stands after its group's siblings, and its sampling says so."""
+    """All episodes of a training step, those that were not judged too. Groups and siblings are in order. A greedy
+    answer comes after its group's siblings; its sampling has greedy=true."""
     out: list[Recorded] = []
     for group in credit.groups:
         credited = {c.episode.sibling: c for c in group.episodes}
@@ -74,7 +74,7 @@ def of_groups(groups: Iterable[Group]) -> list[Recorded]:
 
 
 def _number(x: float) -> float | str:
-    """JSON has no word for infinities and NaN; they are written as text, which `float` reads."""
+    """A number for JSON. JSON has no infinities and NaN, so these are written as text, which `float` reads."""
     x = float(x)
     return x if np.isfinite(x) else repr(x)
 
@@ -104,9 +104,9 @@ def step_from_plain(data: Mapping[str, Any]) -> Step:
 # --- episodes --------------------------------------------------------------------------------------------------------
 
 
-def _foreign(value: object) -> Any:
-    """What tasks hold and JSON cannot: parts of messages and numpy by value, anything else as text without
-    addresses."""
+def _as_plain(value: object) -> Any:
+    """Values of tasks that JSON does not have: parts of messages and numpy by value,
+    anything else as text without addresses."""
     if isinstance(value, ContentPart):
         return value.plain()
     if isinstance(value, np.ndarray | np.generic):
@@ -133,7 +133,7 @@ def _verdict(j: Judged) -> dict[str, Any]:
     }
 
 
-def _verdict_back(v: Mapping[str, Any]) -> Judged:
+def _verdict_from_plain(v: Mapping[str, Any]) -> Judged:
     verdict = Verdict(State(v["state"]), v["score"], v["kind"], v["why"])
     return Judged(v["source"], v["weight"], verdict, v["end"], v.get("paid", False), v.get("resolution", RESOLUTION))
 
@@ -190,7 +190,7 @@ def to_columns(records: Sequence[Recorded]) -> Columns:
         "top_ids": _join([t.ids.ravel() for t in top], np.int32),
         "top_logp": _join([t.logp.ravel() for t in top], np.float32),
         "in_turn": _join([s.in_turn for s in segments if s.in_turn is not None], np.int32),
-        "meta": np.frombuffer(json.dumps(meta, default=_foreign).encode(), np.uint8),
+        "meta": np.frombuffer(json.dumps(meta, default=_as_plain).encode(), np.uint8),
     }
 
 
@@ -200,7 +200,7 @@ def _join(parts: Sequence[np.ndarray], dtype: Any) -> np.ndarray:
 
 def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
     meta: dict[str, list[dict[str, Any]]] = json.loads(columns["meta"].tobytes())
-    tasks: list[Task] = [_task_back(t) for t in meta["tasks"]]
+    tasks: list[Task] = [_task_from_plain(t) for t in meta["tasks"]]
     samplings: list[Sampling] = [from_plain(Sampling, s) for s in meta["samplings"]]
     cut = _Cut(columns)
     out: list[Recorded] = []
@@ -208,7 +208,7 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
         about: int = m["task"]
         which: list[int] = m["samplings"]
         drawn = [cut.segment(samplings[i]) for i in which]
-        verdicts = tuple(_verdict_back(v) for v in m["verdicts"])
+        verdicts = tuple(_verdict_from_plain(v) for v in m["verdicts"])
         segments = tuple(s for s, _ in drawn)
         said = (m["text"], m["error"], m.get("state"), tuple(m.get("turns", ())))
         seats = tuple(SeatTurn(**t) for t in m.get("seats", ()))
@@ -219,7 +219,7 @@ def from_columns(columns: Mapping[str, np.ndarray]) -> tuple[Recorded, ...]:
     return tuple(out)
 
 
-def _task_back(data: dict[str, Any]) -> Task:
+def _task_from_plain(data: dict[str, Any]) -> Task:
     prompt = data["prompt"]
     return Task(
         data["id"], prompt if isinstance(prompt, str) else tuple(map(_message, prompt)), data["answer"], data["info"]
@@ -296,14 +296,14 @@ DTYPES = {
 }
 """Column -> its type. A file that holds anything else was not written by `pack_columns`."""
 UNQUESTIONED = 256 << 20
-"""Bytes that may be inflated from however few."""
+"""Bytes to which a file of any size may inflate."""
 MOST_INFLATED = 200
 """Above `UNQUESTIONED`: most inflated bytes for each byte of the file. Real steps of that size inflate to a few."""
 
 
 def read_columns(path: Path) -> Columns:
-    """RunFolderError names a file that is missing or damaged, or would inflate to more than a step can hold. Sizes,
-    types and shapes are read and compared before anything is inflated."""
+    """The columns of a file. RunFolderError names a file that is missing or damaged, or would inflate to more than a
+    step can have. Sizes, types and shapes are checked before anything is inflated."""
     if not os.path.lexists(path):
         raise RunFolderError(f"{path} is missing")
     try:
@@ -332,8 +332,8 @@ def read_columns(path: Path) -> Columns:
 
 
 def _column(archive: zipfile.ZipFile, info: zipfile.ZipInfo, wanted: np.dtype[Any]) -> np.ndarray:
-    """One column, one-dimensional and of its type; ValueError where its header says otherwise or does not fit its
-    size."""
+    """One column, one-dimensional and of its type. ValueError where its header has another type or shape, or does not
+    fit its size."""
     with archive.open(info) as entry:
         if np.lib.format.read_magic(entry) != (1, 0):
             raise ValueError(f"{info.filename} has another version than 1.0")

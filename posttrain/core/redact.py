@@ -1,4 +1,5 @@
-"""Secrets stay out of records: what a verifier says of a failure may quote a request, a header or the environment."""
+"""Keeps secrets out of records. A verifier's message about a failure may quote a request,
+a header or the environment."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ from urllib.parse import quote, quote_plus
 from posttrain.core.verdict import Verdict
 
 SHORTEST = 8
-"""Shorter values are no secrets, and would be found everywhere."""
+"""Shorter values do not count as secrets, because they would be found in many texts."""
 PART = 12
-"""Characters of a secret's beginning that give it away; fewer are those of any URL."""
+"""Length from which the beginning of a secret is replaced. Fewer characters could be those of any URL."""
 _NAMES = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL|AUTH|COOKIE|DSN|DATABASE_URL|WEBHOOK", re.IGNORECASE)
 
 

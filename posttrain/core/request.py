@@ -1,4 +1,4 @@
-"""What an algorithm asks of a rollout: one object, from the algorithm and its stage."""
+"""What an algorithm asks of a rollout: one object, made from the algorithm and its stage."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ class RolloutRequest:
     siblings: int
     """Samples of each prompt."""
     extra: int = 0
-    """So many more samples of each prompt are started, and those given up that have not ended once `siblings` have."""
+    """Additional samples of each prompt that are started. Once `siblings` have ended, the rest is aborted."""
     mixed: bool = False
     """Only groups whose raw outcomes differ count."""
     most: int = 8
-    """Times `groups` that may be asked for until enough of them count."""
+    """At most this many times `groups` are played until enough of them count."""
     greedy: bool = False
-    """Each prompt's argmax answer too, beside its siblings."""
+    """Whether to play also the greedy answer of each prompt, beside its siblings."""
     shown: Shown | None = None
-    """Demonstrations that stand in for the last siblings."""
+    """Demonstrations that replace the last siblings."""
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.siblings < 1 or self.most < 1 or self.extra < 0:
@@ -38,21 +38,21 @@ class RolloutRequest:
 
 @dataclass(frozen=True)
 class PassRate:
-    """How many groups passed a filter, of how many; older ones may count for less."""
+    """How many of the groups played passed a filter. Older groups may count for less."""
 
     played: float = 0.0
     passed: float = 0.0
 
     def and_then(self, played: float, passed: float) -> PassRate:
-        """With what came after."""
+        """The sum of these counts and later ones."""
         return PassRate(self.played + played, self.passed + passed)
 
     def halved(self) -> PassRate:
         return PassRate(self.played / 2, self.passed / 2)
 
     def wave(self, missing: int) -> int:
-        """Groups to ask so that on average `missing` of them pass: as many as are missing where nothing is known.
+        """How many groups to play so that on average `missing` of them pass. It is `missing` where no group was played.
 
-        32 missing, 20 of 50 passed -> 80; none of 50 passed, which is taken for half a group -> 3200.
+        32 missing, 20 of 50 passed -> 80. None of 50 passed counts as half a group: -> 3200.
         """
         return missing if not self.played else max(missing, math.ceil(missing * self.played / max(self.passed, 0.5)))

@@ -1,6 +1,6 @@
-"""A run as one frozen tree. Everything derived is a property; nothing is filled in later.
+"""A run as one frozen tree of dataclasses. Everything derived is a property; nothing is filled in later.
 
-`posttrain.core.tree` turns it into plain data and back; dotted overrides address its fields by name.
+`posttrain.core.tree` turns it into plain data and back. Dotted overrides address its fields by name.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.stage import Optimizer, Stage, refusals
 
 NAME = re.compile(r"\w[\w-]{0,63}")
-"""Of a stage."""
+"""Pattern of a stage's name."""
 
 
 BUILT_CONTEXT = 512
-"""Positions of a built model, where nothing else is said."""
+"""Positions of a built model, where `Model.context` is not set."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,34 +40,35 @@ class Model:
     kv_heads: int = 4
     ffn: int = 384
     context: int | None = None
-    """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, 512 where one is built or
-    names no bound. A rope whose frequencies change with the length (dynamic, longrope) is served up to the length at
-    which they begin to."""
+    """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, and 512 where the model
+    is built or gives no limit. With a RoPE whose frequencies change with the length (dynamic, longrope), the limit is
+    the length at which they begin to change."""
     device: str = "cpu"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the weights and activations; the head, its softmax and every loss are float32 regardless."""
+    """Type of weights and activations. The head, its softmax and every loss are always float32."""
     kernels: KernelChoice = "auto"
-    """By which code learner, optimizer, reference and embedded engine compute. auto: the fastest that serves here.
-    compiled: the same, and refuse to start where the embedded engine has no kernels that this machine's C compiler
-    builds (float32 on a CPU). torch: nothing compiled here. reference: every operation by its plain definition, slow,
-    to tell whether a faster form is at fault."""
+    """Which code learner, optimizer, reference and embedded engine use. auto: the fastest that works on this machine.
+    compiled: the same, but do not start where the embedded engine has no kernels built by this machine's C compiler
+    (float32 on a CPU). torch: nothing that is compiled on this machine. reference: every operation by its plain
+    definition; slow, for finding out whether a faster form is wrong."""
     gradient_checkpointing: bool = False
     history: Literal["append", "rewrite"] = "append"
-    """Conversations of several turns whose earlier ones the chat template writes anew (drops their reasoning, say):
-    refused, or each turn becomes a sequence of its own behind the conversation as it was then written."""
+    """What to do where the chat template changes earlier turns of a conversation, for example drops their reasoning.
+    append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
+    it was then written."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Supervised(Stage):
-    """A stage that imitates texts: pretraining on documents, SFT on demonstrations (prompt masked)."""
+    """A stage that learns from texts: pretraining on documents, or SFT on demonstrations (prompt masked)."""
 
     harmless = ("style",)
 
     style: str
-    """What to imitate: a style the environment can write (document, answer, cot), or `completion` from the user's
-    data."""
+    """What to imitate: a style the environment can write (document, answer, cot), or `completion`
+    from the user's data."""
     wrong: float = 0.0
-    """Share of demonstrations that are plausible and false."""
+    """Share of demonstrations that are plausible but false."""
     batch: int = 64
     """Sequences per optimizer step."""
 
@@ -97,7 +98,8 @@ def _offered(styles: tuple[str, ...]) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Reinforce(Stage):
-    """A stage that learns from reward. Four primitive numbers make the batch algebra; the rest is derived."""
+    """A stage that learns from reward. Batch sizes follow from four numbers: `prompts`, `siblings`,
+    `minibatches` and `epochs`."""
 
     models = ("reference",)
 
@@ -109,21 +111,21 @@ class Reinforce(Stage):
     siblings: int = 8
     """Samples per prompt."""
     oversample: int = 0
-    """Start this many more samples per prompt and abort the rest once `siblings` have ended. It cuts the long tail off
-    and prefers short answers: see docs/engine.md for how much."""
+    """Start this many more samples per prompt, and abort the rest once `siblings` have ended. It saves the time of the
+    longest answers, and it prefers short answers. docs/engine.md shows how much."""
     minibatches: int = 1
-    """Optimizer steps one pass over the step's groups is cut into (whole groups)."""
+    """Optimizer steps in one pass over the step's groups; each takes whole groups."""
     epochs: int = 1
     """Passes over the step's groups."""
     target: float | None = None
-    """Stop once the mean held-out reward reaches this: accuracy, where outcomes are 0 or 1."""
+    """Stop once the mean held-out reward reaches this. It is the accuracy where outcomes are 0 or 1."""
     eval_every: int = 20
     checkpoint_every: int = 20
     refill: int = 8
-    """With a filter: ask for at most this many times `prompts` groups a step, then go on with what was kept."""
+    """With a filter: play at most this many times `prompts` groups a step, then go on with the groups that passed."""
     reference: str | None = None
-    """Weights the algorithm's KL or distillation compares with: a model directory with the policy's tokenizer. None:
-    the policy as the stage began."""
+    """Model that the algorithm's KL or distillation compares with: a model directory with the policy's tokenizer. None:
+    the policy at the beginning of the stage."""
     max_failed: float = 0.5
     """Stop the run when more than this share of a step's samples could not be judged."""
 
@@ -150,7 +152,7 @@ class Reinforce(Stage):
         self.sampling.for_training()
 
     def _check_pieces(self) -> None:
-        """What the algorithm needs of the stage."""
+        """Checks what the algorithm needs of the stage."""
         a = self.algorithm
         if a.shown is not None and a.shown.siblings >= self.siblings:
             raise ConfigError(
@@ -217,13 +219,13 @@ class Reinforce(Stage):
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How held-out accuracy is measured: fixed tasks, fixed seeds."""
+    """How held-out accuracy is measured. Tasks and seeds are fixed."""
 
     samples: int = 8
-    """Samples a prompt at temperature 1 (or the stage's sampling)."""
+    """Samples per prompt, at temperature 1 (or the stage's sampling)."""
     seed: int = 1234
     greedy: bool = True
-    """Also score one greedy answer a prompt."""
+    """Also score one greedy answer per prompt."""
 
     def __post_init__(self) -> None:
         if self.samples < 1:
@@ -232,7 +234,7 @@ class Evaluation:
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Everything that decides what happens, except the machine."""
+    """All settings of a run. Only facts of the machine are not in it."""
 
     recipe: str
     seed: int = 0
@@ -241,20 +243,20 @@ class Run:
     stages: tuple[Stage, ...]
     evaluation: Evaluation = Evaluation()
     engine: Engine = Embedded()
-    """What samples: `embedded`, or `vllm`."""
+    """The engine that samples: `embedded`, or `vllm`."""
     slots: int = 256
     """Sequences the engine decodes at once."""
     deterministic: bool = False
-    """Fixed matmul shapes in the embedded engine, so that tokens are bit-equal whatever runs beside them; slower."""
+    """Fixed matmul shapes in the embedded engine. Tokens are then bit-equal whatever else is in the batch; slower."""
     threads: int = 0
     """CPU threads for torch. 0: all cores of the machine (recorded in run.json)."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
     keep_checkpoints: int = 2
-    """Newest checkpoints kept, beside the best one."""
+    """How many of the newest checkpoints are kept, beside the best one."""
     record_episodes: bool = True
     fault: str | None = None
     """A bug to plant on purpose, by its name in `posttrain faults`, to see it caught. The run's numbers are then
-    worthless, so it only starts with --allow-fault. None: nothing is planted."""
+    worthless, so it only starts with --allow-fault. None: no bug."""
 
     def __post_init__(self) -> None:
         for name, least in (("slots", 1), ("threads", 0), ("keep_checkpoints", 1)):
@@ -303,5 +305,5 @@ class Run:
         return next(s for s in self.stages if s.name == name)
 
     def env_of(self, stage: Stage) -> Env:
-        """Where a stage's tasks come from."""
+        """The environment of a stage: its own, or the run's."""
         return stage.env or self.env

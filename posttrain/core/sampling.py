@@ -1,13 +1,13 @@
-"""The log-prob contract: every number that decides which distribution a token was drawn from.
+"""The sampling contract: every number that decides which distribution a token was drawn from.
 
-The sampler draws under it, the segment carries it, the learner evaluates pi under the same transform. What is done to
-the model's logits z (its own scale and soft-cap included), in this order:
+The sampler draws under it, the segment stores it, and the learner evaluates pi under the same transform. The model's
+logits z (with the model's own scale and soft-cap) are changed in this order:
 
     1. z_i += logit_bias_i
     2. repetition penalty p (CTRL, arXiv 1909.05858, section 4.1), for every token i that stands before this one in the
        sequence, prompt and earlier turns included: z_i * p where z_i < 0, else z_i / p
     3. bans, z_i = -inf: what is not in allowed_ids; the last token of a bad sequence whose earlier tokens have just
-       been said; stop ids at the first min_tokens positions of the turn
+       been sampled; stop ids at the first min_tokens positions of the turn
     4. z / temperature
     5. top-k, then top-p, then min-p, each on the distribution the previous one left
     6. what is left is renormalised
@@ -15,9 +15,9 @@ the model's logits z (its own scale and soft-cap included), in this order:
 A stored log-prob is that of this final distribution. transformers and vLLM have steps 1-4 in the same order (bans
 commute with the rest). greedy takes the argmax after step 3.
 
-Steps 1-3 are functions of the contract and of token ids alone, so the learner computes them again; the sets that step 5
-keeps hang on comparisons of floats, so the sampler stores them (`truncated`). What ends a turn (stop strings,
-max_tokens) changes no probability.
+Steps 1-3 depend only on the contract and on token ids, so the learner computes them again. The sets that step 5 keeps
+depend on comparisons of floats, so the sampler stores them (`truncated`). What ends a turn (stop strings, max_tokens)
+changes no probability.
 """
 
 from __future__ import annotations
@@ -28,56 +28,57 @@ from dataclasses import dataclass, fields, replace
 from posttrain.core.errors import ConfigError
 
 LEAST, MOST = 1e-6, 1e6
-"""Smallest and largest temperature and repetition penalty, and the largest bias: whatever is computed with them stays
-finite in float32."""
+"""Smallest and largest temperature and repetition penalty. MOST is also the largest bias. Within these limits all
+results are finite in float32."""
 LARGEST = 2**31 - 1
-"""Most tokens, and the largest id and count, of a contract: what engines hold in 32 bits."""
+"""Largest token id, token count and other count of a contract, because engines store these in 32 bits."""
 Spell = Callable[[str], Sequence[Sequence[int]]]
-"""The token sequences in which a tokenizer writes a word."""
+"""Maps a word to the token sequences in which a tokenizer writes it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How a turn is sampled. All fields are explicit; what depends on the tokenizer is resolved once, at load
-    (`resolve`)."""
+    """How a turn is sampled. All fields are explicit. What depends on the tokenizer is resolved once, when the model is
+    loaded (`resolve`)."""
 
     temperature: float = 1.0
     """Divides the logits. From 1e-6 to 1e6; use greedy=true for the argmax."""
     top_p: float = 1.0
-    """Smallest set of most probable tokens whose mass reaches this. 1 keeps all."""
+    """Keep the smallest set of most probable tokens whose total probability reaches this. 1 keeps all."""
     top_k: int = 0
     """Keep this many most probable tokens. 0 keeps all."""
     min_p: float = 0.0
     """Keep tokens with probability >= min_p * largest. 0 keeps all."""
     repetition_penalty: float = 1.0
-    """Makes tokens that already stand in the sequence less probable (> 1) or more (< 1). From 1e-6 to 1e6; 1: off."""
+    """Makes tokens that are already in the sequence less probable (> 1) or more (< 1). From 1e-6 to 1e6; 1: off."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """(token id, what is added to its logit, at most 1e6 up or down), each id once. On the command line
-    `17:-2.5,3:1`."""
+    """Pairs of a token id and a number that is added to its logit (at most 1e6 up or down), each id once. On the
+    command line `17:-2.5,3:1`."""
     allowed_ids: tuple[int, ...] | None = None
-    """Only these token ids can be said. None: all. Without a stop id among them a turn ends by length alone."""
+    """Only these token ids can be sampled. None: all. Without a stop id among them a turn ends by length alone."""
     allowed_words: tuple[str, ...] = ()
-    """Only the tokens these words are written with can be said, and the stop ids. Added to allowed_ids at load."""
+    """Only the tokens of these words, and the stop ids, can be sampled. Added to allowed_ids at load."""
     bad_ids: tuple[tuple[int, ...], ...] = ()
-    """Sequences of token ids that a turn cannot contain. A sequence matters within one turn: what the prompt ends with
-    begins none. On the command line `[[5], [7, 8]]`; `5,6` are two sequences of one token."""
+    """Sequences of token ids that a turn cannot contain. A sequence counts only within one turn: it cannot begin in the
+    prompt. On the command line `[[5], [7, 8]]`; `5,6` are two sequences of one token."""
     bad_words: tuple[str, ...] = ()
-    """Words a turn cannot contain, as the tokenizer writes them alone and after a space. Added to bad_ids at load. The
-    same letters in other tokens are not caught."""
+    """Words that a turn cannot contain, as the tokenizer writes them alone and after a space. Added to bad_ids at load.
+    The same letters in other tokens are not caught."""
     top: int = 0
-    """Also store the log-probs of this many most probable tokens with every token said. An algorithm that reads them
-    asks for them."""
+    """Also store the log-probs of this many most probable tokens with every sampled token. The algorithm sets it where
+    it reads them."""
     greedy: bool = False
     """Take the most probable token. For evaluation only: it has no log-prob to learn from."""
     max_tokens: int = 64
-    """Most tokens said in one turn; reaching it is stop reason `length`."""
+    """Most tokens sampled in one turn; reaching it is stop reason `length`."""
     min_tokens: int = 0
-    """Tokens of a turn before the one that may end it: stop ids cannot be said earlier, and stop strings end
-    nothing."""
+    """Least tokens of a turn before the token that ends it. Stop ids cannot be sampled earlier, and stop strings do not
+    end the turn earlier."""
     stop_ids: tuple[int, ...] | None = None
-    """Token ids that end a turn (they are said, and count). None: not resolved yet. (): never stop early."""
+    """Token ids that end a turn (they are part of the turn, and count).
+    None: not resolved yet. (): never stop early."""
     stop: tuple[str, ...] = ()
-    """Texts that end a turn, stop reason `string`, with the token that completes one; that token is said, and counts.
+    """Texts that end a turn, with stop reason `string`. The token that completes one is part of the turn, and counts.
     On the command line `stop=;` or, with spaces, commas or escapes, `stop=["\\n\\n"]`."""
 
     def __post_init__(self) -> None:
@@ -147,7 +148,7 @@ class Sampling:
             )
 
     def _check_support(self) -> None:
-        """Some token can be said at every position, whatever was said before."""
+        """Checks that some token can be sampled at every position, whatever came before."""
         if self.allowed_ids is None:
             return
         if not self.allowed_ids:
@@ -164,14 +165,14 @@ class Sampling:
             )
 
     def __str__(self) -> str:
-        """What differs from the defaults, for messages; long lists are cut."""
+        """The fields that differ from the defaults, for messages; long lists are cut."""
         told = [(f.name, repr(getattr(self, f.name))) for f in fields(self) if getattr(self, f.name) != f.default]
         short = [f"{name}={text if len(text) < 60 else text[:57] + '...'}" for name, text in told]
         return f"Sampling({', '.join(short)})"
 
     @property
     def truncated(self) -> bool:
-        """Whether comparisons of probabilities decide the support, so that the kept sets must be stored."""
+        """Whether top-k, top-p or min-p cut the support, so that the kept sets must be stored."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     @property
@@ -183,24 +184,24 @@ class Sampling:
 
     @property
     def rules(self) -> bool:
-        """Whether there is anything to do before the temperature (steps 1 to 3)."""
+        """Whether any of steps 1 to 3, before the temperature, changes the logits."""
         return self.repetition_penalty != 1 or bool(self.logit_bias) or self.bans
 
     @property
     def in_turn(self) -> bool:
-        """Whether the distribution depends on where in its turn a token stands, so that this must be stored."""
+        """Whether the distribution depends on a token's position in its turn, so that the position must be stored."""
         return self.min_tokens > 0 or bool(self.bad_words) or any(len(s) > 1 for s in self.bad_ids)
 
     @property
     def resolved(self) -> bool:
-        """Whether nothing waits for the tokenizer any more."""
+        """Whether everything that depends on the tokenizer is filled in."""
         return self.stop_ids is not None and not self.bad_words and not self.allowed_words
 
     def resolve(self, stop_ids: tuple[int, ...], spell: Spell | None = None) -> Sampling:
-        """The same contract with its stop ids filled in and its words as ids; a contract is resolved at most once.
+        """The same contract with its stop ids filled in and its words as ids. A contract is resolved at most once.
 
         Args:
-            spell: how the tokenizer writes a word; needed where there are words.
+            spell: how the tokenizer writes a word; needed where the contract has words.
         """
         if self.resolved:
             return self
@@ -220,7 +221,7 @@ class Sampling:
         return replace(self, stop_ids=stops, bad_ids=bad, bad_words=(), allowed_ids=allowed, allowed_words=())
 
     def check_vocabulary(self, size: int) -> None:
-        """ConfigError where a token id lies outside a vocabulary of `size` tokens."""
+        """Raises ConfigError where a token id lies outside a vocabulary of `size` tokens."""
         ids = [
             *(self.stop_ids or ()),
             *(self.allowed_ids or ()),
@@ -234,7 +235,7 @@ class Sampling:
             )
 
     def for_training(self, keeps_sets: bool = True) -> Sampling:
-        """This contract, or ConfigError where pi could not be evaluated under it.
+        """This contract; raises ConfigError where pi could not be evaluated under it.
 
         Args:
             keeps_sets: whether the engine stores the kept token set of each truncated draw.
@@ -250,6 +251,6 @@ class Sampling:
 
 
 def _minimal(sequences: Sequence[tuple[int, ...]]) -> tuple[tuple[int, ...], ...]:
-    """Each sequence once, without those that end in another one: whatever they ban is banned already."""
+    """Each sequence once, without those that end in another one, because what they ban is banned already."""
     once = dict.fromkeys(sequences)
     return tuple(s for s in once if not any(s[-n:] in once for n in range(1, len(s))))

@@ -1,4 +1,4 @@
-"""Episodes after scoring and after credit: what the mathematics reads, and what it gives each spoken token."""
+"""Episodes after scoring and after credit: the input of the mathematics, and its result for each spoken token."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from posttrain.core.types import Episode, Group
 
 @dataclass(frozen=True, eq=False)
 class Scored(Streamed[tuple[np.ndarray, ...]]):
-    """A judged episode with what forward-only models said of it: of each stream that the algorithm reads
-    (`core.streams.SCORED`), per segment an array over its spoken tokens."""
+    """A judged episode with the scores that models gave it in forward passes without gradient.
+
+    Each stream that the algorithm reads (`core.streams.SCORED`) has one array per segment, over its spoken tokens.
+    """
 
     HOLDER: ClassVar[str] = "what was scored of an episode"
     episode: Episode
@@ -44,11 +46,11 @@ class ScoredGroup:
 
 @dataclass(frozen=True, eq=False)
 class EpisodeCredit:
-    """What the algorithm made of one episode: per segment, arrays over its spoken tokens in order.
+    """The credit of one episode: per segment, arrays over its spoken tokens in order.
 
-    `shaped` is the reward after shaping (raw stays in the episode); `advantage` float64 per spoken token;
-    `returns` the value targets, only where the algorithm learns values; `dropped` says why no token of this
-    episode may carry a gradient ('' otherwise): it stays in the baseline and leaves the batch.
+    `shaped` is the reward after shaping; the raw reward stays in the episode. `advantage` is float64 per spoken token.
+    `returns` are the value targets, only where the algorithm learns values. `dropped` is the reason why no token of
+    this episode may have a gradient, '' otherwise. A dropped episode counts in the baseline and is in no batch.
     """
 
     scored: Scored
@@ -70,14 +72,14 @@ class EpisodeCredit:
 
     @property
     def streams(self) -> dict[Stream, tuple[np.ndarray, ...]]:
-        """All that was scored, with what the algorithm made of it: what a batch holds of this episode."""
+        """The scored streams with advantage and return: all that a batch holds of this episode."""
         own = {ADVANTAGE: self.advantage} if self.returns is None else {ADVANTAGE: self.advantage, RETURN: self.returns}
         return {**own, **self.scored.streams}
 
 
 @dataclass(frozen=True, eq=False)
 class GroupCredit:
-    """Credit of one group's judged episodes, in order. `silent`: a group-relative baseline saw no spread."""
+    """Credit of one group's judged episodes, in order. `silent`: a group-relative baseline found no spread."""
 
     group: Group
     episodes: tuple[EpisodeCredit, ...]

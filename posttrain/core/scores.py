@@ -1,4 +1,4 @@
-"""What models say of spoken tokens, and what an optimizer is expected to do."""
+"""Results of models for spoken tokens, and the expected update of an optimizer."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ import numpy as np
 
 @dataclass(frozen=True)
 class TokenScores:
-    """What one differentiable forward pass says of the M spoken tokens. torch tensors, float32 [M] on the model's
+    """Results of one differentiable forward pass for the M spoken tokens: torch tensors, float32 [M], on the model's
     device.
 
-    `entropy` is that of the distribution the token was drawn from; None where it was not asked for, like `value`.
+    `entropy` is that of the distribution the token was drawn from. `entropy` and `value` are None where they were not
+    asked for.
     """
 
     logp: Any
@@ -26,16 +27,15 @@ class TokenScores:
 
 @dataclass(frozen=True, eq=False)
 class Odds:
-    """Where each of M spoken tokens lies in the distribution p it was drawn from; float64.
+    """Position of each of M spoken tokens in the cumulative distribution of the p that it was drawn from; float64.
 
-    Ids are summed in ascending order: the token is what a uniform in [below, upto) picks through the inverse of p's
-    cumulative distribution.
+    Ids are summed in ascending order. Inverse-CDF sampling draws the token with any uniform number in [below, upto).
     """
 
     below_M: np.ndarray
-    """Mass of the ids below the token's."""
+    """Probability of all ids below the token's."""
     upto_M: np.ndarray
-    """The same with the token's own."""
+    """Probability of all ids up to the token's, with its own."""
     log_ratio_MK: np.ndarray
     """log q - log p of the token, for each q proportional to p^(1 / temperature) that was asked for."""
     distance_MK: np.ndarray
@@ -44,11 +44,11 @@ class Odds:
 
 @dataclass(frozen=True)
 class ExpectedUpdate:
-    """What the next step of an optimizer does to some numbers of one parameter, by its definition in float64."""
+    """The next step of an optimizer for some entries of one parameter, computed by its definition in float64."""
 
     move: Any
-    """What is added to them."""
+    """The numbers that the step adds to the entries."""
     state: Mapping[str, Any]
-    """What its state then holds of them, under `WORD.PARAMETER`, by word."""
+    """The optimizer's state of these entries after the step. The key is WORD of its name `WORD.PARAMETER`."""
     size: float
-    """What a departure from `move` is compared with: how far such a step moves a number whose gradient is large."""
+    """Scale for differences from `move`: how far such a step moves an entry with a large gradient."""

@@ -1,4 +1,4 @@
-"""Weights in parts: what a learner hands over of its weights, and what a transport carries."""
+"""Weights in parts (shards): what a learner returns of its weights, and what a transport sends."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Shard:
 
     name: str
     tensor: Any
-    """torch tensor with as many axes as the full one. Empty where a process holds nothing of it."""
+    """torch tensor with as many axes as the full one. Empty where a process holds no part of it."""
     shape: tuple[int, ...]
-    """Of the full tensor."""
+    """Shape of the full tensor."""
     offsets: tuple[int, ...]
-    """Where the part begins, one number an axis."""
+    """Where the part begins, one number per axis."""
 
     def __post_init__(self) -> None:
         sizes = tuple(self.tensor.shape)
@@ -53,5 +53,5 @@ class Shard:
         return tuple(slice(at, at + n) for at, n in zip(self.offsets, self.tensor.shape, strict=True))
 
     def overlaps(self, other: Shard) -> bool:
-        """Whether some number belongs to both parts."""
+        """Whether some entry of the full tensor is in both parts."""
         return all(max(a.start, b.start) < min(a.stop, b.stop) for a, b in zip(self.box, other.box, strict=True))

@@ -1,7 +1,6 @@
-"""What every kind of stage shares: where it starts, on what, for how long, what is measured and kept of it.
+"""Settings that all kinds of stages share: start, environment, length, evaluation, checkpoints.
 
-A kind of stage is a subclass with its further settings, and a driver (`posttrain.controller.stages`) that takes its
-steps.
+A kind of stage is a subclass with further settings, and a driver (`posttrain.controller.stages`) that runs its steps.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from posttrain.core.open import Open
 from posttrain.core.sampling import Sampling
 
 START = "start"
-"""In `Stage.start`: the model as it was loaded."""
+"""Value of `Stage.start` that means the model as it was loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
-    """AdamW with global gradient clip and linear warm-up, then constant."""
+    """AdamW with a clip of the global gradient norm. The learning rate warms up linearly, then is constant."""
 
     lr: float = 1e-3
     beta1: float = 0.9
@@ -29,7 +28,7 @@ class Optimizer:
     eps: float = 1e-8
     weight_decay: float = 0.0
     clip: float = 1.0
-    """Global gradient norm is scaled down to this. inf: never."""
+    """A larger global gradient norm is scaled down to this. inf: never."""
     warmup: int = 10
     """Optimizer steps over which lr rises linearly from 0."""
 
@@ -40,38 +39,40 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Stage(Open, begin=True):
-    """One stage of a run. Its kinds are the subclasses that are known; run.json names each by its class."""
+    """One stage of a run. Its kinds are its subclasses; run.json names each by its class."""
 
     harmless: ClassVar[tuple[str, ...]] = ()
-    """Of a kind's own texts and switches, those that reach nothing outside the run folder (`posttrain.core.asks`)."""
+    """Names of the kind's own text and switch fields that reach nothing outside the run folder
+    (`posttrain.core.asks`)."""
     models: ClassVar[tuple[str, ...]] = ()
-    """Of a kind's own texts, those that name a model directory or hub id to load."""
+    """Names of the kind's own text fields that hold a model directory or hub id to load."""
 
     name: str
     start: str | None = None
-    """The earlier stage whose weights it starts from, or `start` for the model as loaded. None: what the run has come
-    to."""
+    """The earlier stage whose weights it starts from, or `start` for the model as loaded. None: the weights of the last
+    stage before it with `hands_on`, or the model as loaded."""
     env: Env | None = None
     """Its own environment or data. None: the run's."""
     optimizer: Optimizer = Optimizer()
     micro_tokens: int = 4096
-    """Packed tokens per forward/backward; splits only, never changes the gradient."""
+    """Packed tokens per forward and backward pass. It only splits the work and never changes the gradient."""
     steps: int = 100
-    """At most; fewer where a time or a target ends it first."""
+    """Most steps; fewer where a time or a target ends the stage first."""
     wall_time: float | None = None
     """Stop after this many seconds (checked between steps)."""
     time_of: str | None = None
-    """Stop after the wall time that this earlier stage took (checked between steps)."""
+    """Name of an earlier stage: stop after the wall time that it took (checked between steps)."""
     eval: bool = True
-    """Evaluate held-out accuracy at the end of the stage; where it learns from reward also before it."""
+    """Evaluate held-out accuracy at the end of the stage. A stage that learns from reward also
+    evaluates before it begins."""
     eval_every: int = 0
-    """Held-out evaluation every n steps (0: not between them)."""
+    """Steps between held-out evaluations (0: none during the stage)."""
     checkpoint_every: int = 100
     """Steps between checkpoints (0: only at the end of the stage)."""
     hands_on: bool = True
-    """Whether the run goes on with its weights. False: they are compared, and kept under its name for another stage's
-    `start`; the run goes on, ends and is exported with those from before. It has no checkpoints in its middle: after a
-    kill it is begun anew."""
+    """Whether the run goes on with the weights of this stage. False: they are evaluated, and kept under its name for
+    another stage's `start`; the run goes on with the weights from before, and exports those. Such a stage has no
+    checkpoints of its own: after a kill it starts from its beginning."""
 
     def __post_init__(self) -> None:
         for name, least in (("steps", 1), ("micro_tokens", 1), ("eval_every", 0), ("checkpoint_every", 0)):
@@ -92,12 +93,12 @@ class Stage(Open, begin=True):
 
     @property
     def contract(self) -> Sampling | None:
-        """The contract under which the policy speaks in this stage; None where it does not speak."""
+        """The sampling settings of the policy in this stage; None where it does not sample."""
         return None
 
     @property
     def stores_top(self) -> int:
-        """Most probable tokens that are stored of each place where it speaks."""
+        """How many of the most probable tokens are stored with each sampled token."""
         return 0
 
     @property
@@ -106,13 +107,13 @@ class Stage(Open, begin=True):
         return False
 
     def refuses(self, env: str, styles: tuple[str, ...]) -> str:
-        """Why an environment of this name that writes demonstrations in these styles cannot serve it; '' where it
-        can."""
+        """Why this stage cannot use an environment of this name that writes demonstrations in these styles;
+        '' where it can."""
         return ""
 
 
 def refusals(stages: tuple[Stage, ...]) -> Iterator[str]:
-    """What is wrong with stages in this order, each with what to change."""
+    """What is wrong with these stages in this order. Each message says what to change."""
     names = [s.name for s in stages]
     for i, s in enumerate(stages):
         before = [START, *names[:i]]
@@ -142,11 +143,11 @@ def refusals(stages: tuple[Stage, ...]) -> Iterator[str]:
 
 
 def starts(stages: tuple[Stage, ...], stage: Stage) -> str:
-    """Name of the kept weights a stage starts from: an earlier stage's, or `START`."""
+    """Name of the kept weights that a stage starts from: an earlier stage's, or `START`."""
     return come_to(stages, stage) if stage.start is None else stage.start
 
 
 def come_to(stages: tuple[Stage, ...], stage: Stage) -> str:
-    """Name of the kept weights that the run has come to before a stage."""
+    """Name of the kept weights that the run has before a stage, whatever the stage's `start` is."""
     earlier = stages[: [s.name for s in stages].index(stage.name)]
     return next((s.name for s in reversed(earlier) if s.hands_on), START)

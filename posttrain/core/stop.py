@@ -1,4 +1,4 @@
-"""Why an episode, or a turn of one, ended, and the limits that end one."""
+"""Stop reasons of episodes and turns, and the limits of an episode."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from posttrain.core.errors import ConfigError
 
 
 class Stop(StrEnum):
-    """The reason; the first that came true."""
+    """Why an episode or a turn ended. If several reasons hold, it is the one that came first."""
 
     SAID = "stop"
-    """The policy said a stop token."""
+    """The policy sampled a stop token."""
     STRING = "string"
-    """What the policy said contains a stop string, which its last token completed."""
+    """The text of the turn contains a stop string, which the last token completed."""
     LENGTH = "length"
-    """A turn reached its most tokens (`sampling.max_tokens`)."""
+    """The turn reached its limit of tokens (`sampling.max_tokens`)."""
     TOKENS = "tokens"
-    """The episode reached its most tokens, over all turns."""
+    """The episode reached its limit of tokens, over all turns."""
     CONTEXT = "context"
     """The model's context is full."""
     TURNS = "turns"
@@ -28,7 +28,7 @@ class Stop(StrEnum):
     TIME = "time"
     """The episode took longer than it may."""
     ERROR = "error"
-    """The environment broke."""
+    """The environment failed."""
 
     @property
     def finished(self) -> bool:
@@ -37,28 +37,28 @@ class Stop(StrEnum):
 
     @property
     def cut(self) -> bool:
-        """Whether a limit on tokens or time cut the policy off in what it was saying or about to say."""
+        """Whether a limit on tokens or time ended a turn of the policy, or came before one."""
         return self in (Stop.LENGTH, Stop.TOKENS, Stop.CONTEXT, Stop.TIME)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EpisodeLimits:
-    """What an episode may take at most, beside `sampling.max_tokens` of a turn. None: no limit but the task's own and
-    the context."""
+    """Limits of an episode, beside `sampling.max_tokens` of a turn. None: no limit but those of the
+    task and the context."""
 
     turns: int | None = None
     """Turns of the policy, and of the other seats where there are some (stop reason `turns`)."""
     tokens: int | None = None
-    """Tokens that they say, over all turns (`tokens`)."""
+    """Tokens of all these turns together (`tokens`)."""
     seconds: float | None = None
-    """Wall time from the prompt to the end, tools and waiting for the engine included (`time`). What a turn had said by
-    then is lost."""
+    """Wall time from the prompt to the end, with tools and waiting for the engine (`time`). The tokens of an unfinished
+    turn are then lost."""
     tool_seconds: float = 10.0
-    """Of one call. A call that takes longer is stopped, and the policy is told so."""
+    """Seconds of one tool call. A call that takes longer is stopped, and the policy gets a message about it."""
     tool_timeouts: int = 3
     """Calls that may run out of time; at this many the episode ends (`tools`)."""
     observation: int = 2000
-    """Characters of one tool's result that are shown; the middle of a longer one is left out."""
+    """Most characters of one tool result; the middle of a longer one is left out."""
 
     def __post_init__(self) -> None:
         for name in ("turns", "tokens", "seconds"):

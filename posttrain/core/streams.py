@@ -1,9 +1,11 @@
-"""Per-token streams: one number for each spoken token, declared once, with who makes it and who reads it.
+"""Per-token streams: one number for each spoken token. Each is declared once, with its maker and its readers.
 
-`Scored`, `Batch` and the loss's own `Streams` hold streams by their declaration: `batch[START]` is the array or an
-error that names what is missing, `START in batch` and `batch.find(START)` ask first. To add one that a model says of
-each token, write its `Stream` and its `Maker` here, the latter in `SCORED`; one that is made over a whole minibatch is
-written the same way in `algorithm/minibatch.py`. It is then scored or made, packed, selected, split and in the loss.
+`Scored`, `Batch` and the loss's `Streams` hold streams by their declaration. `batch[START]` is the array, or an error
+that names what is missing. `START in batch` and `batch.find(START)` test whether it is there.
+
+To add a stream that a model computes, write its `Stream` and its `Maker` here, and put the maker into `SCORED`. A
+stream that is made over a whole minibatch is added the same way in `algorithm/minibatch.py`. The library then scores or
+makes it, packs, selects and splits it, and passes it to the loss.
 """
 
 from __future__ import annotations
@@ -27,18 +29,18 @@ C = TypeVar("C")
 
 @dataclass(frozen=True)
 class Stream:
-    """The declaration of one stream. Axes: [M] spoken tokens, [M, K] where it is wide."""
+    """The declaration of one stream. Its arrays are [M] over spoken tokens, or [M, K] where it is wide."""
 
     name: str
     dtype: str
-    """Its numpy type in a batch. A wider type of the same kind is taken too: laws compute in float64."""
+    """Its numpy type in a batch. A wider type of the same kind is accepted too, because laws compute in float64."""
     what: str
     readers: str
-    """Who asks for it: told where it is missing."""
+    """What reads it; the error for a missing stream shows this."""
     wide: bool = False
 
     def check(self, x: np.ndarray, tokens: int) -> None:
-        """InvariantError where `x` is not this stream of so many tokens."""
+        """Raises InvariantError where `x` has not this stream's type and axes, or not `tokens` entries."""
         if len(x) != tokens:
             raise InvariantError(
                 f"stream {self.name!r} has {len(x)} entries for {tokens} spoken tokens: it holds one for each, in their"
@@ -58,7 +60,7 @@ class Stream:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Streamed(Generic[X]):
-    """What holds streams, each as an X."""
+    """Base of classes that hold streams, each as an X."""
 
     HOLDER: ClassVar[str] = "what was read"
     streams: Mapping[Stream, X] = field(default_factory=dict[Stream, X])
@@ -77,29 +79,29 @@ class Streamed(Generic[X]):
         return stream in self.streams
 
     def find(self, stream: Stream) -> X | None:
-        """The stream, or None where it is not here."""
+        """The stream, or None where it is missing."""
         return self.streams.get(stream)
 
     def having(self, changes: Mapping[Stream, X | None]) -> Self:
-        """The same with these streams put in, or taken out where None is given."""
+        """A copy with these streams added or replaced; one given as None is removed."""
         return replace(self, streams={s: x for s, x in {**self.streams, **changes}.items() if x is not None})
 
 
 @dataclass(frozen=True)
 class Maker(Generic[C]):
-    """Who makes streams: where they are wanted, and how. C is what both look at."""
+    """Makes streams. `wanted` decides whether, `made` computes them; both read the same context C."""
 
     makes: tuple[Stream, ...]
     wanted: Callable[[C], bool]
     made: Callable[[C], Sequence[np.ndarray]]
     """One array for each of `makes`."""
 
-    def make(self, look: C) -> dict[Stream, np.ndarray]:
-        """The streams, or none of them where they are not wanted."""
-        return dict(zip(self.makes, self.made(look), strict=True)) if self.wanted(look) else {}
+    def make(self, context: C) -> dict[Stream, np.ndarray]:
+        """The streams, or an empty dict where they are not wanted."""
+        return dict(zip(self.makes, self.made(context), strict=True)) if self.wanted(context) else {}
 
 
-# --- what the sampler said --------------------------------------------------------------------------------------------
+# --- from the sampler -------------------------------------------------------------------------------------------------
 
 MU = Stream(
     "mu",
@@ -111,7 +113,7 @@ VERSION = Stream(
     "version", "int32", "the weights that said each token", "the proximal anchor and the checks of the sampler"
 )
 
-# --- what credit and aggregation made ---------------------------------------------------------------------------------
+# --- from credit and aggregation --------------------------------------------------------------------------------------
 
 ADVANTAGE = Stream("advantage", "float64", "credit", "the policy's term of every loss with credit")
 RETURN = Stream("returns", "float64", "the targets of values", "the value loss")
@@ -119,12 +121,12 @@ WEIGHT = Stream(
     "weight", "float64", "the aggregation, written out per token and normalised over the minibatch", "every loss"
 )
 
-# --- what models said: forward passes without gradient, in the order of SCORED ----------------------------------------
+# --- from models: forward passes without gradient, in the order of SCORED ---------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
 class Scoring:
-    """What a maker of scored streams looks at: the judged episodes of a step packed, and the models."""
+    """The context of makers of scored streams: the judged episodes of a step, packed, and the models."""
 
     packed: Packed
     algorithm: Algorithm
@@ -183,7 +185,11 @@ TOP_LOGP = Stream(
 
 
 def _start_is_scored(s: Scoring) -> bool:
-    """With one optimizer step a step they equal the training forward's own, except where credit already needs them."""
+    """Whether the log-probs at the start of the step are scored.
+
+    With one optimizer step per step they equal those of the training forward, so they are scored only where credit
+    already needs them.
+    """
     return s.algorithm.start_before_loss or ("start" in s.algorithm.reads and s.optimizer_steps > 1)
 
 
@@ -201,5 +207,5 @@ SCORED: list[Maker[Scoring]] = [
     Maker((ENERGY,), lambda s: "energy" in s.algorithm.reads, lambda s: (s.learner.energy(s.packed),)),
     Maker((TOP_IDS, TOP_LOGP), lambda s: s.algorithm.distill is not None, _teacher),
 ]
-"""Who scores what, in this order. Every stream made here is cut to episodes for credit, and packed into the
-minibatches."""
+"""The makers of scored streams, in the order in which they run. Each stream is cut to episodes for credit, and packed
+into the minibatches."""

@@ -1,4 +1,5 @@
-"""The only two doors through which a token enters: the world wrote it (`see`), or the policy said it (`say`)."""
+"""A growing token sequence. Tokens are added in three ways: the environment wrote them (`see`), the policy sampled them
+(`say`), or a demonstration has them (`show`)."""
 
 from __future__ import annotations
 
@@ -12,8 +13,9 @@ from posttrain.core.types import SHOWN, Kept, Said, Segment, Top
 
 
 class Transcript:
-    """One growing token sequence. Alignment is by construction: every append brings ids, mask, logp and version.
+    """One growing token sequence. Its arrays are always aligned, because every append has ids, mask, logp and version.
 
+    >>> from posttrain.core.stop import Stop
     >>> t = Transcript(Sampling(stop_ids=()))
     >>> t.see([5, 6]); t.say(Said(np.int32([7]), np.float32([-0.5]), np.int32([0]), Stop.SAID))
     >>> t.segment().mask.tolist()
@@ -36,16 +38,16 @@ class Transcript:
 
     @property
     def spoke(self) -> bool:
-        """Whether the policy said anything in it."""
+        """Whether it has any spoken token."""
         return any(m.any() for m in self._mask)
 
     def see(self, ids: Sequence[int] | np.ndarray) -> None:
-        """The world wrote these tokens: prompt, observation, tool output. They carry no log-prob."""
+        """Add tokens that the environment wrote: prompt, observation, tool output. They have no log-prob."""
         n = len(ids)
         self._append(ids, np.zeros(n, bool), np.full(n, np.nan, np.float32), np.full(n, -1, np.int32))
 
     def say(self, said: Said) -> None:
-        """The policy said these tokens, under this transcript's sampling."""
+        """Add a turn that the policy sampled under this transcript's sampling."""
         n = len(said.ids)
         if self.sampling.truncated != (said.kept is not None):
             raise InvariantError(
@@ -63,7 +65,7 @@ class Transcript:
             self._top.append(said.top)
 
     def show(self, ids: Sequence[int] | np.ndarray) -> None:
-        """A demonstration said these tokens: learned from, with log-prob 0 and version SHOWN."""
+        """Add tokens of a demonstration. They are learned from, with log-prob 0 and version SHOWN."""
         n = len(ids)
         self._append(ids, np.ones(n, bool), np.zeros(n, np.float32), np.full(n, SHOWN, np.int32))
         self._in_turn.append(np.arange(n, dtype=np.int32))
@@ -79,7 +81,7 @@ class Transcript:
 
     @property
     def ids(self) -> np.ndarray:
-        """All tokens so far, int32 [T]: exactly what the next turn is conditioned on."""
+        """All tokens so far, int32 [T]: the exact context of the next turn."""
         return np.concatenate([np.zeros(0, np.int32), *self._ids])
 
     def segment(self) -> Segment:

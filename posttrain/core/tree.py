@@ -3,9 +3,10 @@
 A dataclass becomes an object with one key per field. Where the declared type is a union, the object also carries
 `"type": "ClassName"`, so that `Clip | None` can grow into `Clip | Cap | None` without changing what is on disk. An open
 choice (`core.open`) is a union of the classes that derive from it.
-Non-finite floats become `{"float": "inf"}`, because JSON has no word for them. Reading refuses what it does not know:
+Non-finite floats become `{"float": "inf"}`, because JSON does not have them. Reading refuses unknown keys and values;
 the message names the dotted path and the nearest valid key.
 
+    >>> from posttrain.core.stage import Optimizer
     >>> to_plain(Optimizer(lr=0.1))["lr"], from_plain(Optimizer, {"lr": 0.1}).lr
     (0.1, 0.1)
 """
@@ -40,7 +41,7 @@ def hints(cls: type) -> dict[str, Any]:
 
 
 def is_union(declared: Any) -> bool:
-    """Whether there are alternatives to tell apart: a union, or an open choice."""
+    """Whether a declared type has alternatives: a union, or an open choice."""
     return _is_written_union(declared) or is_open(declared)
 
 
@@ -200,7 +201,7 @@ def build(declared: Any, data: Any, path: str) -> Any:
 
 
 def _anything(data: Any) -> Any:
-    """Plain data where no type is declared: as it is, but for numbers that JSON has no word for."""
+    """Plain data where no type is declared: unchanged, except for numbers that JSON does not have."""
     if isinstance(data, dict):
         table = cast("dict[str, Any]", data)
         return float(table["float"]) if table.keys() == {"float"} else {k: _anything(v) for k, v in table.items()}
@@ -226,7 +227,7 @@ def _scalar(declared: Any, data: Any, path: str) -> Any:
 
 
 def _piece(declared: Any, data: dict[str, Any], path: str) -> type:
-    """Which dataclass the object is: the one its tag names, or the only one where no union is declared."""
+    """The dataclass of the object: the one that its tag names, or the only one where no union is declared."""
     options = pieces(declared)
     tag = data.get(TAG)
     if tag is None and not is_union(declared):

@@ -1,4 +1,6 @@
-"""What the rooms hold in their hands. Each type refuses to be born wrong.
+"""The types that all rooms share: tasks, turns, segments, episodes, groups. Each one checks itself when it is made.
+
+A spoken token is one that the policy sampled; all others (prompts, observations) are context.
 
 Axis letters, used as suffixes: P prompts in a step, G siblings of a prompt, T tokens of a segment, S segments in a
 batch, N packed positions, M spoken positions.
@@ -22,8 +24,8 @@ from posttrain.core.verdict import Judged, outcome, resolution, size
 
 
 class Message(TypedDict):
-    """One entry of a chat prompt, as chat templates take it. The optional fields belong to turns that call tools and
-    their answers."""
+    """One message of a chat prompt, as chat templates take it. The optional fields are for tool calls, their results
+    and reasoning."""
 
     role: str
     content: Content
@@ -36,7 +38,7 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Task:
-    """Frozen data; behaviour lives in the environment. `id` is unique within an environment and split."""
+    """One task, as frozen data; its behaviour is in the environment. `id` is unique within an environment and split."""
 
     id: str
     prompt: str | tuple[Message, ...]
@@ -46,17 +48,20 @@ class Task:
 
 
 SHOWN = -2
-"""Version of a token that a demonstration wrote: learned from, but said by no weights of ours."""
+"""Version of a token from a demonstration. It is learned from, but no weights of this run sampled it."""
 
 
 OUTSIDE = -3
-"""Version of a token that a server's weights said, under a contract that is only believed: never learned from. Its
-log-prob may be unknown, then 0."""
+"""Version of a token that a server's weights sampled, under sampling settings that cannot be checked. It is never
+learned from. Its log-prob is 0 where it is unknown."""
 
 
 @dataclass(frozen=True)
 class Kept:
-    """Ragged kept token sets of `n` truncated draws: draw i kept `ids[offsets[i]:offsets[i+1]]` (ascending)."""
+    """The token sets that truncated sampling (top-k, top-p, min-p) kept, one for each of n draws.
+
+    Draw i kept `ids[offsets[i]:offsets[i+1]]`, ascending.
+    """
 
     offsets: np.ndarray
     ids: np.ndarray
@@ -86,8 +91,10 @@ class Kept:
 
 @dataclass(frozen=True, eq=False)
 class Top:
-    """The sampler's `K` most probable tokens at each of n draws, most probable first: ids int32 [n, K], logp float32
-    [n, K]."""
+    """The sampler's K most probable tokens at each of n draws, most probable first.
+
+    ids int32 [n, K], logp float32 [n, K].
+    """
 
     ids: np.ndarray
     logp: np.ndarray
@@ -109,11 +116,11 @@ class Top:
 
 @dataclass(frozen=True, eq=False)
 class Said:
-    """One turn as an engine returns it: tokens, the log-prob of each under the resolved `Sampling`, and who said it.
+    """One turn as an engine returns it.
 
-    ids int32 [n], logp float32 [n], version int32 [n] (weights that said each token); `kept` exactly where the
-    sampling truncates; `stop` is SAID (the last token is a stop id), STRING (the last token completes a stop string and
-    is no stop id), LENGTH or CONTEXT.
+    ids int32 [n], logp float32 [n] (under the resolved `Sampling`), version int32 [n] (of the weights that sampled each
+    token). `kept` is given exactly where the sampling truncates. `stop` is SAID (the last token is a stop id), STRING
+    (the last token completes a stop string and is no stop id), LENGTH or CONTEXT.
     """
 
     ids: np.ndarray
@@ -138,13 +145,15 @@ class Said:
 class Segment:
     """One token sequence and who wrote each token. All arrays [T].
 
-    mask is True where the policy spoke; there logp is finite and version >= 0. Elsewhere logp is NaN and version -1,
-    so that reading an unspoken log-prob poisons whatever read it instead of passing for a number.
-    Tokens of a demonstration count as spoken, with version SHOWN and logp 0: their sampler is not known. Those of a
-    foreign server have version OUTSIDE.
-    `kept` holds one set per spoken token, in order, exactly where `sampling.truncated`; `top` exactly where
-    `sampling.top`; `in_turn` (int32, the position of each spoken token in its turn) exactly where `sampling.in_turn`:
-    two turns may follow each other with nothing seen between them, so the mask does not tell where one begins.
+    mask is True at spoken tokens. There logp is finite and version >= 0. Elsewhere logp is NaN and version is -1, so
+    that a result computed from an unspoken log-prob is NaN and cannot pass for a number.
+    Tokens of a demonstration count as spoken. They have version SHOWN and logp 0, because their sampler is not known.
+    Tokens of a foreign server have version OUTSIDE.
+
+    `kept` and `top` have one entry per spoken token, in order. `kept` is given exactly where `sampling.truncated`, and
+    `top` exactly where `sampling.top`. `in_turn` (int32, the position of each spoken token in its turn) is given
+    exactly where `sampling.in_turn`. The mask does not show where a turn begins, because two turns may have nothing
+    between them.
     """
 
     ids: np.ndarray
@@ -201,7 +210,7 @@ class Segment:
 
     @property
     def shown(self) -> bool:
-        """Whether a demonstration wrote the spoken tokens."""
+        """Whether any spoken token comes from a demonstration."""
         return bool(np.any(self.version[self.mask] == SHOWN))
 
     @property
@@ -210,7 +219,7 @@ class Segment:
 
 
 def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
-    """Each spoken token begins a turn (0) or stands right after the one before it in the same turn."""
+    """Checks that each spoken token begins a turn (0) or directly follows the token before it in the same turn."""
     at = np.flatnonzero(mask)
     if len(in_turn) != len(at):
         raise InvariantError(f"{len(at)} spoken tokens but {len(in_turn)} positions in a turn")
@@ -221,10 +230,11 @@ def _check_in_turn(in_turn: np.ndarray, mask: np.ndarray) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Episode:
-    """What happened: one attempt at a task. What the algorithm makes of it is `Credit`, kept apart.
+    """One attempt at a task. What the algorithm computes from it is `Credit`, a type of its own.
 
-    More than one segment only where history was rewritten. `reward` is the raw outcome (None: not judged, so the
-    sample is excluded); filters, pass@k and difficulty read this one and never the shaped reward.
+    It has more than one segment only where history was rewritten. `reward` is the raw outcome. None means that it was
+    not judged, and the sample is then excluded. Filters, pass@k and difficulty read the raw outcome, never the shaped
+    reward.
     """
 
     task: Task
@@ -234,17 +244,17 @@ class Episode:
     stop: Stop
     verdicts: tuple[Judged, ...]
     text: str = ""
-    """What the policy said, decoded, for people; nothing computes on it after judging."""
+    """What the policy said, decoded, for people to read. Nothing is computed from it after judging."""
     error: str = ""
     state: Any = None
-    """The world as the episode left it (`Talk.leave`), as verifiers saw it."""
+    """The environment's state at the end of the episode (`Talk.leave`), as verifiers saw it."""
     turns: tuple[int, ...] = ()
-    """Tokens of each turn the policy said, in order; over all segments they are its spoken tokens. Empty for a
-    demonstration."""
+    """Number of tokens of each turn of the policy, in order. They sum to the spoken tokens of all segments.
+    Empty for a demonstration."""
     cut: bool = False
-    """Whether a turn was given up while it was being said: its tokens are in no segment."""
+    """Whether a turn was aborted while it was being sampled. Its tokens are then in no segment."""
     seats: tuple[SeatTurn, ...] = ()
-    """What other seats said, in order. Their tokens are in no segment either."""
+    """Turns of other seats, in order. Their tokens are in no segment either."""
 
     def __post_init__(self) -> None:
         if self.turns and sum(self.turns) != self.spoken:
@@ -263,23 +273,26 @@ class Episode:
 
     @property
     def shown(self) -> bool:
-        """Whether a demonstration wrote it."""
+        """Whether any of its spoken tokens comes from a demonstration."""
         return any(s.shown for s in self.segments)
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Siblings of one prompt: born together, never a reshape. Episodes are ordered by sibling."""
+    """The siblings of one prompt. They are kept as one object from the rollout on, never regrouped by a reshape.
+
+    Episodes are ordered by sibling.
+    """
 
     task: Task
     visit: int
     episodes: tuple[Episode, ...]
     greedy: Episode | None = None
-    """The prompt's argmax answer, where a baseline compares with it. It is judged, and in no batch."""
+    """The prompt's greedy answer, where a baseline compares with it. It is judged, and is in no batch."""
     aborted: int = 0
-    """Siblings given up because enough others had ended first (`Reinforce.oversample`)."""
+    """Siblings aborted because enough others had ended first (`Reinforce.oversample`)."""
     aborted_tokens: int = 0
-    """Tokens of whole turns that those had said."""
+    """Tokens in the complete turns of the aborted siblings."""
 
     def __post_init__(self) -> None:
         if not self.episodes:
@@ -301,8 +314,8 @@ class Group:
 
     @property
     def mixed(self) -> bool:
-        """Whether the judged siblings that the policy said differ in raw outcome, by more than rounding
-        (`core.spread`)."""
+        """Whether the judged siblings that the policy sampled differ in raw outcome by
+        more than rounding (`core.spread`)."""
         own = [e for e in self.judged if not e.shown]
         noise = rounding([size(e.verdicts) for e in own], max((resolution(e.verdicts) for e in own), default=0.0))
         return spread([e.reward for e in own if e.reward is not None], noise)

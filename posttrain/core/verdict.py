@@ -1,4 +1,4 @@
-"""What verifiers say of an episode, and what the sum of it is."""
+"""The verdicts of verifiers about an episode, and the outcome as their sum."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SOLVED = 1.0 - 1e-9
 
 
 class State(StrEnum):
-    """Whether a verdict is a number. `failed` is our outage, never a wrong answer."""
+    """Whether a verdict has a score. `failed` is an outage on our side, never a wrong answer."""
 
     VALUE = "value"
     ABSTAIN = "abstain"
@@ -24,10 +24,10 @@ class State(StrEnum):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What one verifier said of one episode.
+    """The verdict of one verifier about one episode.
 
-    What the candidate caused (its time-out, its crash) is a value of 0 with its `kind`; what we caused (an outage,
-    a broken worker) is `failed`, which is retried, then excluded from baseline and batch.
+    What the policy's answer caused (its time-out, its crash) is a value of 0 with its `kind`. What we caused (an
+    outage, a broken worker) is `failed`; it is retried, then the sample is excluded from baseline and batch.
     """
 
     state: State
@@ -58,11 +58,10 @@ class Verdict:
 class Judged:
     """One source's verdict with its weight in the outcome.
 
-    With `end` it is about a part: the episode up to its spoken token number `end`. A judge's opinion of a step never
-    enters the outcome; only a baseline that compares steps reads it. With `paid` it is a reward that the world gave for
-    the turn that ends
-    there: a part of the outcome, and credit that knows turns gives it to what was said up to there.
-    `resolution` is the relative difference up to which two scores of this source say the same (`core.spread`).
+    With `end` it is about a part: the episode up to its spoken token number `end`. A score of a step is never a part of
+    the outcome; only a baseline that compares steps reads it. With `paid` it is a reward for the turn that ends there.
+    That reward is a part of the outcome, and turn-level credit places it at the end of that turn.
+    `resolution` is the relative difference up to which two scores of this source count as equal (`core.spread`).
     """
 
     source: str
@@ -96,15 +95,15 @@ def outcome(verdicts: Sequence[Judged]) -> float | None:
 
 
 def failed(verdicts: Sequence[Judged]) -> bool:
-    """Whether a source of the outcome failed on our side."""
+    """Whether a source of the outcome has a verdict `failed`."""
     return any(j.counts and j.verdict.state is State.FAILED for j in verdicts)
 
 
 def size(verdicts: Sequence[Judged]) -> float:
-    """What rounding of the outcome is relative to: the sum of the absolute values of its terms."""
+    """The sum of the absolute values of the outcome's terms. Rounding of the outcome is relative to it."""
     return math.fsum(abs(j.weight * j.verdict.score) for j in verdicts if j.counts and j.verdict.score is not None)
 
 
 def resolution(verdicts: Sequence[Judged]) -> float:
-    """The coarsest of the sources that gave a value."""
+    """The coarsest resolution of the sources that gave a value."""
     return max((j.resolution for j in verdicts if j.counts and j.verdict.score is not None), default=RESOLUTION)

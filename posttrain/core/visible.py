@@ -1,4 +1,4 @@
-"""The one door to a terminal: text that somebody else wrote is shown as text, and nothing in it steers the screen.
+"""All output to a terminal goes through here. Foreign text is shown as text, and nothing in it controls the screen.
 
 Names of tasks and stages, answers, reasons, exceptions and templates may hold escape sequences, line breaks or marks
 that turn the direction of writing. `visible` writes them out; `tell` prints, and is the only function of the package
@@ -60,8 +60,8 @@ def overwrite(line: str, file: TextIO) -> None:
 
 
 def guard_logs() -> None:
-    """From here on, messages and tracebacks of every logger of this process are visible text, whatever handler writes
-    them."""
+    """From here on, messages and tracebacks of every logger of this process are visible text,
+    whatever handler writes them."""
     before = logging.getLogRecordFactory()
     if getattr(before, "visible", False):
         return

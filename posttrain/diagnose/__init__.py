@@ -1,1 +1,1 @@
-"""Floor 1: every metric's definition, and (later) the rules that read them. No torch."""
+"""Floor 1: the definition of every metric, and the rules that read them. No torch."""

@@ -17,7 +17,7 @@ from posttrain.core.verdict import SOLVED, State, failed
 
 @dataclass(frozen=True)
 class Definition:
-    """What a gauge says. `band` is where it should lie in a healthy run, in words."""
+    """The definition of a gauge. `band` is its range in a healthy run, in words."""
 
     formula: str
     unit: str
@@ -236,7 +236,7 @@ REGISTRY: dict[str, Definition] = {
 
 
 def components(episodes: Sequence[Episode]) -> Gauges:
-    """Each source's raw scores, an episode at a time, and what kinds of findings there were."""
+    """Gauges of each source's raw scores, one count per episode, and of the kinds of its verdicts."""
     scores: defaultdict[str, list[float]] = defaultdict(list)
     kinds: Counter[str] = Counter()
     silent: Counter[str] = Counter()
@@ -258,7 +258,7 @@ def components(episodes: Sequence[Episode]) -> Gauges:
 
 
 def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
-    """What a step's rollout and credit look like, refused groups included."""
+    """Gauges of a step's rollout and credit, with the groups that the filter refused."""
     played, version, refused, spare = asked.played, asked.version, len(asked.refused), len(asked.spare)
     episodes = [e for g in played for e in g.episodes if not e.shown]
     rewards = np.array([e.reward for e in episodes if e.reward is not None], np.float64)
@@ -289,7 +289,7 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
 
 
 def unjudged_words(played: Sequence[Group]) -> str:
-    """Who could not be judged and why, in words; '' for nobody.
+    """Which episodes could not be judged and why, in words; '' where all were judged.
 
     For example "2 failed: mine: raised x 2 (line 3: ...). 1 abstained: no source gave a score".
     """
@@ -304,7 +304,7 @@ def unjudged_words(played: Sequence[Group]) -> str:
 
 
 def failures(played: Sequence[Group]) -> dict[str, tuple[int, str]]:
-    """Failed verdicts by source and kind: how many, and why the first one did."""
+    """Failed verdicts by source and kind: their number, and the reason of the first one."""
     out: dict[str, tuple[int, str]] = {}
     for group in played:
         for episode in group.episodes:

@@ -1,4 +1,4 @@
-"""Plain words for a step that learned little or nothing: notes of its line in the record."""
+"""Notes for a step that learned little or nothing, in plain words. They are written into its line of the record."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from posttrain.core.verdict import resolution, size
 
 
 def notes(asked: Experience, credit: Credit, wanted: int) -> tuple[str, ...]:
-    """What should be known of a step that asked for `wanted` groups."""
+    """The notes on a step that wanted `wanted` groups."""
     out: list[str] = []
     if len(asked.groups) < wanted:
         out.append(

@@ -1,7 +1,7 @@
-"""Live rules over the record: a condition on the last steps' gauges, what it means, what to do. Findings become notes
-of a step.
+"""Rules that are tested during a run: a condition on the gauges of the last steps, its meaning, and what to do.
+Findings become notes of a step.
 
-A rule warns; it never stops a run, because it reads symptoms. What must not be at all is a canary (`posttrain.checks`).
+A rule warns and never stops a run, because it reads symptoms. What must never happen is a canary (`posttrain.checks`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from posttrain.core.run import Reinforce
 
 @dataclass(frozen=True)
 class Finding:
-    """What a rule saw, in words that say what to do."""
+    """What a rule found, and what to do, in words."""
 
     rule: str
     message: str
@@ -24,7 +24,7 @@ class Finding:
 Condition = Callable[[Sequence[Step], Reinforce], str]
 
 RULES: dict[str, Condition] = {}
-"""Every rule by name. A condition returns '' while all is well."""
+"""Every rule by name. A condition returns '' where it does not hold."""
 
 
 def rule(condition: Condition) -> Condition:
@@ -33,7 +33,7 @@ def rule(condition: Condition) -> Condition:
 
 
 def findings(history: Sequence[Step], stage: Reinforce) -> list[Finding]:
-    """What the rules see at the end of a stage's record so far."""
+    """The findings of all rules at the end of a stage's record so far."""
     return [
         Finding(name, message)
         for name, condition in RULES.items()
@@ -55,8 +55,8 @@ def last(history: Sequence[Step], name: str, count: int) -> list[float]:
 
 @rule
 def old_policy_is_the_new_one(history: Sequence[Step], stage: Reinforce) -> str:
-    """Several optimizer steps on the same samples, and no token's log-prob is further from the start of the step than
-    rounding."""
+    """There are several optimizer steps on the same samples, but no token's log-prob differs from the start of the step
+    by more than rounding."""
     if stage.optimizer_steps < 2:
         return ""
     recent = [
@@ -77,7 +77,7 @@ def old_policy_is_the_new_one(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def reference_follows(history: Sequence[Step], stage: Reinforce) -> str:
-    """The policy moves and its distance to the reference stays exactly 0."""
+    """The policy changes, but its distance to the reference is exactly 0."""
     distances = last(history, "policy/kl_reference", 4)
     moved = [s for s in history[-4:] if s.gauges["optim/steps"].sum >= 1 and s.gauges["optim/grad_norm"].mean > 1e-6]
     if len(distances) < 4 or len(moved) < 4 or any(distances):
@@ -90,7 +90,7 @@ def reference_follows(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def nothing_to_learn(history: Sequence[Step], stage: Reinforce) -> str:
-    """Eight steps in a row in which no group has spread."""
+    """No group has spread, eight steps in a row."""
     silent = last(history, "credit/silent", 8)
     if len(silent) < 8 or min(silent) < 1 or not stage.algorithm.group_relative:
         return ""
@@ -104,7 +104,7 @@ def nothing_to_learn(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
-    """Most answers are cut off, and hardly any is right."""
+    """Most answers are cut off, and very few are right."""
     cut, solved = last(history, "rollout/truncated", 4), last(history, "rollout/solved", 4)
     if len(cut) < 4 or min(cut) < 0.8 or max(solved) > 0.05:
         return ""
@@ -128,7 +128,7 @@ def judges_fail(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def source_is_mute(history: Sequence[Step], stage: Reinforce) -> str:
-    """A reward source that gives 0 to every answer, right ones included, five steps in a row."""
+    """A reward source gives 0 to every answer, right ones too, five steps in a row."""
     mute = last(history, "canary/mute_sources", 5)
     if len(mute) < 5 or min(mute) <= 0:
         return ""
@@ -140,7 +140,7 @@ def source_is_mute(history: Sequence[Step], stage: Reinforce) -> str:
 
 @rule
 def policy_runs_away(history: Sequence[Step], stage: Reinforce) -> str:
-    """The policy is far from where the step began."""
+    """The policy is far from the policy at the start of the step."""
     distance = last(history, "policy/kl_start", 2)
     if len(distance) < 2 or min(distance) < 1.0:
         return ""

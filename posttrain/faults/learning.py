@@ -306,7 +306,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "entropy_bonus_punishes",
-    seam="posttrain.algorithm.objective:_beside",
+    seam="posttrain.algorithm.objective:_further_terms",
     what="the entropy term is weighed with the wrong sign",
     harm="what should keep the policy exploring makes it collapse",
     source="pain 19",

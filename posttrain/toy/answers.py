@@ -1,4 +1,4 @@
-"""Answers drawn from a small policy, what the policy says of them, and the library's groups and batches of them.
+"""Answers drawn from a small policy, their log-probs, and the library's groups and batches of them.
 
 Axis letters: P prompts, G siblings, K reward sources, E = P * G answers of T tokens each, V vocabulary.
 
@@ -35,25 +35,25 @@ from posttrain.toy.episodes import PlainEpisode, scored_group
 from posttrain.toy.policies import ToyPolicy
 
 Disturb = Callable[[Tensor], Tensor]
-"""What stands between the policy's logits and the sampler's."""
+"""Changes the policy's logits into those that the sampler draws from."""
 
 
 @dataclass(frozen=True, eq=False)
 class Answers:
-    """What the sampler said: prompt [E], tokens [E, T], the log-probs it drew them with [E, T]."""
+    """Sampled answers: prompt [E], tokens [E, T], and the sampler's log-probs [E, T]."""
 
     prompt_E: Tensor
     tokens_ET: Tensor
     mu_ET: Tensor
 
     def subset(self, at: Tensor) -> Answers:
-        """Some of them: places [n], or bool [E]."""
+        """The answers at these indices [n], or where a bool [E] is True."""
         return Answers(self.prompt_E[at], self.tokens_ET[at], self.mu_ET[at])
 
 
 @torch.no_grad()
 def ask(policy: ToyPolicy, prompt_E: Tensor, made: torch.Generator, disturb: Disturb | None = None) -> Answers:
-    """One answer for each prompt in the list, token after token."""
+    """Sample one answer for each prompt in the list, token by token."""
     tokens_ET = torch.zeros(len(prompt_E), policy.length, dtype=torch.int64)
     mu_ET = torch.zeros(len(prompt_E), policy.length, dtype=torch.float64)
     for t in range(policy.length):
@@ -71,20 +71,20 @@ def siblings(prompt_P: Tensor, g: int) -> Tensor:
 
 
 def said_logp(policy: ToyPolicy, answers: Answers) -> tuple[Tensor, Tensor]:
-    """(log-prob [E, T] of the said tokens, entropy [E, T]), differentiable."""
+    """(log-prob [E, T] of the sampled tokens, entropy [E, T]), differentiable."""
     logp_ETV = torch.log_softmax(policy(answers.prompt_E, answers.tokens_ET), -1)
     return logp_ETV.gather(2, answers.tokens_ET[..., None])[..., 0], -(logp_ETV.exp() * logp_ETV).sum(-1)
 
 
 @torch.no_grad()
 def logp_of(policy: ToyPolicy, answers: Answers) -> Tensor:
-    """Log-prob [E, T] of the said tokens."""
+    """Log-prob [E, T] of the sampled tokens."""
     return said_logp(policy, answers)[0]
 
 
 @cache
 def contract(length: int) -> Sampling:
-    """What answers of one length are drawn under: nothing ends them but their length."""
+    """The sampling contract of answers of one length: only the length ends them."""
     return Sampling(max_tokens=length, stop_ids=())
 
 
@@ -95,11 +95,13 @@ def groups_of(
     reference_ET: Tensor | None = None,
     values_ET: Tensor | None = None,
 ) -> list[ScoredGroup]:
-    """The answers as the library holds them, siblings side by side.
+    """The answers as the library's scored groups. The siblings of a prompt must follow each other.
 
     Args:
-        rewards_PG: [P, G], or [P, G, K] of K sources of weight 1. Source k is named by its number.
-        start_ET: log-probs at the start of the step, where credit reads them. So for the reference's, and for values.
+        rewards_PG: [P, G], or [P, G, K] of K sources of weight 1. The name of source k is its number.
+        start_ET: log-probs at the start of the step, where credit reads them.
+        reference_ET: log-probs of the reference, where credit reads them.
+        values_ET: values, where credit reads them.
     """
     p, g = rewards_PG.shape[:2]
     rewards_EK = rewards_PG.reshape(p * g, -1)
@@ -126,11 +128,11 @@ def batch_of_answers(
     start_ET: Tensor | None = None,
     reference_ET: Tensor | None = None,
 ) -> Batch:
-    """One minibatch, one prompt token before each answer.
+    """One minibatch of these answers, with one prompt token before each.
 
     Args:
-        credit_ET: credit of every token, [E, T], or one number an answer, [E].
-        weight_E: what each token of an answer weighs in the loss (`posttrain.algorithm.weigh`).
+        credit_ET: credit of every token, [E, T], or one number per answer, [E].
+        weight_E: weight of each token of an answer in the loss (`posttrain.algorithm.weigh`).
     """
     e, t = answers.tokens_ET.shape
     ids = np.concatenate([np.zeros((e, 1), np.int32), answers.tokens_ET.numpy().astype(np.int32)], 1)
@@ -165,7 +167,7 @@ def imitate(
     made: torch.Generator,
     batch: int = 128,
 ) -> None:
-    """Supervised learning on these answers, `batch` of them a step: where a policy gets its prior."""
+    """Supervised learning on these answers, `batch` of them per step. It gives a policy its prior."""
     optimizer = torch.optim.Adam(policy.parameters(), lr=lr)
     for _ in range(steps):
         at = torch.randint(len(prompt_E), (batch,), generator=made)

@@ -21,7 +21,7 @@ from posttrain.core.types import SHOWN, Episode, Group, Segment, Stop, Task, Top
 from posttrain.core.verdict import Judged, Verdict
 
 SAMPLING = Sampling(max_tokens=20, stop_ids=(0,))
-"""The contract of an episode that names no other."""
+"""The sampling contract of an episode without one of its own."""
 
 
 @dataclass
@@ -33,28 +33,27 @@ class PlainEpisode:
     """
 
     reward: float | None
-    """None: its verifier was not there, so the episode is not judged."""
+    """None: its verifier failed, so the episode is not judged."""
     turns: Sequence[Sequence[int]]
     mu: np.ndarray
     """Log-probs of the sampler."""
     start: np.ndarray | None = None
-    """Log-probs of the learner at the start of the step. This and the next four are absent where they were not
-    scored."""
+    """Log-probs of the learner at the start of the step. This and the next four are None where they were not scored."""
     reference: np.ndarray | None = None
     values: np.ndarray | None = None
     entropy: np.ndarray | None = None
     energy: np.ndarray | None = None
     stop: Stop = Stop.SAID
     observation: int = 2
-    """Tokens of what was seen between two turns."""
+    """Number of tokens of the observation between two turns."""
     ids: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     """Spoken token ids, int32. Empty: all are 7."""
     version: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
-    """Versions of the weights that said each token, int32. Empty: all are 0."""
+    """Version of the weights that sampled each token, int32. Empty: all are 0."""
     shown: bool = False
-    """Whether a demonstration wrote it; `mu` is then not known."""
+    """Whether it is a demonstration; `mu` is then not known."""
     verdicts: tuple[Judged, ...] = ()
-    """In place of one verdict of value `reward`."""
+    """Verdicts that replace the one of value `reward`."""
     top: Top | None = None
     """The sampler's most probable tokens."""
     teacher: Top | None = None
@@ -72,7 +71,7 @@ class PlainEpisode:
 
 
 def segments_of(plain: PlainEpisode) -> tuple[Segment, ...]:
-    """Its segments: two prompt tokens each, then its turns with what was seen between them."""
+    """Its segments: two prompt tokens each, then its turns with observations between them."""
     out: list[Segment] = []
     at = 0
     for turns in plain.turns:

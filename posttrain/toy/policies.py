@@ -1,4 +1,4 @@
-"""Policies over answers of one length, to many prompts at once: a table, and a network that generalises.
+"""Policies over answers of one length, to many prompts at once: a table, and a network that shares its weights.
 
 Axis letters: P prompts, E answers of T tokens each, V vocabulary.
 """
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class ToyPolicy(Protocol):
-    """What answers are drawn from, and learned by."""
+    """A policy that answers are drawn from, and that learns from them."""
 
     length: int
     """Tokens of an answer."""
@@ -27,12 +27,12 @@ class ToyPolicy(Protocol):
         ...
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What an optimizer moves."""
+        """The parameters that an optimizer changes."""
         ...
 
 
 class TabularPolicy(nn.Module):
-    """A softmax of its own for every prompt and position: logits [P, T, V]; nothing is shared, nothing generalises.
+    """A separate softmax for every prompt and position: logits [P, T, V]. Nothing is shared, so nothing generalises.
 
     >>> policy = TabularPolicy(torch.zeros(2, 3, 4))
     >>> policy(torch.tensor([0, 1, 1]), torch.zeros(3, 3, dtype=torch.int64)).shape
@@ -52,8 +52,8 @@ class TabularPolicy(nn.Module):
 
 
 class NetworkPolicy(nn.Module):
-    """A perceptron that reads features of the prompt [P, F], the position and the tokens said so far; all prompts share
-    it.
+    """A perceptron that reads features of the prompt [P, F], the position and the tokens so far. All prompts share its
+    weights.
 
     >>> policy = NetworkPolicy(torch.eye(2), length=3, vocabulary=4, hidden=8, seed=0)
     >>> prompt_E, tokens_ET = torch.tensor([0, 1, 1]), torch.randint(4, (3, 3))

@@ -1,4 +1,4 @@
-"""A policy whose every answer can be listed, so that an expectation is a finite sum and its gradient exact.
+"""A policy whose answers can all be listed, so that an expectation is a finite sum and its gradient is exact.
 
 >>> policy = PrefixPolicy(0)
 >>> len(policy.all), len(policy.states), tuple(policy.logits.shape)
@@ -39,7 +39,7 @@ def responses(vocabulary: int = 3, longest: int = 4, eos: int = 0) -> list[Respo
 
 
 class PrefixPolicy:
-    """A softmax of its own after every prefix: `logits` [states, vocabulary], float64, drawn from N(0, scale).
+    """A separate softmax after every prefix: `logits` [states, vocabulary], float64, drawn from N(0, scale).
 
     Axis letters: R responses, S states. `all` [R] are the responses, `states` [S] the prefixes that are not complete.
     """
@@ -54,7 +54,7 @@ class PrefixPolicy:
         self.logits = torch.tensor(draws, dtype=torch.float64, requires_grad=True)
 
     def states_of(self, y: Sequence[int]) -> list[int]:
-        """The row of the table behind each token of a response, [|y|]."""
+        """The row of the table from which each token of a response is drawn, [|y|]."""
         return [self.index[tuple(y[:t])] for t in range(len(y))]
 
     def token_logp(self, y: Sequence[int]) -> Tensor:
@@ -70,14 +70,14 @@ class PrefixPolicy:
         return self.logp().exp()
 
     def visits(self) -> Tensor:
-        """How often an answer comes through each state, [S], a constant."""
+        """Probability that an answer passes through each state, [S], a constant."""
         out = torch.zeros(len(self.states), dtype=torch.float64)
         for y, p in zip(self.all, self.probabilities().detach(), strict=True):
             out[self.states_of(y)] += p
         return out
 
     def gradient(self, f: Tensor) -> Tensor:
-        """d f / d logits of a number that was computed from this policy, [S, vocabulary]."""
+        """d f / d logits of a number f that was computed from this policy, [S, vocabulary]."""
         return torch.autograd.grad(f, self.logits)[0]
 
     def exact(self, f_R: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ class PrefixPolicy:
         return self.gradient((self.probabilities() * f_R).sum())
 
     def groups(self, siblings: int) -> Iterator[tuple[tuple[int, ...], float]]:
-        """Every group of siblings, each as the places of its responses in `all`, with its probability.
+        """Every group of siblings with its probability. A group is the indices of its responses in `all`.
 
         >>> small = PrefixPolicy(0, vocabulary=2, longest=2)
         >>> [chosen for chosen, p in small.groups(2)][:4], round(sum(p for _, p in small.groups(2)), 12)
@@ -96,14 +96,14 @@ class PrefixPolicy:
             yield chosen, float(np.prod(p[list(chosen)]))
 
     def plain(self, i: int, reward: float) -> PlainEpisode:
-        """The i-th response as an episode that this policy said, with this reward."""
+        """The i-th response as an episode that this policy sampled, with this reward."""
         y = self.all[i]
         stop = Stop.SAID if y[-1] == self.eos else Stop.LENGTH
         mu = self.token_logp(y).detach().numpy()
         return PlainEpisode(reward, [[len(y)]], mu, ids=np.array(y, np.int32), stop=stop, sampling=self.sampling)
 
     def draw(self, name: str, rewards_R: Sequence[float], siblings: int, rng: np.random.Generator) -> ScoredGroup:
-        """A group of siblings drawn from this policy. `rewards_R` is what each response earns.
+        """A group of siblings drawn from this policy. `rewards_R` are the rewards of the responses.
 
         >>> policy = PrefixPolicy(0)
         >>> group = policy.draw("a", [float(len(y)) for y in policy.all], 4, np.random.default_rng(0))
@@ -127,9 +127,9 @@ def answer_kl(policy: PrefixPolicy, reference: PrefixPolicy) -> Tensor:
 
 
 def state_kl(policy: PrefixPolicy, reference: PrefixPolicy, visits_S: Tensor, *, forward: bool = False) -> Tensor:
-    """The next token's KL(policy || reference), summed over states by how often each is visited (a constant).
+    """KL(policy || reference) of the next token, summed over states with the weights `visits_S` (constants).
 
-    `forward` turns it round: KL(reference || policy). Differentiable in the policy.
+    With `forward` it is KL(reference || policy). Differentiable in the policy.
     """
     table, ref = torch.log_softmax(policy.logits, -1), torch.log_softmax(reference.logits, -1).detach()
     each_S = (ref.exp() * (ref - table)).sum(-1) if forward else (table.exp() * (table - ref)).sum(-1)

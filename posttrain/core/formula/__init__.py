@@ -1,12 +1,12 @@
-"""Every formula of the family, once: what each choice means, and what an algorithm's choices add up to. One line each.
+"""The formulas of all algorithms: what each choice means, and what an algorithm's choices give together. One line each.
 
     R     raw outcome of a response y           r    reward after shaping        |y|  its spoken tokens
     pi    the policy being differentiated       mu   what the sampler stored
     start the learner at the start of the step
     ref   the reference (or teacher)            rho  pi / anchor                 sg[x]  x, not differentiated
 
-The ladder's pages and the terminal print from here. A piece brings its own (`Piece.words`); one without is no class
-that can be used.
+The ladder's pages and the terminal print these. A piece has its own formula (`Piece.words`); a class without one cannot
+be used.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NONE = {
     "shown": "every sibling is the policy's",
     "distill": "no distillation",
 }
-"""What a choice means where it is none."""
+"""The meaning of a choice that is none."""
 _LEADS = {"clip": "push = ", "pull": "pull = "}
 
 
@@ -79,7 +79,7 @@ def _baseline(b: Baseline) -> str:
 
 
 def formulas(a: Algorithm) -> list[tuple[str, str]]:
-    """What an algorithm's choices add up to: (name, line), only those that say something."""
+    """The formulas of an algorithm as (name, line), without lines that are empty."""
     rows = [("r", reward(a)), ("A", credit(a)), ("push", push(a))]
     if a.correction:
         rows.append(("c", " * ".join(c.words() for c in a.correction)))

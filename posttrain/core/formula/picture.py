@@ -13,7 +13,8 @@ WIDTH = 100
 
 
 def wrapped(lead: str, words: Sequence[str], below: str) -> Iterator[str]:
-    """`words` after `lead`, going on under it behind `below`; only a word that no line holds is cut, at a comma."""
+    """Lines with `words` after `lead`; further lines begin with `below`.
+    Only a word too long for a line is cut, at a comma."""
     line, empty = lead, True
     for text in words:
         whole = len(below) + len(text) <= WIDTH

@@ -26,18 +26,18 @@ def word(value: Any) -> str:
 
 
 def compact(value: Any) -> str:
-    """`word` without the numbers that are off: fields at a default of none, 0 or false, and what only such a field
-    reads."""
+    """`word` without the numbers that are off: fields at a default of none, 0 or false,
+    and what only such a field reads."""
     if isinstance(value, tuple):
         return ",".join(compact(v) for v in cast("tuple[Any, ...]", value)) or "none"
     if not dataclasses.is_dataclass(value) or isinstance(value, type | Algorithm):
         return f"{value:g}" if isinstance(value, float) else word(value)
-    inside = ", ".join(f"{name}={compact(x)}" for name, x in _said(value).items())
+    inside = ", ".join(f"{name}={compact(x)}" for name, x in _set_fields(value).items())
     return type(value).__name__.lower() + (f"({inside})" if inside else "")
 
 
-def _said(piece: Any) -> dict[str, Any]:
-    """The fields of a piece that say something."""
+def _set_fields(piece: Any) -> dict[str, Any]:
+    """The fields of a piece that are not off."""
     values = {f.name: getattr(piece, f.name) for f in dataclasses.fields(piece)}
     off = {f.name for f in dataclasses.fields(piece) if not f.default and values[f.name] == f.default}
     idle = {"horizon", "delta"} if "target" in off else set[str]()

@@ -1,2 +1,1 @@
-"""The pieces algorithms are made of, one type each: it owns its numbers and refuses meaningless ones. Torch-free
-data."""
+"""The pieces of algorithms, one type each. A piece owns its numbers and refuses meaningless ones. Torch-free data."""

@@ -1,4 +1,5 @@
-"""Baselines: what a reward is compared with. Group-relative ones compare siblings and are silent without spread."""
+"""Baselines: what a reward is compared with. Group-relative ones compare siblings;
+without spread their credit is 0."""
 
 from __future__ import annotations
 
@@ -14,32 +15,32 @@ if TYPE_CHECKING:
     from posttrain.core.algorithm import Algorithm
 
 SEVERAL = "scale=one or group_std, shape=none, and pull=none or one in the loss"
-"""What to set where something smaller than answers is compared."""
+"""What to set where steps, turns or sources are compared, not whole answers."""
 
 
 class Baseline(Piece, begin=True):
-    """What a reward is compared with. Its mathematics: `algorithm.baseline`, one number a sample or, where `per_token`,
-    several."""
+    """What a reward is compared with. Its mathematics is in `algorithm.baseline`: one number per sample, or several
+    where `per_token`."""
 
     relative: ClassVar[bool] = False
     """Whether siblings are compared, so that a group without spread has credit exactly 0."""
     per_token: ClassVar[bool] = False
     """Whether credit differs between the tokens of an episode."""
     to_go: ClassVar[bool] = False
-    """Whether a KL in the reward is charged to the tokens at and before the one that paid it, not to the whole
-    episode."""
+    """Whether a KL in the reward is subtracted from the tokens up to the one that it is of,
+    not from the whole episode."""
     earns_to_go: ClassVar[bool] = False
-    """Whether a token does not answer for what was paid for earlier turns."""
+    """Whether rewards of earlier turns are left out of a token's credit."""
     greedy: ClassVar[bool] = False
-    """Whether each prompt's argmax answer is sampled beside its siblings."""
+    """Whether each prompt's greedy answer is sampled beside its siblings."""
     moving: ClassVar[bool] = False
-    """Whether it moves from sample to sample, and is remembered from step to step."""
+    """Whether it changes from sample to sample, and is kept from step to step."""
     of_sources: ClassVar[bool] = False
     """Whether it can compare every reward source on its own (rewards=each)."""
     scaled_apart: ClassVar[bool] = False
     """Whether each of its differences has a scale of its own."""
     of: ClassVar[str] = "r of the group"
-    """What it compares, in words."""
+    """What it compares, in the words of a formula."""
     facts: ClassVar[tuple[str, ...]] = ()
     """What an episode needs beside its reward: `steps` that were judged, turns that were `paid`, several `turns`."""
 
@@ -72,10 +73,10 @@ class Zero(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class ToGo(Baseline):
-    """No baseline, and a token answers only for what follows it: the reward, less the KL paid from it on (A02).
+    """No baseline, and a token's credit counts only what follows it: the reward, minus the KL from it on (A02).
 
-    What the world paid for earlier turns is not in it either. A scale divides all of that: it is the one of whole
-    rewards, so that an answer's first token has the credit it has under `Zero`.
+    Rewards of earlier turns are left out too. A scale divides all of that. It is the scale of whole rewards, so that an
+    answer's first token has the same credit as under `Zero`.
     """
 
     to_go = True
@@ -89,7 +90,7 @@ class ToGo(Baseline):
 class Ema(Baseline):
     """b <- decay * b + (1 - decay) * R, sample after sample in order of group and sibling, from b = 0 (A01).
 
-    Every sample is compared with b as it was *before* it, so a sample never meets a baseline that saw it.
+    Every sample is compared with b from *before* it, so that its baseline does not contain its own reward.
     """
 
     moving = True
@@ -128,8 +129,8 @@ class Others(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class LengthMean(Baseline):
-    """Mean reward of the siblings weighted by their lengths: the variance-optimal one where gradients grow with length
-    (OPO, A04)."""
+    """Mean reward of the siblings, weighted by their lengths. It has the least variance where gradients grow with
+    length (OPO, A04)."""
 
     relative = True
 
@@ -139,11 +140,11 @@ class LengthMean(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyMean(Baseline):
-    """Per token t: mean reward of the siblings that still speak, weighted by their energy up to t (OTB, A04).
+    """Per token t: mean reward of the siblings that have a token t, weighted by their energy up to t (OTB, A04).
 
     The energy of a token is |d log pi / d logits|^2 = 1 - 2 pi + sum_v pi_v^2 under the learner at the start of the
-    step: what it adds to the gradient's variance. Where no sibling but one still speaks there is nothing to compare
-    with, and credit is 0.
+    step. It measures what the token adds to the gradient's variance. Where only one sibling has a token t, there is
+    nothing to compare with, and credit is 0.
     """
 
     relative = True
@@ -179,7 +180,7 @@ class SoftMean(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondBest(Baseline):
-    """Only the best sibling has credit: its reward less the second best's (A32, verl's grpo_passk)."""
+    """Only the best sibling has credit: its reward minus the second best (A32, verl's grpo_passk)."""
 
     relative = True
 
@@ -189,9 +190,9 @@ class SecondBest(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class Greedy(Baseline):
-    """Reward of the prompt's argmax answer, sampled beside the siblings and never learned from (ReMax, A03).
+    """Reward of the prompt's greedy answer, sampled beside the siblings and never learned from (ReMax, A03).
 
-    Like `ToGo`, a token answers only for the KL paid from it on.
+    As in `ToGo`, a token's credit counts only the KL from it on.
     """
 
     to_go = True
@@ -209,11 +210,11 @@ class Greedy(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class StepMean(Baseline):
-    """Mean over all judged steps of all siblings; a token's credit sums the steps that end at or after it (A07, process
-    form).
+    """Mean over all judged steps of all siblings (A07, process form). A token's credit is the sum over the steps that
+    end at it or after it.
 
-    Steps are verdicts about a part of an episode (`Judged.end`). A group without any compares its outcomes, each at its
-    answer's end; a sibling without any beside others that have some has no credit.
+    Steps are verdicts about a part of an episode (`Judged.end`). In a group without steps the outcomes are compared,
+    each at the end of its answer. A sibling without steps, in a group that has some, has no credit.
     """
 
     relative = True
@@ -235,8 +236,8 @@ class StepMean(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class TurnMean(Baseline):
-    """Per turn k: what was paid for it less the mean of what the siblings' turn k was paid, plus the outcome's own
-    comparison in every turn (MT-GRPO, E05). Without paid turns it is `GroupMean`."""
+    """Per turn k: its reward minus the mean reward of the siblings' turn k, plus the credit of the outcome in every
+    turn (MT-GRPO, E05). Without rewards of turns it is `GroupMean`."""
 
     relative = True
     per_token = True
@@ -244,7 +245,7 @@ class TurnMean(Baseline):
     facts = ("paid", "turns")
 
     outcome: float = 1.0
-    """Weight of the outcome's credit beside the turn's (lambda in Eq. 7 of 2505.11821)."""
+    """Weight of the outcome's credit relative to the turn's (lambda in Eq. 7 of 2505.11821)."""
 
     def __post_init__(self) -> None:
         not_negative("baseline.outcome", self.outcome)
@@ -262,8 +263,8 @@ class TurnMean(Baseline):
 
 @dataclass(frozen=True, kw_only=True)
 class AnchorMean(Baseline):
-    """Episode credit as in `GroupMean`, plus, per turn, its discounted return less the mean over all turns of the group
-    that began in the same state (GiGPO, E05). A state that occurred once gives nothing."""
+    """Episode credit as in `GroupMean`, plus per turn its discounted return minus the mean over all turns of the group
+    that began in the same state (GiGPO, E05). A state that occurred once adds nothing."""
 
     relative = True
     per_token = True
@@ -271,12 +272,12 @@ class AnchorMean(Baseline):
     facts = ("turns",)
 
     gamma: float = 0.95
-    """Discount of a turn's return, once a turn."""
+    """Discount of a turn's return, once per turn."""
     omega: float = 1.0
-    """Weight of the state's credit beside the episode's."""
+    """Weight of the state's credit relative to the episode's."""
     by: Literal["observation", "history"] = "observation"
-    """What a state is: the tokens seen since the last turn, as in the paper, where the observation tells it whole; or
-    everything the policy saw and said before."""
+    """What a state is. observation: the context tokens since the last turn, as in the paper; right where an observation
+    describes the whole state. history: all tokens before the turn."""
 
     def __post_init__(self) -> None:
         share("baseline.gamma", self.gamma)
@@ -305,20 +306,20 @@ class Value(Baseline):
     to_go = True
 
     gae_lambda: float = 0.95
-    """Of the value targets, and of the credit where `credit_lambda` is none."""
+    """Lambda of the value targets, and of the credit where `credit_lambda` is none."""
     gamma: float = 1.0
     coef: float = 0.5
-    """Weight of the value loss beside the policy term."""
+    """Weight of the value loss relative to the policy term."""
     clip: float | None = 0.2
-    """Values move at most this far from the old value before the loss stops paying for it. None: no value clip."""
+    """PPO's value clip: a value further than this from the old value has no further gain in the loss. None: no clip."""
     credit_lambda: float | None = None
-    """Decoupled GAE (VC-PPO, 2503.01491): the credit's own lambda. None: `gae_lambda`."""
+    """Lambda of the credit, for decoupled GAE (VC-PPO, 2503.01491). None: `gae_lambda`."""
     length_alpha: float | None = None
     """Length-adaptive credit (VAPO, A19): credit_lambda = 1 - 1 / (alpha * |y|), not below 0. None: off."""
     trace: float | None = None
-    """V-trace (1802.01561): importance start/mu, truncated here, in the value targets. None: off."""
+    """V-trace (1802.01561): the cap of the ratio start/mu in the value targets. None: off."""
     warmup: int = 0
-    """First steps of the stage that train the value head alone, on a policy that stands still (A19)."""
+    """Number of first steps of the stage that train only the value head, with the policy unchanged (A19)."""
 
     def __post_init__(self) -> None:
         for name in ("gae_lambda", "gamma", "credit_lambda"):

@@ -1,5 +1,5 @@
-"""Train/inference corrections: c = start/mu, detached, multiplies the push (A25). Several multiply; at most one
-weighs."""
+"""Train/inference corrections: c = start/mu, detached, multiplies the push (A25). An algorithm may have several, and
+their product is used. At most one of them contains start/mu itself; the others only keep or drop."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ Level = Literal["token", "sequence"]
 
 
 class Correction(Piece, begin=True):
-    """One factor of c. Its mathematics: `algorithm.correction`."""
+    """One factor of c. Its mathematics is in `algorithm.correction`."""
 
     weighs: ClassVar[bool] = False
-    """Whether it multiplies with start/mu, and does not only keep or drop."""
+    """Whether it multiplies by start/mu, and does not only keep or drop."""
 
     def reads(self, a: Algorithm) -> Iterable[str]:
         return () if a.anchor == "proximal" else ("start",)
 
     def of_episodes(self) -> bool:
-        """Whether start/mu is the product over an episode for it."""
+        """Whether it reads start/mu as the product over an episode."""
         return False
 
 
 @dataclass(frozen=True, kw_only=True)
 class Truncate(Correction):
-    """c = min(start/mu, cap), per token or of the episode's product (TIS, A25). cap=none weighs without a bound (AReaL,
-    A26)."""
+    """c = min(start/mu, cap), per token or of the episode's product (TIS, A25).
+    With cap=none there is no bound (AReaL, A26)."""
 
     weighs = True
 
@@ -73,8 +73,8 @@ class Mask(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class BinaryKL(Correction):
-    """c = start/mu where KL between start and mu on {the said token, any other} is at most phi in both directions, else
-    0 (KPop, A25)."""
+    """c = start/mu where the KL between start and mu over two outcomes (the sampled token, any other) is at most phi in
+    both directions, else 0 (KPop, A25)."""
 
     weighs = True
 
@@ -98,8 +98,8 @@ class BinaryKL(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class Reject(Correction):
-    """Drops whole episodes whose geometric mean of start/mu leaves [low, high]; the kept ones are not weighed (Geo-RS,
-    A25)."""
+    """Drops whole episodes whose geometric mean of start/mu is outside [low, high]. Kept episodes have factor 1
+    (Geo-RS, A25)."""
 
     low: float = 0.99
     high: float = 1.01
@@ -113,8 +113,7 @@ class Reject(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class Veto(Correction):
-    """Drops whole episodes that hold a token with start/mu below `below`: one catastrophic token poisons its episode
-    (A25)."""
+    """Drops whole episodes that contain a token with start/mu below `below` (A25)."""
 
     below: float = 1e-4
 
@@ -127,7 +126,7 @@ class Veto(Correction):
 
 @dataclass(frozen=True, kw_only=True)
 class NegativeMask(Correction):
-    """Drops episodes with A < 0 that the current policy has left: mean over tokens of log mu - log pi > delta
+    """Drops episodes with A < 0 that are far from the current policy: mean over tokens of log mu - log pi > delta
     (DeepSeek-V3.2, A08)."""
 
     delta: float = 0.5

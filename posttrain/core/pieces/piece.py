@@ -1,8 +1,8 @@
-"""What every piece of an algorithm says of itself, so that nobody else has to know it by name.
+"""The interface of every piece of an algorithm. No other code has to know a piece by name.
 
-A piece is two files. Here, in the file of its choice, stands a frozen dataclass with its numbers and its words; in
-`posttrain.algorithm` stands its mathematics, registered by its type. A piece holds numbers, words and switches, and
-reaches nothing outside the run.
+A piece is in two files. In this folder, in the file of its choice, is a frozen dataclass with its numbers and its
+formula. In `posttrain.algorithm` is its mathematics, registered for its type. A piece holds numbers, words and
+switches, and uses nothing outside the run.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ if TYPE_CHECKING:
 
 
 class Piece(Open, ABC):
-    """One form of one choice. What is not overridden here says that the piece asks for nothing special."""
+    """One form of one choice. The defaults here mean that the piece needs nothing special."""
 
     reads_silent: ClassVar[bool] = False
-    """Whether a token without credit still matters to it, so that the token may not leave the batch."""
+    """Whether it gives a gradient to tokens without credit, so that these must stay in the batch."""
     forms_ratio: ClassVar[bool] = False
-    """Whether it compares the policy with the anchor, whatever ratio the push takes."""
+    """Whether it reads the ratio of the policy and the anchor, whatever ratio the push uses."""
 
     @abstractmethod
     def words(self) -> str:
         """Its formula, one line in the letters of `core.formula`."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
-        """Why it means nothing in `a`, with what to change. What concerns no single piece is refused by `Algorithm`."""
+        """Why it means nothing in `a`, with what to change. `Algorithm` itself refuses what
+        concerns no single piece."""
         yield from ()
 
     def reads(self, a: Algorithm) -> Iterable[str]:
@@ -38,15 +39,15 @@ class Piece(Open, ABC):
         return ()
 
     def reads_start_early(self, a: Algorithm) -> bool:
-        """Whether it needs the log-probs at the start of the step before the loss has them."""
+        """Whether it needs the log-probs at the start of the step before the loss computes them."""
         return False
 
     def compares_siblings(self) -> bool:
-        """Whether credit compares siblings because of it, so that a group without spread has credit exactly 0."""
+        """Whether it makes credit compare siblings, so that a group without spread has credit exactly 0."""
         return False
 
     def stores_top(self) -> int:
-        """How many of its most probable tokens the sampler stores for it with every token it says."""
+        """How many of its most probable tokens the sampler must store with every sampled token."""
         return 0
 
     def uses(self) -> str:
@@ -63,10 +64,10 @@ class Piece(Open, ABC):
 
 
 def times(coefficient: float) -> str:
-    """A factor before something: `0.04 `, and nothing for 1."""
+    """A factor in a formula: `0.04 `, and '' for 1."""
     return "" if coefficient == 1 else f"{coefficient:g} "
 
 
 def named(piece: Piece) -> str:
-    """As an override writes it."""
+    """The piece as an override writes it."""
     return type(piece).__name__.lower()

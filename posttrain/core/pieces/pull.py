@@ -1,4 +1,4 @@
-"""Pulls: differentiable regularisers beside the policy term. They live even where credit is zero."""
+"""Pulls: differentiable regularisers beside the policy term. They have a gradient even where credit is zero."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ if TYPE_CHECKING:
 
 Estimator = Literal["k1", "k2", "k3", "rk3"]
 Placement = Literal["reward", "loss", "both", "token"]
-"""reward: charged to the actions that led there. loss: differentiated at the token. token: charged to the token
-alone."""
+"""Where a KL is applied. reward: subtracted from the reward, so from the credit of the tokens that led there. loss:
+differentiated at the token. both: reward and loss. token: subtracted from the credit of the token alone."""
 
 _KL_TRUTH: dict[tuple[Estimator, Placement], str] = {
     ("k1", "reward"): "exact",
@@ -48,38 +48,38 @@ _PLACE = {
 
 
 class Pull(Piece, begin=True):
-    """A regulariser beside the policy term. Its mathematics: `algorithm.pull`."""
+    """A regulariser beside the policy term. Its mathematics is in `algorithm.pull`."""
 
     reads_silent: ClassVar[bool] = True
 
     @property
     def truth(self) -> str:
-        """Whether its gradient is that of a KL, in words; '' where it is none."""
+        """Whether its gradient is that of a KL, in words; '' where it is not meant to be a KL."""
         return ""
 
     def renews(self) -> int:
-        """Every how many steps the reference becomes the policy as it is; 0: never."""
+        """Steps after which the reference is replaced by the current policy; 0: never."""
         return 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class KL(Pull):
-    """A pull towards the reference. `truth` says whether its gradient is that of KL(pi || ref) (A34).
+    """A KL to the reference. `truth` is whether its gradient is that of KL(pi || ref) (A34).
 
-    d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3 with the token's own ratio,
-    differentiated, whatever ratio the push takes (docs/algorithms-notes.md says where TRL differs).
+    d = logp - logp_ref; k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d, rk3 = ratio * k3. In rk3 the ratio is that of the
+    token, differentiated, whatever ratio the push uses (docs/algorithms-notes.md says where TRL differs).
     """
 
     coef: float = 0.04
     estimator: Estimator = "k3"
     placement: Placement = "loss"
     target: float | None = None
-    """Adaptive control (A05): after each step coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon. None:
-    fixed."""
+    """Adaptive control (A05): after each step coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon.
+    None: fixed."""
     horizon: float = 10_000.0
     refresh: int = 0
-    """Every this many steps the reference becomes the policy as it is (ProRL, A37); each time the run folder
-    keeps one more copy of the weights, so that any checkpoint can be resumed. 0: never."""
+    """Steps after which the reference is replaced by the current policy (ProRL, A37). Each time the run folder keeps
+    one more copy of the weights, so that any checkpoint can be resumed. 0: never."""
 
     def __post_init__(self) -> None:
         pair = (self.estimator, self.placement)
@@ -125,13 +125,13 @@ class KL(Pull):
 
     @property
     def in_credit(self) -> bool:
-        """Whether credit reads the log-probs it is made of."""
+        """Whether it is a part of the credit."""
         return self.placement != "loss"
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceL2(Pull):
-    """coef / 2 * (log pi(y)/anchor(y))^2 of the whole episode: Kimi k1.5's surrogate (A20, Eq. 3)."""
+    """coef / 2 * (log pi(y)/anchor(y))^2 of the whole episode, the surrogate of Kimi k1.5 (A20, Eq. 3)."""
 
     forms_ratio = True
 
@@ -146,8 +146,8 @@ class SequenceL2(Pull):
 
 @dataclass(frozen=True, kw_only=True)
 class TokenL2(Pull):
-    """coef * (log pi/anchor)^2 of every token: prime-rl's kl_tau; verl's dro and ROLL's kimi15 differ by a factor (A18,
-    A20)."""
+    """coef * (log pi/anchor)^2 of every token. It is prime-rl's kl_tau; verl's dro and ROLL's kimi15 differ by a factor
+    (A18, A20)."""
 
     forms_ratio = True
 

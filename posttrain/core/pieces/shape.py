@@ -1,5 +1,4 @@
-"""Shaping of the reward, applied in order. Filters, pass rates and difficulty never see it: they read the raw
-outcome."""
+"""Shaping of the reward, applied in order. Filters, pass rates and difficulty read the raw outcome instead."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ if TYPE_CHECKING:
 
 
 class Shaping(Piece, begin=True):
-    """One change of the reward. Its mathematics: `algorithm.shape`."""
+    """One change of the reward. Its mathematics is in `algorithm.shape`."""
 
     changes_reward: ClassVar[bool] = True
-    """False where it only decides who carries a gradient."""
+    """False where it only decides which episodes have a gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +32,7 @@ class Signed(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class Overlong(Shaping):
-    """Soft punishment, DAPO Eq. 13: 0 up to L_max - cache spoken tokens, then linearly down to -1 at L_max.
+    """Soft overlong penalty, DAPO Eq. 13: 0 up to L_max - cache spoken tokens, then linearly down to -1 at L_max.
 
     L_max is the sampling's max_tokens. `cache` is a share of it.
     """
@@ -50,8 +49,7 @@ class Overlong(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class DropTruncated(Shaping):
-    """Overlong filtering (DAPO): an episode cut off at its length keeps its place in the baseline, but has no
-    gradient."""
+    """Overlong filtering (DAPO): an episode cut off at its length counts in the baseline, but has no gradient."""
 
     changes_reward = False
 
@@ -61,7 +59,7 @@ class DropTruncated(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class BestOf(Shaping):
-    """reward -> k * mean over the k-subsets of siblings that hold this one of their best reward (A32).
+    """reward -> k * mean, over the k-subsets of siblings that contain this one, of the best reward in the subset (A32).
 
     The group's mean of credit * grad log pi is then an unbiased gradient of the expected best of k (PKPO); for outcomes
     of {0, 1} that is pass@k. Fewer than k siblings count as one subset of all of them.
@@ -69,8 +67,8 @@ class BestOf(Shaping):
 
     k: int = 4
     gain: bool = False
-    """Less the best reward of each subset without this sample (PKPO's loo-1, Eq. 33): still unbiased, and of far less
-    variance. A baseline over these rewards instead would not be: the others' rewards contain this sample's."""
+    """Subtract the best reward of each subset without this sample (PKPO's loo-1, Eq. 33). It stays unbiased and has far
+    less variance. A baseline over these rewards would be biased, because the others' rewards contain this sample's."""
 
     def __post_init__(self) -> None:
         if self.k < 1:
@@ -94,8 +92,8 @@ class BestOf(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class RankLength(Shaping):
-    """+- coef by where the length lies between the group's shortest (+.5) and longest (-.5); failures only lose (Kimi
-    k1.5, C04)."""
+    """reward + coef * a number between +.5 for the group's shortest answer and -.5 for its longest. For failures the
+    number is at most 0 (Kimi k1.5, C04)."""
 
     coef: float = 1.0
 
@@ -111,7 +109,8 @@ class TargetLength(Shaping):
     """L1 (2503.04697, C04). exact: reward - alpha * |target - |y||; most: reward * clip(alpha * (target - |y|) + .5, 0,
     1).
 
-    The paper's slope; its code halves it in the second form. The target is the task's `n_gold` where it has one.
+    alpha is that of the paper; its code halves it in the second form. The target is the task's `n_gold` where it has
+    one.
     """
 
     target: int = 32
@@ -131,7 +130,8 @@ class TargetLength(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class RateLength(Shaping):
-    """reward - beta * max(the group's pass rate, 1/G) * |y|: easy prompts pay most for length (ALP 2506.05256, C04)."""
+    """reward - beta * max(the group's pass rate, 1/G) * |y|. Length costs most on
+    easy prompts (ALP 2506.05256, C04)."""
 
     beta: float = 1e-4
 
@@ -144,7 +144,7 @@ class RateLength(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Shaping):
-    """Half a cosine over length 0 ... max_tokens, in place of the reward: solved 1 -> .5, not solved -1 -> -.5
+    """Replaces the reward by half a cosine over length 0 ... max_tokens: solved 1 -> .5, not solved -1 -> -.5
     (2503.03373, C04)."""
 
     solved_short: float = 1.0
@@ -176,10 +176,9 @@ class Repetition(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class Gate(Shaping):
-    """reward -> `otherwise` where the reward source `source` gave less than 1: wrong form earns nothing, right form
-    adds nothing (C03).
+    """reward -> `otherwise` where the reward source `source` gave less than 1. A right format adds nothing (C03).
 
-    Give that source weight 0, and it is judged and recorded but no part of the outcome.
+    With weight 0, that source is judged and recorded but is no part of the outcome.
     """
 
     source: str = "think_format"
@@ -195,7 +194,7 @@ class Gate(Shaping):
 
 @dataclass(frozen=True, kw_only=True)
 class RelativeLength(Shaping):
-    """L_ref / |y| - 1 + coef * (reward - A_ref), in place of the reward (O1-Pruner 2501.12570, C04).
+    """reward -> L_ref / |y| - 1 + coef * (reward - A_ref) (O1-Pruner 2501.12570, C04).
 
     L_ref and A_ref are the task's `reference_length` and `reference_accuracy`, means over the reference policy's
     samples.

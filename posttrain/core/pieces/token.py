@@ -1,4 +1,4 @@
-"""What is chosen or added per token beside push and pull, and how prompts and siblings are asked for."""
+"""Choices and terms per token beside push and pull, and pieces that choose prompts and siblings."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from posttrain.core.pieces.piece import Piece, times
 if TYPE_CHECKING:
     from posttrain.core.algorithm import Algorithm
 
-# --- which tokens of a minibatch speak: chosen over the whole minibatch, before it is split -------------------------
+# --- which tokens of a minibatch are masked: chosen over the whole minibatch, before it is split --------------------
 
 
 class Tokens(Piece, begin=True):
-    """A choice of tokens of the minibatch. Its mathematics: `algorithm.choose`."""
+    """A choice of tokens of the minibatch. Its mathematics is in `algorithm.choose`."""
 
     reads_silent: ClassVar[bool] = True
     silences: ClassVar[bool] = True
-    """Whether the tokens it did not choose have no policy gradient."""
+    """Whether the tokens that it does not choose are masked: they have no policy gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCov(Tokens):
-    """Silences `share` of the tokens, rounded down, at random among those with low < cov < high (A33, 2505.22617).
+    """Masks `share` of the tokens, rounded down, at random among those with low < cov < high (A33, 2505.22617).
 
-    At the paper's share a minibatch below 5,000 tokens silences none.
+    At the paper's share no token is masked in a minibatch below 5,000 tokens.
 
     cov_t = (A_t - mean A) * (logp_t - mean logp) over the minibatch, with the log-probs before it.
     """
@@ -52,8 +52,8 @@ class ClipCov(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class KlCov(Tokens):
-    """The `share` of tokens with the largest covariance get coef * |log pi - log start| beside the policy term
-    (A33)."""
+    """The `share` of tokens with the largest covariance has coef * |log pi - log start| beside
+    the policy term (A33)."""
 
     silences = False
 
@@ -71,7 +71,7 @@ class KlCov(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class TopEntropy(Tokens):
-    """Only the `share` of tokens with the largest entropy at the start of the step speak (A12, 2506.01939)."""
+    """Masks all but the `share` of tokens with the largest entropy at the start of the step (A12, 2506.01939)."""
 
     share: float = 0.2
 
@@ -87,8 +87,8 @@ class TopEntropy(Tokens):
 
 @dataclass(frozen=True, kw_only=True)
 class SecondMoment(Tokens):
-    """Silences the tokens with the largest |log start/mu| until the mean of their squares is at most `limit` (M2PO,
-    A26)."""
+    """Masks the tokens with the largest |log start/mu| until the mean square of the rest is at
+    most `limit` (M2PO, A26)."""
 
     limit: float = 0.04
 
@@ -113,8 +113,8 @@ class EntropyBonus(Piece):
 
     coef: float = 0.01
     target: float | None = None
-    """Adaptive (Skywork-OR1, A33): each step coef rises by `delta` while the entropy is below target and falls by it
-    above, not below 0; the bonus is active only below target. None: fixed."""
+    """Adaptive coefficient (Skywork-OR1, A33): each step coef rises by `delta` while the entropy is below target, and
+    falls by it above, not below 0. The bonus is applied only below target. None: fixed."""
     delta: float = 0.005
 
     def __post_init__(self) -> None:
@@ -132,9 +132,9 @@ class EntropyBonus(Piece):
 
 @dataclass(frozen=True, kw_only=True)
 class Imitate(Piece):
-    """-coef * mean log-prob of some of the minibatch's own tokens, weighed alike (A19 positive NLL; A24 CHORD).
+    """-coef * mean log-prob of some of the minibatch's own tokens, equally weighted (A19 positive NLL; A24 CHORD).
 
-    `solved`: tokens of episodes with raw outcome >= 1. `shown`: tokens a demonstration put into the group.
+    `solved`: tokens of episodes with raw outcome >= 1. `shown`: tokens of the group's demonstrations.
     """
 
     reads_silent = True
@@ -142,7 +142,7 @@ class Imitate(Piece):
     coef: float = 0.1
     of: Literal["solved", "shown"] = "solved"
     unsure: bool = False
-    """Weigh each token by sg[p (1 - p)]: CHORD-phi."""
+    """Weight each token by sg[p (1 - p)] (CHORD-phi)."""
 
     def __post_init__(self) -> None:
         positive("imitate.coef", self.coef, "imitate=none")
@@ -160,16 +160,17 @@ class Imitate(Piece):
 
 @dataclass(frozen=True, kw_only=True)
 class Shown(Piece):
-    """Siblings that a demonstration wrote, in the same group and baseline (LUFFY, A24).
+    """Siblings that are demonstrations, in the same group and baseline (LUFFY, A24).
 
-    Their tokens are pushed with the gradient of f(p) = p / (p + gamma), never clipped. gamma=none: they have no policy
+    The push of their tokens is the gradient of f(p) = p / (p + gamma), never clipped. gamma=none: they have no policy
     gradient (CHORD imitates them instead).
     """
 
     siblings: int = 1
-    """How many of the group's siblings are shown."""
+    """How many of the group's siblings are demonstrations."""
     style: str | None = None
-    """Which kind of text the environment writes. None: the last it names, its most elaborate one."""
+    """The style of text that the environment writes. None: the last style that it names,
+    which is its most elaborate one."""
     gamma: float | None = 0.1
 
     def __post_init__(self) -> None:
@@ -207,8 +208,8 @@ class Distill(Piece):
     """coef * generalised JSD_beta(teacher || policy) of the whole next-token distribution (GKD, A30).
 
     beta * KL(teacher || M) + (1 - beta) * KL(policy || M) with M = beta * teacher + (1 - beta) * policy; beta 0 and 1
-    are the limits KL(teacher || policy) and KL(policy || teacher). Read on the teacher's `top` most probable tokens and
-    the rest as one; 0 reads all. The teacher is the stage's reference.
+    are the limits KL(teacher || policy) and KL(policy || teacher). It is computed over the teacher's `top` most
+    probable tokens, with all others as one; top=0 reads all tokens. The teacher is the stage's reference.
     """
 
     reads_silent = True
@@ -240,27 +241,27 @@ class Distill(Piece):
         return f"{self.top} ids and log-probs a token" if self.top else "the vocabulary's log-probs a token"
 
 
-# --- which prompts are asked ------------------------------------------------------------------------------------------
+# --- which prompts are drawn ------------------------------------------------------------------------------------------
 
 
 class Curriculum(Piece, begin=True):
-    """Which task is asked next, by the pass rate when it was last asked (0 where it never was)."""
+    """Which task is played next, by its pass rate when it was last played (0 where it never was)."""
 
     drawn: ClassVar[bool] = False
-    """Whether tasks are drawn in proportion to their weight; else all are asked in turn, without those of weight 0."""
+    """Whether tasks are drawn in proportion to their weight. Else all tasks of weight > 0 are played in turn."""
 
     @abstractmethod
     def weight(self, rate: float) -> float:
-        """Of a task with this pass rate."""
+        """Weight of a task with this pass rate."""
 
     def left_out(self) -> str:
-        """What every task did that is not asked, in words."""
+        """What holds of every task that is left out, in words."""
         return "has weight 0"
 
 
 @dataclass(frozen=True, kw_only=True)
 class NoEasy(Curriculum):
-    """A task whose last pass rate reached `rate` is not asked again (no-positive-resampling, ScaleRL, A28)."""
+    """A task whose last pass rate reached `rate` is not played again (no-positive-resampling, ScaleRL, A28)."""
 
     rate: float = 0.9
 
@@ -279,8 +280,8 @@ class NoEasy(Curriculum):
 
 @dataclass(frozen=True, kw_only=True)
 class Priority(Curriculum):
-    """Tasks are drawn in proportion to 1 - their pass rate so far, and to `floor` where that is less (Kimi k1.5,
-    A20)."""
+    """Tasks are drawn in proportion to 1 - their pass rate so far, or to `floor` where that
+    is larger (Kimi k1.5, A20)."""
 
     drawn = True
 

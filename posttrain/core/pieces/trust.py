@@ -1,4 +1,7 @@
-"""Trust regions: how loudly a token may speak. Each is its own type and owns its numbers."""
+"""Trust regions: the factor of each token's policy gradient, the push. Each is a type that owns its numbers.
+
+A token is masked where its push is exactly 0.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class TrustRegion(Piece, begin=True):
-    """The push as a function of the ratio and the sign of the credit. Its mathematics: `algorithm.trust`."""
+    """The push as a function of the ratio and the sign of the credit. Its mathematics is in `algorithm.trust`."""
 
     per_token: ClassVar[bool] = False
     """Whether it compares single tokens, so that it needs ratio=token."""
     silences: ClassVar[bool] = False
-    """Whether a token outside its bounds has a push of exactly 0, so that bounds narrower than noise silence tokens by
-    rounding."""
+    """Whether a token outside its bounds has a push of exactly 0. Bounds narrower than rounding then
+    mask tokens at random."""
 
     def refuses(self, a: Algorithm) -> Iterator[str]:
         if a.ratio == "one":
@@ -30,16 +33,16 @@ class TrustRegion(Piece, begin=True):
             yield f"clip={named(self)} compares single tokens, so it needs ratio=token"
 
     def without_top(self) -> Self:
-        """The same, where nothing is known but the said token."""
+        """The same trust region without the sampler's top tokens, from the sampled token alone."""
         return self
 
 
 @dataclass(frozen=True, kw_only=True)
 class Clip(TrustRegion):
-    """PPO's clip: a token is silent once its ratio has left [1 - low, 1 + high] in the direction its credit pushes.
+    """PPO's clip: a token is masked once its ratio has left [1 - low, 1 + high] in the direction of its credit.
 
     `cap` is the dual clip of 1912.09729 (there 3) and the two-sided clip of INTELLECT-2 (there 4): a token with A < 0
-    is also silent where its ratio exceeds cap. Both papers' forms have this one gradient (A06).
+    is also masked where its ratio exceeds cap. The forms of both papers have this gradient (A06).
     """
 
     silences = True
@@ -70,7 +73,7 @@ class Clip(TrustRegion):
 
 @dataclass(frozen=True, kw_only=True)
 class Cap(TrustRegion):
-    """The ratio itself, bounded to [low, high]: no token is ever silent (CISPO, A15; AIPO, A23)."""
+    """The ratio itself, bounded to [low, high]. No token is masked (CISPO, A15; AIPO, A23)."""
 
     low: float = 0.0
     high: float = 5.0
@@ -84,7 +87,7 @@ class Cap(TrustRegion):
 
 @dataclass(frozen=True, kw_only=True)
 class Taper(TrustRegion):
-    """1 where A >= 0, min(ratio, cap) where A < 0: failures fade as they become unlikely (TOPR, A22)."""
+    """1 where A >= 0, min(ratio, cap) where A < 0. The push of failures falls as they become unlikely (TOPR, A22)."""
 
     cap: float = 1.0
 
@@ -97,7 +100,7 @@ class Taper(TrustRegion):
 
 @dataclass(frozen=True, kw_only=True)
 class Soft(TrustRegion):
-    """ratio * 4 s (1 - s) with s = sigmoid(tau * (ratio - 1)): a smooth gate, 1 at ratio 1 (SAPO, A16)."""
+    """ratio * 4 s (1 - s) with s = sigmoid(tau * (ratio - 1)). It is a smooth gate, 1 at ratio 1 (SAPO, A16)."""
 
     tau: float = 1.0
     """Temperature where A > 0."""
@@ -115,10 +118,10 @@ class Soft(TrustRegion):
 
 @dataclass(frozen=True, kw_only=True)
 class Geometric(TrustRegion):
-    """One weight an episode: exp of the mean log-ratio, each token's clipped to +-low/high in the harmful direction
-    (GMPO, A14).
+    """One weight per episode: exp of the mean log-ratio, with each token's log-ratio clipped to +-low/high in the
+    direction of its credit (GMPO, A14).
 
-    A clipped token does not speak, the others do with the episode's weight.
+    A clipped token is masked. The push of the others is the episode's weight.
     """
 
     per_token = True
@@ -140,10 +143,10 @@ class Geometric(TrustRegion):
 
 @dataclass(frozen=True, kw_only=True)
 class Divergence(TrustRegion):
-    """Silent where policy and anchor are further apart than delta and the push leads further away (DPPO, A18).
+    """Masks a token where policy and anchor are further apart than delta and its credit leads further away (DPPO, A18).
 
-    The distance at one position is the total variation or the KL(anchor || pi) of the said token against the rest
-    (`top` = 0), or of the sampler's `top` most probable tokens, the said one, and the rest.
+    The distance at one position is the total variation or KL(anchor || pi). With `top` = 0 its outcomes are the sampled
+    token and all others. Else they are the sampler's `top` most probable tokens, the sampled one, and all others.
     """
 
     per_token = True
@@ -196,8 +199,8 @@ class Divergence(TrustRegion):
 class FutureKL(TrustRegion):
     """PPO's clip times f_t = exp(sum_{k >= t} 2^(-(k-t)/half_life) * log-ratio_k) within 1 +- band (FIPO, A29).
 
-    Log-ratios of tokens with a ratio above `ignore` do not count; a token with A < 0 and a ratio above `loud` is not
-    amplified.
+    Log-ratios of tokens with a ratio above `ignore` do not count. For a token with A < 0 and a ratio above `loud`, f_t
+    is at most 1.
     """
 
     per_token = True
@@ -230,8 +233,8 @@ class FutureKL(TrustRegion):
 
 @dataclass(frozen=True, kw_only=True)
 class Hump(TrustRegion):
-    """W^k exp(lambda (1 - W)) of the episode's ratio W: 1 at W = 1, fading on both sides, per sign of A (VESPO,
-    A29)."""
+    """W^k exp(lambda (1 - W)) of the episode's ratio W. It is 1 at W = 1 and falls on both sides. k and lambda depend
+    on the sign of A (VESPO, A29)."""
 
     k: float = 2.0
     fade: float = 3.0
