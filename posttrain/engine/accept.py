@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.adopt import WANTED, as_built, lead
+from posttrain.engine.adopt import WANTED, as_built, route_attention
 from posttrain.engine.attention import PackedLayout, dense_attention
 from posttrain.engine.readout import CANARY, ReadOut, check_read_out, positions, read_out
 
@@ -54,11 +54,11 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
             f"context={context} exceeds the {bound} positions of {name}. Set model.context to at most {bound}"
         )
     _check_rope(config, name, context)
-    lead(module)
+    route_attention(module)
     out = read_out(module)
     shapes = _shapes(module, out, min(4, context))
     check_read_out(module, out, context)
-    _check_alone(module, out, min(CANARY, context))
+    _check_independence(module, out, min(CANARY, context))
     return out, shapes
 
 
@@ -110,13 +110,13 @@ def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerSha
         missing = sorted(set(range(layers)) - set(probe.seen))
         where = f"layers {missing}" if missing else f"{len(probe.seen)} attentions in {layers} layers"
         raise EngineError(
-            f"{where} of {name} do not attend once through transformers' attention interface{_made_of(out, missing)}:"
+            f"{where} of {name} do not attend once through transformers' attention interface{_described_parts(out, missing)}:"
             f" they keep a recurrent state, add biases, or compute attention in code of their own. {WANTED}"
         )
     return [probe.seen[i] for i in range(layers)]
 
 
-def _made_of(out: ReadOut, layers: list[int]) -> str:
+def _described_parts(out: ReadOut, layers: list[int]) -> str:
     """` (their parts: ...)`: the classes of the first such layer's own parts, which say what it is."""
     lists = [
         part for part in out.decoder.modules() if isinstance(part, nn.ModuleList) and layers and len(part) > layers[0]
@@ -144,7 +144,7 @@ def _check_rope(config: object, name: str, context: int) -> None:
                 )
 
 
-class _Remembering:
+class _GrowingCache:
     """A cache of one sequence: what every layer was shown before is seen by each later position."""
 
     def __init__(self) -> None:
@@ -174,14 +174,14 @@ class _Remembering:
         return dense_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
 
 
-def _check_alone(module: PreTrainedModel, out: ReadOut, length: int) -> None:
+def _check_independence(module: PreTrainedModel, out: ReadOut, length: int) -> None:
     """EngineError where a sequence is computed otherwise beside another one, or word by word, than by transformers
     alone."""
     why = ""
     for seed in range(TRIES):
         with torch.no_grad():
             try:
-                why = _unlike(module, out, length, seed)
+                why = _difference(module, out, length, seed)
             except EngineError:
                 raise
             except Exception as error:  # somebody's code, which raises whatever it likes
@@ -191,7 +191,7 @@ def _check_alone(module: PreTrainedModel, out: ReadOut, length: int) -> None:
     raise EngineError(f"{type(module).__name__} cannot be sampled and learned alike: {why}. {WANTED}")
 
 
-def _unlike(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
+def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
     """What differs; '' where nothing does."""
     (ids, at), (other, there) = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
     packed = out.hidden(torch.cat([ids, other]), torch.cat([at, there]), PackedLayout([len(ids), len(other)]))
@@ -206,7 +206,7 @@ def _unlike(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> st
             )
     if length < 2:
         return ""
-    memory = _Remembering()
+    memory = _GrowingCache()
     first, last = (out.hidden(ids[part], at[part], memory) for part in (slice(None, -1), slice(-1, None)))
     for name, ours, wanted in (
         ("before its end", first, together[:-1]),

@@ -67,16 +67,16 @@ def using(layout: Layout) -> Iterator[None]:
         _IN_USE.reset(token)
 
 
-def carry_into_recomputation(module: nn.Module) -> None:
+def keep_layout_in_recomputation(module: nn.Module) -> None:
     """Layers that are computed again in the backward pass (activation checkpointing) then attend by the layout of their
     forward."""
     for part in module.modules():
         checkpoint = part.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is not None:
-            part.__dict__["_gradient_checkpointing_func"] = partial(_carrying, checkpoint)
+            part.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint_with_layout, checkpoint)
 
 
-def _carrying(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
     layout = _IN_USE.get()
 
     def again(*given: Any) -> Any:

@@ -23,9 +23,9 @@ from posttrain.core.redact import scrubbed
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
 """Statuses that may pass: overload, a restart, a proxy that lost its server."""
-LONGEST = 256 << 20
+MAX_ANSWER = 256 << 20
 """Bytes of an answer; a longer one is not read to its end."""
-QUOTED = 400
+MAX_QUOTED = 400
 """Most characters of a server's own words in a message."""
 
 
@@ -144,12 +144,12 @@ class Endpoint:
             while True:
                 try:
                     return await self._once(client, method, path, body, patience)
-                except _Passing as error:
+                except _TransientError as error:
                     failed += 1
                     if not again or failed >= patience.tries:
                         times = f" (tried {failed} times)" if failed > 1 else ""
                         raise EndpointError(
-                            self._say(f"{method} {path}: {error}{times}. {_ADVICE}"), self.role, error.status
+                            self._message(f"{method} {path}: {error}{times}. {_ADVICE}"), self.role, error.status
                         ) from error
                     self.retried += 1
                     pause = patience.pause(failed, error.after)
@@ -162,23 +162,25 @@ class Endpoint:
         try:
             async with asyncio.timeout(patience.answer):
                 async with client.stream(method, self.url + path, json=body, timeout=limits) as response:
-                    said = await _heard(response)
+                    said = await _read_answer(response)
         except TimeoutError:
-            raise _Passing(f"no answer in {patience.answer:g} s") from None
+            raise _TransientError(f"no answer in {patience.answer:g} s") from None
         except httpx2.TimeoutException:
-            raise _Passing(f"no connection in {patience.connect:g} s") from None
+            raise _TransientError(f"no connection in {patience.connect:g} s") from None
         except httpx2.RequestError as error:  # bytes that cannot be unpacked among them
-            raise _Passing(f"the connection failed ({type(error).__name__}: {error})") from error
+            raise _TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
         status = said.status
         if said.body is None:
             raise EndpointError(
-                self._say(f"{method} {path}: the answer is longer than {LONGEST >> 20} MiB"), self.role, status
+                self._message(f"{method} {path}: the answer is longer than {MAX_ANSWER >> 20} MiB"), self.role, status
             )
         if status in RETRIED:
-            raise _Passing(f"status {status}: {_words(said)}", status, _seconds(said.headers.get("retry-after")))
+            raise _TransientError(
+                f"status {status}: {_server_message(said)}", status, _seconds(said.headers.get("retry-after"))
+            )
         if not 200 <= status < 300:
             raise EndpointError(
-                self._say(f"{method} {path}: status {status}: {self._refusal(said)}"), self.role, status
+                self._message(f"{method} {path}: status {status}: {self._refusal(said)}"), self.role, status
             )
         if not said.body:
             return None
@@ -186,20 +188,20 @@ class Endpoint:
             return said.json()
         except ValueError as error:
             raise EndpointError(
-                self._say(f"{method} {path}: the answer is no JSON: {_words(said)}"), self.role, status
+                self._message(f"{method} {path}: the answer is no JSON: {_server_message(said)}"), self.role, status
             ) from error
 
     def _refusal(self, said: _Answer) -> str:
         if 300 <= said.status < 400:
-            return f"it redirects to {said.headers.get('location', '?')[:QUOTED]}; give that address"
+            return f"it redirects to {said.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
         if said.status in (401, 403):
             name = (
                 f"the key in {self.key_env}"
                 if self.key_env
                 else "no key was sent; name an environment variable that holds one"
             )
-            return f"{_words(said)} ({name})"
-        return _words(said)
+            return f"{_server_message(said)} ({name})"
+        return _server_message(said)
 
     def _open(self) -> httpx2.AsyncClient:
         """The client of the running loop; one that a closed loop left behind is let go."""
@@ -222,13 +224,13 @@ class Endpoint:
             )
         return self._client
 
-    def _say(self, text: str) -> str:
+    def _message(self, text: str) -> str:
         """A message without the key."""
         text = f"{self.role} ({self.url}): {text}"
         return scrubbed(text.replace(self._key, f"[{self.key_env}]") if self._key else text)
 
 
-class _Passing(Exception):
+class _TransientError(Exception):
     """A failure that another try may not meet."""
 
     def __init__(self, why: str, status: int | None = None, after: float | None = None) -> None:
@@ -255,16 +257,16 @@ class _Answer:
             raise ValueError("nested too deeply") from error
 
 
-async def _heard(response: httpx2.Response) -> _Answer:
+async def _read_answer(response: httpx2.Response) -> _Answer:
     body = bytearray()
     async for piece in response.aiter_bytes():
         body += piece
-        if len(body) > LONGEST:
+        if len(body) > MAX_ANSWER:
             return _Answer(response.status_code, response.headers, None)
     return _Answer(response.status_code, response.headers, bytes(body))
 
 
-def _words(answer: _Answer) -> str:
+def _server_message(answer: _Answer) -> str:
     """What the server said of its refusal: the message inside an OpenAI-shaped error, else the text."""
     try:
         said: Any = answer.json()
@@ -273,8 +275,8 @@ def _words(answer: _Answer) -> str:
         text = said if isinstance(said, str) else json.dumps(said)
     except ValueError:
         text = (answer.body or b"").decode(errors="replace")
-    text = " ".join(text[: 10 * QUOTED].split())
-    return text if len(text) <= QUOTED else f"{text[:QUOTED]}..."
+    text = " ".join(text[: 10 * MAX_QUOTED].split())
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."
 
 
 def _seconds(header: str | None) -> float | None:

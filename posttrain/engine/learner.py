@@ -27,11 +27,11 @@ from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
-from posttrain.engine.transform import exact
+from posttrain.engine.transform import logit_dtype
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
-EXACT = 1 << 24
+MAX_EXACT_PARAMETERS = 1 << 24
 """Most parameters of a model of which a float64 copy is made: 128 MiB, and seconds to compute with."""
 
 
@@ -55,7 +55,7 @@ class HFLearner:
                 )
             try:
                 policy.module.activation_checkpointing_enable()
-                attention.carry_into_recomputation(policy.module)
+                attention.keep_layout_in_recomputation(policy.module)
             except ValueError as error:
                 raise ConfigError(
                     f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to"
@@ -109,8 +109,8 @@ class HFLearner:
         return self._reader.odds(packed, temperatures)
 
     def exact(self, packed: Packed) -> np.ndarray | None:
-        """float64 [M] log-probs by a float64 copy of the weights; None beyond `EXACT` parameters."""
-        if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > EXACT:
+        """float64 [M] log-probs by a float64 copy of the weights; None beyond `MAX_EXACT_PARAMETERS` parameters."""
+        if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > MAX_EXACT_PARAMETERS:
             return None
         copy = self.policy.clone()
         copy.module.double().eval()
@@ -193,7 +193,7 @@ class _PackedReader:
             )
         device = self.out.weight.device
         ids, positions, source = (_to(x, device) for x in (packed.ids_N, packed.positions_N, packed.source_M))
-        return _Pick.apply(
+        return _SelectRows.apply(
             self.out.hidden(ids, positions, PackedLayout(packed.lengths_S, kernels=self.kernels)), source
         )
 
@@ -269,7 +269,7 @@ class _PackedReader:
         }
 
 
-class _Pick(torch.autograd.Function):
+class _SelectRows(torch.autograd.Function):
     """Rows [N, H] at distinct positions [M]. Every row is read at most once, so the backward writes instead of
     adding."""
 
@@ -289,7 +289,7 @@ class _Pick(torch.autograd.Function):
 def _zero_head(policy: Policy) -> nn.Linear:
     """hidden -> 1, all zeros: the first value estimate is 0 everywhere. Drawn from no generator."""
     width = read_out(policy.module).weight.shape[1]
-    head = nn.Linear(width, 1, device="meta", dtype=exact(policy.dtype)).to_empty(device=policy.device)
+    head = nn.Linear(width, 1, device="meta", dtype=logit_dtype(policy.dtype)).to_empty(device=policy.device)
     for p in head.parameters():
         nn.init.zeros_(p)
     return head

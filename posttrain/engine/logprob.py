@@ -24,7 +24,7 @@ from posttrain.core.types import Kept
 from posttrain.engine import plain
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 from posttrain.engine.logit_rules import LogitRules
-from posttrain.engine.transform import KeptMask, KeptSets, LogitSlope, LogitTransform, exact
+from posttrain.engine.transform import KeptMask, KeptSets, LogitSlope, LogitTransform, logit_dtype
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
 """Logits (C * V) worked on at once, on each kind of device: 8 MiB of float32 stay near a CPU's caches, 512 MiB fill a
@@ -49,7 +49,7 @@ def logprobs(
     chunk: int | None = None,
     kernels: KernelChoice = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target, and the entropy of the distribution it was drawn from. Both [M], in `exact` dtype.
+    """Log-prob of each target, and the entropy of the distribution it was drawn from. Both [M], in `logit_dtype`.
 
     Args:
         hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
@@ -74,7 +74,7 @@ def logprobs(
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptSets(kept, targets)
     )
-    form = kernel("head", hidden.device, exact(weight.dtype), kernels)
+    form = kernel("head", hidden.device, logit_dtype(weight.dtype), kernels)
     logp, entropy = form.function(
         hidden, weight, bias, targets.long(), transform, want_entropy, chunk or _rows(hidden, weight)
     )
@@ -95,7 +95,7 @@ def candidates(
 ) -> Tensor:
     """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable; each chunk's logits are computed
     again in the backward. A token that cannot be said has the log-prob of probability 0, as low as its dtype goes."""
-    dtype = exact(weight.dtype)
+    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
@@ -127,7 +127,7 @@ def most_probable(
     scale: float = 1.0,
 ) -> Any:
     """(values, indices) [M, K] of the most probable tokens, in descending order; k = 0 takes the whole vocabulary."""
-    dtype = exact(weight.dtype)
+    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
@@ -158,7 +158,7 @@ def energies(
 ) -> Tensor:
     """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract, z being what the softmax is taken
     of."""
-    dtype = exact(weight.dtype)
+    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
@@ -188,7 +188,7 @@ def odds(
     """Where each target lies in the distribution p it was drawn from, float64: the mass of the ids below it [M], and of
     those up to it [M]; for each q proportional to p^(1 / temperature), log q - log p of it [M, K], and the total
     variation between q and p [M, K]."""
-    dtype = exact(weight.dtype)
+    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
@@ -230,7 +230,7 @@ class _Head(torch.autograd.Function):
         want_entropy: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        dtype = exact(weight.dtype)
+        dtype = logit_dtype(weight.dtype)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         count = hidden.shape[0]
         logp = torch.empty(count, dtype=dtype, device=hidden.device)
@@ -258,7 +258,7 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
         want_entropy, chunk = ctx.want_entropy, ctx.chunk
-        dtype = exact(weight.dtype)
+        dtype = logit_dtype(weight.dtype)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None

@@ -29,7 +29,7 @@ from posttrain.environment import templates
 
 __all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out", "resolve_stops"]
 
-SAID = 16
+GREEDY_TOKENS = 16
 """Tokens said when a saved model is read back."""
 
 
@@ -114,14 +114,14 @@ class Policy:
             words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
         _same_weights(self.module, again, Path(folder))
         _same_tokenizer(self.tokenizer, words, Path(folder))
-        self._says_the_same(again.to(self.device), Path(folder))
+        self._check_greedy(again.to(self.device), Path(folder))
 
     @torch.no_grad()
-    def _says_the_same(self, again: PreTrainedModel, folder: Path) -> None:
+    def _check_greedy(self, again: PreTrainedModel, folder: Path) -> None:
         """The model read back, with transformers' own attention, finds our greedy words most probable, up to
         rounding."""
         start = torch.arange(min(4, self.context - 1), device=self.device)
-        said = self.greedy(start, min(SAID, self.context - len(start)))
+        said = self.greedy(start, min(GREEDY_TOKENS, self.context - len(start)))
         logits = again(input_ids=said[None], use_cache=False).logits[0, len(start) - 1 : -1].float()
         gap = logits.max(-1).values - logits.gather(-1, said[len(start) :, None])[:, 0]
         bound = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(logits.abs().max()))
@@ -162,7 +162,7 @@ def load_policy(
     _device(model.device)
     dtype = getattr(torch, model.dtype)
     if model.path is None:
-        tokenizer = _small(alphabet, tokenizer_files)
+        tokenizer = _built_tokenizer(alphabet, tokenizer_files)
         module: PreTrainedModel = build_module(model, tokenizer, seed)
         notes: list[str] = []
         source = f"built with {model.layers} layers of width {model.hidden}"
@@ -172,7 +172,7 @@ def load_policy(
     return prepared(model, module, tokenizer, resolve_stops(tokenizer, module.generation_config), source, notes, most)
 
 
-def _small(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
+def _built_tokenizer(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
     """The tokenizer of a built model."""
     if files is not None:
         return read_tokenizer(str(files))[0]

@@ -85,7 +85,7 @@ def read_out(module: PreTrainedModel) -> ReadOut:
     return ReadOut(decoder, head, scale, None if softcap is None else float(softcap))
 
 
-class _Windows(PackedLayout):
+class _WindowProbe(PackedLayout):
     """A packed layout that notes whether any layer asked for a sliding window."""
 
     seen = False
@@ -142,7 +142,7 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
     device = out.weight.device
     at = torch.arange(min(CANARY, positions(module) or CANARY), device=device)
     ids = at * 7919 % out.weight.shape[0]
-    layout = _Windows([len(at)])
+    layout = _WindowProbe([len(at)])
     try:
         ours = out.logits(out.hidden(ids, at, layout))
         with using(layout):

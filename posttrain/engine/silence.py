@@ -83,7 +83,7 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
     running: list[nn.Module] = [module]
     last = [_state(module)]
 
-    def blame() -> None:
+    def note_draws() -> None:
         """What moved since the last border between modules is the innermost running one's doing."""
         now = _state(module)
         if now != last[0]:
@@ -91,11 +91,11 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
         last[0] = now
 
     def enter(part: nn.Module, args: Any) -> None:
-        blame()
+        note_draws()
         running.append(part)
 
     def leave(part: nn.Module, args: Any, output: Any) -> None:
-        blame()
+        note_draws()
         running.pop()
 
     hooks = [
@@ -106,7 +106,7 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
     module.train()
     try:
         _run(module, out)
-        blame()
+        note_draws()
     finally:
         for hook in hooks:
             hook.remove()
@@ -120,7 +120,7 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
     for seed in (*SEEDS, None):
         module.train(seed is not None)
         torch.manual_seed(seed or 0)
-        with _trail(module) as trail:
+        with _recorded_outputs(module) as trail:
             passes.append(_run(module, out))
         trails.append(trail)
     bound = (1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05) * max(
@@ -140,7 +140,7 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
 
 
 @contextmanager
-def _trail(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+def _recorded_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
     """(name, digest of the first output) of every module, in the order in which they end."""
     trail: list[tuple[str, Tensor]] = []
 

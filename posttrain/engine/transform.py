@@ -91,14 +91,14 @@ class LogitSlope:
 def logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, softcap: float | None = None
 ) -> Tensor:
-    """[..., H] -> [..., V] logits in `exact` dtype; sampler and learner both come through here."""
-    dtype = exact(weight.dtype)
+    """[..., H] -> [..., V] logits in `logit_dtype` dtype; sampler and learner both come through here."""
+    dtype = logit_dtype(weight.dtype)
     out = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if scale != 1:
         out = out * scale
     return out if softcap is None else torch.tanh(out / softcap) * softcap
 
 
-def exact(dtype: torch.dtype) -> torch.dtype:
+def logit_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype in which logits of weights of `dtype` are computed: float32 at least."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -80,7 +80,7 @@ def test_who_gave_way_ends_under_the_weights_it_began_with() -> None:
             asyncio.create_task(e.generate(np.arange(5, dtype=np.int32) + i, sampling(max_tokens=60), i))
             for i in range(6)
         ]
-        while e._scheduler.tally.preempted < 2:
+        while e._scheduler.counts.preempted < 2:
             await ticks(1)
         late = asyncio.create_task(e.generate(prompts(1)[0], sampling(max_tokens=5), 9))
         await asyncio.wait_for(load(e, 1), 20)

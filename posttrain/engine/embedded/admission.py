@@ -11,7 +11,7 @@ from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
-from posttrain.engine.embedded.slots import GenerateCall, Heard
+from posttrain.engine.embedded.slots import GenerateCall, TokenCallback
 from posttrain.engine.embedded.stopping import Text, check_strings
 
 
@@ -51,7 +51,7 @@ class Admission:
             )
         return np.ascontiguousarray(given, np.int32)
 
-    def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: Heard | None) -> GenerateCall:
+    def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: TokenCallback | None) -> GenerateCall:
         """A request of the running loop for token ids [T]; DataError, ConfigError or EngineError where it cannot be
         served."""
         if np.ndim(ids) == 1 and len(ids) >= self.context:

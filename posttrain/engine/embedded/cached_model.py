@@ -20,7 +20,7 @@ from posttrain.engine.kernels import kernel
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Config fields in which architectures keep how many experts a layer routes between."""
-FINE = 0.01
+PREFILL_WASTE = 0.01
 """Most padding of dense prefill."""
 
 
@@ -64,7 +64,7 @@ class CachedModel:
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
         """(hidden states [N, H] of a plan's positions, whose keys and values are cached on the way; layout of its dense
         pieces)."""
-        dense = PackedLayout(plan.dense, waste=FINE, kernels=self.kernels) if plan.dense else None
+        dense = PackedLayout(plan.dense, waste=PREFILL_WASTE, kernels=self.kernels) if plan.dense else None
         layout = CachedLayout(self.pool, plan.rows, plan.visible, plan.lengths, dense, plan.chunks)
         return self.hidden(self._to(plan.ids), self._to(plan.positions), layout), dense
 

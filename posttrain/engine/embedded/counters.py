@@ -24,7 +24,7 @@ from posttrain.core.gauge import Gauge, Gauges
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.scheduler import Scheduler
-from posttrain.engine.embedded.tally import SchedulerCounts
+from posttrain.engine.embedded.scheduler_counts import SchedulerCounts
 
 
 class EngineCounters:
@@ -83,8 +83,8 @@ class EngineCounters:
         return taken
 
     def take(self, scheduler: Scheduler) -> Gauges:
-        tally, scheduler.tally = scheduler.tally, SchedulerCounts()
-        again = np.array([(b - a, (b * (b + 1) - a * (a + 1)) // 2) for a, b in tally.again]).reshape(-1, 2).sum(0)
+        counts, scheduler.counts = scheduler.counts, SchedulerCounts()
+        again = np.array([(b - a, (b * (b + 1) - a * (a + 1)) // 2) for a, b in counts.again]).reshape(-1, 2).sum(0)
         linear, attention = self._linear - (0, again[0]), self._attention - (0, again[1])
         out = {
             "engine/tokens": Gauge(self._tokens, self._turns),
@@ -92,10 +92,10 @@ class EngineCounters:
             "engine/occupancy": Gauge(self._spoke / self._slots, self._steps),
             "engine/positions_linear": Gauge(*linear.tolist()),
             "engine/positions_attention": Gauge(*attention.tolist()),
-            "engine/shared": Gauge(tally.shared, tally.shared + self._prefilled),
-            "engine/prefix_hits": Gauge(tally.found, tally.asked),
+            "engine/shared": Gauge(counts.shared, counts.shared + self._prefilled),
+            "engine/prefix_hits": Gauge(counts.found, counts.asked),
             "engine/kv": Gauge(*self._kv.tolist()),
-            "engine/preempted": Gauge(tally.preempted, self._turns),
+            "engine/preempted": Gauge(counts.preempted, self._turns),
             "engine/straggler": Gauge(self._longest * self._turns, self._tokens),
         }
         if self._drafted:

@@ -25,7 +25,7 @@ from posttrain.engine.embedded.cached_model import CachedModel
 from posttrain.engine.embedded.counters import EngineCounters
 from posttrain.engine.embedded.plan import BUDGET
 from posttrain.engine.embedded.scheduler import Scheduler
-from posttrain.engine.embedded.slots import GenerateCall, Heard
+from posttrain.engine.embedded.slots import GenerateCall, TokenCallback
 from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, PromptLookup, Proposer
 from posttrain.engine.embedded.stepper import Stepper
 from posttrain.engine.embedded.stopping import Text
@@ -100,7 +100,7 @@ class EmbeddedEngine:
         self._budget, self._update = budget, update
         held = min(slots * blocks_for(context) // 2, self._most // 8)
         self._retain = held if retain is None else blocks_for(retain)
-        self._door = Admission(context, self._served.vocabulary, self._most, text)
+        self._admission = Admission(context, self._served.vocabulary, self._most, text)
         self._version = 0
         self._counters = EngineCounters(slots)
         self._proposer = self._proposes(speculate, device)
@@ -154,12 +154,14 @@ class EmbeddedEngine:
     def context(self) -> int:
         return self._context
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
+    async def generate(
+        self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
+    ) -> Said:
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it frees its slot and blocks.
 
         heard: called with the new ids and log-probs as soon as they are said.
         """
-        request = self._door.request(ids, sampling, place, heard)
+        request = self._admission.request(ids, sampling, place, heard)
         self._wake()
         self._scheduler.submit(request)
         self._mark(request, "queued")
@@ -167,7 +169,7 @@ class EmbeddedEngine:
             said = await request.future
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
-            self._tell_drained()
+            self._resolve_drained()
             self._mark(request, None)
             raise
         self._counters.said(len(said.ids))
@@ -175,7 +177,7 @@ class EmbeddedEngine:
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`; T at most the context."""
-        return self._served.score(self._door.ids(ids))
+        return self._served.score(self._admission.ids(ids))
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
         """Serve these weights as `version`; what is being said meanwhile ends first or goes on, as `update` says.
@@ -272,9 +274,9 @@ class EmbeddedEngine:
                 self._stepper.scheduler = self._fresh()
             self._loop, self._task, self._drained = loop, None, []
         if self._task is None or self._task.done():
-            self._task = loop.create_task(self._pump())
+            self._task = loop.create_task(self._run_steps())
 
-    async def _pump(self) -> None:
+    async def _run_steps(self) -> None:
         """Step until there is nothing to do, letting the loop run between steps."""
         await asyncio.sleep(0)
         while not self._paused and (self._scheduler.unfinished or (self._scheduler.queue and not self._loading)):
@@ -285,10 +287,10 @@ class EmbeddedEngine:
             except BaseException as error:
                 self._fail(EngineError(f"the engine was interrupted ({type(error).__name__})"))
                 raise
-            self._tell_drained()
+            self._resolve_drained()
             await asyncio.sleep(0)
 
-    def _tell_drained(self) -> None:
+    def _resolve_drained(self) -> None:
         """Let new weights come once nothing is being said. The last turn may end in a step, or by being cancelled
         between two."""
         if not self._scheduler.unfinished:
@@ -321,7 +323,7 @@ class EmbeddedEngine:
             version=self._version,
             lanes=self._served.lanes,
         )
-        scheduler.slots.strings.text = self._door.text
+        scheduler.slots.strings.text = self._admission.text
         return scheduler
 
     def _grow(self, blocks: int) -> None:

@@ -15,7 +15,7 @@ BUDGET = 2048
 SHORT = 64
 """Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and
 layer."""
-FULL = 48, 256
+LANES_PAY = 48, 256
 """A forward pass fills its lanes where at least so many slots speak and fewer positions than the second are to be
 computed: with fewer slots, reading the weights is what takes time, and with more positions a few idle lanes do not
 show."""
@@ -112,5 +112,5 @@ def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
     """
     wanted = computed + left
     whole = wanted // lanes * lanes
-    least, most = FULL
+    least, most = LANES_PAY
     return (whole if least <= computed < whole and wanted < min(most, budget) else budget) - computed

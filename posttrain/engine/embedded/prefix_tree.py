@@ -146,7 +146,7 @@ class PrefixTree:
             self._order.move_to_end(node.serial)
 
 
-SPARE = 64
+EVICT_BLOCKS = 64
 """Blocks given up at once, so that the search for them is rare."""
 
 
@@ -160,5 +160,5 @@ def take_blocks(blocks: Blocks, tree: PrefixTree, n: int, grow: Callable[[int], 
         grow(capacity)
         blocks.grow(capacity)
     if n > blocks.free:
-        tree.evict(max(n - blocks.free, SPARE))
+        tree.evict(max(n - blocks.free, EVICT_BLOCKS))
     return blocks.take(n)

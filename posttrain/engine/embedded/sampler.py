@@ -98,10 +98,10 @@ class Contracts:
         if self.rules is not None:
             self.rules.clear(row)
 
-    def heard(self, rows: np.ndarray, ids: np.ndarray) -> None:
+    def record(self, rows: np.ndarray, ids: np.ndarray) -> None:
         """Each of these rows has said one token."""
         if self.rules is not None:
-            self.rules.heard(rows, ids)
+            self.rules.record(rows, ids)
 
     def at(self, rows: np.ndarray, ahead: np.ndarray | None = None) -> Contracts:
         """The contracts of some rows, which may repeat; `ahead` [B, D] are tokens each takes as said already, -1 behind

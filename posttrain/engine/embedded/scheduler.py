@@ -17,9 +17,9 @@ from torch import Tensor
 
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for, rows_of
 from posttrain.engine.embedded.plan import SHORT, Drafts, Plan, PrefillPieces, make_plan, room_in_lanes
-from posttrain.engine.embedded.prefix_tree import SPARE, PrefixTree, take_blocks
+from posttrain.engine.embedded.prefix_tree import EVICT_BLOCKS, PrefixTree, take_blocks
+from posttrain.engine.embedded.scheduler_counts import SchedulerCounts
 from posttrain.engine.embedded.slots import GenerateCall, Prompt, Slots
-from posttrain.engine.embedded.tally import SchedulerCounts
 
 
 class Scheduler:
@@ -55,7 +55,7 @@ class Scheduler:
         self.prompts: dict[bytes, Prompt] = {}
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
         """(from, to) pool rows to copy before the next forward pass."""
-        self.tally = SchedulerCounts()
+        self.counts = SchedulerCounts()
         self.moved: list[GenerateCall] = []
         """Requests that gave their slot up, or speak on in another, since this was emptied."""
         self.failed: list[tuple[GenerateCall, Exception]] = []
@@ -115,7 +115,7 @@ class Scheduler:
                 if prompt is not None:
                     if not self._room(1, keep=prompt):
                         break
-                    self.tally.shared += len(prompt.ids)
+                    self.counts.shared += len(prompt.ids)
                 elif (prompt := self._prompt(request)) is None:
                     break
                 if self._assign(request, prompt):
@@ -130,7 +130,7 @@ class Scheduler:
         self._waits[s] = prompt
         prompt.waiting.append(s)
         try:
-            self.slots.follow(s, request)
+            self.slots.set_contract(s, request)
         except Exception as error:  # whatever the caller's numbers led to
             self.free(s)
             request.slot, request.gone = None, True
@@ -150,7 +150,7 @@ class Scheduler:
             short = at[s.held[at] <= s.cached[at]]
             if self._room(len(short)):
                 break
-            self.tally.preempted += 1
+            self.counts.preempted += 1
             self.preempt(int(np.argmax(s.number)))
         self._extend(short)
         if ahead:
@@ -198,7 +198,7 @@ class Scheduler:
             if self.slots.fresh[s]:
                 self.tree.insert(self.slots.sequence(s), held[: blocks_for(int(self.slots.cached[s]))])
             self.blocks.release(held)
-            if (spare := self.blocks.spare) > self._retain + SPARE:
+            if (spare := self.blocks.spare) > self._retain + EVICT_BLOCKS:
                 self.tree.evict(spare - self._retain)
         elif prompt.resumes:
             self.blocks.release(prompt.blocks)
@@ -262,9 +262,9 @@ class Scheduler:
             self.copies.append((found.tail * BLOCK + np.arange(found.extra), rows[at : at + found.extra]))
         lost = request.lost if resumes else self._lost.pop(request.key, 0)
         if lost > found.tokens:
-            self.tally.again.append((found.tokens, lost))
-        self.tally.found += found.tokens
-        self.tally.asked += len(ids)
+            self.counts.again.append((found.tokens, lost))
+        self.counts.found += found.tokens
+        self.counts.asked += len(ids)
         if not resumes:
             self.prompts[request.key] = prompt
         self._caching.append(prompt)
@@ -298,7 +298,7 @@ class Scheduler:
         begun = prompt.done // BLOCK
         if len(found) > begun:
             self._take_over(prompt, found)
-            self.tally.found += len(found) * BLOCK - prompt.done
+            self.counts.found += len(found) * BLOCK - prompt.done
             prompt.done = len(found) * BLOCK
 
     def _take_over(self, prompt: Prompt, found: np.ndarray) -> None:
@@ -323,7 +323,7 @@ class Scheduler:
         if not inherits and full * BLOCK < size and not self._room(1):
             if len(prompt.waiting) > 1:
                 if not self.slots.speaking.any():
-                    self.tally.preempted += 1
+                    self.counts.preempted += 1
                     self.preempt(prompt.waiting[-1])
                 return False
             inherits = True

@@ -22,7 +22,7 @@ from posttrain.engine.logit_rules import banned_always
 
 INF = float("-inf")
 NO_ID, ANY = -1, -2
-REMEMBERED = 16
+MASKS_KEPT = 16
 """Contracts whose masks over the vocabulary are kept ready."""
 
 
@@ -43,7 +43,7 @@ class NotADistribution(NoDraw):
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
+class _ContractMask:
     """A contract with its mask: bool [V], what no position may say."""
 
     sampling: Sampling
@@ -77,7 +77,7 @@ class SlotRules:
         """bool [s, V]: in the sequence."""
         self._never: Tensor | None = None
         """bool [s, V]: banned at every position."""
-        self._known: dict[int, _Known] = {}
+        self._known: dict[int, _ContractMask] = {}
 
     def put(self, s: int, sampling: Sampling, prompt: np.ndarray, said: np.ndarray) -> None:
         """Slot `s` follows `sampling` from now on, after a prompt and what its turn has said already."""
@@ -104,7 +104,7 @@ class SlotRules:
             self.bias_ids[s], self.stops[s], self.last[s], self.first[s], self.tail[s] = NO_ID, NO_ID, NO_ID, ANY, NO_ID
             self._fresh.pop(s, None)
 
-    def heard(self, at: np.ndarray, ids: np.ndarray) -> None:
+    def record(self, at: np.ndarray, ids: np.ndarray) -> None:
         """Each slot of `at` has said one token."""
         ruled = self.active[at]
         if not ruled.any():
@@ -210,9 +210,9 @@ class SlotRules:
         """`banned_always`, remembered by the identity of the contract, which all requests of a stage share."""
         known = self._known.get(id(sampling))
         if known is None or known.sampling is not sampling:
-            if len(self._known) >= REMEMBERED:
+            if len(self._known) >= MASKS_KEPT:
                 self._known.clear()
-            known = self._known[id(sampling)] = _Known(sampling, banned_always(sampling, vocabulary))
+            known = self._known[id(sampling)] = _ContractMask(sampling, banned_always(sampling, vocabulary))
         return known.never_V
 
     def _dead_ends(self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, more: np.ndarray | None) -> np.ndarray:

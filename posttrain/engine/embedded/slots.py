@@ -31,7 +31,7 @@ class Preempted:
     top: list[Top]
 
 
-Heard = Callable[[np.ndarray, np.ndarray], None]
+TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 """Takes the newly said ids [n] and log-probs [n] of one request, as soon as they are said."""
 
 
@@ -45,7 +45,7 @@ class GenerateCall:
     limit: int
     end: Stop
     future: asyncio.Future[Said]
-    heard: Heard | None = None
+    heard: TokenCallback | None = None
     since: float = 0.0
     """When it was queued (perf_counter)."""
     number: int = -1
@@ -98,7 +98,7 @@ class Slots:
         width = blocks_for(context) * BLOCK
         self.count = count
         self.request: list[GenerateCall | None] = [None] * count
-        self.listening = 0
+        self.streaming = 0
         """Slots whose request wants to hear tokens at once."""
         self.free = list(range(count - 1, -1, -1))
         self.table = np.zeros((count, width), np.int64)
@@ -125,22 +125,22 @@ class Slots:
         """Stop ids, filled up with -1."""
         self.contracts = Contracts.plain(count)
         self.strings = Strings()
-        self.strung = np.zeros(count, bool)
+        self.ended_by_string = np.zeros(count, bool)
         """Whether the token said last completes a stop string."""
         self.kept: list[list[np.ndarray]] = [[] for _ in range(count)]
         self.top: list[list[Top]] = [[] for _ in range(count)]
 
     def assign(self, request: GenerateCall) -> int:
-        """Take a free slot for a request; it speaks once the slot can `follow` it."""
+        """Take a free slot for a request; it speaks once the slot can `set_contract`."""
         s = self.free.pop()
         request.slot, self.request[s] = s, request
-        self.listening += request.heard is not None
-        self.number[s], self.fresh[s], self.strung[s] = request.number, True, False
+        self.streaming += request.heard is not None
+        self.number[s], self.fresh[s], self.ended_by_string[s] = request.number, True, False
         self.said[s], self.limit[s], self.cached[s], self.held[s] = 0, request.limit, 0, 0
         self.kept[s], self.top[s] = [], []
         return s
 
-    def follow(self, s: int, request: GenerateCall) -> None:
+    def set_contract(self, s: int, request: GenerateCall) -> None:
         """Write down the contract of the slot's request, and what it had said before it lost another one.
 
         This reads numbers that callers gave, so it may raise; `clear` undoes whatever it has done.
@@ -183,7 +183,7 @@ class Slots:
     def clear(self, s: int) -> None:
         """The slot is free."""
         request = self.request[s]
-        self.listening -= request is not None and request.heard is not None
+        self.streaming -= request is not None and request.heard is not None
         self.request[s], self.speaking[s], self.cached[s], self.held[s], self.number[s] = None, False, 0, 0, -1
         self.contracts.clear(s)
         self.strings.clear(s)
@@ -201,14 +201,14 @@ class Slots:
             for row in np.flatnonzero(self.contracts.top[at]).tolist():
                 k = int(self.contracts.top[at[row]])
                 self.top[at[row]].append(Top(drawn.top.ids[row : row + 1, :k], drawn.top.logp[row : row + 1, :k]))
-        self.contracts.heard(at, drawn.ids)
+        self.contracts.record(at, drawn.ids)
         self.pending[at] = drawn.ids
         self.said[at] = said + 1
         stopped = (self.stops[at] == drawn.ids[:, None]).any(1)
         ended = stopped | (said + 1 == self.limit[at])
         if self.strings.wanted:
-            self.strung[at] = self.strings.ended(at, self.ids, self.said)
-            ended |= self.strung[at]
+            self.ended_by_string[at] = self.strings.ended(at, self.ids, self.said)
+            ended |= self.ended_by_string[at]
         self.speaking[at] = ~ended
         return at[ended], stopped[ended]
 
@@ -220,7 +220,7 @@ class Slots:
             ids=self.ids[s, :n].copy(),
             logp=self.logp[s, :n].copy(),
             version=self.version[s, :n].copy(),
-            stop=Stop.SAID if stopped else Stop.STRING if self.strung[s] else request.end,
+            stop=Stop.SAID if stopped else Stop.STRING if self.ended_by_string[s] else request.end,
             kept=Kept.of(self.kept[s]) if request.sampling.truncated else None,
             top=Top.join(self.top[s], request.sampling.top) if request.sampling.top else None,
         )

@@ -33,13 +33,13 @@ from posttrain.engine.embedded.plan import Drafts
 from posttrain.engine.embedded.sampler import DrawnTokens, Spread, pick
 from posttrain.engine.embedded.slots import GenerateCall, Slots
 
-LONGEST = 3
+MAX_NGRAM = 3
 """Tokens of the longest end of a sequence that prompt lookup looks for."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Draft what followed the last occurrence of the last `LONGEST` .. 1 tokens in the sequence itself (prompt
+    """Draft what followed the last occurrence of the last `MAX_NGRAM` .. 1 tokens in the sequence itself (prompt
     lookup)."""
 
     tokens: int = 4
@@ -112,7 +112,7 @@ class PromptLookup:
         found = next(
             (
                 known[end]
-                for n in range(LONGEST, 0, -1)
+                for n in range(MAX_NGRAM, 0, -1)
                 if (end := tuple(tokens[len(tokens) - n :])) in known and len(tokens) >= n
             ),
             None,
@@ -124,7 +124,7 @@ class PromptLookup:
     def _learn(self, tokens: list[int], known: dict[tuple[int, ...], int], begun: int) -> None:
         """Note every short sequence that ends before the last token, from position `begun` on."""
         for end in range(max(begun, 1), len(tokens)):
-            for n in range(1, min(LONGEST, end) + 1):
+            for n in range(1, min(MAX_NGRAM, end) + 1):
                 known[tuple(tokens[end - n : end])] = end
 
 

@@ -38,7 +38,7 @@ class Stepper:
         """One forward pass by the weights of `version`; without `admit` nobody begins, and who gave way still goes
         on."""
         scheduler, begun = self.scheduler, time.perf_counter()
-        self._follow()
+        self._mark_moved()
         self._admit(begun_only=not admit)
         self._copy()
         at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
@@ -54,16 +54,16 @@ class Stepper:
                 rows.append(torch.stack([h for _, h in beginning]))
             hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
             if drafts is None:
-                self._say(*self._draw(at, hidden), version)
+                self._record(*self._draw(at, hidden), version)
             else:
-                self._say_ahead(plan, drafts, at, hidden, version)
+                self._verify_drafts(plan, drafts, at, hidden, version)
         self.counters.spent("engine/step", time.perf_counter() - begun)
         if self.timeline is not None:
             self.timeline.step(begun, len(plan.ids), len(at))
             for s, _ in beginning:
                 if (request := scheduler.slots.request[s]) is not None:
                     self.timeline.phase(request, "speak")
-        self._follow()
+        self._mark_moved()
 
     def _admit(self, begun_only: bool) -> None:
         now = time.perf_counter()
@@ -75,7 +75,7 @@ class Stepper:
         for request, error in failed:
             self._answer(request, error)
 
-    def _follow(self) -> None:
+    def _mark_moved(self) -> None:
         """Tell the timeline of requests that gave their slot up, and of those that speak on."""
         moved, self.scheduler.moved = self.scheduler.moved, []
         if self.timeline is None:
@@ -129,7 +129,7 @@ class Stepper:
                 others = np.delete(np.arange(len(at)), error.rows)
                 at, hidden = at[others], hidden[torch.from_numpy(others).to(hidden.device)]
 
-    def _say_ahead(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
+    def _verify_drafts(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
         """Verify the drafts of the speaking slots beside the first tokens of those that begin, and say what was
         accepted."""
         slots, beginning = self.scheduler.slots, len(at) - len(plan.speaking)
@@ -145,7 +145,7 @@ class Stepper:
             drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
         # nothing can be drawn for some slot, whatever was drafted: without drafts it is told apart from the others
         except NoDraw:
-            self._say(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
+            self._record(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
             self.counters.drafts(plan, 0, starts[: len(plan.speaking)])
             return
         rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
@@ -157,23 +157,23 @@ class Stepper:
                 slots.cached[at[rest]] += 1
                 needed.append(starts[rest] + j)
             said += int(np.count_nonzero(accepted[rest] > j))
-            self._say(at[rest], drawn.at(starts[rest] + j), version)
+            self._record(at[rest], drawn.at(starts[rest] + j), version)
         self.counters.drafts(plan, said, np.concatenate(needed))
 
-    def _say(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:
+    def _record(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:
         """Record one token in each of these slots; who has ended is answered."""
         slots = self.scheduler.slots
         ended, stopped = slots.say(at, drawn, version)
-        if slots.listening:
+        if slots.streaming:
             for i, s in enumerate(at.tolist()):
-                self._hear(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
+                self._stream_tokens(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
         for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
             if (request := slots.request[s]) is not None:
                 said = slots.turn(s, by_id)
                 self.scheduler.free(s)
                 self._answer(request, said)
 
-    def _hear(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
+    def _stream_tokens(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
         """Tell who listens to a slot what it said. Where that fails, it alone gets the error."""
         request = self.scheduler.slots.request[s]
         if request is None or request.heard is None:

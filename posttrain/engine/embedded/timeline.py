@@ -9,7 +9,7 @@ from typing import Any
 
 from posttrain.engine.embedded.slots import GenerateCall
 
-MOST = 200_000
+MAX_EVENTS = 200_000
 """Events kept; later ones are counted and named in the file instead."""
 
 
@@ -59,7 +59,7 @@ class Timeline:
         )
 
     def _add(self, event: dict[str, Any]) -> None:
-        if len(self._events) < MOST:
+        if len(self._events) < MAX_EVENTS:
             self._events.append(event)
         else:
             self._dropped += 1

@@ -20,13 +20,13 @@ from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept, Said, Stop, Top
 
-COLDEST, HOTTEST = 0.01, 2.0
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
 """Temperatures that vLLM takes; colder ones it raises without a word."""
 TIES = 8
 """Log-probs asked for beyond top_k: tokens of equal probability at the border are all kept."""
 BANNED = -1e9
 """A logit bias that bans: the probability underflows to exactly zero, the others do not move."""
-OUTSIDE = -9000.0
+ZERO_PROBABILITY = -9000.0
 """vLLM's server writes log-probs of minus infinity as -9999."""
 
 
@@ -45,9 +45,9 @@ class Capabilities:
 
 def check(s: Sampling, limits: Capabilities) -> None:
     """ConfigError where vLLM would sample from another distribution than the contract's."""
-    if not s.greedy and not COLDEST <= s.temperature <= HOTTEST:
+    if not s.greedy and not MIN_TEMPERATURE <= s.temperature <= MAX_TEMPERATURE:
         raise ConfigError(
-            f"sampling.temperature={s.temperature}: vLLM takes {COLDEST} to {HOTTEST}; for the argmax set greedy=true,"
+            f"sampling.temperature={s.temperature}: vLLM takes {MIN_TEMPERATURE} to {MAX_TEMPERATURE}; for the argmax set greedy=true,"
             " or use engine=embedded"
         )
     if s.min_tokens and s.stop_ids is not None and limits.eos is not None and limits.eos not in s.stop_ids:
@@ -142,7 +142,7 @@ def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) ->
     if missing := [t for t, row in zip(ids.tolist(), of_row, strict=True) if t not in row]:
         raise EngineError(f"vLLM sent no log-prob of token {missing[0]}, which it said")
     logp = np.array([row[t] for t, row in zip(ids.tolist(), of_row, strict=True)], np.float32)
-    if not s.greedy and not np.all(np.isfinite(logp) & (logp > OUTSIDE)):
+    if not s.greedy and not np.all(np.isfinite(logp) & (logp > ZERO_PROBABILITY)):
         raise EngineError(
             "vLLM said a token that has probability zero, or its logits are not finite: its weights have diverged"
         )
@@ -175,7 +175,7 @@ def _kept(row: dict[int, float], token: int, s: Sampling, limits: Capabilities) 
     """int32, ascending: the tokens with probability above zero."""
     if s.greedy:
         return np.array([token], np.int32)
-    inside = sorted(i for i, x in row.items() if x > OUTSIDE)
+    inside = sorted(i for i, x in row.items() if x > ZERO_PROBABILITY)
     if len(inside) == len(row) < limits.vocabulary and len(row) > s.top_k + TIES - 1:
         raise EngineError(
             f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was"
@@ -190,7 +190,7 @@ def _top(row: dict[int, float], k: int) -> Top:
         raise EngineError(f"vLLM sent {len(best)} of the {k} most probable tokens")
     return Top(
         np.array([[i for i, _ in best]], np.int32),
-        np.array([[x if x > OUTSIDE else -np.inf for _, x in best]], np.float32),
+        np.array([[x if x > ZERO_PROBABILITY else -np.inf for _, x in best]], np.float32),
     )
 
 

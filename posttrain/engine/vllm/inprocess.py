@@ -28,23 +28,30 @@ from posttrain.core.types import Said
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import Answer, fields, said
-from posttrain.engine.vllm.requests import NOTHING, ClientCounters, ExpectedTensors, Order, newer, order
+from posttrain.engine.vllm.requests import (
+    NO_WEIGHTS,
+    CheckedRequest,
+    ClientCounters,
+    ExpectedTensors,
+    check_request,
+    newer,
+)
 from posttrain.engine.vllm.start import START, build, limits, quiet_compiler
 
 ROLE = "the rollout engine (vLLM in this process)"
-LOOK = 5.0
+POLL = 5.0
 """Seconds between looks at whether the engine's thread still lives."""
-Heard = Callable[[np.ndarray, np.ndarray], None]
+TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 
 @dataclass(eq=False)
 class _Turn:
     """One turn on its way."""
 
-    order: Order
+    request: CheckedRequest
     future: Future[Said]
-    heard: Heard | None
-    told: int = 0
+    heard: TokenCallback | None
+    delivered: int = 0
     """Tokens that `heard` knows."""
 
 
@@ -69,7 +76,7 @@ class VLLMEngine:
         self._limits = limits(policy)
         self._expected = ExpectedTensors.of(policy)
         self._timeout = timeout
-        self._version = NOTHING
+        self._version = NO_WEIGHTS
         self._counters = ClientCounters()
         self._asked: dict[str, _Turn] = {}
         self._scored: dict[str, Future[np.ndarray]] = {}
@@ -78,11 +85,11 @@ class VLLMEngine:
         self._waiting: list[_Turn] = []
         """Turns that came while new weights were on their way."""
         self._updates: list[Callable[[], None]] = []
-        self._beat = time.monotonic()
-        self._dead: BaseException | None = None
+        self._last_activity = time.monotonic()
+        self._failure: BaseException | None = None
         self._eager = eager
         self._thread = threading.Thread(
-            target=self._live, args=(policy, slots, cache_bytes, started := Future()), name="vllm", daemon=True
+            target=self._run, args=(policy, slots, cache_bytes, started := Future()), name="vllm", daemon=True
         )
         self._thread.start()
         try:
@@ -106,25 +113,27 @@ class VLLMEngine:
     def context(self) -> int:
         return self._limits.context
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
+    async def generate(
+        self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
+    ) -> Said:
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it takes the request out of vLLM.
 
         heard: called in this event loop with the new ids and log-probs as soon as they are said.
         """
-        asked = _Turn(order(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
-        if self._version == NOTHING:
+        asked = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
+        if self._version == NO_WEIGHTS:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
-        self._tell(lambda: self._add(asked))
+        self._send(lambda: self._add(asked))
         try:
             return await self._answer(asked.future, "a turn")
         except asyncio.CancelledError:
-            self._tell(lambda: self._abort(asked))
+            self._send(lambda: self._abort(asked))
             raise
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`."""
         future: Future[np.ndarray] = Future()
-        self._tell(lambda: self._score([int(i) for i in ids], future))
+        self._send(lambda: self._score([int(i) for i in ids], future))
         return await self._answer(future, "scoring a canary")
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
@@ -133,7 +142,7 @@ class VLLMEngine:
         newer(version, self._version)
         given = self._expected.take(tensors)
         future: Future[str] = Future()
-        self._tell(lambda: self._updates.append(lambda: self._update(version, given, future)))
+        self._send(lambda: self._updates.append(lambda: self._update(version, given, future)))
         return await self._answer(future, f"loading weights of version {version}")
 
     def gauges(self) -> Gauges:
@@ -155,9 +164,9 @@ class VLLMEngine:
 
     # --- on the caller's side -----------------------------------------------------------------------------------------
 
-    def _tell(self, command: Callable[[], None]) -> None:
-        if self._dead is not None:
-            raise EngineError(f"{ROLE} has failed before: {self._dead}") from self._dead
+    def _send(self, command: Callable[[], None]) -> None:
+        if self._failure is not None:
+            raise EngineError(f"{ROLE} has failed before: {self._failure}") from self._failure
         self._inbox.put(command)
 
     async def _answer(self, future: Future[Any], what: str) -> Any:
@@ -165,18 +174,18 @@ class VLLMEngine:
         own = asyncio.wrap_future(future)
         asked = time.monotonic()
         while True:
-            done, _ = await asyncio.wait([own], timeout=min(self._timeout, LOOK))
+            done, _ = await asyncio.wait([own], timeout=min(self._timeout, POLL))
             if done:
                 return own.result()
-            if self._dead is not None:
-                raise EngineError(f"{ROLE}: {what}: it has failed: {self._dead}") from self._dead
-            if time.monotonic() - max(self._beat, asked) > self._timeout:
+            if self._failure is not None:
+                raise EngineError(f"{ROLE}: {what}: it has failed: {self._failure}") from self._failure
+            if time.monotonic() - max(self._last_activity, asked) > self._timeout:
                 raise EngineError(
                     f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is"
                     " that slow"
                 )
 
-    def _in_loop(self, heard: Heard | None) -> Heard | None:
+    def _in_loop(self, heard: TokenCallback | None) -> TokenCallback | None:
         if heard is None:
             return None
         loop = asyncio.get_running_loop()
@@ -188,7 +197,7 @@ class VLLMEngine:
 
     # --- in the engine's thread ---------------------------------------------------------------------------------------
 
-    def _live(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
+    def _run(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
         """Build the engine, then handle the queue and step until told to end."""
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager)
@@ -197,27 +206,27 @@ class VLLMEngine:
                 self._step()
             proof.result()
         except BaseException as error:
-            self._dead = error
+            self._failure = error
             started.set_exception(EngineError(f"{ROLE} did not start with this model: {error}"))
             return
         started.set_result(None)
         try:
-            while self._turn():
+            while self._run_once():
                 pass
-            self._dead = EngineError("it was closed")
+            self._failure = EngineError("it was closed")
         except BaseException as error:
-            self._dead = error
+            self._failure = error
         finally:
-            self._give_up()
+            self._fail_waiting()
             self._engine.engine_core.shutdown()
             del self._engine
 
-    def _turn(self) -> bool:
+    def _run_once(self) -> bool:
         """Handle what has come and take one step; False: it is time to end."""
         idle = not (self._asked or self._scored)
         while (idle and not self._updates) or not self._inbox.empty():
             command = self._inbox.get()
-            self._beat = time.monotonic()
+            self._last_activity = time.monotonic()
             if command is None:
                 return False
             command()
@@ -230,7 +239,7 @@ class VLLMEngine:
                 self._add(asked)
         if self._asked or self._scored:
             self._step()
-        self._beat = time.monotonic()
+        self._last_activity = time.monotonic()
         return True
 
     def _step(self) -> None:
@@ -240,28 +249,29 @@ class VLLMEngine:
         self._counters.spent("engine/step", begun)
         for output in outputs:
             if output.finished and (scored := self._scored.pop(output.request_id, None)) is not None:
-                self._tell_score(scored, output)
+                self._deliver_score(scored, output)
             if (asked := self._asked.get(output.request_id)) is None:
                 continue
             try:
-                self._hear(asked, output)
+                self._deliver(asked, output)
             except Exception as error:
                 self._asked.pop(output.request_id, None)
                 asked.future.set_exception(error)
 
-    def _hear(self, asked: _Turn, output: Any) -> None:
+    def _deliver(self, asked: _Turn, output: Any) -> None:
         """One request has new tokens, or is done."""
         turn = output.outputs[0]
-        if asked.heard is not None and len(turn.token_ids) > asked.told:
-            rows = _rows(turn.logprobs)[asked.told :]
+        if asked.heard is not None and len(turn.token_ids) > asked.delivered:
+            rows = _rows(turn.logprobs)[asked.delivered :]
             asked.heard(
-                np.array(turn.token_ids[asked.told :], np.int32), np.array([logp[0] for _, logp in rows], np.float32)
+                np.array(turn.token_ids[asked.delivered :], np.int32),
+                np.array([logp[0] for _, logp in rows], np.float32),
             )
-            asked.told = len(turn.token_ids)
+            asked.delivered = len(turn.token_ids)
         if not output.finished:
             return
         del self._asked[output.request_id]
-        o = asked.order
+        o = asked.request
         spans = [(s.version, s.start, s.end) for s in turn.weight_versions or ()]
         answer = Answer(turn.token_ids, _rows(turn.logprobs), turn.finish_reason, turn.stop_reason, spans)
         result = said(answer, o.sampling, o.limit, o.end, self._limits)
@@ -276,7 +286,7 @@ class VLLMEngine:
             return
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        o, name = asked.order, str(next(self._names))
+        o, name = asked.request, str(next(self._names))
         try:
             params = SamplingParams(
                 **fields(o.sampling, o.place, o.limit, self._limits),
@@ -320,7 +330,7 @@ class VLLMEngine:
         except Exception as error:
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
 
-    def _tell_score(self, future: Future[np.ndarray], output: Any) -> None:
+    def _deliver_score(self, future: Future[np.ndarray], output: Any) -> None:
         rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
 
@@ -343,7 +353,7 @@ class VLLMEngine:
             if "error" in served:
                 raise EngineError(served["error"])
         except Exception as error:
-            self._version = NOTHING
+            self._version = NO_WEIGHTS
             failure = EngineError(
                 f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"
             )
@@ -353,9 +363,9 @@ class VLLMEngine:
         self._counters.spent("engine/load", begun)
         future.set_result(served["fingerprint"])
 
-    def _give_up(self) -> None:
+    def _fail_waiting(self) -> None:
         """Everyone who waits is told."""
-        error = EngineError(f"{ROLE} has failed: {type(self._dead).__name__}: {self._dead}")
+        error = EngineError(f"{ROLE} has failed: {type(self._failure).__name__}: {self._failure}")
         for future in (*(a.future for a in (*self._asked.values(), *self._waiting)), *self._scored.values()):
             if not future.done():
                 future.set_exception(error)

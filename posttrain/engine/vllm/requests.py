@@ -20,12 +20,12 @@ from posttrain.core.types import Said, Stop
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.vllm.contract import Capabilities, check
 
-NOTHING = -1
+NO_WEIGHTS = -1
 """Version of an engine that was sent no weights yet: it serves what it was started with and says nothing."""
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
+class CheckedRequest:
     """A turn that can be served."""
 
     ids: list[int]
@@ -36,7 +36,7 @@ class Order:
     """What reaching `limit` means."""
 
 
-def order(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities) -> Order:
+def check_request(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities) -> CheckedRequest:
     """Check one request.
 
     Raises:
@@ -65,7 +65,7 @@ def order(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities)
     check(sampling, limits)
     room = context - len(ids)
     end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
-    return Order(ids.tolist(), sampling, place, min(sampling.max_tokens, room), end)
+    return CheckedRequest(ids.tolist(), sampling, place, min(sampling.max_tokens, room), end)
 
 
 @dataclass(frozen=True)

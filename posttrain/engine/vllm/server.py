@@ -26,18 +26,18 @@ from posttrain.core.types import Said
 from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import Answer, fields, said
-from posttrain.engine.vllm.requests import NOTHING, ClientCounters, ExpectedTensors, UpdateGate, newer, order
+from posttrain.engine.vllm.requests import NO_WEIGHTS, ClientCounters, ExpectedTensors, UpdateGate, check_request, newer
 from posttrain.engine.vllm.start import limits
 
 ROLE = "rollout"
-HOW = (
+START_ADVICE = (
     "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`"
     " (docs/engines.md)"
 )
-EMPTYING = 100
+EMPTY_TRIES = 100
 """Times the prefix cache is asked to empty itself, a tenth of a second apart: blocks are let go a step after their
 request."""
-Heard = Callable[[np.ndarray, np.ndarray], None]
+TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 
 class VLLMServer:
@@ -64,10 +64,10 @@ class VLLMServer:
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._endpoint, self._share, self._ended = endpoint, share, ended
         self._patience = replace(endpoint.patience, answer=timeout)
-        self._version = NOTHING
+        self._version = NO_WEIGHTS
         self._counters = ClientCounters()
         self._gate = UpdateGate()
-        self._known = False
+        self._checked = False
 
     @property
     def version(self) -> int:
@@ -85,15 +85,17 @@ class VLLMServer:
     def context(self) -> int:
         return self._limits.context
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
+    async def generate(
+        self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
+    ) -> Said:
         """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it closes the request's
         connection, on which the server gives it up.
 
         heard: called once, when the turn has ended: it comes in one piece.
         """
-        o = order(ids, sampling, place, self._limits)
+        o = check_request(ids, sampling, place, self._limits)
         async with self._gate.turn():
-            if self._version == NOTHING:
+            if self._version == NO_WEIGHTS:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
             begun = time.perf_counter()
             body = {
@@ -137,14 +139,14 @@ class VLLMServer:
         sent."""
         newer(version, self._version)
         given = self._expected.take(tensors)
-        await self._meet()
+        await self._check_server()
         async with self._gate.update():
             newer(version, self._version)
             begun = time.perf_counter()
             try:
                 served = await self._update(version, given)
             except BaseException:
-                self._version = NOTHING
+                self._version = NO_WEIGHTS
                 raise
             self._version = version
             self._counters.spent("engine/load", begun)
@@ -167,15 +169,15 @@ class VLLMServer:
         return str(served["fingerprint"])
 
     async def _empty_cache(self) -> None:
-        for _ in range(EMPTYING):
+        for _ in range(EMPTY_TRIES):
             if (await self._post("/reset_prefix_cache", None, again=True))["success"]:
                 return
             await asyncio.sleep(0.1)
         raise self._broken("its prefix cache could not be emptied after an update; does anybody else ask it?")
 
-    async def _meet(self) -> None:
+    async def _check_server(self) -> None:
         """Once: the server is one that keeps the contract."""
-        if self._known:
+        if self._checked:
             return
         facts = await self._call("posttrain_facts")
         wanted = {
@@ -189,9 +191,9 @@ class VLLMServer:
         }
         if wrong := [f"{k}={facts.get(k)!r} instead of {v!r}" for k, v in wanted.items() if facts.get(k) != v]:
             raise ConfigError(
-                f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)}; {HOW}"
+                f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)}; {START_ADVICE}"
             )
-        self._known = True
+        self._checked = True
 
     async def _call(self, method: str, *args: str) -> dict[str, Any]:
         """A method of our worker extension, on the one worker."""
@@ -201,11 +203,13 @@ class VLLMServer:
             )
         except EndpointError as error:
             if error.status in (403, 404, 405, 501):
-                raise ConfigError(f"engine.url={self._endpoint.url}: this server has no remote calls; {HOW}") from error
+                raise ConfigError(
+                    f"engine.url={self._endpoint.url}: this server has no remote calls; {START_ADVICE}"
+                ) from error
             raise
         results = (told or {}).get("results") or []
         if len(results) != 1 or not isinstance(results[0], dict):
-            raise self._broken(f"{method} was answered by {len(results)} workers, not by one; {HOW}")
+            raise self._broken(f"{method} was answered by {len(results)} workers, not by one; {START_ADVICE}")
         return results[0]
 
     async def _post(self, path: str, body: Mapping[str, Any] | None, *, again: bool = False) -> Any:

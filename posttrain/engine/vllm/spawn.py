@@ -21,9 +21,9 @@ from posttrain.engine.vllm.launch import PARENT
 from posttrain.engine.vllm.start import START, arguments, describe
 
 ROLE = "the rollout engine (a vLLM server of this run)"
-LINES = 12
+LOG_LINES = 12
 """Last lines of the server's log that a message quotes."""
-PATIENCE = 20.0
+STOP_SECONDS = 20.0
 """Seconds it gets to end by itself."""
 
 
@@ -79,7 +79,7 @@ class Spawned:
     def close(self) -> None:
         """End the process group and remove the folder; nothing happens the second time."""
         atexit.unregister(self.close)
-        for sign, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, PATIENCE)):
+        for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, sign)
             if self._gone(seconds):
@@ -112,7 +112,7 @@ class Spawned:
 
     def _log(self) -> str:
         with contextlib.suppress(OSError):
-            return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-LINES:])
+            return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-LOG_LINES:])
         return ""
 
 
