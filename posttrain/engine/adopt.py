@@ -24,8 +24,8 @@ from posttrain.core.errors import EngineError
 from posttrain.engine import attention
 
 REROUTED = ("gptj", "codegen", "gpt_neo", "gpt_neox_japanese", "falcon", "xglm")
-"""Model types that are led: transformers builds them with its plain attention (`implementation`), and `route_attention` does the
-rest."""
+"""Model types whose attention is replaced: transformers builds them with its plain attention (`implementation`), and
+`route_attention` puts ours in its place."""
 
 
 def implementation(config: PreTrainedConfig) -> str:
