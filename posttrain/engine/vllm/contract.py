@@ -47,8 +47,8 @@ def check(s: Sampling, limits: Capabilities) -> None:
     """ConfigError where vLLM would sample from another distribution than the contract's."""
     if not s.greedy and not MIN_TEMPERATURE <= s.temperature <= MAX_TEMPERATURE:
         raise ConfigError(
-            f"sampling.temperature={s.temperature}: vLLM takes {MIN_TEMPERATURE} to {MAX_TEMPERATURE}; for the argmax set greedy=true,"
-            " or use engine=embedded"
+            f"sampling.temperature={s.temperature}: vLLM takes {MIN_TEMPERATURE} to {MAX_TEMPERATURE}; for the argmax"
+            " set greedy=true, or use engine=embedded"
         )
     if s.min_tokens and s.stop_ids is not None and limits.eos is not None and limits.eos not in s.stop_ids:
         raise ConfigError(

@@ -191,7 +191,8 @@ class VLLMServer:
         }
         if wrong := [f"{k}={facts.get(k)!r} instead of {v!r}" for k, v in wanted.items() if facts.get(k) != v]:
             raise ConfigError(
-                f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)}; {START_ADVICE}"
+                f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)};"
+                f" {START_ADVICE}"
             )
         self._checked = True
 
