@@ -111,7 +111,8 @@ def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerSha
         where = f"layers {missing}" if missing else f"{len(probe.seen)} attentions in {layers} layers"
         raise EngineError(
             f"{where} of {name} do not attend once through transformers' attention"
-            f" interface{_described_parts(out, missing)}: they keep a recurrent state, add biases, or compute attention in code of their own. {WANTED}"
+            f" interface{_described_parts(out, missing)}: they keep a recurrent state,"
+            f" add biases, or compute attention in code of their own. {WANTED}"
         )
     return [probe.seen[i] for i in range(layers)]
 
