@@ -32,8 +32,8 @@ from posttrain.engine.transform import logit_dtype
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
 MAX_EXACT_PARAMETERS = 1 << 24
-"""Most parameters of a model of which a float64 copy is made. The copy takes 128 MiB and a
-forward pass takes seconds."""
+"""Most parameters of a model of which a float64 copy is made. At this size the copy takes 128 MiB
+and is scored in seconds."""
 
 
 class HFLearner:

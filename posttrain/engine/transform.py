@@ -92,8 +92,7 @@ class LogitSlope:
 def logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, softcap: float | None = None
 ) -> Tensor:
-    """[..., H] -> [..., V] logits in `logit_dtype`. Sampler and learner both call this function, so
-    their logits are equal."""
+    """[..., H] -> [..., V] logits in `logit_dtype`. Sampler and learner both call this function."""
     dtype = logit_dtype(weight.dtype)
     out = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if scale != 1:

@@ -5,15 +5,16 @@
 `engine/occupancy`           share of slots that said a token, per step
 `engine/positions_linear`    positions the layers' matrices computed, per position needed
 `engine/positions_attention` query-key pairs attended, per pair needed (full attention; a window sees fewer of both)
-`engine/shared`              prompt tokens taken from a sibling's prefill, per prompt token asked for
+`engine/shared`              prompt tokens shared with another request's prefill, per prompt token asked for
 `engine/prefix_hits`         prompt tokens found in the prefix tree, per prompt token looked for there
 `engine/kv`                  blocks that sequences hold, per block their tokens fill, summed over steps
-`engine/preempted`           sequences that gave their blocks up for older ones, per delivered turn
+`engine/preempted`           sequences preempted for older ones, per delivered turn
 `engine/straggler`           longest turn, per mean turn
 `engine/accepted`            drafted tokens that were said, per drafted token (speculative decoding)
 `engine/stale_gap`           |log-prob over stale blocks - over fresh ones| at a weight update, per token compared
-Needed is every token of every distinct sequence once; idle rows, padding, rejected drafts and prompts computed again
-are not. Seconds are apart, in `EngineCounters.clock`, because no digest may cover them.
+
+Every token of every distinct sequence is needed once. Idle rows, padding, rejected drafts and prompts computed again
+are not needed. Seconds are in `EngineCounters.clock` instead, because no digest may cover them.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from posttrain.engine.embedded.scheduler_counts import SchedulerCounts
 
 
 class EngineCounters:
-    """Sums since the last `take`."""
+    """The engine's sums since the last `take`."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -65,8 +66,8 @@ class EngineCounters:
         self._prefilled += len(plan.rows) - int(plan.widths.sum())
 
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
-        """`said` drafts were said, and of the positions of the speaking slots those at the indices `needed` are
-        followed by more."""
+        """Count a pass with drafts. `said` of them were said. `needed` are the indices of the generating slots'
+        positions that count as needed; those of rejected drafts do not."""
         computed = int(plan.widths.sum())
         self._drafted += computed - len(plan.speaking)
         self._accepted += said
@@ -77,8 +78,8 @@ class EngineCounters:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def clock(self) -> dict[str, float]:
-        """Seconds since the last call: `engine/step` in forward passes and draws, `engine/queue` requests waited for a
-        slot."""
+        """Seconds since the last call. `engine/step`: in forward passes and draws. `engine/queue`: that
+        requests waited for a slot."""
         taken, self._seconds = self._seconds, {}
         return taken
 

@@ -1,4 +1,4 @@
-"""One step of the engine: admit, make room, draft, plan, one forward pass, draw, record, answer."""
+"""One step of the engine: admit requests, make room, draft, plan, run one forward pass, draw, record, answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from posttrain.engine.embedded.timeline import Timeline
 
 @dataclass(eq=False)
 class Stepper:
-    """Moves every slot on by one token, or by as many as its drafts allow."""
+    """Extends every generating slot by one token, or by more where drafts are accepted."""
 
     served: CachedModel
     scheduler: Scheduler
@@ -35,8 +35,8 @@ class Stepper:
 
     @torch.inference_mode()
     def step(self, version: int, *, admit: bool) -> None:
-        """One forward pass by the weights of `version`; without `admit` nobody begins, and who gave way still goes
-        on."""
+        """One forward pass with the weights of `version`. Without `admit` no new request begins;
+        preempted ones still continue."""
         scheduler, begun = self.scheduler, time.perf_counter()
         self._mark_moved()
         self._admit(begun_only=not admit)
@@ -76,7 +76,7 @@ class Stepper:
             self._answer(request, error)
 
     def _mark_moved(self) -> None:
-        """Tell the timeline of requests that gave their slot up, and of those that speak on."""
+        """Record in the timeline the requests that lost their slot and those that continue after a preemption."""
         moved, self.scheduler.moved = self.scheduler.moved, []
         if self.timeline is None:
             return
@@ -86,7 +86,7 @@ class Stepper:
                 self.timeline.phase(request, "speak" if holds else "queued")
 
     def _copy(self) -> None:
-        """Rows of forked blocks."""
+        """Copy the cache rows of partly filled blocks that got a second owner."""
         if copies := self.scheduler.copies:
             source, to = (np.concatenate(x) for x in zip(*copies, strict=True))
             self.served.pool.copy(source, to)
@@ -95,7 +95,8 @@ class Stepper:
             self.scheduler.copies = []
 
     def _propose(self, at: np.ndarray) -> Drafts | None:
-        """None where nobody drafts anything. Drafts have what the speaking slots leave of the budget of a pass."""
+        """Drafts for the generating slots; None where there are none. They use the part of a pass's budget
+        that these slots leave."""
         if self.proposer is None or not len(at):
             return None
         most = within(positions_ahead(self.scheduler.slots, at, self.proposer.tokens), self.scheduler.budget - len(at))
@@ -114,8 +115,8 @@ class Stepper:
         return hidden
 
     def _draw(self, at: np.ndarray, hidden: Tensor) -> tuple[np.ndarray, DrawnTokens]:
-        """A token for each slot of `at`. A request that nothing can be drawn for gets the error, and the others go
-        on."""
+        """(slots, a token for each) of the slots `at`. Where nothing can be drawn, that
+        request alone gets the error."""
         slots = self.scheduler.slots
         while True:
             try:
@@ -130,8 +131,8 @@ class Stepper:
                 at, hidden = at[others], hidden[torch.from_numpy(others).to(hidden.device)]
 
     def _verify_drafts(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
-        """Verify the drafts of the speaking slots beside the first tokens of those that begin, and say what was
-        accepted."""
+        """Verify the drafts of the generating slots together with the first tokens of slots that begin, and
+        record what was accepted."""
         slots, beginning = self.scheduler.slots, len(at) - len(plan.speaking)
         padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
         drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
@@ -161,7 +162,7 @@ class Stepper:
         self.counters.drafts(plan, said, np.concatenate(needed))
 
     def _record(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:
-        """Record one token in each of these slots; who has ended is answered."""
+        """Record one token in each of these slots, and answer the requests that have ended."""
         slots = self.scheduler.slots
         ended, stopped = slots.say(at, drawn, version)
         if slots.streaming:
@@ -174,7 +175,7 @@ class Stepper:
                 self._answer(request, said)
 
     def _stream_tokens(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
-        """Tell who listens to a slot what it said. Where that fails, it alone gets the error."""
+        """Call the request's callback with its new tokens. If the callback fails, only this request gets the error."""
         request = self.scheduler.slots.request[s]
         if request is None or request.heard is None:
             return
