@@ -1,8 +1,8 @@
-"""vLLM in this process: `core.ports.Sampler` over a V1 engine that steps in a thread of its own.
+"""vLLM in this process: `core.ports.Sampler` over a V1 engine that runs in a thread of its own.
 
-The thread owns the engine: requests, cancellations and weights reach it through one queue and are handled between
-steps, so nothing is ever changed under a running step. Answers go back to the event loop that asked. When weights come,
-running turns end first, new ones wait, and the prefix cache is emptied and salted with the version.
+The thread owns the engine. Requests, cancellations and weights are put into one queue and handled between steps, so
+nothing changes during a step. Answers return to the event loop that asked. When weights come, running turns end first
+and new ones wait. The prefix cache is then emptied, and its keys get the new version as salt.
 """
 
 from __future__ import annotations
@@ -40,30 +40,30 @@ from posttrain.engine.vllm.start import START, build, limits, quiet_compiler
 
 ROLE = "the rollout engine (vLLM in this process)"
 POLL = 5.0
-"""Seconds between looks at whether the engine's thread still lives."""
+"""Seconds between two checks that the engine's thread still runs."""
 TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 
 @dataclass(eq=False)
 class _Turn:
-    """One turn on its way."""
+    """One turn that was asked for and has not ended."""
 
     request: CheckedRequest
     future: Future[Said]
     heard: TokenCallback | None
     delivered: int = 0
-    """Tokens that `heard` knows."""
+    """Tokens that the callback `heard` has received."""
 
 
 class VLLMEngine:
-    """Samples from a copy of `policy` in vLLM. It says nothing before the first `load`.
+    """Samples from a copy of `policy` in vLLM. It generates nothing before the first `load`.
 
     Args:
-        policy: gives configuration, tokenizer, dtype and the names of the tensors; its weights come by `load`.
-        slots: sequences that speak at once.
-        cache_bytes: of the key-value cache.
-        eager: no compilation and no captured graphs: a start in seconds, and slower steps.
-        timeout: seconds a step or an update may take before the engine counts as hung.
+        policy: gives configuration, tokenizer, dtype and the names of the tensors. Its weights are sent with `load`.
+        slots: sequences that are generated at once.
+        cache_bytes: bytes of the key-value cache.
+        eager: use no compilation and no captured graphs. The start takes seconds, and steps are slower.
+        timeout: seconds that a step or an update may take before the engine counts as hung.
 
     Raises:
         ConfigError: vllm is not installed. EngineError: it does not start with this model.
@@ -83,7 +83,7 @@ class VLLMEngine:
         self._names = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: list[_Turn] = []
-        """Turns that came while new weights were on their way."""
+        """Turns that came while an update was pending."""
         self._updates: list[Callable[[], None]] = []
         self._last_activity = time.monotonic()
         self._failure: BaseException | None = None
@@ -116,9 +116,10 @@ class VLLMEngine:
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
     ) -> Said:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it takes the request out of vLLM.
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call
+        aborts the request in vLLM.
 
-        heard: called in this event loop with the new ids and log-probs as soon as they are said.
+        heard: called in this event loop with the new ids and log-probs as soon as they are drawn.
         """
         asked = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
         if self._version == NO_WEIGHTS:
@@ -137,7 +138,7 @@ class VLLMEngine:
         return await self._answer(future, "scoring a canary")
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version` once what is being said has ended; returns the fingerprint of the weights
+        """Serve these weights as `version` once all running turns have ended. Returns the fingerprint of the weights
         that vLLM's layers multiply with afterwards. Names and shapes are checked before anything is sent."""
         newer(version, self._version)
         given = self._expected.take(tensors)
@@ -149,16 +150,16 @@ class VLLMEngine:
         return self._counters.take()
 
     def clock(self) -> Mapping[str, float]:
-        """`engine/step`: in vLLM's steps; `engine/load`: in updates."""
+        """Seconds since the last call. `engine/step`: in vLLM's steps. `engine/load`: in updates."""
         return self._counters.clock()
 
     @property
     def busy(self) -> bool:
-        """Whether any request is in vLLM or on its way there."""
+        """Whether any request is in vLLM or queued for it."""
         return bool(self._asked or self._scored or self._waiting or not self._inbox.empty())
 
     def close(self) -> None:
-        """End the thread and free vLLM's memory. What is still being asked fails."""
+        """End the thread and free vLLM's memory. Requests that have not ended fail."""
         self._inbox.put(None)
         self._thread.join(60)
 
@@ -170,7 +171,8 @@ class VLLMEngine:
         self._inbox.put(command)
 
     async def _answer(self, future: Future[Any], what: str) -> Any:
-        """The future's result, unless the engine's thread shows no life for too long."""
+        """The future's result. EngineError where the engine's thread has failed, or no step has
+        ended within the timeout."""
         own = asyncio.wrap_future(future)
         asked = time.monotonic()
         while True:
@@ -198,7 +200,7 @@ class VLLMEngine:
     # --- in the engine's thread ---------------------------------------------------------------------------------------
 
     def _run(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
-        """Build the engine, then handle the queue and step until told to end."""
+        """Build the engine, then handle the queue and run steps until the engine is closed."""
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager)
             self._score([0, 0], proof := Future())
@@ -222,7 +224,7 @@ class VLLMEngine:
             del self._engine
 
     def _run_once(self) -> bool:
-        """Handle what has come and take one step; False: it is time to end."""
+        """Handle the queued commands and run one step; False: the engine was closed."""
         idle = not (self._asked or self._scored)
         while (idle and not self._updates) or not self._inbox.empty():
             command = self._inbox.get()
@@ -259,7 +261,7 @@ class VLLMEngine:
                 asked.future.set_exception(error)
 
     def _deliver(self, asked: _Turn, output: Any) -> None:
-        """One request has new tokens, or is done."""
+        """Deliver a request's new tokens, and its turn once it has ended."""
         turn = output.outputs[0]
         if asked.heard is not None and len(turn.token_ids) > asked.delivered:
             rows = _rows(turn.logprobs)[asked.delivered :]
@@ -306,7 +308,7 @@ class VLLMEngine:
         self._engine.add_request(name, tokens_input(ids, cache_salt=self._salt()), params)
 
     def _salt(self) -> str:
-        """Part of the key of every cached block."""
+        """A string in the key of every cached block, so that blocks of other weights are never found."""
         return f"version {self._version}"
 
     def _abort(self, asked: _Turn) -> None:
@@ -335,7 +337,7 @@ class VLLMEngine:
         future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
 
     def _update(self, version: int, given: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
-        """New weights, with nothing being said. An engine that broke half way through serves nothing any more."""
+        """Load new weights while no turn runs. If it fails half way, the engine is not used again."""
         begun, engine = time.perf_counter(), self._engine
         try:
             newer(version, self._version)
@@ -364,7 +366,7 @@ class VLLMEngine:
         future.set_result(served["fingerprint"])
 
     def _fail_waiting(self) -> None:
-        """Everyone who waits is told."""
+        """Raise the engine's failure in every waiting call."""
         error = EngineError(f"{ROLE} has failed: {type(self._failure).__name__}: {self._failure}")
         for future in (*(a.future for a in (*self._asked.values(), *self._waiting)), *self._scored.values()):
             if not future.done():
@@ -375,6 +377,6 @@ class VLLMEngine:
 
 
 def _rows(logprobs: Any) -> list[tuple[list[int], list[float]]]:
-    """Per token (ids, log-probs), the said token first."""
+    """(ids, log-probs) of each token, the said one first."""
     bounds = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
     return [(logprobs.token_ids[a:b], logprobs.logprobs[a:b]) for a, b in bounds]

@@ -1,9 +1,9 @@
-"""vLLM behind HTTP: `core.ports.Sampler` over a server that `launch` started, spawned for the run or given by its
-address.
+"""vLLM over HTTP: `core.ports.Sampler` over a server that `launch` started. It is spawned for the run
+or given by its address.
 
-Tokens in and tokens out over vLLM's token route; weights as a safetensors file in a folder that both sides see, through
-vLLM's own update routes. A request that fails on the way is sent again, with the same seed and so the same answer; one
-that fails for good raises an `EndpointError` that names the role, and nothing is dropped.
+Tokens are sent and received over vLLM's token route. Weights are sent as a safetensors file in a folder that both sides
+can read, with vLLM's own update routes. A request that fails is sent again with the same seed, so the answer is the
+same. If all tries fail, an `EndpointError` names the role, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ START_ADVICE = (
     " (docs/engines.md)"
 )
 EMPTY_TRIES = 100
-"""Times the prefix cache is asked to empty itself, a tenth of a second apart: blocks are let go a step after their
-request."""
+"""Most tries to empty the prefix cache, a tenth of a second apart. Blocks are freed one step
+after their request ends."""
 TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 
 class VLLMServer:
-    """Samples from a copy of `policy` in a vLLM server. It says nothing before the first `load`.
+    """Samples from a copy of `policy` in a vLLM server. It generates nothing before the first `load`.
 
     Args:
         endpoint: the server's base address.
-        share: folder for weights on their way, seen by this process and the server under the same path.
-        timeout: seconds one turn, or one part of an update, may take; a turn is tried again a few times.
-        ended: why a server of our own is gone; '' while it runs.
+        share: folder for weights during an update. This process and the server see it under the same path.
+        timeout: seconds that one try of a turn, or one part of an update, may take. A turn is tried again a few times.
+        ended: returns why a spawned server has ended; '' while it runs.
     """
 
     def __init__(
@@ -88,10 +88,10 @@ class VLLMServer:
     async def generate(
         self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
     ) -> Said:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it closes the request's
-        connection, on which the server gives it up.
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call closes the connection,
+        and the server then aborts the request.
 
-        heard: called once, when the turn has ended: it comes in one piece.
+        heard: called once, with the whole turn, when it has ended.
         """
         o = check_request(ids, sampling, place, self._limits)
         async with self._gate.turn():
@@ -134,9 +134,9 @@ class VLLMServer:
             raise self._broken(f"its log-probs of a prompt cannot be read ({error!r})") from error
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version` once what this run is saying has ended; returns the fingerprint of the
-        weights that the server's layers multiply with afterwards. Names and shapes are checked before anything is
-        sent."""
+        """Serve these weights as `version` once this run's running turns have ended. Returns the
+        fingerprint of the weights that the server's layers multiply with afterwards. Names and shapes are
+        checked before anything is sent."""
         newer(version, self._version)
         given = self._expected.take(tensors)
         await self._check_server()
@@ -176,7 +176,8 @@ class VLLMServer:
         raise self._broken("its prefix cache could not be emptied after an update; does anybody else ask it?")
 
     async def _check_server(self) -> None:
-        """Once: the server is one that keeps the contract."""
+        """Check once that the server's settings fit the log-prob contract and the policy;
+        ConfigError where they do not."""
         if self._checked:
             return
         facts = await self._call("posttrain_facts")
@@ -197,7 +198,7 @@ class VLLMServer:
         self._checked = True
 
     async def _call(self, method: str, *args: str) -> dict[str, Any]:
-        """A method of our worker extension, on the one worker."""
+        """Call a method of `worker.ServedWeights` on the server's one worker."""
         try:
             told = await self._post(
                 "/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True
@@ -228,19 +229,19 @@ class VLLMServer:
         return EndpointError(f"{ROLE} ({self._endpoint.url}): {why}", ROLE, None)
 
     def _salt(self) -> str:
-        """Part of the key of every cached block."""
+        """A string in the key of every cached block, so that blocks of other weights are never found."""
         return f"version {self._version}"
 
     def gauges(self) -> Gauges:
         return self._counters.take()
 
     def clock(self) -> Mapping[str, float]:
-        """`engine/turn`: of all turns, each on its own; `engine/load`: of updates."""
+        """Seconds since the last call. `engine/turn`: the sum over all turns. `engine/load`: in updates."""
         return self._counters.clock()
 
     @property
     def busy(self) -> bool:
-        """Whether any turn of ours is on its way."""
+        """Whether any turn of this run has not ended."""
         return self._gate.turns > 0
 
 
