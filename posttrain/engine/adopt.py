@@ -1,9 +1,9 @@
-"""Architectures whose attention is code of their own, led through ours (`attention.attend`).
+"""Architectures whose attention is code of their own. It is replaced by ours (`attention.attend`).
 
-Most architectures of transformers look their attention function up by its name. These compute it in place, from the
-same queries, keys and values, so one method of each attention module is replaced, on the module itself: its class, its
-weights and what is saved stay. Attention that needs more than keys and values (ALiBi's biases, recurrent state) cannot
-be led so and is refused.
+Most architectures of transformers look up their attention function by name. These compute it in place, from the same
+queries, keys and values. So one method of each attention module is replaced, on the module itself. Its class, its
+weights and what is saved do not change. Attention that needs more than keys and values (ALiBi's biases, recurrent
+state) cannot be replaced so and is refused.
 
 Shapes: N packed positions, H query heads, K key-value heads, D head width.
 """
@@ -29,15 +29,15 @@ REROUTED = ("gptj", "codegen", "gpt_neo", "gpt_neox_japanese", "falcon", "xglm")
 
 
 def implementation(config: PreTrainedConfig) -> str:
-    """The attention implementation with which transformers can build this model."""
+    """The attention implementation that transformers must build this model with."""
     return "eager" if config.model_type in REROUTED else attention.NAME
 
 
 def route_attention(module: PreTrainedModel) -> None:
-    """Every attention of `module` goes through `attention.attend` from here on.
+    """Route every attention of `module` through `attention.attend` from now on.
 
     Raises:
-        EngineError: transformers has no place where another attention could be put in.
+        EngineError: transformers offers no way to replace the attention of this architecture.
     """
     attention.register()
     led = [part for part in module.modules() if type(part).__name__ in _REROUTE]
@@ -58,7 +58,7 @@ def route_attention(module: PreTrainedModel) -> None:
 
 @contextmanager
 def as_built(module: PreTrainedModel) -> Iterator[None]:
-    """Inside, `module` attends by transformers' own plain code; no layout is read."""
+    """Inside, `module` attends with transformers' own plain code, and the layout has no effect."""
     replaced = [
         (p, n, p.__dict__.pop(n))
         for p in module.modules()
@@ -130,7 +130,7 @@ def _gpt_neox_japanese(part: Any) -> None:
 
 
 def _falcon(part: Any) -> None:
-    """Falcon, with rotary positions; what it does with ALiBi's biases is not done here."""
+    """Falcon with rotary positions. ALiBi's biases are refused."""
     rotate: Callable[..., tuple[Tensor, Tensor]] = importlib.import_module(type(part).__module__).apply_rotary_pos_emb
 
     def forward(

@@ -95,8 +95,8 @@ class CachedModel:
 
     @torch.inference_mode()
     def stale_gap(self, slots: Slots, at: np.ndarray) -> Gauge:
-        """Expected |difference| of the next token's log-prob between cached and fresh keys and values,
-        summed over the slots `at`."""
+        """Expected |difference| of the next token's log-prob between cached and fresh keys and
+        values, per slot of `at`."""
         if not len(at):
             return Gauge(0, 0)
         stale = self.read_out.logits(self.ahead(slots, at, slots.pending[at], slots.cached[at])).log_softmax(-1)

@@ -137,8 +137,8 @@ class Kernels:
 
 
 def stride(count: int) -> int:
-    """Floats between the rows of a feature-major matrix of `count` columns: an odd number of vectors, so that the rows
-    of one column do not crowd into a few sets of the cache."""
+    """Floats between the rows of a feature-major matrix of `count` columns: an odd number of vectors, so that the
+    elements of one column are spread over the sets of the CPU cache."""
     return (-(-count // LANES) | 1) * LANES
 
 
