@@ -102,7 +102,7 @@ def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerSha
             out.hidden(*_canary(out, length, 0), probe)
         except EngineError:
             raise
-        except Exception as error:  # somebody's code, which raises whatever it likes
+        except Exception as error:  # the model's own code may raise anything
             raise EngineError(
                 f"{name} cannot run with packed segments ({type(error).__name__}: {error}). {WANTED}"
             ) from error
@@ -187,7 +187,7 @@ def _check_independence(module: PreTrainedModel, out: ReadOut, length: int) -> N
                 why = _difference(module, out, length, seed)
             except EngineError:
                 raise
-            except Exception as error:  # somebody's code, which raises whatever it likes
+            except Exception as error:  # the model's own code may raise anything
                 why = f"it cannot be run so ({type(error).__name__}: {error})"
         if not why:
             return

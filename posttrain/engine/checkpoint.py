@@ -126,7 +126,7 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
             f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own"
             " code, set model.trust_remote_code=true"
         ) from error
-    except Exception as error:  # a config's own checks raise classes of their own
+    except Exception as error:  # a config's own checks raise their own classes
         raise DataError(f"{where}/config.json describes no model ({type(error).__name__}: {_first(error)})") from error
     if getattr(config, "is_encoder_decoder", False):
         raise DataError(
@@ -151,7 +151,7 @@ def _silence_dropout(config: PreTrainedConfig) -> list[str]:
 def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
-    except Exception as error:  # broken files raise whatever their parser raises
+    except Exception as error:  # broken files raise any error of their parser
         raise DataError(
             f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with"
             " tokenizer.save_pretrained"

@@ -167,7 +167,7 @@ class Endpoint:
             raise _TransientError(f"no answer in {patience.answer:g} s") from None
         except httpx2.TimeoutException:
             raise _TransientError(f"no connection in {patience.connect:g} s") from None
-        except httpx2.RequestError as error:  # bytes that cannot be unpacked among them
+        except httpx2.RequestError as error:  # includes bytes that cannot be decompressed
             raise _TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
         status = said.status
         if said.body is None:

@@ -79,5 +79,5 @@ def _tensors(folder: Path) -> float:
     try:
         with safe_open(file, "pt") as tensors:
             return len(tensors.keys())
-    except (SafetensorError, OSError):  # the loader says what is wrong with it
+    except (SafetensorError, OSError):  # the loader reports what is wrong
         return float("inf")

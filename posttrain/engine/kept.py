@@ -55,7 +55,7 @@ def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | 
             )
             if (config / GENERATION).exists():
                 built.generation_config = GenerationConfig.from_pretrained(config)
-    except Exception as error:  # broken files raise whatever their parser raises
+    except Exception as error:  # broken files raise any error of their parser
         first = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise DataError(
             f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first})"

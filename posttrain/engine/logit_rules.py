@@ -115,7 +115,7 @@ class LogitRules:
         return penalised
 
 
-# --- what a position reads of the past --------------------------------------------------------------------------------
+# --- past tokens that a position depends on ---------------------------------------------------------------------------
 
 
 def seen_before(packed: Packed, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -191,7 +191,7 @@ def prepared(
 ) -> Policy:
     """A policy from a module and its tokenizer, both checked. The module is on its device and has no
     dropout and no padding token."""
-    # a tokenizer.json may hold either, and what is saved later must be what was read
+    # tokenizer.json may hold either, and the saved tokenizer must equal the one that was read
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     torch.nn.Module.to(module, device=_device(model.device), dtype=getattr(torch, model.dtype)).eval()
@@ -303,7 +303,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> 
         return [f"the chat template does not render a user and an assistant turn ({error})"]
     except PosttrainError:
         raise
-    except Exception as error:  # a tokenizer of the model's own code may raise anything it likes
+    except Exception as error:  # a tokenizer of the model's own code may raise anything
         return [f"the chat template does not render a user and an assistant turn ({type(error).__name__}: {error})"]
     after = tokenizer.encode(str(text).rpartition("ok")[2], add_special_tokens=False)
     special = tokenizer.added_tokens_decoder

@@ -132,7 +132,7 @@ class Scheduler:
         prompt.waiting.append(s)
         try:
             self.slots.set_contract(s, request)
-        except Exception as error:  # whatever the caller's numbers led to
+        except Exception as error:  # the caller's numbers may raise anything
             self.free(s)
             request.slot, request.gone = None, True
             self.failed.append((request, error))

@@ -235,7 +235,7 @@ def _residual(
     mine = p.index_select(0, at)
     taken = torch.from_numpy(accept_at[rows]).to(device) * q.gather(1, d)[:, 0] < mine.gather(1, d)[:, 0]
     left = (mine - q).clamp_min(0)
-    # where nothing is left, p equals q and every draft is accepted
+    # where the residual is zero, p equals q and every draft is accepted
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, mine)
     instead = pick(left.log(), uniform[rows], spread.kernels)
     return ids.index_copy(0, at, torch.where(taken, d[:, 0], instead))

@@ -102,7 +102,7 @@ class Stepper:
         most = within(positions_ahead(self.scheduler.slots, at, self.proposer.tokens), self.scheduler.budget - len(at))
         try:
             return self.proposer.propose(self.scheduler.slots, at, most) if most.any() else None
-        except NothingLeft:  # a slot has nothing left to say, which the draw will tell
+        except NothingLeft:  # every token of a slot is banned: the draw raises for it
             return None
 
     def _forward(self, plan: Plan) -> Tensor:
@@ -144,7 +144,7 @@ class Stepper:
         try:
             spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.kernels)
             drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
-        # nothing can be drawn for some slot, whatever was drafted: without drafts it is told apart from the others
+        # for some slot nothing can be drawn: a draw without drafts gives only that request the error
         except NoDraw:
             self._record(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
             self.counters.drafts(plan, 0, starts[: len(plan.speaking)])
