@@ -54,8 +54,8 @@ class Patience:
 
 
 class Endpoint:
-    """JSON calls below one base address, in the event loop that makes the first call. Use it with `async
-    with`, or call `close`.
+    """JSON calls below one base address, in the event loop that makes the first call. Use it with
+    `async with`, or call `close`.
 
     Args:
         url: base address, such as http://127.0.0.1:8000/v1; paths are appended to it.

@@ -39,8 +39,8 @@ only when it is first written."""
 class CachePool:
     """Keys and values of every layer, float32 (float64 for a float64 model): [blocks * K * BLOCK, D].
 
-    A block holds its rows head after head, so that the data of one head is contiguous. Head k of row r is at `(r //
-    BLOCK * K + k) * BLOCK + r % BLOCK`.
+    A block holds its rows head after head, so that the data of one head is contiguous. Head k of row r is at
+    `(r // BLOCK * K + k) * BLOCK + r % BLOCK`.
 
     Models in narrower dtypes are cached in float32 too: their products are then exact, and the ragged kernels
     exist only in float32.
