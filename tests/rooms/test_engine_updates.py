@@ -104,7 +104,7 @@ def test_who_gave_way_before_its_first_word_does_not_hold_up_who_has_spoken() ->
         loading = load(e, 1)
         await ticks(2)
         scheduler = e._scheduler
-        (spoken,), (silent,) = np.flatnonzero(scheduler.slots.speaking).tolist(), list(scheduler._waits)
+        (spoken,), (silent,) = np.flatnonzero(scheduler.slots.generating).tolist(), list(scheduler._waits)
         scheduler.preempt(spoken)
         scheduler.preempt(silent)
         assert [r.begun is None for r in scheduler.queue] == [True, False]
@@ -126,7 +126,7 @@ def test_who_gave_way_and_is_cancelled_holds_up_nothing(paused: bool) -> None:
         await ticks(2)
         e.pause()
         await ticks(2)
-        e._scheduler.preempt(int(np.flatnonzero(e._scheduler.slots.speaking)[0]))
+        e._scheduler.preempt(int(np.flatnonzero(e._scheduler.slots.generating)[0]))
         if not paused:
             e.resume()
         turn.cancel()

@@ -69,7 +69,7 @@ class EngineCounters:
         """Count a pass with drafts. `said` of them were said. `needed` are the indices of the generating slots'
         positions that count as needed; those of rejected drafts do not."""
         computed = int(plan.widths.sum())
-        self._drafted += computed - len(plan.speaking)
+        self._drafted += computed - len(plan.generating)
         self._accepted += said
         self._linear[1] -= computed - len(needed)
         self._attention[1] -= plan.lengths[:computed].sum() - plan.lengths[needed].sum()

@@ -49,7 +49,7 @@ class Plan:
     """One forward pass. Its positions in order: ragged ones (generating slots, then short pieces), starts of prompts,
     later chunks, idle ones."""
 
-    speaking: np.ndarray
+    generating: np.ndarray
     """Slots whose pending token is computed."""
     widths: np.ndarray
     """Positions of each generating slot, at the front of the pass: the pending token and its drafts."""
@@ -89,7 +89,7 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
     positions = np.concatenate([position, *(np.arange(a, b) for _, a, b in spans)])
     idle = max(0, least - len(ids)) if len(ids) else 0
     return Plan(
-        speaking=at,
+        generating=at,
         widths=widths,
         ids=np.append(ids, np.zeros(idle, np.int64)),
         positions=np.append(positions, np.zeros(idle, np.int64)),

@@ -86,7 +86,7 @@ class Scheduler:
         """Blocks needed for what the slots and prompts have cached or are caching; shared blocks count once."""
         s = self.slots
         waiting = {id(p): p for p in (*self.prompts.values(), *self._waits.values())}.values()
-        held = [s.table[i, : s.cached[i] + 1 : BLOCK] // BLOCK for i in np.flatnonzero(s.speaking)] + [
+        held = [s.table[i, : s.cached[i] + 1 : BLOCK] // BLOCK for i in np.flatnonzero(s.generating)] + [
             p.blocks for p in waiting
         ]
         return len(np.unique(np.concatenate(held))) if held else 0
@@ -148,7 +148,7 @@ class Scheduler:
         Returns the generating slots."""
         s = self.slots
         while True:
-            at = np.flatnonzero(s.speaking)
+            at = np.flatnonzero(s.generating)
             short = at[s.held[at] <= s.cached[at]]
             if self._room(len(short)):
                 break
@@ -171,7 +171,7 @@ class Scheduler:
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
         """Record that the pass was computed. `hidden(i)` is the hidden state of its position i. Drafts
         count once they are said."""
-        self.slots.cached[plan.speaking] += 1
+        self.slots.cached[plan.generating] += 1
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
             prompt.done = to
             if full := to // BLOCK:
@@ -240,9 +240,9 @@ class Scheduler:
         s = self.slots
         taken = [i for i in np.argsort(-s.number, kind="stable").tolist() if s.request[i] is not None]
         for i in taken:
-            if not stale or not s.speaking[i]:
+            if not stale or not s.generating[i]:
                 self.preempt(i)
-        s.fresh[s.speaking] = False
+        s.fresh[s.generating] = False
         for prompt in list(self.prompts.values()):
             self._drop(prompt)
         self.tree.renew(version)
@@ -255,7 +255,7 @@ class Scheduler:
         found = self.tree.match(ids, len(ids) if resumes else len(ids) - 1)
         self.blocks.share(found.blocks)
         own = blocks_for(len(ids)) - len(found.blocks)
-        if not self._room(own + int(np.count_nonzero(self.slots.speaking))):
+        if not self._room(own + int(np.count_nonzero(self.slots.generating))):
             self.blocks.release(found.blocks)
             return None
         rows = rows_of(np.concatenate([found.blocks, self._blocks(own)]))
@@ -326,7 +326,7 @@ class Scheduler:
         inherits = self._users[request.key] == 1
         if not inherits and full * BLOCK < size and not self._room(1):
             if len(prompt.waiting) > 1:
-                if not self.slots.speaking.any():
+                if not self.slots.generating.any():
                     self.counts.preempted += 1
                     self.preempt(prompt.waiting[-1])
                 return False
@@ -351,7 +351,7 @@ class Scheduler:
         del self._waits[s]
         self.slots.table[s, : len(prompt.rows)] = prompt.rows
         self.slots.cached[s], self.slots.held[s] = len(prompt.ids), len(prompt.rows)
-        self.slots.speaking[s] = True
+        self.slots.generating[s] = True
         request = self.slots.request[s]
         assert request is not None
         self.moved.append(request)

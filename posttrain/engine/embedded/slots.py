@@ -114,7 +114,7 @@ class Slots:
         """Whether every cached position was computed by the weights that are served now."""
         self.pending = np.zeros(count, np.int64)
         """The token said last. Its position is `cached`, and it is not in the cache yet."""
-        self.speaking = np.zeros(count, bool)
+        self.generating = np.zeros(count, bool)
         """Whether the slot has said a token and its turn goes on."""
         self.said = np.zeros(count, np.int64)
         self.limit = np.zeros(count, np.int64)
@@ -185,7 +185,7 @@ class Slots:
         """Make the slot free."""
         request = self.request[s]
         self.streaming -= request is not None and request.heard is not None
-        self.request[s], self.speaking[s], self.cached[s], self.held[s], self.number[s] = None, False, 0, 0, -1
+        self.request[s], self.generating[s], self.cached[s], self.held[s], self.number[s] = None, False, 0, 0, -1
         self.contracts.clear(s)
         self.strings.clear(s)
         self.free.append(s)
@@ -210,7 +210,7 @@ class Slots:
         if self.strings.wanted:
             self.ended_by_string[at] = self.strings.ended(at, self.ids, self.said)
             ended |= self.ended_by_string[at]
-        self.speaking[at] = ~ended
+        self.generating[at] = ~ended
         return at[ended], stopped[ended]
 
     def turn(self, s: int, stopped: bool) -> Said:

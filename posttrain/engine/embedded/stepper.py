@@ -47,7 +47,7 @@ class Stepper:
         rows = [self._forward(plan)[: int(plan.widths.sum())]] if len(plan.ids) else []
         beginning = scheduler.begin()
         self._copy()
-        at = np.append(plan.speaking, np.array([s for s, _ in beginning], np.int64))
+        at = np.append(plan.generating, np.array([s for s, _ in beginning], np.int64))
         self.counters.step(scheduler, len(at))
         if len(at):
             if beginning:
@@ -133,7 +133,7 @@ class Stepper:
     def _verify_drafts(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
         """Verify the drafts of the generating slots together with the first tokens of slots that begin, and
         record what was accepted."""
-        slots, beginning = self.scheduler.slots, len(at) - len(plan.speaking)
+        slots, beginning = self.scheduler.slots, len(at) - len(plan.generating)
         padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
         drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
         widths = drafts.counts + 1
@@ -147,13 +147,13 @@ class Stepper:
         # for some slot nothing can be drawn: a draw without drafts gives only that request the error
         except NoDraw:
             self._record(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
-            self.counters.drafts(plan, 0, starts[: len(plan.speaking)])
+            self.counters.drafts(plan, 0, starts[: len(plan.generating)])
             return
         rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
-        said, needed = 0, [starts[: len(plan.speaking)]]
+        said, needed = 0, [starts[: len(plan.generating)]]
         for j in range(int(accepted.max()) + 1):
             if j:
-                rest = rest[(accepted[rest] >= j) & slots.speaking[at[rest]]]
+                rest = rest[(accepted[rest] >= j) & slots.generating[at[rest]]]
                 rest = rest[known[starts[rest] + j]]
                 slots.cached[at[rest]] += 1
                 needed.append(starts[rest] + j)
