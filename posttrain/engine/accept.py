@@ -1,9 +1,10 @@
-"""Which models run: decoder-only, every layer's past in the keys and values of one causal attention.
+"""Which models can be used: decoder-only ones, in which each layer's past is the keys and values
+of one causal attention.
 
-Whatever else a model remembers (recurrent state, a rope that depends on the longest neighbour, masks of its own) would
-make a token depend on its neighbours, or on how it was cached, in silence. So a model is tried at load: packed beside
-another sequence, and word by word over cached keys and values, it must compute what transformers computes for each
-sequence alone.
+Other state (a recurrent state, a rope that depends on the longest sequence of the batch, masks of the model's own)
+would silently make a token depend on other sequences, or on how it was cached. So a model is tested at load. A sequence
+is computed packed with another one, and its last token over cached keys and values. Both must equal what transformers
+computes for each sequence alone.
 
 Axis letters: N packed positions, H query heads, K key-value heads, D head width.
 """
@@ -17,15 +18,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from posttrain.core.errors import EngineError
-from posttrain.engine.adopt import WANTED, as_built, lead
+from posttrain.engine.adopt import WANTED, as_built, route_attention
 from posttrain.engine.attention import PackedLayout, dense_attention
 from posttrain.engine.readout import CANARY, ReadOut, check_read_out, positions, read_out
 
 TRIES = 3
-"""Sequences tried before a model is refused: in a mixture of experts rounding alone may send a token to another expert,
-once."""
+"""Sequences tried before a model is refused. In a mixture of experts, rounding alone may sometimes route a
+token to another expert."""
 BOUNDS = {torch.float32: 1e-3, torch.float64: 1e-3}
-"""Largest |difference| / |hidden state| of the median position that is rounding; 0.1 in narrower types."""
+"""Largest |difference| / |hidden state| of the median position that counts as rounding; 0.1 in narrower types."""
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class LayerShape:
 
 
 def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerShape]]:
-    """The read-out of a model that can be learned and sampled, and what each layer caches; EngineError says why not.
+    """The read-out of a model and what each of its layers caches; EngineError explains why a model cannot be used.
 
-    The model's attention is led through `attention.attend`.
+    The model's attention is routed through `attention.attend`.
     """
     name, config = type(module).__name__, module.config.get_text_config(decoder=True)
     if module.config.is_encoder_decoder:
@@ -54,16 +55,16 @@ def accept(module: PreTrainedModel, context: int) -> tuple[ReadOut, list[LayerSh
             f"context={context} exceeds the {bound} positions of {name}. Set model.context to at most {bound}"
         )
     _check_rope(config, name, context)
-    lead(module)
+    route_attention(module)
     out = read_out(module)
     shapes = _shapes(module, out, min(4, context))
     check_read_out(module, out, context)
-    _check_alone(module, out, min(CANARY, context))
+    _check_independence(module, out, min(CANARY, context))
     return out, shapes
 
 
 class _ProbeLayout(PackedLayout):
-    """A packed layout that writes down which layers attend, and what they would cache."""
+    """A packed layout that records which layers attend, and what they would cache."""
 
     def __init__(self, length: int) -> None:
         super().__init__([length])
@@ -101,7 +102,7 @@ def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerSha
             out.hidden(*_canary(out, length, 0), probe)
         except EngineError:
             raise
-        except Exception as error:  # somebody's code, which raises whatever it likes
+        except Exception as error:  # the model's own code may raise anything
             raise EngineError(
                 f"{name} cannot run with packed segments ({type(error).__name__}: {error}). {WANTED}"
             ) from error
@@ -110,14 +111,15 @@ def _shapes(module: PreTrainedModel, out: ReadOut, length: int) -> list[LayerSha
         missing = sorted(set(range(layers)) - set(probe.seen))
         where = f"layers {missing}" if missing else f"{len(probe.seen)} attentions in {layers} layers"
         raise EngineError(
-            f"{where} of {name} do not attend once through transformers' attention interface{_made_of(out, missing)}:"
-            f" they keep a recurrent state, add biases, or compute attention in code of their own. {WANTED}"
+            f"{where} of {name} do not attend once through transformers' attention"
+            f" interface{_described_parts(out, missing)}: they keep a recurrent state,"
+            f" add biases, or compute attention in code of their own. {WANTED}"
         )
     return [probe.seen[i] for i in range(layers)]
 
 
-def _made_of(out: ReadOut, layers: list[int]) -> str:
-    """` (their parts: ...)`: the classes of the first such layer's own parts, which say what it is."""
+def _described_parts(out: ReadOut, layers: list[int]) -> str:
+    """` (their parts: ...)`: the classes of the parts of the first of these layers, which show its kind."""
     lists = [
         part for part in out.decoder.modules() if isinstance(part, nn.ModuleList) and layers and len(part) > layers[0]
     ]
@@ -128,7 +130,8 @@ def _made_of(out: ReadOut, layers: list[int]) -> str:
 
 
 def _check_rope(config: object, name: str, context: int) -> None:
-    """Refuse a rope whose frequencies depend on the longest sequence of the batch, where `context` lets it."""
+    """EngineError where the rope's frequencies depend on the longest sequence of the batch and `context`
+    is long enough for it."""
     rope = getattr(config, "rope_parameters", None) or {}
     kinds = [rope, *(v for v in rope.values() if isinstance(v, dict))]
     for kind in kinds:
@@ -144,8 +147,8 @@ def _check_rope(config: object, name: str, context: int) -> None:
                 )
 
 
-class _Remembering:
-    """A cache of one sequence: what every layer was shown before is seen by each later position."""
+class _GrowingCache:
+    """A layout with a growing cache of one sequence: later positions see the keys and values of all calls before."""
 
     def __init__(self) -> None:
         self._past: dict[int, tuple[Tensor, Tensor]] = {}
@@ -174,25 +177,25 @@ class _Remembering:
         return dense_attention(query, key, value, mask, scaling, softcap).transpose(1, 2)
 
 
-def _check_alone(module: PreTrainedModel, out: ReadOut, length: int) -> None:
-    """EngineError where a sequence is computed otherwise beside another one, or word by word, than by transformers
-    alone."""
+def _check_independence(module: PreTrainedModel, out: ReadOut, length: int) -> None:
+    """EngineError where a sequence packed with another one, or computed over a cache, differs from
+    transformers' result for it alone."""
     why = ""
     for seed in range(TRIES):
         with torch.no_grad():
             try:
-                why = _unlike(module, out, length, seed)
+                why = _difference(module, out, length, seed)
             except EngineError:
                 raise
-            except Exception as error:  # somebody's code, which raises whatever it likes
+            except Exception as error:  # the model's own code may raise anything
                 why = f"it cannot be run so ({type(error).__name__}: {error})"
         if not why:
             return
     raise EngineError(f"{type(module).__name__} cannot be sampled and learned alike: {why}. {WANTED}")
 
 
-def _unlike(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
-    """What differs; '' where nothing does."""
+def _difference(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> str:
+    """What differs, as text; '' where nothing does."""
     (ids, at), (other, there) = _canary(out, length, seed), _canary(out, max(1, length // 2), seed + TRIES)
     packed = out.hidden(torch.cat([ids, other]), torch.cat([at, there]), PackedLayout([len(ids), len(other)]))
     together, beside = packed.split([len(ids), len(other)])
@@ -206,7 +209,7 @@ def _unlike(module: PreTrainedModel, out: ReadOut, length: int, seed: int) -> st
             )
     if length < 2:
         return ""
-    memory = _Remembering()
+    memory = _GrowingCache()
     first, last = (out.hidden(ids[part], at[part], memory) for part in (slice(None, -1), slice(-1, None)))
     for name, ours, wanted in (
         ("before its end", first, together[:-1]),
@@ -224,7 +227,7 @@ def _canary(out: ReadOut, length: int, seed: int) -> tuple[Tensor, Tensor]:
 
 
 def _gap(ours: Tensor, wanted: Tensor) -> float:
-    """|difference| / |wanted| of the median position; inf where a number is none."""
+    """|difference| / |wanted| of the median position; inf where it is not a number."""
     gap_N = (ours - wanted).double().norm(dim=-1) / wanted.double().norm(dim=-1).clamp_min(1e-30)
     return float(gap_N.nan_to_num(nan=float("inf")).median())
 

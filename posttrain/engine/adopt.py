@@ -1,9 +1,9 @@
-"""Architectures whose attention is code of their own, led through ours (`attention.attend`).
+"""Architectures whose attention is code of their own. It is replaced by ours (`attention.attend`).
 
-Most architectures of transformers look their attention function up by its name. These compute it in place, from the
-same queries, keys and values, so one method of each attention module is replaced, on the module itself: its class, its
-weights and what is saved stay. Attention that needs more than keys and values (ALiBi's biases, recurrent state) cannot
-be led so and is refused.
+Most architectures of transformers look up their attention function by name. These compute it in place, from the same
+queries, keys and values. So one method of each attention module is replaced, on the module itself. Its class, its
+weights and what is saved do not change. Attention that needs more than keys and values (ALiBi's biases, recurrent
+state) cannot be replaced so and is refused.
 
 Shapes: N packed positions, H query heads, K key-value heads, D head width.
 """
@@ -23,26 +23,26 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from posttrain.core.errors import EngineError
 from posttrain.engine import attention
 
-OWN = ("gptj", "codegen", "gpt_neo", "gpt_neox_japanese", "falcon", "xglm")
-"""Model types that are led: transformers builds them with its plain attention (`implementation`), and `lead` does the
-rest."""
+REROUTED = ("gptj", "codegen", "gpt_neo", "gpt_neox_japanese", "falcon", "xglm")
+"""Model types whose attention is replaced: transformers builds them with its plain attention (`implementation`), and
+`route_attention` puts ours in its place."""
 
 
 def implementation(config: PreTrainedConfig) -> str:
-    """The attention implementation with which transformers can build this model."""
-    return "eager" if config.model_type in OWN else attention.NAME
+    """The attention implementation that transformers must build this model with."""
+    return "eager" if config.model_type in REROUTED else attention.NAME
 
 
-def lead(module: PreTrainedModel) -> None:
-    """Every attention of `module` goes through `attention.attend` from here on.
+def route_attention(module: PreTrainedModel) -> None:
+    """Route every attention of `module` through `attention.attend` from now on.
 
     Raises:
-        EngineError: transformers has no place where another attention could be put in.
+        EngineError: transformers offers no way to replace the attention of this architecture.
     """
     attention.register()
-    led = [part for part in module.modules() if type(part).__name__ in _WAYS]
+    led = [part for part in module.modules() if type(part).__name__ in _REROUTE]
     for part in led:
-        _WAYS[type(part).__name__](part)
+        _REROUTE[type(part).__name__](part)
     config = module.config.get_text_config(decoder=True)
     if led:
         config._attn_implementation = attention.NAME
@@ -58,11 +58,11 @@ def lead(module: PreTrainedModel) -> None:
 
 @contextmanager
 def as_built(module: PreTrainedModel) -> Iterator[None]:
-    """Inside, `module` attends by transformers' own plain code; no layout is read."""
+    """Inside, `module` attends with transformers' own plain code, and the layout has no effect."""
     replaced = [
         (p, n, p.__dict__.pop(n))
         for p in module.modules()
-        if type(p).__name__ in _WAYS
+        if type(p).__name__ in _REROUTE
         for n in METHODS
         if n in p.__dict__
     ]
@@ -80,14 +80,14 @@ def as_built(module: PreTrainedModel) -> Iterator[None]:
 
 
 METHODS = ("_attn", "forward")
-"""What `lead` replaces on an attention module."""
+"""What `route_attention` replaces on an attention module."""
 WANTED = (
     "Use a decoder-only causal LM with full or sliding-window attention in every layer (Llama, Qwen3, Mistral, Gemma,"
     " GPT-2, ...)"
 )
 
 
-def _seen(
+def _attended(
     part: nn.Module, query: Tensor, key: Tensor, value: Tensor, scaling: float, window: int | None = None
 ) -> Tensor:
     """query [1, H, N, D], key and value [1, K, N, D] -> [1, H, N, D], computed as wide as the widest of them."""
@@ -102,7 +102,7 @@ def _gptj(part: Any) -> None:
     def attend(
         self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        return _seen(self, query, key, value, 1 / float(self.scale_attn)), None
+        return _attended(self, query, key, value, 1 / float(self.scale_attn)), None
 
     part._attn = MethodType(attend, part)
 
@@ -114,7 +114,7 @@ def _gpt_neo(part: Any) -> None:
         self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
         window = self.config.window_size if self.attention_type == "local" else None
-        return _seen(self, query, key, value, 1.0, window), None
+        return _attended(self, query, key, value, 1.0, window), None
 
     part.layer_idx = part.layer_id
     part._attn = MethodType(attend, part)
@@ -124,13 +124,13 @@ def _gpt_neox_japanese(part: Any) -> None:
     def attend(
         self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, None]:
-        return _seen(self, query, key, value, 1 / float(self.norm_factor)), None
+        return _attended(self, query, key, value, 1 / float(self.norm_factor)), None
 
     part._attn = MethodType(attend, part)
 
 
 def _falcon(part: Any) -> None:
-    """Falcon, with rotary positions; what it does with ALiBi's biases is not done here."""
+    """Falcon with rotary positions. ALiBi's biases are refused."""
     rotate: Callable[..., tuple[Tensor, Tensor]] = importlib.import_module(type(part).__module__).apply_rotary_pos_emb
 
     def forward(
@@ -143,7 +143,7 @@ def _falcon(part: Any) -> None:
             )
         query, key, value = (x.transpose(1, 2) for x in self._split_heads(self.query_key_value(hidden_states)))
         query, key = rotate(query, key, *kwargs["position_embeddings"])
-        return self.dense(_seen(self, query, key, value, self.inv_norm_factor).transpose(1, 2).flatten(2)), None
+        return self.dense(_attended(self, query, key, value, self.inv_norm_factor).transpose(1, 2).flatten(2)), None
 
     part.forward = MethodType(forward, part)
 
@@ -154,12 +154,12 @@ def _xglm(part: Any) -> None:
         query, key, value = (
             p(hidden_states).unflatten(-1, split).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
         )
-        return self.out_proj(_seen(self, query, key, value, self.scaling).transpose(1, 2).flatten(2)), None
+        return self.out_proj(_attended(self, query, key, value, self.scaling).transpose(1, 2).flatten(2)), None
 
     part.forward = MethodType(forward, part)
 
 
-_WAYS: dict[str, Callable[[Any], None]] = {
+_REROUTE: dict[str, Callable[[Any], None]] = {
     "GPTJAttention": _gptj,
     "CodeGenAttention": _gptj,
     "GPTNeoSelfAttention": _gpt_neo,

@@ -1,9 +1,9 @@
 """One attention function for learner, reference and embedded engine, registered with transformers.
 
-A Hugging Face model built with `attn_implementation=attention.NAME` hands every layer's queries, keys and values to
-`attend` below. The layout in use (`using`) decides who sees whom; it does not travel through the model's own arguments,
-which some architectures do not pass on. `PackedLayout` is the learner's (segments back to back); the embedded engine
-brings its own, with a key-value cache.
+A Hugging Face model built with `attn_implementation=attention.NAME` passes every layer's queries, keys and values to
+`attend` below. The layout in use (`using`) decides which positions see which. It is not passed through the model's own
+arguments, because some architectures drop them. `PackedLayout` is the learner's layout: segments back to back. The
+embedded engine has its own, with a key-value cache.
 
 Shapes: N packed positions, H query heads, K key-value heads (H = K * groups), D head width, S segments;
 a bucket is B segments padded to L positions.
@@ -32,12 +32,12 @@ NAME = "posttrain"
 WASTE = 0.12
 """Most padding a bucket may hold, as a share of the positions it computes."""
 HARMLESS = ("position_ids", "cache_position")
-"""Tensors among an attention's keyword arguments that change no score. Any other (sinks, biases, chosen blocks) would,
-and no layout applies them."""
+"""Tensors among an attention's keyword arguments that change no score. Any other one (sinks, biases, chosen blocks)
+could change scores, and no layout applies it."""
 
 
 class Layout(Protocol):
-    """Who attends to whom in one forward pass."""
+    """Which positions attend to which in one forward pass."""
 
     def attend(
         self,
@@ -59,7 +59,7 @@ _IN_USE: ContextVar[Layout | None] = ContextVar("layout", default=None)
 
 @contextmanager
 def using(layout: Layout) -> Iterator[None]:
-    """Every layer attends by this layout inside."""
+    """Inside, every layer attends by this layout."""
     token = _IN_USE.set(layout)
     try:
         yield
@@ -67,16 +67,16 @@ def using(layout: Layout) -> Iterator[None]:
         _IN_USE.reset(token)
 
 
-def carry_into_recomputation(module: nn.Module) -> None:
-    """Layers that are computed again in the backward pass (activation checkpointing) then attend by the layout of their
-    forward."""
+def keep_layout_in_recomputation(module: nn.Module) -> None:
+    """Make layers that are computed again in the backward pass (activation checkpointing) attend by the layout
+    of their forward pass."""
     for part in module.modules():
         checkpoint = part.__dict__.get("_gradient_checkpointing_func")
         if checkpoint is not None:
-            part.__dict__["_gradient_checkpointing_func"] = partial(_carrying, checkpoint)
+            part.__dict__["_gradient_checkpointing_func"] = partial(_checkpoint_with_layout, checkpoint)
 
 
-def _carrying(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
+def _checkpoint_with_layout(checkpoint: Callable[..., Any], function: Callable[..., Any], *args: Any) -> Any:
     layout = _IN_USE.get()
 
     def again(*given: Any) -> Any:
@@ -95,7 +95,7 @@ def register() -> None:
 
 
 def no_mask(*args: Any, **kwargs: Any) -> None:
-    """The layout holds what a mask would say, so transformers need not build one."""
+    """No mask: the layout contains the same information, so transformers need not build one."""
     return
 
 
@@ -111,9 +111,9 @@ def attend(
     softcap: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Transformers' attention signature; the work is the layout's. Returns ([1, N, H, D], None).
+    """Attention with transformers' signature. The layout computes it. Returns ([1, N, H, D], None).
 
-    Refuses what a layout would otherwise ignore in silence: a mask, attention dropout (sampler and learner would
+    Raises EngineError for what a layout would silently ignore: a mask, attention dropout (sampler and learner would
     differ), score biases, attention that is not causal.
     """
     layout = _IN_USE.get()
@@ -143,7 +143,8 @@ def attend(
 
 
 def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
-    """Segment indices grouped by similar length, longest first; padding each group to its longest wastes <= `waste`.
+    """Segment indices grouped by similar length, longest first. Each group is padded to its longest; at most
+    `waste` of it is padding.
 
     >>> [b.tolist() for b in buckets(np.array([10, 3, 9, 10]))]
     [[0, 3, 2], [1]]
@@ -163,10 +164,11 @@ def buckets(lengths_S: np.ndarray, waste: float = WASTE) -> list[np.ndarray]:
 
 
 class _Spread(torch.autograd.Function):
-    """Rows [N, ...] to padded rows [R, ...]. `to` [R] says where each comes from, `back` [N] where each row went.
+    """Rows [N, ...] to padded rows [R, ...]. `to` [R] is the source of each padded row, `back` [N] the
+    place of each row in them.
 
-    Padding rows repeat a real one. Under a causal mask no real position reads them and they read no gradient, so
-    theirs is exactly zero and the backward is the plain inverse gather instead of a slow scatter-add.
+    Padding rows repeat a real one. Under a causal mask no real position reads them, so their gradient is exactly zero.
+    The backward is therefore the plain inverse gather instead of a slow scatter-add.
     """
 
     @staticmethod
@@ -181,7 +183,7 @@ class _Spread(torch.autograd.Function):
 
 
 class _Collect(torch.autograd.Function):
-    """The inverse of `_Spread`: padded rows [R, ...] to rows [N, ...]; padding gets gradient zero."""
+    """The inverse of `_Spread`: padded rows [R, ...] to rows [N, ...]. Padding rows get gradient zero."""
 
     @staticmethod
     def forward(ctx: Any, padded: Tensor, back: Tensor) -> Tensor:
@@ -197,10 +199,11 @@ class _Collect(torch.autograd.Function):
 
 
 class PackedLayout:
-    """Causal attention within segments packed back to back; differentiable, no position sees another segment.
+    """Causal attention within segments that are packed back to back. It is differentiable, and no
+    position sees another segment.
 
-    Segments of similar length share one batched call, padded on the right, which causality makes harmless; all index
-    tensors are made once here and serve every layer.
+    Segments of similar length share one batched call. They are padded on the right, which changes nothing under a
+    causal mask. All index tensors are made once here and used by every layer.
 
     Example: lengths [2, 4, 4] give buckets [1, 2] (4 positions each) and [0] (2 positions), no padding at all.
     """
@@ -290,7 +293,7 @@ def dense_attention(
 ) -> Tensor:
     """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T.
 
-    Torch's fused attention, which offers no soft-cap: soft-capped scores are computed by definition.
+    Torch's fused attention. It has no soft-cap, so soft-capped scores are computed by definition.
     """
     if softcap is not None:
         return plain.attention(q, k, v, mask, scaling, softcap)

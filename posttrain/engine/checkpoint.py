@@ -1,4 +1,4 @@
-"""Reading somebody's checkpoint: every way it can be wrong has a sentence, and none passes silently."""
+"""Reading a checkpoint from disk or hub. Every kind of wrong checkpoint is refused with a message that explains it."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 def read_pretrained(
     path: str, dtype: torch.dtype, trust_remote_code: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerFast, list[str]]:
-    """(module on CPU with attention "posttrain", tokenizer, notes for people) of a local directory or hub id.
+    """(module on CPU with attention "posttrain", tokenizer, notes for people), from a local directory or a hub id.
 
-    Nothing is downloaded where `path` is a directory. Weights that are missing are refused, where transformers would
-    make them up.
+    Nothing is downloaded where `path` is a directory. Missing weights are refused; transformers would
+    initialize them randomly.
     """
     where = _locate(path)
     attention.register()
@@ -57,8 +57,7 @@ def read_pretrained(
 def read_tokenizer(
     path: str, trust_remote_code: bool = False
 ) -> tuple[PreTrainedTokenizerFast, GenerationConfig | None]:
-    """The tokenizer of a local directory or hub id, and the generation config beside it where there is one; no
-    weights."""
+    """The tokenizer of a local directory or hub id, and its generation config where there is one. Reads no weights."""
     folder = Path(path).expanduser()
     if folder.is_dir():
         examine(folder)
@@ -127,7 +126,7 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
             f"{where}: config.json names no architecture this transformers knows ({_first(error)}). If it ships its own"
             " code, set model.trust_remote_code=true"
         ) from error
-    except Exception as error:  # a config's own checks raise classes of their own
+    except Exception as error:  # a config's own checks raise their own classes
         raise DataError(f"{where}/config.json describes no model ({type(error).__name__}: {_first(error)})") from error
     if getattr(config, "is_encoder_decoder", False):
         raise DataError(
@@ -138,7 +137,7 @@ def _config(where: str, trust: bool) -> PreTrainedConfig:
 
 
 def _silence_dropout(config: PreTrainedConfig) -> list[str]:
-    """Sets every dropout rate of the config, and of the configs inside it, to 0; says so where one was not."""
+    """Set every dropout rate of the config, and of the configs inside it, to 0. Returns a note where one was not 0."""
     rates: dict[str, float] = {}
     for part in (config, *(c for c in vars(config).values() if isinstance(c, PreTrainedConfig))):
         for name, rate in part.to_dict().items():
@@ -152,7 +151,7 @@ def _silence_dropout(config: PreTrainedConfig) -> list[str]:
 def _tokenizer(where: str, trust: bool) -> PreTrainedTokenizerFast:
     try:
         tokenizer = AutoTokenizer.from_pretrained(where, trust_remote_code=trust)
-    except Exception as error:  # broken files raise whatever their parser raises
+    except Exception as error:  # broken files raise any error of their parser
         raise DataError(
             f"{where}: the tokenizer cannot be read ({type(error).__name__}: {_first(error)}). Save it again with"
             " tokenizer.save_pretrained"
@@ -202,8 +201,8 @@ def _weights(
 
 
 def _unreadable(where: str, error: Exception) -> PosttrainError:
-    """What to say of weights that raised something while they were read: broken files raise whatever their parser
-    raises."""
+    """The error for weights that raised something while they were read. Broken files raise
+    whatever their parser raises."""
     if isinstance(error, PosttrainError):
         return error
     if isinstance(error, pickle.UnpicklingError):
@@ -217,5 +216,5 @@ def _unreadable(where: str, error: Exception) -> PosttrainError:
 
 
 def _first(error: BaseException) -> str:
-    """The first line of a message, without its final stop."""
+    """The first line of a message, without its final period."""
     return (str(error).strip().splitlines() or ["no reason given"])[0].rstrip(". ")

@@ -1,6 +1,7 @@
-"""HTTP to an engine that runs elsewhere: bounded retries, a time for every call, and failures that say who failed.
+"""HTTP to an engine that runs elsewhere: bounded retries, a time limit for every call, and errors
+that name the endpoint.
 
-An `Endpoint` is a base address with a role ("rollout", "judge") and a key. The key is named by an environment variable,
+An `Endpoint` is a base address with a role ("rollout", "judge") and a key. An environment variable holds the key. It is
 sent as a bearer token, and appears in no message, repr or record.
 """
 
@@ -22,17 +23,17 @@ from posttrain.core.errors import ConfigError, EndpointError
 from posttrain.core.redact import scrubbed
 
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504, 529})
-"""Statuses that may pass: overload, a restart, a proxy that lost its server."""
-LONGEST = 256 << 20
-"""Bytes of an answer; a longer one is not read to its end."""
-QUOTED = 400
-"""Most characters of a server's own words in a message."""
+"""Statuses of temporary failures: overload, a restart, a proxy that lost its server."""
+MAX_ANSWER = 256 << 20
+"""Most bytes of an answer. A longer one is not read to its end."""
+MAX_QUOTED = 400
+"""Most characters of a server's own message that an error quotes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Patience:
-    """How long a call may take and how often it is made. Between tries it waits `first` seconds, doubling up to
-    `longest`, each time times a random number in [0.5, 1]; a `Retry-After` header is obeyed up to `longest`."""
+    """How long a call may take and how often it is tried. Between tries it waits `first` seconds, doubled each time up
+    to `longest`, and multiplied by a random number in [0.5, 1]. A `Retry-After` header is followed up to `longest`."""
 
     connect: float = 10.0
     """Seconds to get a connection."""
@@ -47,23 +48,23 @@ class Patience:
             raise ConfigError(f"{self}: tries >= 1, connect and answer > 0 seconds, 0 <= first <= longest")
 
     def pause(self, failed: int, asked: float | None) -> float:
-        """Seconds to wait after `failed` failed tries, where the server asked for `asked`."""
+        """Seconds to wait after `failed` failed tries; `asked` are those of the server's `Retry-After`."""
         own = min(self.longest, self.first * 2 ** (failed - 1)) * random.uniform(0.5, 1)
         return own if asked is None else min(self.longest, max(own, asked))
 
 
 class Endpoint:
-    """JSON calls below one base address, in the event loop that makes the first one. Use as `async with`, or call
-    `close`.
+    """JSON calls below one base address, in the event loop that makes the first call. Use it with
+    `async with`, or call `close`.
 
     Args:
-        url: base address, such as http://127.0.0.1:8000/v1; paths are put behind it.
-        role: who this is to the run; begins every message.
+        url: base address, such as http://127.0.0.1:8000/v1; paths are appended to it.
+        role: the endpoint's role in the run; every message begins with it.
         key_env: name of the environment variable with the bearer token; None: no token is sent.
-        connections: most requests on the wire at once; further ones wait, and their waiting is not part of their time.
+        connections: most requests at once. Further ones wait, and this wait does not count for their time limit.
 
     Raises:
-        ConfigError: no http(s) address, a key inside it, or an empty environment variable.
+        ConfigError: the address is not http(s) or holds a key, or the environment variable is empty.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Endpoint:
         self._places = asyncio.Semaphore(connections)
         self._loop: asyncio.AbstractEventLoop | None = None
         self.retried = 0
-        """Tries that failed and were made again, since the beginning."""
+        """Failed tries that were repeated, since construction."""
 
     def __repr__(self) -> str:
         return f"Endpoint({self.url!r}, role={self.role!r}, key_env={self.key_env!r})"
@@ -106,7 +107,7 @@ class Endpoint:
         await self.close()
 
     async def close(self) -> None:
-        """Close all connections; the next call opens new ones."""
+        """Close all connections. The next call opens new ones."""
         client, self._client = self._client, None
         if client is not None:
             await client.aclose()
@@ -118,8 +119,7 @@ class Endpoint:
     async def post(
         self, path: str, body: Mapping[str, Any] | None = None, *, again: bool = True, patience: Patience | None = None
     ) -> Any:
-        """The JSON that answers `body`. `again=False` for a call that must not be made twice (it changes the
-        server)."""
+        """The JSON answer to `body`. Use `again=False` for a call that changes the server and must not be repeated."""
         return await self.call("POST", path, body, again=again, patience=patience)
 
     async def call(
@@ -131,11 +131,11 @@ class Endpoint:
         again: bool = True,
         patience: Patience | None = None,
     ) -> Any:
-        """One answered request; what may pass is tried again.
+        """One request and its JSON answer. Temporary failures are tried again.
 
         Raises:
-            EndpointError: refused, unreadable, or still failing after the last try. Its `status` is None where nobody
-                answered.
+            EndpointError: refused, unreadable, or still failing after the last try. Its `status` is None
+                where there was no answer.
         """
         patience = patience or self.patience
         client = self._open()
@@ -144,12 +144,12 @@ class Endpoint:
             while True:
                 try:
                     return await self._once(client, method, path, body, patience)
-                except _Passing as error:
+                except _TransientError as error:
                     failed += 1
                     if not again or failed >= patience.tries:
                         times = f" (tried {failed} times)" if failed > 1 else ""
                         raise EndpointError(
-                            self._say(f"{method} {path}: {error}{times}. {_ADVICE}"), self.role, error.status
+                            self._message(f"{method} {path}: {error}{times}. {_ADVICE}"), self.role, error.status
                         ) from error
                     self.retried += 1
                     pause = patience.pause(failed, error.after)
@@ -162,23 +162,25 @@ class Endpoint:
         try:
             async with asyncio.timeout(patience.answer):
                 async with client.stream(method, self.url + path, json=body, timeout=limits) as response:
-                    said = await _heard(response)
+                    said = await _read_answer(response)
         except TimeoutError:
-            raise _Passing(f"no answer in {patience.answer:g} s") from None
+            raise _TransientError(f"no answer in {patience.answer:g} s") from None
         except httpx2.TimeoutException:
-            raise _Passing(f"no connection in {patience.connect:g} s") from None
-        except httpx2.RequestError as error:  # bytes that cannot be unpacked among them
-            raise _Passing(f"the connection failed ({type(error).__name__}: {error})") from error
+            raise _TransientError(f"no connection in {patience.connect:g} s") from None
+        except httpx2.RequestError as error:  # includes bytes that cannot be decompressed
+            raise _TransientError(f"the connection failed ({type(error).__name__}: {error})") from error
         status = said.status
         if said.body is None:
             raise EndpointError(
-                self._say(f"{method} {path}: the answer is longer than {LONGEST >> 20} MiB"), self.role, status
+                self._message(f"{method} {path}: the answer is longer than {MAX_ANSWER >> 20} MiB"), self.role, status
             )
         if status in RETRIED:
-            raise _Passing(f"status {status}: {_words(said)}", status, _seconds(said.headers.get("retry-after")))
+            raise _TransientError(
+                f"status {status}: {_server_message(said)}", status, _seconds(said.headers.get("retry-after"))
+            )
         if not 200 <= status < 300:
             raise EndpointError(
-                self._say(f"{method} {path}: status {status}: {self._refusal(said)}"), self.role, status
+                self._message(f"{method} {path}: status {status}: {self._refusal(said)}"), self.role, status
             )
         if not said.body:
             return None
@@ -186,23 +188,23 @@ class Endpoint:
             return said.json()
         except ValueError as error:
             raise EndpointError(
-                self._say(f"{method} {path}: the answer is no JSON: {_words(said)}"), self.role, status
+                self._message(f"{method} {path}: the answer is no JSON: {_server_message(said)}"), self.role, status
             ) from error
 
     def _refusal(self, said: _Answer) -> str:
         if 300 <= said.status < 400:
-            return f"it redirects to {said.headers.get('location', '?')[:QUOTED]}; give that address"
+            return f"it redirects to {said.headers.get('location', '?')[:MAX_QUOTED]}; give that address"
         if said.status in (401, 403):
             name = (
                 f"the key in {self.key_env}"
                 if self.key_env
                 else "no key was sent; name an environment variable that holds one"
             )
-            return f"{_words(said)} ({name})"
-        return _words(said)
+            return f"{_server_message(said)} ({name})"
+        return _server_message(said)
 
     def _open(self) -> httpx2.AsyncClient:
-        """The client of the running loop; one that a closed loop left behind is let go."""
+        """The client of the running loop. A client of a closed loop is replaced."""
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
             if (
@@ -222,14 +224,14 @@ class Endpoint:
             )
         return self._client
 
-    def _say(self, text: str) -> str:
-        """A message without the key."""
+    def _message(self, text: str) -> str:
+        """An error message with role and address, and with the key removed."""
         text = f"{self.role} ({self.url}): {text}"
         return scrubbed(text.replace(self._key, f"[{self.key_env}]") if self._key else text)
 
 
-class _Passing(Exception):
-    """A failure that another try may not meet."""
+class _TransientError(Exception):
+    """A temporary failure: another try may succeed."""
 
     def __init__(self, why: str, status: int | None = None, after: float | None = None) -> None:
         super().__init__(why)
@@ -241,31 +243,31 @@ _ADVICE = "See whether the server runs, and what it logged"
 
 @dataclass(frozen=True)
 class _Answer:
-    """What came back; `body` is None where it was too long."""
+    """A server's answer. `body` is None where it was too long."""
 
     status: int
     headers: Mapping[str, str]
     body: bytes | None
 
     def json(self) -> Any:
-        """ValueError where it is none."""
+        """The parsed body; ValueError where it is not JSON."""
         try:
             return json.loads(self.body or b"")
         except RecursionError as error:
             raise ValueError("nested too deeply") from error
 
 
-async def _heard(response: httpx2.Response) -> _Answer:
+async def _read_answer(response: httpx2.Response) -> _Answer:
     body = bytearray()
     async for piece in response.aiter_bytes():
         body += piece
-        if len(body) > LONGEST:
+        if len(body) > MAX_ANSWER:
             return _Answer(response.status_code, response.headers, None)
     return _Answer(response.status_code, response.headers, bytes(body))
 
 
-def _words(answer: _Answer) -> str:
-    """What the server said of its refusal: the message inside an OpenAI-shaped error, else the text."""
+def _server_message(answer: _Answer) -> str:
+    """The server's error message: the one inside an OpenAI-shaped error, else the text."""
     try:
         said: Any = answer.json()
         while isinstance(said, dict) and (inner := said.get("error") or said.get("message") or said.get("detail")):
@@ -273,12 +275,12 @@ def _words(answer: _Answer) -> str:
         text = said if isinstance(said, str) else json.dumps(said)
     except ValueError:
         text = (answer.body or b"").decode(errors="replace")
-    text = " ".join(text[: 10 * QUOTED].split())
-    return text if len(text) <= QUOTED else f"{text[:QUOTED]}..."
+    text = " ".join(text[: 10 * MAX_QUOTED].split())
+    return text if len(text) <= MAX_QUOTED else f"{text[:MAX_QUOTED]}..."
 
 
 def _seconds(header: str | None) -> float | None:
-    """Seconds of a Retry-After header; its form with a date is not read."""
+    """Seconds of a Retry-After header. Its form with a date is ignored."""
     try:
         return max(0.0, float(header)) if header is not None else None
     except ValueError:
@@ -286,7 +288,7 @@ def _seconds(header: str | None) -> float | None:
 
 
 def _loopback(host: str) -> bool:
-    """Whether a host is this machine, to which no proxy leads."""
+    """Whether a host is this machine, which is reached without a proxy."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

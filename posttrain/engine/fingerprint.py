@@ -1,6 +1,7 @@
-"""An exact digest of weights: what the trainer pushed and what the engine serves are the same bits, or they are not.
+"""An exact digest of weights, to check that the engine serves the same bits that the trainer pushed.
 
-Integer arithmetic over the raw bits, so neither the device, the number of threads nor the order of summation matters.
+It is integer arithmetic over the raw bits, so the device, the number of threads and the order of
+summation do not matter.
 """
 
 from __future__ import annotations
@@ -16,16 +17,16 @@ from torch import Tensor
 from posttrain.core.errors import InvariantError
 
 ROW = 8192
-"""64-bit words that share one weight vector; each row of words leaves one sum."""
+"""64-bit words of a row. Every row is summed with the same weight vector."""
 BLOCK = 64
-"""Rows worked on at once (4 MiB), so that temporaries stay in cache."""
+"""Rows that are summed at once (4 MiB), so that temporaries stay in cache."""
 
 
 def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
     """Hex digest (32 characters) of all names, dtypes, shapes and bits, whatever the order of the iterable.
 
-    One changed word always changes it (its weight is odd, hence invertible modulo 2**64); swapped, shifted or stale
-    words change it but for a chance below 2**-32.
+    One changed word always changes the digest, because its weight is odd and so invertible modulo 2**64. Swapped,
+    shifted or stale words change it with a probability above 1 - 2**-32.
     """
     whole = hashlib.blake2b(digest_size=16)
     for name, digest in sorted(fingerprints(tensors).items()):
@@ -34,7 +35,7 @@ def fingerprint(tensors: Iterable[tuple[str, Tensor]]) -> str:
 
 
 def fingerprints(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, str]:
-    """The digest of every tensor by name, to say which one is stale. Reads the device once, at the end."""
+    """The digest of every tensor by name, to find which one is stale. Reads from the device once, at the end."""
     sums: dict[str, Tensor] = {}
     heads: dict[str, str] = {}
     for name, tensor in tensors:
@@ -78,15 +79,15 @@ def _row_sums(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor, weights: Tensor) -> Tensor:
-    """int64 [R, n <= ROW] -> [2 R]. The second sum folds each word's high half down: the top bit alone contributes
-    2**63 to the first whatever its weight, so an even number of flipped signs would cancel there."""
+    """int64 [R, n <= ROW] -> [2 R]. The second sum is over the high half of each word. In the first sum the top bit
+    contributes 2**63 whatever its weight, so an even number of flipped signs would cancel."""
     n = words.shape[1]
     return torch.cat([_weighted(words, weights[:n]), _weighted(words >> 32, weights[ROW - n :])])
 
 
 def _weighted(words: Tensor, weights: Tensor) -> Tensor:
-    """words @ weights, wrapping around. Integer matrix products exist, and are fast, only on CPU; the bits are the
-    same."""
+    """words @ weights, modulo 2**64. Integer matrix products exist only on CPU, where they are fast.
+    The bits are the same."""
     return words.mv(weights) if words.device.type == "cpu" else (words * weights).sum(1)
 
 

@@ -1,5 +1,5 @@
-"""A model directory before anything in it is parsed: files that are none, files and models of sizes that no model
-has."""
+"""Checks of a model directory before its files are parsed: files that are not regular, and impossible
+sizes of files and models."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from posttrain.core import foreign
 from posttrain.core.errors import DataError
 
 READ = (".json", ".jinja", ".txt", ".model", ".safetensors", ".bin")
-"""Endings of what is read from a model directory."""
+"""Endings of the files that are read from a model directory."""
 LARGEST = {".json": 512 * foreign.MiB, ".jinja": foreign.MiB, ".txt": 512 * foreign.MiB, ".model": 512 * foreign.MiB}
-"""Bytes, by ending; weights may be of any size."""
+"""Most bytes of a file, by ending. Weights may have any size."""
 LARGEST_CONFIG = 16 * foreign.MiB
-"""Bytes of config.json and of the other files of settings."""
+"""Most bytes of config.json and the other `*config.json` files."""
 LAYERS = re.compile(
     r"(num_|n_)?(hidden_|decoder_|encoder_)?(layers?|blocks)|(num_|n_)(hidden_|decoder_|encoder_)?layers?"
 )
 MOST_LAYERS = 4096
-"""Where the weights do not say how many tensors there are."""
+"""Most layers where the number of tensors is not known from the weights."""
 
 
 def examine(folder: Path) -> None:
-    """DataError names the file that is a pipe, a device or a directory, that is too big to be what it should be, or
-    that holds no settings (transformers would go on without them)."""
+    """DataError names a file that is a pipe, a device or a directory, that is too big for its kind, or a config file
+    that holds no JSON object (transformers would continue without it)."""
     for path in sorted(folder.iterdir()):
         if path.suffix not in READ:
             continue
@@ -45,8 +45,8 @@ def examine(folder: Path) -> None:
 
 
 def check_layers(folder: Path) -> None:
-    """DataError where config.json promises more layers than the weights have tensors: building those would take hours
-    and all memory."""
+    """DataError where config.json has more layers than the weights have tensors. Building them would
+    take hours and all memory."""
     file = folder / "config.json"
     config = foreign.parse_object(foreign.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError)
     most = _tensors(folder)
@@ -64,7 +64,7 @@ def check_layers(folder: Path) -> None:
 
 
 def _tensors(folder: Path) -> float:
-    """How many tensors the safetensors of a folder hold; infinite where that cannot be told without reading more."""
+    """Number of tensors in the safetensors of a folder; infinite where it cannot be known without reading more."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
         listed: Any = foreign.parse_object(
@@ -79,5 +79,5 @@ def _tensors(folder: Path) -> float:
     try:
         with safe_open(file, "pt") as tensors:
             return len(tensors.keys())
-    except (SafetensorError, OSError):  # the loader says what is wrong with it
+    except (SafetensorError, OSError):  # the loader reports what is wrong
         return float("inf")

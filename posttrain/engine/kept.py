@@ -1,5 +1,5 @@
-"""What a run folder keeps of its policy beside the weights: configuration, generation config and tokenizer, read
-without any code."""
+"""The policy's files in a run folder beside the weights: configuration, generation config and tokenizer. No code of
+the model's own is run."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ GENERATION = "generation_config.json"
 
 
 def write_config(policy: Policy, folder: Path) -> None:
-    """Configuration and generation config."""
+    """Write configuration and generation config."""
     policy.module.config.save_pretrained(folder)
     if policy.module.generation_config is not None:
         policy.module.generation_config.to_json_file(folder / GENERATION)
 
 
 def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | None) -> Policy:
-    """The policy that was kept, its parameters not loaded yet. No code of the model's own is run, whatever its files
-    say.
+    """The policy of a run folder. Its parameters are not loaded yet. No code of the model's own is run,
+    whatever its files contain.
 
     Args:
-        stop_ids: those the run recorded; None: resolved again.
+        stop_ids: the ids that the run recorded; None: they are resolved again.
 
     Raises:
-        DataError: the files are missing or damaged, name an architecture that needs its own code, or one with tensors
-            that no checkpoint of a run holds.
+        DataError: the files are missing or damaged, or the architecture needs its own code, or it has buffers, which no
+            checkpoint of a run holds.
     """
     words, _ = read_tokenizer(str(tokenizer))
     attention.register()
@@ -55,7 +55,7 @@ def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | 
             )
             if (config / GENERATION).exists():
                 built.generation_config = GenerationConfig.from_pretrained(config)
-    except Exception as error:  # broken files raise whatever their parser raises
+    except Exception as error:  # broken files raise any error of their parser
         first = (str(error).strip().splitlines() or ["no reason given"])[0]
         raise DataError(
             f"{config}: no model can be made of its config.json alone ({type(error).__name__}: {first})"

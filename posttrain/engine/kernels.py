@@ -1,8 +1,9 @@
-"""Which form of an operation computes: one table by operation, device and dtype, and one choice for a whole run.
+"""Which implementation of an operation is used: one table by operation, device and dtype, and one
+choice for a whole run.
 
-An operation has a reference form, which is plain torch and serves everywhere, and faster forms with a bound on how far
-they may lie from it. Each form registers itself where it is written. A new one is one more row: nothing that computes
-names a form.
+Every operation has a reference form. It is plain torch and works on every device and dtype. Faster forms have a bound
+on their difference from it. Each form is registered in the module that defines it. A new form is one more row of the
+table, because callers never name a form.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import EngineError
 
 FORMS = ("compiled", "torch", "reference")
-"""Code that this machine's C compiler builds; torch's fast operations; the plain definition."""
+"""In order of preference. compiled: code that this machine's C compiler builds. torch: torch's fast operations.
+reference: the plain definition."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -28,15 +30,15 @@ class Kernel:
     form: Literal["compiled", "torch", "reference"]
     function: Callable[..., Any]
     devices: tuple[str, ...] = ()
-    """Types of device it serves; (): all."""
+    """Device types it runs on; (): all."""
     bounds: Mapping[torch.dtype, float] = field(default_factory=dict[torch.dtype, float])
-    """Of each dtype it serves, the largest difference from the reference form, as a share of the largest number. The
-    reference form serves every dtype and has no bound."""
+    """For each dtype it supports, the largest allowed difference from the reference form, relative to the largest
+    number. The reference form supports every dtype and has no bound."""
     missing: Callable[[], str] = lambda: ""
-    """Why this machine does not have it; '' where it does."""
+    """Returns why this machine does not have it; '' where it does."""
 
     def unfit(self, device: torch.device, dtype: torch.dtype) -> str:
-        """Why it does not serve there; '' where it does."""
+        """Why it cannot be used on this device and dtype; '' where it can."""
         if self.form == "reference":
             return ""
         if (self.devices and device.type not in self.devices) or dtype not in self.bounds:
@@ -53,20 +55,20 @@ TABLE: dict[str, tuple[Kernel, ...]] = {}
 
 
 def add_forms(*forms: Kernel) -> None:
-    """Enter all forms of one operation, the reference form last."""
+    """Register all forms of one operation. One of them is the reference form."""
     (operation,) = {k.operation for k in forms}
     TABLE[operation] = tuple(sorted(forms, key=lambda k: FORMS.index(k.form)))
     assert TABLE[operation][-1].form == "reference"
 
 
 def kernel(operation: str, device: torch.device, dtype: torch.dtype, choice: KernelChoice = "auto") -> Kernel:
-    """The first form of `FORMS` that the choice allows and that serves there."""
+    """The first form in the order of `FORMS` that the choice allows and that supports the device and dtype."""
     first = 0 if choice == "auto" else FORMS.index(choice)
     return next(k for k in TABLE[operation] if FORMS.index(k.form) >= first and not k.unfit(device, dtype))
 
 
 def check_compiled(operation: str, device: torch.device, dtype: torch.dtype) -> None:
-    """EngineError where the compiled form of an operation does not serve."""
+    """EngineError where the compiled form of an operation cannot be used."""
     why = next(
         (k.unfit(device, dtype) for k in TABLE[operation] if k.form == "compiled"), f"{operation} has no such form"
     )

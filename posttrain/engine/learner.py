@@ -1,4 +1,4 @@
-"""The model that trains, and frozen copies of it that only score: one packed forward, one head.
+"""The model that trains, and frozen copies of it that only score. Both use one packed forward pass and one head.
 
 Axis letters: N packed positions, M spoken tokens, H hidden width.
 """
@@ -27,16 +27,18 @@ from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import read_out
-from posttrain.engine.transform import exact
+from posttrain.engine.transform import logit_dtype
 
 SCORE_TOKENS = 16384
 """Packed tokens of one forward-only pass."""
-EXACT = 1 << 24
-"""Most parameters of a model of which a float64 copy is made: 128 MiB, and seconds to compute with."""
+MAX_EXACT_PARAMETERS = 1 << 24
+"""Most parameters of a model of which a float64 copy is made. At this size the copy takes 128 MiB
+and is scored in seconds."""
 
 
 class HFLearner:
-    """`core.ports.Learner` over a policy's own module: what the optimizer changes here is what `policy.module` is.
+    """`core.ports.Learner` over a policy's own module. It shares the weights of `policy.module`, so an
+    optimizer step changes both.
 
     Args:
         gradient_checkpointing: recompute each layer in the backward instead of keeping its activations.
@@ -55,7 +57,7 @@ class HFLearner:
                 )
             try:
                 policy.module.activation_checkpointing_enable()
-                attention.carry_into_recomputation(policy.module)
+                attention.keep_layout_in_recomputation(policy.module)
             except ValueError as error:
                 raise ConfigError(
                     f"model.gradient_checkpointing=true: {type(policy.module).__name__} does not support it. Set it to"
@@ -71,7 +73,7 @@ class HFLearner:
         candidates_MK: np.ndarray | None = None,
         head_only: bool = False,
     ) -> TokenScores:
-        """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32."""
+        """Differentiable scores of one micro-batch. Values come from the same hidden states, in float32 at least."""
         hidden = self._reader.hidden(packed)
         logp, spread = self._reader.head(packed, hidden, entropy)
         candidates = (
@@ -105,24 +107,26 @@ class HFLearner:
             return _joined([self._values(self._reader.hidden(part)) for part in packed.split(SCORE_TOKENS)])
 
     def odds(self, packed: Packed, temperatures: Sequence[float] = ()) -> Odds:
-        """Where each spoken token lies in the distribution it was drawn from."""
+        """Where each spoken token lies in the distribution it was drawn from; see `logprob.odds`."""
         return self._reader.odds(packed, temperatures)
 
     def exact(self, packed: Packed) -> np.ndarray | None:
-        """float64 [M] log-probs by a float64 copy of the weights; None beyond `EXACT` parameters."""
-        if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > EXACT:
+        """float64 [M] log-probs by a float64 copy of the weights; None beyond `MAX_EXACT_PARAMETERS` parameters."""
+        if sum(tensor.numel() for _, tensor in named_tensors(self.policy.module)) > MAX_EXACT_PARAMETERS:
             return None
         copy = self.policy.clone()
         copy.module.double().eval()
         return _PackedReader(copy).score(packed, torch.float64)
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Trainable parameters in the module's order, ties once, then `value_head.`."""
+        """Trainable parameters by name: the policy's in the module's order, each tied one once, then those of the value
+        head under `value_head.`."""
         policy = {n: p for n, p in named_tensors(self.policy.module) if isinstance(p, nn.Parameter) and p.requires_grad}
         return policy | {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:
-        """The policy's weights under their state-dict names, ties once, each whole."""
+        """The policy's weights under their state-dict names. Each tied tensor comes once, and each
+        tensor is one whole shard."""
         return (Shard.of(name, tensor.detach()) for name, tensor in named_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
@@ -130,7 +134,8 @@ class HFLearner:
         return fingerprint(named_tensors(self.policy.module))
 
     def train_mode(self, on: bool) -> None:
-        """Activation checkpointing happens only while on. Noise never does: it was silenced at load (`silence`)."""
+        """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was
+        switched off at load (`silence`)."""
         self.policy.module.train(on)
 
     def _values(self, hidden: Tensor) -> Tensor:
@@ -139,9 +144,10 @@ class HFLearner:
 
 
 class FrozenScorer:
-    """A reference: its own copy of a policy's weights as they are now, which nothing moves.
+    """A reference: a copy of a policy's weights as they are now. Nothing changes them.
 
-    `digest` is the fingerprint at birth; a canary compares it with `fingerprint()` as long as the scorer is used.
+    `digest` is the fingerprint at construction. A canary compares it with `fingerprint()` as long
+    as the scorer is used.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -171,7 +177,7 @@ class FrozenScorer:
 
 
 class _PackedReader:
-    """Packed segments through decoder and head."""
+    """Runs packed segments through the decoder and the head of one policy."""
 
     def __init__(self, policy: Policy) -> None:
         self.module = policy.module
@@ -183,7 +189,7 @@ class _PackedReader:
         """[M, H]: the hidden state that predicts each spoken token.
 
         Raises:
-            DataError: a segment longer than the context: it has positions the model does not.
+            DataError: a segment is longer than the context, so it has positions that the model does not have.
         """
         longest = int(packed.lengths_S.max())
         if longest > self.context:
@@ -193,7 +199,7 @@ class _PackedReader:
             )
         device = self.out.weight.device
         ids, positions, source = (_to(x, device) for x in (packed.ids_N, packed.positions_N, packed.source_M))
-        return _Pick.apply(
+        return _SelectRows.apply(
             self.out.hidden(ids, positions, PackedLayout(packed.lengths_S, kernels=self.kernels)), source
         )
 
@@ -257,7 +263,7 @@ class _PackedReader:
         return Top.join(parts, parts[0].ids.shape[1])
 
     def _contract(self, packed: Packed) -> dict[str, Any]:
-        """What shapes the distribution of each spoken token, as the head's functions take it."""
+        """The arguments of the head's functions that shape the distribution of each spoken token."""
         out = self.out
         rules = LogitRules.of(packed, out.weight.shape[0], out.weight.device)
         return {
@@ -269,9 +275,9 @@ class _PackedReader:
         }
 
 
-class _Pick(torch.autograd.Function):
-    """Rows [N, H] at distinct positions [M]. Every row is read at most once, so the backward writes instead of
-    adding."""
+class _SelectRows(torch.autograd.Function):
+    """Select rows [N, H] at distinct positions [M]. Each row is read at most once, so the backward
+    writes instead of adding."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, at: Tensor) -> Tensor:
@@ -287,9 +293,10 @@ class _Pick(torch.autograd.Function):
 
 
 def _zero_head(policy: Policy) -> nn.Linear:
-    """hidden -> 1, all zeros: the first value estimate is 0 everywhere. Drawn from no generator."""
+    """A linear head hidden -> 1, all zeros, so that the first value estimate is 0 everywhere. It
+    uses no random generator."""
     width = read_out(policy.module).weight.shape[1]
-    head = nn.Linear(width, 1, device="meta", dtype=exact(policy.dtype)).to_empty(device=policy.device)
+    head = nn.Linear(width, 1, device="meta", dtype=logit_dtype(policy.dtype)).to_empty(device=policy.device)
     for p in head.parameters():
         nn.init.zeros_(p)
     return head
@@ -305,7 +312,7 @@ def _joined(parts: list[Tensor]) -> np.ndarray:
 
 @contextmanager
 def _forward_only(module: nn.Module) -> Iterator[None]:
-    """No gradient, no checkpointing; training mode afterwards as it was."""
+    """Inside: no gradient and no checkpointing. Afterwards training mode is as it was before."""
     training = module.training
     module.eval()
     try:

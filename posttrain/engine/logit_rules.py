@@ -1,13 +1,14 @@
-"""Steps 1 to 3 of the log-prob contract (`core.sampling`) for tokens that were said: logit bias, repetition penalty,
-bans.
+"""Steps 1 to 3 of the log-prob contract (`core.sampling`) for tokens that were said: logit bias,
+repetition penalty, bans.
 
-The bans are computed again and not stored: they follow from the contract and the token ids before a position, integers
-that sampler and learner share exactly, whereas a kept set hangs on the last bits of floats. Stored, a ban would be a
-set of nearly V ids a token (150,000 x 4 bytes for each token said); computed, it is one mask [V] for all tokens and a
-few pairs. The engine's side of the same rules is `engine.embedded.slot_rules`; the laws hold the two together.
+The bans are computed again and not stored. They follow from the contract and the token ids before a position,
+which are the same integers for sampler and learner. A kept set, in contrast, depends on the last bits of floats. A
+stored ban would be a set of nearly V ids per token (150,000 x 4 bytes for each token said). Computed, the bans are
+one mask [V] for all tokens and a few pairs. The sampler's side of the same rules is `engine.embedded.slot_rules`;
+laws test that both agree.
 
-What a position reads of the past is ragged, and kept ragged: a penalised token costs one entry, not a row of the
-vocabulary. With D distinct ids before a position, work and memory are D a token, in parts of one chunk.
+The past ids of a position are stored as ragged lists: a penalised id costs one entry, not a row of the vocabulary. With
+D distinct ids before a position, work and memory are D per token, one chunk at a time.
 
 Axis letters: N packed positions, M spoken tokens, S segments, V vocabulary, C tokens of one chunk, U listed ids.
 """
@@ -39,8 +40,8 @@ class Ragged:
         self._shift = _to(start_M - self._before[:-1], device)
 
     def places(self, a: int, b: int, vocabulary: int) -> Tensor:
-        """int64: where the ids of tokens a..b lie in a matrix [b - a, V], counted row by row. Distinct where each run
-        is."""
+        """int64: places of the ids of tokens a..b in a matrix [b - a, V], numbered row by row. They are distinct if
+        the ids of each run are."""
         first, last = int(self._before[a]), int(self._before[b])
         rows = torch.arange(a, b, device=self._ids.device).repeat_interleave(self._count[a:b], output_size=last - first)
         which = torch.arange(first, last, device=self._ids.device) + self._shift[rows]
@@ -49,7 +50,7 @@ class Ragged:
 
 @dataclass(frozen=True, eq=False)
 class LogitRules:
-    """What the contract does to the logits of M spoken tokens before the temperature; see `LogitRules.of`."""
+    """The contract's steps on the logits of M spoken tokens before the temperature; see `LogitRules.of`."""
 
     bias_ids: Tensor | None
     """int64 [K]"""
@@ -69,13 +70,12 @@ class LogitRules:
 
     @staticmethod
     def of(packed: Packed, vocabulary: int, device: torch.device) -> LogitRules | None:
-        """The rules of a packed batch; None where its contract has none, at no cost.
+        """The rules of a packed batch; None, at no cost, where its contract has no rules.
 
-        Kept sets hold no banned token, so where the sampling truncates they stand for the bans.
+        Kept sets hold no banned token, so with a truncating contract the bans need not be computed.
 
         Raises:
-            InvariantError: a token was said that the rules ban at its place: sampler and batch disagree on the
-                contract.
+            InvariantError: the rules ban a token that was said, so sampler and batch disagree on the contract.
         """
         s = packed.sampling
         if not s.rules:
@@ -96,8 +96,8 @@ class LogitRules:
     def adjust(self, z: Tensor, at: int) -> tuple[Tensor, Tensor] | None:
         """Apply the rules, in place, to the logits [C, V] of tokens at..at + C; differentiable.
 
-        Returns (places, slope) of the penalised logits: the derivative of the result by what it was made of. It is 1
-        everywhere else, and does not matter where a token is banned.
+        Returns (places, slope) of the penalised logits: the slope is the derivative of the result with respect to the
+        logit before. It is 1 everywhere else, and has no effect where a token is banned.
         """
         flat, to = z.view(-1), at + z.shape[0]
         if self.bias_ids is not None and self.bias is not None:
@@ -115,12 +115,12 @@ class LogitRules:
         return penalised
 
 
-# --- what a position reads of the past --------------------------------------------------------------------------------
+# --- past tokens that a position depends on ---------------------------------------------------------------------------
 
 
 def seen_before(packed: Packed, vocabulary: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """(ids [U], start_M, count_M): the distinct ids of each segment in order of their first position, and how many of
-    them stand before each spoken token.
+    """(ids [U], start_M, count_M): the distinct ids of each segment in the order of their first position, and how many
+    of them come before each spoken token.
 
     Example: in the segment [5 6 5 X] with X spoken, ids = [5, 6], start = [0], count = [2].
     """
@@ -133,7 +133,7 @@ def seen_before(packed: Packed, vocabulary: int) -> tuple[np.ndarray, np.ndarray
 
 
 def banned_always(s: Sampling, vocabulary: int) -> np.ndarray | None:
-    """bool [V]: what no position may say; None where that is nothing."""
+    """bool [V]: tokens that are banned at every position; None where there are none."""
     single = [b[0] for b in s.bad_ids if len(b) == 1]
     if s.allowed_ids is None and not single:
         return None
@@ -144,8 +144,8 @@ def banned_always(s: Sampling, vocabulary: int) -> np.ndarray | None:
 
 
 def banned_here(packed: Packed) -> tuple[np.ndarray, np.ndarray]:
-    """(spoken token, id) pairs, int64, ascending in the token: stop ids early in a turn, and last tokens of bad
-    sequences."""
+    """(spoken token, id) pairs, int64, ascending in the token: stop ids early in a turn, and last
+    tokens of bad sequences."""
     s, in_turn_M = packed.sampling, packed.in_turn_M
     rows, ids = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)]
     if in_turn_M is not None and s.min_tokens and s.stop_ids:

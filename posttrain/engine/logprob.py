@@ -1,8 +1,9 @@
-"""The one head: hidden states to (log-prob, entropy), with one chunked backward and never [tokens, vocabulary] at once.
+"""The one head: hidden states to (log-prob, entropy). It works in chunks, forward and backward, so that no matrix
+[tokens, vocabulary] exists at once.
 
-Everything that learns from a policy differentiates it here. The log-prob is that of the distribution really sampled:
-the architecture's scale and soft-cap, then the contract (`core.sampling`): its rules, the temperature, and the kept
-token set, renormalised.
+Every loss differentiates the policy through this head. The log-prob is that of the distribution that was sampled from.
+It applies the architecture's scale and soft-cap first. Then it applies the contract (`core.sampling`): its rules, the
+temperature, and the kept token set, renormalised.
 
 Axis letters: M spoken tokens, V vocabulary, H hidden width, C tokens of one chunk.
 """
@@ -24,14 +25,13 @@ from posttrain.core.types import Kept
 from posttrain.engine import plain
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 from posttrain.engine.logit_rules import LogitRules
-from posttrain.engine.transform import KeptMask, KeptSets, LogitSlope, LogitTransform, exact
+from posttrain.engine.transform import KeptMask, KeptSets, LogitSlope, LogitTransform, logit_dtype
 
 CHUNK_ELEMENTS = {"cpu": 1 << 21, "accelerator": 1 << 27}
-"""Logits (C * V) worked on at once, on each kind of device: 8 MiB of float32 stay near a CPU's caches, 512 MiB fill a
-GPU."""
+"""Logits (C * V) of one chunk on each kind of device. 8 MiB of float32 stay near a CPU's caches; 512 MiB fill a GPU."""
 CHUNK_ROWS = 128
-"""Tokens a chunk has at least, whatever the vocabulary: fewer would read the whole head's weight for too little
-work."""
+"""Fewest tokens of a chunk, whatever the vocabulary. With fewer, reading the whole weight of the head
+costs too much per token."""
 
 
 def logprobs(
@@ -49,17 +49,17 @@ def logprobs(
     chunk: int | None = None,
     kernels: KernelChoice = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-prob of each target, and the entropy of the distribution it was drawn from. Both [M], in `exact` dtype.
+    """Log-prob of each target, and the entropy of the distribution it was drawn from. Both [M], in `logit_dtype`.
 
     Args:
         hidden: [M, H]. weight: [V, H]. bias: [V]. targets: [M] integer ids.
         sampling: the contract the tokens were drawn under; greedy is refused.
         kept: one set per token, exactly where `sampling.truncated`. rules: exactly where `sampling.rules`.
-        chunk: tokens worked on at once; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`.
+        chunk: tokens of one chunk; None: as many as `CHUNK_ELEMENTS` allows, and at least `CHUNK_ROWS`.
 
-    With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H), times
-    the slope of what made z: of the temperature, of a repetition penalty (its factor, by the sign of the logit), of a
-    soft-cap.
+    With p the distribution, the backward is d logp_t / dz = onehot(t) - p and d H / dz_i = -p_i (log p_i + H). The
+    chain rule then multiplies by the derivative of each step that made z: the temperature, a repetition penalty (its
+    factor depends on the sign of the logit), and a soft-cap.
     """
     sampling.for_training()
     if (kept is not None) != sampling.truncated or (kept is not None and len(kept) != len(targets)):
@@ -74,7 +74,7 @@ def logprobs(
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptSets(kept, targets)
     )
-    form = kernel("head", hidden.device, exact(weight.dtype), kernels)
+    form = kernel("head", hidden.device, logit_dtype(weight.dtype), kernels)
     logp, entropy = form.function(
         hidden, weight, bias, targets.long(), transform, want_entropy, chunk or _rows(hidden, weight)
     )
@@ -93,9 +93,9 @@ def candidates(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable; each chunk's logits are computed
-    again in the backward. A token that cannot be said has the log-prob of probability 0, as low as its dtype goes."""
-    dtype = exact(weight.dtype)
+    """Log-probs [M, K] of the tokens `ids_MK` under the contract, differentiable. The backward computes each chunk's
+    logits again. A token of probability 0 gets the lowest finite number of the dtype."""
+    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
@@ -126,8 +126,9 @@ def most_probable(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Any:
-    """(values, indices) [M, K] of the most probable tokens, in descending order; k = 0 takes the whole vocabulary."""
-    dtype = exact(weight.dtype)
+    """(values, indices) [M, K] of the most probable tokens, in descending order of log-prob. k = 0
+    takes the whole vocabulary."""
+    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
@@ -156,9 +157,8 @@ def energies(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> Tensor:
-    """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract, z being what the softmax is taken
-    of."""
-    dtype = exact(weight.dtype)
+    """|d log p_t / dz|^2 = |onehot(t) - p|^2 [M] of each target under the contract. z is the input of the softmax."""
+    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
@@ -185,10 +185,10 @@ def odds(
     softcap: float | None = None,
     scale: float = 1.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Where each target lies in the distribution p it was drawn from, float64: the mass of the ids below it [M], and of
-    those up to it [M]; for each q proportional to p^(1 / temperature), log q - log p of it [M, K], and the total
-    variation between q and p [M, K]."""
-    dtype = exact(weight.dtype)
+    """Where each target lies in the distribution p it was drawn from. Returns four float64 tensors: the mass of the ids
+    below it [M], the mass of the ids up to and with it [M], and for each q proportional to p^(1 / temperature) its log
+    q - log p [M, K] and the total variation between q and p [M, K]."""
+    dtype = logit_dtype(weight.dtype)
     transform = LogitTransform(
         1 / sampling.temperature, softcap, scale, rules, None if kept is None else KeptMask(kept, hidden.device)
     )
@@ -217,7 +217,8 @@ def _rows(hidden: Tensor, weight: Tensor) -> int:
 
 
 class _Head(torch.autograd.Function):
-    """Saves inputs and the normaliser [M]; recomputes each chunk's logits in the backward."""
+    """The head's autograd function. It saves its inputs and the normaliser [M], and the backward
+    recomputes each chunk's logits."""
 
     @staticmethod
     def forward(
@@ -230,7 +231,7 @@ class _Head(torch.autograd.Function):
         want_entropy: bool,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
-        dtype = exact(weight.dtype)
+        dtype = logit_dtype(weight.dtype)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         count = hidden.shape[0]
         logp = torch.empty(count, dtype=dtype, device=hidden.device)
@@ -258,7 +259,7 @@ class _Head(torch.autograd.Function):
         hidden, weight, bias, targets, norm, entropy = ctx.saved_tensors
         transform: LogitTransform = ctx.transform
         want_entropy, chunk = ctx.want_entropy, ctx.chunk
-        dtype = exact(weight.dtype)
+        dtype = logit_dtype(weight.dtype)
         w, b = weight.to(dtype), None if bias is None else bias.to(dtype)
         need_hidden, need_weight, need_bias = ctx.needs_input_grad[:3]
         grad_hidden = torch.empty_like(hidden) if need_hidden else None
@@ -292,7 +293,8 @@ class _Head(torch.autograd.Function):
 def _cotangent(
     q: Tensor, outside: Tensor | None, targets: Tensor, by_logp: Tensor, by_entropy: Tensor | None, entropy: Tensor
 ) -> Tensor:
-    """Gradient [C, V] by z from those by log-prob and entropy [C], given log-probabilities q [C, V] (consumed)."""
+    """Gradient [C, V] with respect to z, from the gradients [C] with respect to log-prob and entropy. The
+    log-probabilities q [C, V] are overwritten."""
     p = q.exp()
     if by_entropy is None:
         d = p.mul_(-by_logp[:, None])

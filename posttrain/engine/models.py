@@ -1,5 +1,5 @@
-"""A policy: a causal LM with its tokenizer, loaded or built, with everything that is silent elsewhere resolved and
-said."""
+"""A policy: a causal LM with its tokenizer, loaded or built. What other libraries decide silently is resolved here
+and reported in `notes`."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from posttrain.environment import templates
 
 __all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out", "resolve_stops"]
 
-SAID = 16
-"""Tokens said when a saved model is read back."""
+GREEDY_TOKENS = 16
+"""Tokens generated to check a saved model that was read back."""
 
 
 @dataclass(frozen=True, eq=False)
 class Policy:
     """A causal LM ready to be trained, scored and sampled.
 
-    No token is padding: sequences are packed, masks never come from token values, and every embedding row learns, also
+    No token is padding: sequences are packed, and masks never come from token values. Every embedding row learns, also
     where a tokenizer's pad token is its EOS. Dropout is off, because sampler and learner must be the same function.
     """
 
@@ -46,16 +46,16 @@ class Policy:
     stop_ids: tuple[int, ...]
     """Ids that end a turn: see `resolve_stops`."""
     context: int
-    """Most tokens of a sequence: `model.context`, else the positions the config has."""
+    """Most tokens of a sequence: `model.context`, else the number of positions in the config."""
     tokenizer_digest: str
     template_digest: str
     source: str
-    """Where it came from, for people."""
+    """Where it came from, as text for people."""
     notes: tuple[str, ...] = ()
     remote_code: bool = False
     """Whether the model's own Python code was trusted."""
     kernels: KernelChoice = "auto"
-    """By which code it computes: `Model.kernels`."""
+    """The choice of kernels: `Model.kernels`."""
 
     @property
     def device(self) -> torch.device:
@@ -83,13 +83,13 @@ class Policy:
         )
 
     def clone(self) -> Policy:
-        """The same policy over its own copy of the weights."""
+        """The same policy with its own copy of the weights."""
         return replace(self, module=copy.deepcopy(self.module))
 
     @torch.no_grad()
     def greedy(self, ids: Tensor, count: int) -> Tensor:
-        """`ids` [T] and its `count` most probable next tokens, each computed from scratch: slow, and right by
-        construction."""
+        """`ids` [T] followed by `count` greedy tokens. Each is computed from the whole sequence without a cache: slow,
+        and right by construction."""
         out = read_out(self.module)
         for _ in range(count):
             at = torch.arange(len(ids), device=ids.device)
@@ -98,11 +98,11 @@ class Policy:
         return ids
 
     def save(self, folder: Path | str) -> None:
-        """`save_pretrained` of model and tokenizer, readable anywhere by AutoModelForCausalLM and AutoTokenizer, and
-        read back.
+        """Save model and tokenizer with `save_pretrained`, then read both back and check them. Any AutoModelForCausalLM
+        and AutoTokenizer can read the folder.
 
         Raises:
-            InvariantError: what was read back has other weights, another tokenizer, or says other words.
+            InvariantError: what was read back has other weights, another tokenizer, or other greedy tokens.
         """
         with quiet():
             self.module.save_pretrained(folder)
@@ -114,14 +114,14 @@ class Policy:
             words = AutoTokenizer.from_pretrained(folder, trust_remote_code=self.remote_code)
         _same_weights(self.module, again, Path(folder))
         _same_tokenizer(self.tokenizer, words, Path(folder))
-        self._says_the_same(again.to(self.device), Path(folder))
+        self._check_greedy(again.to(self.device), Path(folder))
 
     @torch.no_grad()
-    def _says_the_same(self, again: PreTrainedModel, folder: Path) -> None:
-        """The model read back, with transformers' own attention, finds our greedy words most probable, up to
-        rounding."""
+    def _check_greedy(self, again: PreTrainedModel, folder: Path) -> None:
+        """Check that the model read back, with transformers' own attention, gives our greedy tokens the highest
+        logits, up to rounding."""
         start = torch.arange(min(4, self.context - 1), device=self.device)
-        said = self.greedy(start, min(SAID, self.context - len(start)))
+        said = self.greedy(start, min(GREEDY_TOKENS, self.context - len(start)))
         logits = again(input_ids=said[None], use_cache=False).logits[0, len(start) - 1 : -1].float()
         gap = logits.max(-1).values - logits.gather(-1, said[len(start) :, None])[:, 0]
         bound = (1e-3 if self.dtype in (torch.float32, torch.float64) else 0.1) * max(1.0, float(logits.abs().max()))
@@ -134,7 +134,7 @@ class Policy:
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Weights and persistent buffers under their state-dict names, ties once, under the first name."""
+    """Weights and persistent buffers under their state-dict names. A tied tensor comes once, under its first name."""
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
         if id(tensor) not in seen:
@@ -145,24 +145,25 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def load_policy(
     model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None
 ) -> Policy:
-    """The policy a run starts from: `model.path` read from disk or hub, or a small `model.arch` built on the spot.
+    """The policy a run starts from: `model.path`, read from disk or hub, or else a small `model.arch`, built here.
 
     Args:
-        alphabet: characters of the built tokenizer; None: bytes. Not read where `model.path` is given.
+        alphabet: characters of the built tokenizer; None: bytes. Ignored where `model.path` is given.
         tokenizer_files: a folder with the tokenizer of the built model, instead of an alphabet.
-        seed: of the built weights.
-        most: tokens of the longest sequence it will ever see, where `model.context` says nothing; None: as many as it
-            has positions.
+        seed: seed of the built weights.
+        most: tokens of the longest sequence of the run, used where `model.context` is not set; None: as many as
+            the model has positions.
 
     Raises:
-        ConfigError: the path leads nowhere, the sizes do not fit together, or the device does not exist.
-        DataError: what is there is no causal LM with a tokenizer that has an end and fits the embeddings.
-        EngineError: the architecture cannot be learned and sampled alike (`accept`), or stays random (`silence`).
+        ConfigError: the path does not exist, the sizes do not fit together, or the device does not exist.
+        DataError: the files hold no causal LM, or no tokenizer with an end token that fits the embeddings.
+        EngineError: learner and sampler cannot compute the same for this architecture (`accept`), or its noise cannot
+            be switched off (`silence`).
     """
     _device(model.device)
     dtype = getattr(torch, model.dtype)
     if model.path is None:
-        tokenizer = _small(alphabet, tokenizer_files)
+        tokenizer = _built_tokenizer(alphabet, tokenizer_files)
         module: PreTrainedModel = build_module(model, tokenizer, seed)
         notes: list[str] = []
         source = f"built with {model.layers} layers of width {model.hidden}"
@@ -172,7 +173,7 @@ def load_policy(
     return prepared(model, module, tokenizer, resolve_stops(tokenizer, module.generation_config), source, notes, most)
 
 
-def _small(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
+def _built_tokenizer(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
     """The tokenizer of a built model."""
     if files is not None:
         return read_tokenizer(str(files))[0]
@@ -188,9 +189,9 @@ def prepared(
     notes: list[str],
     most: int | None = None,
 ) -> Policy:
-    """A module and its tokenizer as a policy, checked: on its device, without dropout and padding, with its stops and
-    context."""
-    # a tokenizer.json may hold either, and what is saved later must be what was read
+    """A policy from a module and its tokenizer, both checked. The module is on its device and has no
+    dropout and no padding token."""
+    # tokenizer.json may hold either, and the saved tokenizer must equal the one that was read
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
     torch.nn.Module.to(module, device=_device(model.device), dtype=getattr(torch, model.dtype)).eval()
@@ -219,8 +220,7 @@ def prepared(
 
 
 def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
-    """`model.context`, else all positions the config has, but no more than `most`; BUILT_CONTEXT where none says
-    anything."""
+    """`model.context`; else the positions in the config, at most `most`; BUILT_CONTEXT where all three are unknown."""
     bound = positions(module)
     wanted = (
         model.context
@@ -238,11 +238,12 @@ def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
 
 
 def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int, ...]:
-    """Ids that end a turn, each once, in this order: the tokenizer's EOS, then the model's EOS ids.
+    """Ids that end a turn: first the tokenizer's EOS, then the model's EOS ids, each once.
 
-    The model's are those of its generation config. Where that was not a file but derived from `config.json`, whose ids
-    are often left over from another tokenizer, only special tokens of this tokenizer count. A chat template's end of
-    turn (`<|im_end|>`, `<|eot_id|>`) is no extra source: it counts where the above list it.
+    The model's ids are those of its generation config. Transformers derives it from `config.json` where there is
+    no file. Ids in `config.json` are often left over from another tokenizer, so then only special tokens of this
+    tokenizer count. A chat template's end of turn (`<|im_end|>`, `<|eot_id|>`) counts only where the tokenizer
+    or the model lists it.
 
     Args:
         config: the model's generation config; None: there is none.
@@ -292,7 +293,7 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedMode
 
 
 def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
-    """A warning where the chat template ends an assistant's turn with a special token that is no stop token."""
+    """A note where the chat template ends an assistant's turn with a special token that is not a stop token."""
     if not tokenizer.chat_template:
         return []
     turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
@@ -302,7 +303,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> 
         return [f"the chat template does not render a user and an assistant turn ({error})"]
     except PosttrainError:
         raise
-    except Exception as error:  # a tokenizer of the model's own code may raise anything it likes
+    except Exception as error:  # a tokenizer of the model's own code may raise anything
         return [f"the chat template does not render a user and an assistant turn ({type(error).__name__}: {error})"]
     after = tokenizer.encode(str(text).rpartition("ok")[2], add_special_tokens=False)
     special = tokenizer.added_tokens_decoder
@@ -351,7 +352,7 @@ def _same_tokenizer(ours: PreTrainedTokenizerFast, again: PreTrainedTokenizerFas
 
 
 def _ids(tokenizer: PreTrainedTokenizerFast, text: str) -> list[int] | str:
-    """Its ids, or the message of its refusal (a character tokenizer refuses others)."""
+    """The ids of the text, or the error message (a character tokenizer refuses characters it does not have)."""
     try:
         return tokenizer.encode(text, add_special_tokens=False)
     except Exception as error:

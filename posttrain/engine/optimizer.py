@@ -1,6 +1,6 @@
-"""AdamW with a global gradient clip and linear warm-up, whose whole state is named tensors.
+"""AdamW with a global gradient clip and linear warm-up. Its whole state is a set of named tensors.
 
-Weights below float32 are trained through float32 masters, so that updates smaller than a weight's rounding add up.
+Weights below float32 have float32 master copies, so that updates smaller than a weight's rounding add up.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
 class AdamW:
-    """One optimizer step on the gradients the parameters hold. Weight decay, where set, is decoupled and on every
-    parameter.
+    """AdamW on the gradients that the parameters hold. Weight decay is decoupled and applies to every parameter.
 
     Args:
-        parameters: by name, in a fixed order; float32, float64, or bfloat16 with a master. Those without a gradient
-            in a step are left alone in it.
-        kernels: by which code it computes (`Model.kernels`).
+        parameters: by name, in a fixed order; float32, float64, or a narrower dtype with a master copy. A step does not
+            change parameters without a gradient.
+        kernels: the choice of kernels (`Model.kernels`).
     """
 
     def __init__(self, parameters: Mapping[str, Tensor], config: Optimizer, kernels: KernelChoice = "auto") -> None:
@@ -46,19 +45,20 @@ class AdamW:
 
     @property
     def lr(self) -> float:
-        """Learning rate the next step will use: step k (from 1) of the warm-up uses lr * k / warmup."""
+        """Learning rate of the next step. Step k (from 1) of the warm-up has lr * k / warmup."""
         return (
             self.config.lr * min(1.0, (self.steps + 1) / self.config.warmup) if self.config.warmup else self.config.lr
         )
 
     def trained(self) -> dict[str, Tensor]:
-        """What a step moves, by parameter: the float32 master where there is one, else the parameter itself."""
+        """The tensors that a step updates, by parameter: the float32 master where there is one,
+        else the parameter itself."""
         return dict(self._moved)
 
     def step(self) -> float:
-        """Clip globally, update, clear; returns the gradient norm before the clip.
+        """Clip the gradients globally, update, and clear them. Returns the gradient norm before the clip.
 
-        A norm that is not finite updates nothing and counts no step: weights and moments stay as they were.
+        If the norm is not finite, weights and moments do not change, and the step is not counted.
         """
         self._follow_weights()
         self.gather()
@@ -80,8 +80,8 @@ class AdamW:
     def expected_update(
         self, config: Optimizer, name: str, gradient: Tensor, norm: float, at: int | None = None
     ) -> ExpectedUpdate:
-        """AdamW (1711.05101, algorithm 2) with a global clip and a linear warm-up, in float64: see
-        `role.trainer.WeightOptimizer`."""
+        """The update of AdamW (1711.05101, algorithm 2) with a global clip and a linear warm-up, in
+        float64; see `role.trainer.WeightOptimizer`."""
         weight = _exact(self._moved[name], at)
         state = self._adam.state.get(self._moved[name], {})
         g = _exact(gradient, at) * (min(1.0, config.clip / norm) if norm > 0 else 1.0)
@@ -94,7 +94,7 @@ class AdamW:
         return ExpectedUpdate(move, dict(zip(MOMENTS, (first, second), strict=True)), lr)
 
     def state_tensors(self) -> dict[str, Tensor]:
-        """Everything a resumed run needs, ready for safetensors: step counts, moments, masters."""
+        """Everything that a resumed run needs, as tensors for safetensors: step counts, moments, masters."""
         out = {"steps": torch.tensor(self.steps)}
         for name, tensor in self._moved.items():
             state = self._adam.state.get(tensor, {})
@@ -103,10 +103,10 @@ class AdamW:
         return out | {f"master.{name}": master for name, master in self._masters.items()}
 
     def load_state_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Go on from `state_tensors`, bit for bit. The weights themselves are loaded apart.
+        """Continue from `state_tensors`, bit for bit. The weights themselves are loaded separately.
 
         Raises:
-            RunFolderError: the state is of other parameters.
+            RunFolderError: the state belongs to other parameters.
         """
         left = dict(tensors)
         steps = left.pop("steps", None)
@@ -134,7 +134,8 @@ class AdamW:
 
     @torch.no_grad()
     def gather(self) -> None:
-        """Add the gradients of low-precision weights to their masters', so that micro-batches are summed in float32."""
+        """Add the gradients of low-precision weights to those of their masters, so that micro-batches
+        are summed in float32."""
         for name, master in self._masters.items():
             p = self._parameters[name]
             if p.grad is not None:
@@ -143,7 +144,7 @@ class AdamW:
 
     @torch.no_grad()
     def _follow_weights(self) -> None:
-        """Masters follow weights that were replaced from outside."""
+        """Copy weights that were replaced from outside to their masters."""
         for name, master in self._masters.items():
             p = self._parameters[name]
             if not torch.equal(master.to(p.dtype), p):
@@ -156,13 +157,13 @@ class AdamW:
 
 
 def _exact(x: Tensor, at: int | None) -> Tensor:
-    """All numbers of a tensor, or the one at `at` of the flattened tensor, in float64."""
+    """All numbers of a tensor in float64, or only the one at index `at` of the flattened tensor."""
     return (x.detach() if at is None else x.detach().flatten()[at : at + 1]).double().cpu()
 
 
 def _moment(decay: float, taken: float, before: Tensor, now: Tensor) -> tuple[Tensor, Tensor]:
-    """A moment after its `taken`-th number, and the same without its bias toward 0: the first such mean is `now`
-    itself."""
+    """A moment after its `taken`-th number, and the moment with its bias toward 0 corrected. The first
+    corrected one equals `now`."""
     whole = 1 - decay**taken
     return decay * before + (1 - decay) * now, decay / whole * before + (1 - decay) / whole * now
 

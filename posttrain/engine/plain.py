@@ -1,4 +1,4 @@
-"""Operations of the engine room by their definition, in plain torch: what every faster form is compared with.
+"""Operations of the engine by their definition, in plain torch. Every faster form is compared with them.
 
 Shapes: B sequences, H query heads, K key-value heads, L queries, T keys, D head width, M spoken tokens, V vocabulary.
 """
@@ -14,7 +14,7 @@ from torch import Tensor
 def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: float, softcap: float | None) -> Tensor:
     """q [B, H, L, D], k and v [B, K, T, D] -> [B, H, L, D]; causal where no mask [L, T] is given, which needs L == T.
 
-    Scores may be capped, softcap * tanh(s / softcap); the softmax is float32 at least.
+    With a softcap the scores become softcap * tanh(s / softcap). The softmax is in float32 at least.
     """
     groups = q.shape[1] // k.shape[1]
     if groups > 1:
@@ -31,7 +31,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scaling: flo
 
 
 class Transform(Protocol):
-    """What lies between the head's product and the distribution (`engine.logprob`)."""
+    """The steps between the head's matrix product and the softmax (`engine.transform.LogitTransform`)."""
 
     def scores(self, h: Tensor, w: Tensor, b: Tensor | None, at: int) -> Tensor: ...
 
@@ -56,5 +56,5 @@ def head(
 
 
 def adamw(parameters: list[Tensor], **options: Any) -> torch.optim.Optimizer:
-    """AdamW, one parameter after the other."""
+    """AdamW that updates one parameter after the other."""
     return torch.optim.AdamW(parameters, foreach=False, fused=False, **options)

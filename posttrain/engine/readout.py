@@ -1,4 +1,4 @@
-"""The one way to read hidden states and logits out of any Hugging Face causal LM.
+"""Hidden states and logits of any Hugging Face causal LM. All other modules read them here.
 
 Axis letters: N packed positions, M of them read out, V vocabulary.
 """
@@ -16,17 +16,18 @@ from posttrain.engine.attention import Layout, PackedLayout, using
 from posttrain.engine.transform import logits as head_logits
 
 SCALES = {"logit_scale": False, "logits_scaling": True, "lm_head_multiplier": False}
-"""Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and whether they divide."""
+"""Config fields by which architectures scale their logits (Cohere, Granite, Falcon-H1), and
+whether the field divides."""
 CANARY = 24
-"""Tokens of the sequence on which a read-out is compared with the module's own logits, where the context has them."""
+"""Tokens of the sequence on which a read-out is compared with the module's own logits; fewer in a shorter context."""
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "seq_length")
-"""Config fields in which architectures keep the number of positions they have."""
+"""Config fields in which architectures store their number of positions."""
 
 
 @dataclass(frozen=True, eq=False)
 class ReadOut:
-    """Decoder and language-model head of a Hugging Face causal LM, apart: hidden states first, logits only where
-    needed.
+    """Decoder and language-model head of a Hugging Face causal LM, separated: hidden states first,
+    logits only where needed.
 
     logits = cap(scale * (hidden @ weight.T + bias)), cap(x) = softcap * tanh(x / softcap) where there is a softcap.
     """
@@ -49,25 +50,25 @@ class ReadOut:
         return getattr(self.head, "bias", None)
 
     def hidden(self, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`; no cache, no mask, no
-        logits."""
+        """Last hidden states [N, hidden] of packed `input_ids` ([N] or [1, N]) at `position_ids`. Uses no cache and no
+        mask, and computes no logits."""
         with using(layout):
             out = self.decoder(input_ids=input_ids.view(1, -1), position_ids=position_ids.view(1, -1), use_cache=False)
         return out.last_hidden_state[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """[..., V] in float32 (float64 for a float64 model), computed exactly as the learner's head does."""
+        """[..., V] in float32 (float64 for a float64 model), by the same function as the learner's head."""
         return head_logits(hidden, self.weight, self.bias, self.scale, self.softcap)
 
 
 def positions(module: PreTrainedModel) -> int | None:
-    """Positions the config has; None where it names no bound."""
+    """The number of positions in the config; None where it has no bound."""
     config = module.config.get_text_config(decoder=True)
     return next((int(v) for v in (getattr(config, name, None) for name in POSITIONS) if v and int(v) > 0), None)
 
 
 def read_out(module: PreTrainedModel) -> ReadOut:
-    """The parts of `module`, without a check: `check_read_out` compares them with its own logits."""
+    """The read-out of `module`, not checked: `check_read_out` compares it with the module's own logits."""
     head = module.get_output_embeddings()
     decoder = module.get_decoder()
     if head is None or not hasattr(head, "weight") or decoder is module or decoder is head:
@@ -85,8 +86,8 @@ def read_out(module: PreTrainedModel) -> ReadOut:
     return ReadOut(decoder, head, scale, None if softcap is None else float(softcap))
 
 
-class _Windows(PackedLayout):
-    """A packed layout that notes whether any layer asked for a sliding window."""
+class _WindowProbe(PackedLayout):
+    """A packed layout that records whether any layer asked for a sliding window."""
 
     seen = False
 
@@ -108,11 +109,10 @@ class _Windows(PackedLayout):
 
 
 def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> None:
-    """EngineError where the config limits what a position sees and no layer says so, which our attention would then not
-    know.
+    """EngineError where the config limits what a position sees but no layer passes that limit to our attention.
 
-    Some architectures (Phi-3.5-MoE) put their window into transformers' mask alone, and chunked attention is nowhere
-    else; the masks are ours. A config may also name a window that none of its `layer_types` has.
+    Some architectures (Phi-3.5-MoE) apply their window only in transformers' mask, and all apply chunked attention only
+    there. That mask is not used here. A config may also have a window that none of its `layer_types` uses.
     """
     config = module.config.get_text_config(decoder=True)
     kinds = getattr(config, "layer_types", None)
@@ -131,8 +131,8 @@ def _check_windows(module: PreTrainedModel, context: int | None, seen: bool) -> 
 
 @torch.no_grad()
 def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = None) -> float:
-    """Largest difference between our logits and the module's own on a canary; EngineError where they are not the same,
-    or where positions would see more than the config lets them.
+    """Largest difference between our logits and the module's own on a canary. EngineError where it is too large, or
+    where positions would see more than the config allows.
 
     Args:
         context: most tokens of a sequence; None: as many as the config has positions.
@@ -142,7 +142,7 @@ def check_read_out(module: PreTrainedModel, out: ReadOut, context: int | None = 
     device = out.weight.device
     at = torch.arange(min(CANARY, positions(module) or CANARY), device=device)
     ids = at * 7919 % out.weight.shape[0]
-    layout = _Windows([len(at)])
+    layout = _WindowProbe([len(at)])
     try:
         ours = out.logits(out.hidden(ids, at, layout))
         with using(layout):

@@ -1,5 +1,5 @@
-"""The frozen model a policy is compared with: its own model without its adapter where that is the same, a copy of it
-elsewhere."""
+"""The frozen model a policy is compared with. It is the policy's own model without its adapter where that computes
+the same, else a copy."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import CANARY, read_out
 
 Off = Callable[[], AbstractContextManager[None]]
-"""Makes a context in which a model computes without its adapter."""
+"""Returns a context manager inside which a model computes without its adapter."""
 
 
 def freeze(learner: HFLearner) -> Reference:
     """A reference that scores as the policy does now, whatever is learned later.
 
-    A module whose adapter can be switched off (a method `disable_adapter` that gives a context, as PEFT's models have)
-    needs no second copy, where what is then left is the policy as it is now and nothing of it trains. Else the weights
-    are copied.
+    No copy is made for a module whose adapter can be switched off: it has a method `disable_adapter` that returns a
+    context manager, as PEFT's models have. Two conditions must hold. The module without its adapter computes the same
+    as the policy now, and none of its weights train. Otherwise the weights are copied.
     """
     off: Off | None = getattr(learner.policy.module, "disable_adapter", None)
     return (
@@ -39,10 +39,10 @@ def freeze(learner: HFLearner) -> Reference:
 
 
 class AdapterOff:
-    """`core.ports.Reference`: the learner's own model with its adapter switched off. It takes no memory.
+    """`core.ports.Reference`: the learner's own model with its adapter switched off. It needs no memory of its own.
 
-    Its weights are those that do not train. They belong to the learner, so the digest shows whether something moves
-    them.
+    Its weights are those that do not train. They belong to the learner, so the digest shows whether
+    something changed them.
     """
 
     def __init__(self, learner: HFLearner, off: Off) -> None:
@@ -74,8 +74,8 @@ class AdapterOff:
 
 
 def _is_the_policy(policy: Policy, off: Off) -> bool:
-    """Whether the model without its adapter computes what it computes with it, bit for bit, and from nothing that
-    trains."""
+    """Whether the model without its adapter computes the same bits as with it, and none of the
+    weights it then uses train."""
     training = policy.module.training
     policy.module.eval()
     try:

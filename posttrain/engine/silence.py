@@ -1,9 +1,10 @@
-"""Noise that a model adds while it trains is silenced at load: learner, reference and sampler must be the same
-function.
+"""Noise that a model adds in training mode is switched off at load: learner, reference and sampler
+must be the same function.
 
-Dropout is set to 0 by its config. What else draws random numbers in training mode (a router's jitter, whole layers
-dropped) is found by what a module does, not by its name: it moves a random generator. It is kept in evaluation mode
-from then on, and its children are not, so that `.train()` still means what else it means (activation checkpointing).
+Dropout is set to 0 in the config. Other modules that draw random numbers in training mode (a router's jitter,
+whole layers dropped) are found by what they do, not by their names: they change the state of a random generator.
+Such a module stays in evaluation mode from then on. Its children do not, so that `.train()` keeps its other
+effects (activation checkpointing).
 """
 
 from __future__ import annotations
@@ -27,13 +28,14 @@ SEEDS = (1, 2)
 
 
 def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
-    """Keeps in evaluation mode what draws random numbers while training; what was silenced, for people.
+    """Keep modules that draw random numbers in training mode in evaluation mode. Returns a note that names them.
 
-    First the modules that draw themselves; where one asks a child whether it trains, all of it.
+    First only the modules that draw are kept so. If a module reads the training mode of its
+    children, they are kept so too.
 
     Raises:
-        EngineError: by name, where something stays random, or computes something else in training mode than in
-            evaluation.
+        EngineError: names a module that stays random, or computes something else in training mode
+            than in evaluation mode.
     """
     found: dict[str, nn.Module] = {}
     with _generators_kept(module), torch.enable_grad():
@@ -59,7 +61,8 @@ def silence(module: PreTrainedModel, out: ReadOut) -> list[str]:
 
 
 def _keep_in_evaluation(part: nn.Module) -> None:
-    """`train()` on this module or any above it reaches its children and not itself. Survives `copy.deepcopy`."""
+    """Make `train()` on this module, or on one above it, change its children but not
+    itself. Survives `copy.deepcopy`."""
     part.training = False
     part.train = MethodType(_only_children, part)  # type: ignore[method-assign]
 
@@ -77,25 +80,25 @@ def _run(module: PreTrainedModel, out: ReadOut) -> Tensor:
 
 
 def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
-    """By name, the modules whose own code moves a random generator in one forward pass in training mode."""
+    """By name, the modules whose own code draws random numbers in one forward pass in training mode."""
     names = {id(part): name for name, part in module.named_modules()}
     found: dict[str, nn.Module] = {}
     running: list[nn.Module] = [module]
     last = [_state(module)]
 
-    def blame() -> None:
-        """What moved since the last border between modules is the innermost running one's doing."""
+    def note_draws() -> None:
+        """If a generator's state has changed since the last call, the innermost running module drew."""
         now = _state(module)
         if now != last[0]:
             found[names[id(running[-1])]] = running[-1]
         last[0] = now
 
     def enter(part: nn.Module, args: Any) -> None:
-        blame()
+        note_draws()
         running.append(part)
 
     def leave(part: nn.Module, args: Any, output: Any) -> None:
-        blame()
+        note_draws()
         running.pop()
 
     hooks = [
@@ -106,7 +109,7 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
     module.train()
     try:
         _run(module, out)
-        blame()
+        note_draws()
     finally:
         for hook in hooks:
             hook.remove()
@@ -114,13 +117,13 @@ def _drawing(module: PreTrainedModel, out: ReadOut) -> dict[str, nn.Module]:
 
 
 def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
-    """EngineError where training mode, twice from other random states, does not compute what evaluation mode does."""
+    """EngineError where training mode, from two random states, does not compute the same as evaluation mode."""
     passes: list[Tensor] = []
     trails: list[list[tuple[str, Tensor]]] = []
     for seed in (*SEEDS, None):
         module.train(seed is not None)
         torch.manual_seed(seed or 0)
-        with _trail(module) as trail:
+        with _recorded_outputs(module) as trail:
             passes.append(_run(module, out))
         trails.append(trail)
     bound = (1e-4 if passes[-1].dtype in (torch.float32, torch.float64) else 0.05) * max(
@@ -140,8 +143,8 @@ def _check_same(module: PreTrainedModel, out: ReadOut) -> None:
 
 
 @contextmanager
-def _trail(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
-    """(name, digest of the first output) of every module, in the order in which they end."""
+def _recorded_outputs(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
+    """(name, sum of the first output) of every module, in the order in which they end."""
     trail: list[tuple[str, Tensor]] = []
 
     def ended(name: str) -> Any:
@@ -161,7 +164,7 @@ def _trail(module: nn.Module) -> Iterator[list[tuple[str, Tensor]]]:
 
 
 def _state(module: PreTrainedModel) -> tuple[Any, ...]:
-    """Where every random generator stands that a model could draw from without bringing its own."""
+    """The states of all global random generators that a model could draw from."""
     name, keys, *rest = np.random.get_state()
     device = [torch.cuda.get_rng_state(module.device).numpy().tobytes()] if module.device.type == "cuda" else []
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), name, np.asarray(keys).tobytes(), *rest, *device
@@ -169,7 +172,7 @@ def _state(module: PreTrainedModel) -> tuple[Any, ...]:
 
 @contextmanager
 def _generators_kept(module: PreTrainedModel) -> Iterator[None]:
-    """All of them afterwards as they were."""
+    """Restore all of them afterwards."""
     python, numpy = random.getstate(), np.random.get_state()
     with torch.random.fork_rng([module.device] if module.device.type == "cuda" else []):
         try:

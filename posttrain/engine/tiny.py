@@ -1,4 +1,4 @@
-"""Small models of real architectures, built on the spot: the laptop runs the same code as a downloaded checkpoint."""
+"""Small models of real architectures, built in code. They run the same code as a downloaded checkpoint."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ ROTARY = {"qwen3": Qwen3Config, "llama": LlamaConfig, "gemma": GemmaConfig}
 
 
 def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) -> PreTrainedModel:
-    """`model.arch` at the sizes of `model`, float32 on CPU; the weights are a function of `seed` and nothing else."""
+    """`model.arch` at the sizes of `model`, float32 on CPU. The weights depend only on `seed`, the
+    sizes and the vocabulary."""
     attention.register()
     with _own_randomness(seeds.torch_seed(seed, "weights")):
         return AutoModelForCausalLM.from_config(
@@ -35,9 +36,11 @@ def build_module(model: Model, tokenizer: PreTrainedTokenizerFast, seed: int) ->
 
 
 def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig:
-    """The architecture's own config class at our sizes, without dropout. Llama keeps its head apart, the others tie it.
+    """The architecture's own config class with the sizes of `model`, without dropout. Llama's head is not tied to the
+    embeddings; the others' heads are.
 
-    Weights start at 0.5 / sqrt(hidden): at these widths transformers' 0.02 leaves the first hundred steps to waking up.
+    The standard deviation of the initial weights is 0.5 / sqrt(hidden). At these widths transformers' 0.02 is so small
+    that the first hundred steps learn little.
     """
     _check(model)
     context = BUILT_CONTEXT if model.context is None else model.context
@@ -95,7 +98,8 @@ def _check(model: Model) -> None:
 
 @contextmanager
 def _own_randomness(seed: int) -> Iterator[None]:
-    """torch's CPU generator seeded inside and as it was outside (`torch.manual_seed` would touch accelerators too)."""
+    """Seed torch's CPU generator inside, and restore it afterwards (`torch.manual_seed` would
+    also seed accelerators)."""
     before = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:

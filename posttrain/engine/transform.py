@@ -1,4 +1,4 @@
-"""From hidden states to the log-probs of one chunk of tokens: what the contract does to the logits, and its slope."""
+"""What happens to the logits of one chunk of tokens before the softmax, and the derivative of it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from posttrain.engine.logit_rules import LogitRules
 
 
 class KeptMask:
-    """Kept sets on the device, ready to mask chunk after chunk."""
+    """Kept sets on the device, from which the mask of each chunk is made."""
 
     def __init__(self, kept: Kept, device: torch.device) -> None:
         self.offsets = kept.offsets
@@ -30,7 +30,7 @@ class KeptMask:
 
 
 class KeptSets(KeptMask):
-    """Kept sets that were checked to hold the token said."""
+    """Kept sets, checked at construction: each holds the token that was said. InvariantError otherwise."""
 
     def __init__(self, kept: Kept, targets: Tensor) -> None:
         said = np.repeat(targets.cpu().numpy(), np.diff(kept.offsets)) == kept.ids
@@ -45,7 +45,8 @@ class KeptSets(KeptMask):
 
 @dataclass(frozen=True, eq=False)
 class LogitTransform:
-    """What lies between the head's product and the distribution: scale, soft-cap, rules, temperature, kept sets."""
+    """The steps between the head's matrix product and the softmax, in order: scale, soft-cap, rules,
+    temperature, kept sets."""
 
     beta: float
     """1 / temperature"""
@@ -55,8 +56,8 @@ class LogitTransform:
     sets: KeptMask | None
 
     def scores(self, h: Tensor, w: Tensor, b: Tensor | None, at: int, slopes: list[LogitSlope] | None = None) -> Tensor:
-        """z [C, V] of tokens at..at + C, -inf where nothing can be said. `slopes` takes what the backward multiplies
-        by."""
+        """z [C, V] of tokens at..at + C; -inf for a token that cannot be said. The factors of the backward
+        are appended to `slopes`."""
         z = logits(h, w, b, self.scale, self.softcap)
         if slopes is not None and self.softcap is not None:
             slopes.append(LogitSlope(None, 1 - (z / self.softcap).square_()))
@@ -68,13 +69,13 @@ class LogitTransform:
         return z if self.sets is None else z.masked_fill_(self.sets.outside(at, at + len(z), z.shape[1]), float("-inf"))
 
     def outside(self, z: Tensor) -> Tensor | None:
-        """bool [C, V]: where nothing can be said; None where everything can."""
+        """bool [C, V]: tokens that cannot be said; None where all can."""
         return torch.isneginf(z) if self.sets is not None or (self.rules is not None and self.rules.bans) else None
 
 
 @dataclass(frozen=True, eq=False)
 class LogitSlope:
-    """A derivative: of the whole [C, V], or at some places of it counted row by row."""
+    """One elementwise factor of the chain rule, for the whole [C, V] or for some places of it, numbered row by row."""
 
     places: Tensor | None
     by: Tensor
@@ -91,14 +92,14 @@ class LogitSlope:
 def logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, scale: float = 1.0, softcap: float | None = None
 ) -> Tensor:
-    """[..., H] -> [..., V] logits in `exact` dtype; sampler and learner both come through here."""
-    dtype = exact(weight.dtype)
+    """[..., H] -> [..., V] logits in `logit_dtype`. Sampler and learner both call this function."""
+    dtype = logit_dtype(weight.dtype)
     out = torch.nn.functional.linear(hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype))
     if scale != 1:
         out = out * scale
     return out if softcap is None else torch.tanh(out / softcap) * softcap
 
 
-def exact(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which logits of weights of `dtype` are computed: float32 at least."""
+def logit_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the logits for weights of `dtype`: float64 for float64, else float32."""
     return torch.float64 if dtype == torch.float64 else torch.float32

@@ -1,7 +1,8 @@
-"""Tokenizers made on the spot: one token a character for the tiny models, and trained ones of every common family.
+"""Tokenizers made in code: one token per character or byte for the built models, and trained ones
+of every common family.
 
-All are `PreTrainedTokenizerFast` with `<eos>` and a `<pad>` that is never the same token, and save and load like any
-other.
+All are `PreTrainedTokenizerFast` with `<eos>` and a `<pad>`, which are different tokens. They save
+and load like any other.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def characters(alphabet: str) -> PreTrainedTokenizerFast:
 
 
 def raw_bytes() -> PreTrainedTokenizerFast:
-    """One token per byte of UTF-8, so that any text can be written, then EOS and PAD: 258 tokens."""
+    """One token per byte of UTF-8, so that any text can be encoded, then EOS and PAD: 258 tokens."""
     letters = sorted(pre_tokenizers.ByteLevel.alphabet())
     core = Tokenizer(models.BPE(vocab={token: i for i, token in enumerate([*letters, EOS, PAD])}, merges=[]))
     core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -60,7 +61,8 @@ def train_byte_level(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast
 
 
 def train_bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """BPE over characters with `▁` for spaces and bytes for the unseen (Llama 2, Gemma) with at most `size` tokens."""
+    """BPE over characters (Llama 2, Gemma) with at most `size` tokens. Spaces are `▁`; unseen
+    characters become bytes."""
     core = Tokenizer(models.BPE(byte_fallback=True))
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     core.decoder = decoders.Sequence(
@@ -72,7 +74,7 @@ def train_bpe(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
 
 
 def train_unigram(texts: Iterable[str], size: int) -> PreTrainedTokenizerFast:
-    """Unigram (SentencePiece's other model; T5, XLNet) with at most `size` tokens; the unseen becomes `<unk>`."""
+    """Unigram (SentencePiece's other model; T5, XLNet) with at most `size` tokens. Unseen characters become `<unk>`."""
     core = Tokenizer(models.Unigram())
     core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never")
     core.decoder = decoders.Metaspace(prepend_scheme="never")
@@ -92,7 +94,7 @@ def wrap(core: Tokenizer) -> PreTrainedTokenizerFast:
 
 
 def _plain_bytes(core: Tokenizer) -> Tokenizer:
-    """Byte tokens as ordinary vocabulary entries: as special tokens they would also match the text `<0x0A>` itself."""
+    """Byte tokens as ordinary vocabulary entries. As special tokens they would also match the literal text `<0x0A>`."""
     plain = json.loads(core.to_str())
     plain["added_tokens"] = [t for t in plain["added_tokens"] if t["content"] in (EOS, PAD)]
     return Tokenizer.from_str(json.dumps(plain))
@@ -105,7 +107,7 @@ def digest(text: str) -> str:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """No progress bars of transformers while a model is read or written."""
+    """Inside, transformers shows no progress bars."""
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:

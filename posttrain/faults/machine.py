@@ -116,7 +116,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "gradient_cut",
-    seam="posttrain.engine.learner:_Pick.backward",
+    seam="posttrain.engine.learner:_SelectRows.backward",
     what="the gradient stops at the head: hidden states are detached on the way back",
     harm="only the last layer learns",
     source="pain 23",

@@ -285,7 +285,7 @@ def test_what_was_heard_is_what_was_put(name: str) -> None:
             assert np.array_equal(one.ids, more.ids) and np.array_equal(one.logp, more.logp)
         if t < 6:
             told = np.array([x[t] for x in said])
-            live.heard(np.arange(3), told.astype(np.int64))
+            live.record(np.arange(3), told.astype(np.int64))
             ahead[:, t] = told
 
 

@@ -48,7 +48,7 @@ def test_a_model_too_large_to_compute_again_has_the_bound_of_its_temperature(
 ) -> None:
     """At temperature 0.5 errors of logits are twice as many nats; above 1 nothing is tightened; the ceiling stands."""
     least, most, learner = LEAST[dtype], CEILING[dtype], HFLearner(policy())
-    monkeypatch.setattr(engine_learner, "EXACT", 0)
+    monkeypatch.setattr(engine_learner, "MAX_EXACT_PARAMETERS", 0)
     healthy = Gap(1.5 * least.worst, 1.5 * least.mean)
     blank = np.zeros(1, np.float32)
     assert healthy.within(allowed(dtype, healthy, blank, lambda: learner.exact(text(0.5)), 0.5))

@@ -91,7 +91,7 @@ async def test_what_cannot_be_unpacked_may_pass() -> None:
 
 
 async def test_an_answer_without_end_is_not_read_to_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(endpoint, "LONGEST", 3 << 20)
+    monkeypatch.setattr(endpoint, "MAX_ANSWER", 3 << 20)
     async with (
         server(reply(200, '"' + "x" * (5 << 20) + '"')) as (url, asked),
         Endpoint(url, "judge", patience=QUICK) as e,

@@ -80,7 +80,7 @@ def test_who_gave_way_ends_under_the_weights_it_began_with() -> None:
             asyncio.create_task(e.generate(np.arange(5, dtype=np.int32) + i, sampling(max_tokens=60), i))
             for i in range(6)
         ]
-        while e._scheduler.tally.preempted < 2:
+        while e._scheduler.counts.preempted < 2:
             await ticks(1)
         late = asyncio.create_task(e.generate(prompts(1)[0], sampling(max_tokens=5), 9))
         await asyncio.wait_for(load(e, 1), 20)
@@ -104,7 +104,7 @@ def test_who_gave_way_before_its_first_word_does_not_hold_up_who_has_spoken() ->
         loading = load(e, 1)
         await ticks(2)
         scheduler = e._scheduler
-        (spoken,), (silent,) = np.flatnonzero(scheduler.slots.speaking).tolist(), list(scheduler._waits)
+        (spoken,), (silent,) = np.flatnonzero(scheduler.slots.generating).tolist(), list(scheduler._waits)
         scheduler.preempt(spoken)
         scheduler.preempt(silent)
         assert [r.begun is None for r in scheduler.queue] == [True, False]
@@ -126,7 +126,7 @@ def test_who_gave_way_and_is_cancelled_holds_up_nothing(paused: bool) -> None:
         await ticks(2)
         e.pause()
         await ticks(2)
-        e._scheduler.preempt(int(np.flatnonzero(e._scheduler.slots.speaking)[0]))
+        e._scheduler.preempt(int(np.flatnonzero(e._scheduler.slots.generating)[0]))
         if not paused:
             e.resume()
         turn.cancel()

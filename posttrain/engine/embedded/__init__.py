@@ -1,5 +1,5 @@
-"""The engine inside the process: a paged key-value cache, continuous batching, and a sampler under the log-prob
-contract."""
+"""The engine in this process: a paged key-value cache, continuous batching, and a sampler under
+the log-prob contract."""
 
 from posttrain.engine.embedded.engine import EmbeddedEngine
 

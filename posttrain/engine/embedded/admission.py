@@ -1,4 +1,4 @@
-"""What the engine asks of a request before it takes it."""
+"""Checks of a request before the engine accepts it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from posttrain.core.errors import ConfigError, DataError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Stop
 from posttrain.engine.embedded.blocks import BLOCK, blocks_for
-from posttrain.engine.embedded.slots import GenerateCall, Heard
+from posttrain.engine.embedded.slots import GenerateCall, TokenCallback
 from posttrain.engine.embedded.stopping import Text, check_strings
 
 
@@ -19,19 +19,19 @@ class Admission:
     """Checks requests against the sizes of one engine.
 
     Args:
-        context: most tokens of a sequence. vocabulary: rows of its read-out. most: blocks of its cache.
-        text: how it reads token ids, where it can.
+        context: most tokens of a sequence. vocabulary: rows of the read-out. most: blocks of the cache.
+        text: decodes token ids; None: stop strings are refused.
     """
 
     def __init__(self, context: int, vocabulary: int, most: int, text: Text | None) -> None:
         self.context, self.vocabulary, self.most, self.text = context, vocabulary, most, text
         self._accepted: Sampling | None = None
-        """The contract that was checked last; all requests of a stage share one."""
+        """The contract that was checked last. All requests of a stage share one."""
 
     def ids(self, ids: np.ndarray) -> np.ndarray:
-        """int32 [T]: these tokens of any integer type; DataError where they are no sequence this engine could compute.
+        """int32 [T]: the tokens, given in any integer type; DataError where this engine cannot compute the sequence.
 
-        They are compared before they become 32 bits wide, in which 2 ** 32 + 7 is token 7.
+        They are checked before they are cast to 32 bits, in which 2 ** 32 + 7 becomes token 7.
         """
         given = np.asarray(ids)
         if given.ndim != 1 or not given.size or given.dtype.kind not in "iu":
@@ -51,9 +51,9 @@ class Admission:
             )
         return np.ascontiguousarray(given, np.int32)
 
-    def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: Heard | None) -> GenerateCall:
-        """A request of the running loop for token ids [T]; DataError, ConfigError or EngineError where it cannot be
-        served."""
+    def request(self, ids: np.ndarray, sampling: Sampling, place: int, heard: TokenCallback | None) -> GenerateCall:
+        """A request of the running event loop for token ids [T]; DataError, ConfigError or EngineError
+        where it cannot be served."""
         if np.ndim(ids) == 1 and len(ids) >= self.context:
             raise DataError(
                 f"a prompt of {len(ids)} tokens leaves no room in a context of {self.context}: shorten one or raise the"

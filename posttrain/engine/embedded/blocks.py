@@ -1,7 +1,7 @@
-"""Who owns which block of the key-value cache. numpy only; the rows themselves are in `cache`.
+"""Ownership of the blocks of the key-value cache. numpy only; the rows themselves are in `cache`.
 
-A block is `BLOCK` consecutive rows, row r holding keys and values of one token. Blocks are shared by reference count.
-A block that only the prefix tree owns is spare: it holds something that may be wanted again, and may be taken any time.
+A block is `BLOCK` consecutive rows. A row holds the keys and values of one token. Blocks are shared by reference count.
+A block that only the prefix tree owns is spare: a later request may use its content, and it may be evicted at any time.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ def rows_of(blocks: np.ndarray) -> np.ndarray:
 
 
 class Blocks:
-    """A stack of free blocks and a reference count for each; take, share and release cost O(blocks touched)."""
+    """A stack of free blocks and a reference count for each block. Taking, sharing and releasing
+    cost O(blocks touched)."""
 
     def __init__(self, most: int) -> None:
         self.most = most
-        """Blocks the byte budget allows."""
+        """Most blocks that the byte budget allows."""
         self.capacity = 0
         """Blocks that exist."""
         self._count = np.zeros(0, np.int32)
@@ -37,7 +38,7 @@ class Blocks:
         """Whether one of the owners is the prefix tree."""
         self._free = np.zeros(0, np.int64)
         self.free = 0
-        """Blocks nobody owns."""
+        """Blocks without an owner."""
 
     @property
     def spare(self) -> int:
@@ -46,11 +47,11 @@ class Blocks:
 
     @property
     def in_use(self) -> int:
-        """Blocks that a sequence owns a share of."""
+        """Blocks that at least one sequence owns a share of."""
         return self.capacity - self.free - self.spare
 
     def fits(self, n: int) -> bool:
-        """Whether `n` more blocks can be taken once spare ones are given up."""
+        """Whether `n` more blocks can be taken, if spare ones are evicted."""
         return n <= self.free + self.most - self.capacity or n <= self.most - self.in_use
 
     def owners(self, block: int) -> int:
@@ -67,7 +68,7 @@ class Blocks:
         self._free, self.free, self.capacity = free, self.free + new, capacity
 
     def take(self, n: int) -> np.ndarray:
-        """int64 [n]: blocks nobody owned, each now owned once."""
+        """int64 [n]: blocks that were free. Each now has one owner."""
         if n > self.free:
             raise InvariantError(
                 f"{n} cache blocks taken, {self.free} free: the scheduler must make room before it takes"
@@ -92,7 +93,7 @@ class Blocks:
         self.release(blocks)
 
     def release(self, blocks: np.ndarray) -> None:
-        """One owner fewer for each; blocks without owner are free. A block may be listed more than once."""
+        """One owner fewer for each. Blocks without an owner are free. A block may be listed more than once."""
         np.subtract.at(self._count, blocks, 1)
         if np.any(self._count[blocks] < 0):
             raise InvariantError("a cache block was released more often than it was owned")

@@ -1,10 +1,10 @@
-"""The key-value pool, and attention through tables of its rows.
+"""The pool of cached keys and values, and attention through tables of its rows.
 
-Attention here is ragged: a query reads exactly the rows of its own sequence, whatever its neighbours' lengths. On a CPU
-with a C compiler it is one call of compiled code (`kernels/attention.h`). Elsewhere scores are a sampled matrix product
-over a CSR pattern (one entry per query, head and visible row), weights times values an embedding bag over the same
-indices, so no key or value is copied and none is read for padding. Only the softmax works on a padded matrix, of scores
-(1 / D of the data).
+Attention here is ragged: a query reads exactly the rows of its own sequence, whatever the lengths of the others. On a
+CPU with a C compiler it is one call of compiled code (`kernels/attention.h`). Elsewhere the scores are a sampled matrix
+product over a CSR pattern, with one entry per query, head and visible row. Weights times values are an embedding bag
+over the same indices. So no key or value is copied, and none is read for padding. Only the softmax works on a padded
+matrix; it holds scores, 1 / D of the data.
 
 Axis letters: B ragged queries, H query heads, K key-value heads (H = K * groups), D head width, T visible rows summed
 over the queries, E = H * T entries in the order (head, query, row), N positions of the forward pass.
@@ -30,25 +30,26 @@ from posttrain.engine.embedded.blocks import BLOCK
 from posttrain.engine.kernels import Kernel, add_forms, check_compiled, kernel
 
 LANES = 64
-"""The score matrix is padded to a multiple of this, so that its width never changes how a row is summed."""
+"""The width of the score matrix is padded to a multiple of this, so that a row is always summed in the same way."""
 RESERVE = 2
-"""Addresses reserved on a CPU, per row asked for: growth within them copies nothing, and pages come with the first
-write."""
+"""Rows of address space reserved on a CPU per row asked for. Growth within them copies nothing, and a page takes memory
+only when it is first written."""
 
 
 class CachePool:
     """Keys and values of every layer, float32 (float64 for a float64 model): [blocks * K * BLOCK, D].
 
-    A block holds its rows head after head, so that what one head reads lies together: head k of row r is at
+    A block holds its rows head after head, so that the data of one head is contiguous. Head k of row r is at
     `(r // BLOCK * K + k) * BLOCK + r % BLOCK`.
 
-    Narrow models are cached wide: the products are exact to their inputs and the ragged kernels exist in float32.
+    Models in narrower dtypes are cached in float32 too: their products are then exact, and the ragged kernels
+    exist only in float32.
 
     Args:
-        kernels: by which code to attend (`Model.kernels`).
+        kernels: the choice of kernels (`Model.kernels`).
 
     Raises:
-        EngineError: compiled kernels are asked for where they do not serve.
+        EngineError: compiled kernels were chosen and cannot be used here.
     """
 
     def __init__(
@@ -78,11 +79,11 @@ class CachePool:
 
     @property
     def row_bytes(self) -> int:
-        """Bytes one token takes, all layers."""
+        """Bytes of one token in all layers."""
         return sum(s.heads * (s.key + s.value) for s in self.shapes) * self.dtype.itemsize
 
     def grow(self, blocks: int) -> None:
-        """Hold `blocks` blocks; what is cached keeps its rows."""
+        """Make room for `blocks` blocks. Cached tokens keep their rows."""
         rows = blocks * BLOCK
         if rows > self._reserved:
             self._reserved = rows * RESERVE if self.device.type == "cpu" else rows
@@ -98,26 +99,26 @@ class CachePool:
         self.rows = rows
 
     def copy(self, source: np.ndarray, to: np.ndarray) -> None:
-        """Copy rows, for a block about to be written by one of its owners."""
+        """Copy rows, before one of the owners of their block writes to it."""
         a, b = (torch.from_numpy(x).to(self.device) for x in (source, to))
         for shape, *pools in zip(self.shapes, self.keys, self.values, strict=True):
             for pool in pools:
                 pool.index_copy_(0, self.places(b, shape.heads), pool.index_select(0, self.places(a, shape.heads)))
 
     def write(self, layer: int, rows_N: Tensor, key: Tensor, value: Tensor) -> None:
-        """Store key and value, both [K, N, D] with N >= len(rows_N); surplus positions (idle ones) are not stored."""
+        """Store key and value, both [K, N, D] with N >= len(rows_N). Surplus positions are idle and are not stored."""
         places = self.places(rows_N, len(key))
         for pool, x in ((self.keys[layer], key), (self.values[layer], value)):
             pool.index_copy_(0, places, x[:, : len(rows_N)].flatten(0, 1).to(self.dtype))
 
     @staticmethod
     def places(rows_N: Tensor, heads: int) -> Tensor:
-        """int64 [K * N]: where head after head of these rows lies."""
+        """int64 [K * N]: the pool positions of these rows, head after head."""
         head = torch.arange(heads, device=rows_N.device)[:, None]
         return ((rows_N // BLOCK * heads + head) * BLOCK + rows_N % BLOCK).flatten()
 
     def _rows(self, n: int, width: int) -> Tensor:
-        """Zeros; on a CPU none takes memory before it is written."""
+        """Zeros. On a CPU they take no memory before they are written."""
         size = n * width * self.dtype.itemsize
         if self.device.type != "cpu" or not size:
             return torch.zeros(n, width, dtype=self.dtype, device=self.device)
@@ -127,10 +128,10 @@ class CachePool:
 
 @dataclass(frozen=True, eq=False)
 class _Pattern:
-    """Entries of one (H, K, window): which pool row each reads, and its place in the padded score matrix."""
+    """The entries for one (H, K, window): the pool row that each reads, and its place in the padded score matrix."""
 
     csr: Tensor
-    """[H * B, rows * K]; its values are overwritten by every layer."""
+    """[H * B, rows * K]; every layer overwrites its values."""
     rows_E: Tensor
     starts: Tensor
     """int32 [H * B]: first entry of each bag."""
@@ -143,16 +144,16 @@ AttendLayer = Callable[[int, float, int | None], None]
 
 
 class CachedLayout:
-    """One forward pass over cached sequences: first B ragged queries, then beginnings of prompts, then later chunks of
-    prompts.
+    """One forward pass over cached sequences: first B ragged queries, then starts of prompts, then
+    later chunks of prompts.
 
     Args:
-        rows_N: pool row of every position that is stored (B + dense positions + those of the chunks, without idle
-            ones).
-        visible_T: pool rows the ragged queries see, query after query. lengths_B: how many each sees (0: idle).
-        dense: layout of the beginnings after the ragged queries; None where there are none.
-        chunks: of each prompt that goes on, the pool rows of all its positions so far and how many at the end are
-            queries.
+        rows_N: pool row of every stored position: ragged, dense and chunk positions, without idle ones.
+        visible_T: pool rows that the ragged queries see, one query after the other. lengths_B: how
+            many each sees (0: idle).
+        dense: layout of the starts of prompts; None where there are none.
+        chunks: for each later chunk, the pool rows of its prompt's positions so far, and how many
+            at the end are queries.
     """
 
     def __init__(
@@ -214,8 +215,8 @@ class CachedLayout:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """Store key and value [K, N, D], then every query [H, B, D] over its own rows -> [1, B, H, D], good until the
-        next layer attends."""
+        """Store key and value [K, N, D], then attend with query [H, B, D], each over its own rows -> [1, B, H, D]. The
+        result is overwritten when the next layer attends."""
         dtype = query.dtype
         query, key, value = (
             x if x.stride(-1) == 1 and x.dtype == torch.float32 else x.float().contiguous() for x in (query, key, value)
@@ -224,9 +225,9 @@ class CachedLayout:
         return self._seen.to(dtype).unsqueeze(0)
 
     def every_layer(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[AttendLayer | None, int]:
-        """For layers that leave their heads in the same three tensors, as `attend` takes them, float32: what attends a
-        layer, and the address of what is then seen [N, H, D]. None where a prompt's beginning or a later chunk is in
-        this pass."""
+        """For layers that all write their heads to the same three float32 tensors, shaped as for `attend`: the
+        function that attends in one layer, and the address of its result [N, H, D]. None where this pass has
+        dense pieces or chunks."""
         if self.pool.kernel.form != "compiled" or self.dense is not None or self._chunks:
             return None, 0
         attend, keys, values = self._bound(query[0], key[0], value[0], None), self.pool.keys, self.pool.values
@@ -235,7 +236,7 @@ class CachedLayout:
         ), self._seen.data_ptr()
 
     def _bound(self, query: Tensor, key: Tensor, value: Tensor, softcap: float | None) -> native.Attend:
-        """`native.Kernels.attend` of these tensors into `_seen`."""
+        """`native.Kernels.attend` of these tensors, with its result in `_seen`."""
         shape = query.shape[1], query.shape[0], value.shape[-1]
         if self._seen.shape != shape:
             self._seen = torch.empty(shape)
@@ -254,7 +255,7 @@ class CachedLayout:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """The same with torch's sparse product and embedding bag."""
+        """`by_compiled` with torch's sparse product and embedding bag."""
         self.pool.write(layer, self._rows_N, key, value)
         heads, count, width = query.shape
         if not count:
@@ -289,7 +290,8 @@ class CachedLayout:
         window: int | None,
         softcap: float | None,
     ) -> Tensor:
-        """The same over copies of all keys and values each query sees, padded to the longest."""
+        """`by_compiled` by its definition: over copies of all keys and values that each query sees,
+        padded to the longest."""
         self.pool.write(layer, self._rows_N, key, value)
         heads, count, _ = query.shape
         longest = int(self._lengths_B.max(initial=0))
@@ -312,7 +314,7 @@ class CachedLayout:
         return (weights[..., None, :] @ v_HBTD)[:, :, 0].transpose(0, 1).unsqueeze(0).to(query.dtype)
 
     def _pattern(self, heads: int, kv_heads: int, window: int | None) -> _Pattern:
-        """Indices made once a forward pass for all layers of one shape."""
+        """The indices for all layers of one shape. They are made once per forward pass."""
         at = (heads, kv_heads, window)
         if at not in self._patterns:
             self._patterns[at] = self._build(*at)
@@ -363,8 +365,8 @@ add_forms(
 
 
 class Chunk:
-    """Queries at the end of one cached sequence, over all of it: dense, with its keys and values gathered once a
-    layer."""
+    """Dense attention of the queries at the end of one cached sequence over all of it. Each layer gathers
+    its keys and values once."""
 
     def __init__(self, pool: CachePool, rows_T: np.ndarray, length: int) -> None:
         self._pool, self.length = pool, length

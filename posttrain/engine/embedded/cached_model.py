@@ -1,4 +1,4 @@
-"""A model over a pool of keys and values: what one forward pass of it needs, wherever the plan came from."""
+"""A model with a pool of cached keys and values: its forward passes and its read-out."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from posttrain.engine.embedded.slots import Slots
 from posttrain.engine.kernels import kernel
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Config fields in which architectures keep how many experts a layer routes between."""
-FINE = 0.01
-"""Most padding of dense prefill."""
+"""Config fields in which architectures store the number of experts of a layer."""
+PREFILL_WASTE = 0.01
+"""Most padding of dense prefill, as a share of the positions it computes."""
 
 
 class CachedModel:
-    """`module` with its cache.
+    """`module` with its key-value cache.
 
     Args:
-        rows: read logits out on so many rows whatever the work, for bits that depend on nothing else; None: as many as
-            there are.
-        kernels: by which code it computes (`Model.kernels`).
+        rows: compute logits on this many rows in every pass, so that their bits do not depend on other requests;
+            None: on as many as needed.
+        kernels: the choice of kernels (`Model.kernels`).
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class CachedModel:
         decoder = form.function(module, self.read_out, context)
         self.hidden = decoder.hidden
         self.fused = isinstance(decoder, FusedDecoder)
-        """Whether the decoder runs in fewer calls."""
+        """Whether the decoder is the fused one (`fused.FusedDecoder`)."""
         self.lanes = decoder.lanes if isinstance(decoder, FusedDecoder) else 1
         self._rows = rows
 
@@ -62,14 +62,15 @@ class CachedModel:
         return self.read_out.weight.shape[0]
 
     def run(self, plan: Plan) -> tuple[Tensor, PackedLayout | None]:
-        """(hidden states [N, H] of a plan's positions, whose keys and values are cached on the way; layout of its dense
-        pieces)."""
-        dense = PackedLayout(plan.dense, waste=FINE, kernels=self.kernels) if plan.dense else None
+        """(hidden states [N, H] of a plan's positions; layout of its dense pieces). The positions' keys
+        and values are cached."""
+        dense = PackedLayout(plan.dense, waste=PREFILL_WASTE, kernels=self.kernels) if plan.dense else None
         layout = CachedLayout(self.pool, plan.rows, plan.visible, plan.lengths, dense, plan.chunks)
         return self.hidden(self._to(plan.ids), self._to(plan.positions), layout), dense
 
     def ahead(self, slots: Slots, at: np.ndarray, ids: np.ndarray, position: np.ndarray) -> Tensor:
-        """[n, H]: hidden states of one token for each slot of `at`, cached at `position` in its table."""
+        """[n, H]: hidden states of one token for each slot of `at`. Its keys and values are cached at
+        `position` of the slot's table."""
         rows = np.repeat(at * slots.table.shape[1], position + 1) + ragged_arange(position + 1)
         layout = CachedLayout(self.pool, slots.table[at, position], slots.table.ravel()[rows], position + 1, None)
         return self.hidden(self._to(ids), self._to(position), layout)
@@ -84,7 +85,7 @@ class CachedModel:
 
     @torch.inference_mode()
     def score(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: log-probs of ids[1:], each given all before it."""
+        """float32 [T - 1]: log-probs of ids[1:], each given all tokens before it."""
         whole = self._to(np.asarray(ids, np.int64))
         hidden = self.hidden(
             whole, torch.arange(len(whole), device=whole.device), PackedLayout([len(whole)], kernels=self.kernels)
@@ -94,8 +95,8 @@ class CachedModel:
 
     @torch.inference_mode()
     def stale_gap(self, slots: Slots, at: np.ndarray) -> Gauge:
-        """Expected |log-prob| difference of the next token over what is cached and over fresh keys and values, all
-        slots of `at`."""
+        """Expected |difference| of the next token's log-prob between cached and fresh keys and
+        values, per slot of `at`."""
         if not len(at):
             return Gauge(0, 0)
         stale = self.read_out.logits(self.ahead(slots, at, slots.pending[at], slots.cached[at])).log_softmax(-1)

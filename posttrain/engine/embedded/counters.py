@@ -5,15 +5,16 @@
 `engine/occupancy`           share of slots that said a token, per step
 `engine/positions_linear`    positions the layers' matrices computed, per position needed
 `engine/positions_attention` query-key pairs attended, per pair needed (full attention; a window sees fewer of both)
-`engine/shared`              prompt tokens taken from a sibling's prefill, per prompt token asked for
+`engine/shared`              prompt tokens shared with another request's prefill, per prompt token asked for
 `engine/prefix_hits`         prompt tokens found in the prefix tree, per prompt token looked for there
 `engine/kv`                  blocks that sequences hold, per block their tokens fill, summed over steps
-`engine/preempted`           sequences that gave their blocks up for older ones, per delivered turn
+`engine/preempted`           sequences preempted for older ones, per delivered turn
 `engine/straggler`           longest turn, per mean turn
 `engine/accepted`            drafted tokens that were said, per drafted token (speculative decoding)
 `engine/stale_gap`           |log-prob over stale blocks - over fresh ones| at a weight update, per token compared
-Needed is every token of every distinct sequence once; idle rows, padding, rejected drafts and prompts computed again
-are not. Seconds are apart, in `EngineCounters.clock`, because no digest may cover them.
+
+Every token of every distinct sequence is needed once. Idle rows, padding, rejected drafts and prompts computed again
+are not needed. Seconds are in `EngineCounters.clock` instead, because no digest may cover them.
 """
 
 from __future__ import annotations
@@ -24,11 +25,11 @@ from posttrain.core.gauge import Gauge, Gauges
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.scheduler import Scheduler
-from posttrain.engine.embedded.tally import SchedulerCounts
+from posttrain.engine.embedded.scheduler_counts import SchedulerCounts
 
 
 class EngineCounters:
-    """Sums since the last `take`."""
+    """The engine's sums since the last `take`."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -65,10 +66,10 @@ class EngineCounters:
         self._prefilled += len(plan.rows) - int(plan.widths.sum())
 
     def drafts(self, plan: Plan, said: int, needed: np.ndarray) -> None:
-        """`said` drafts were said, and of the positions of the speaking slots those at the indices `needed` are
-        followed by more."""
+        """Count a pass with drafts. `said` of them were said. `needed` are the indices of the generating slots'
+        positions that count as needed; those of rejected drafts do not."""
         computed = int(plan.widths.sum())
-        self._drafted += computed - len(plan.speaking)
+        self._drafted += computed - len(plan.generating)
         self._accepted += said
         self._linear[1] -= computed - len(needed)
         self._attention[1] -= plan.lengths[:computed].sum() - plan.lengths[needed].sum()
@@ -77,14 +78,14 @@ class EngineCounters:
         self._seconds[name] = self._seconds.get(name, 0.0) + seconds
 
     def clock(self) -> dict[str, float]:
-        """Seconds since the last call: `engine/step` in forward passes and draws, `engine/queue` requests waited for a
-        slot."""
+        """Seconds since the last call. `engine/step`: in forward passes and draws. `engine/queue`: that
+        requests waited for a slot."""
         taken, self._seconds = self._seconds, {}
         return taken
 
     def take(self, scheduler: Scheduler) -> Gauges:
-        tally, scheduler.tally = scheduler.tally, SchedulerCounts()
-        again = np.array([(b - a, (b * (b + 1) - a * (a + 1)) // 2) for a, b in tally.again]).reshape(-1, 2).sum(0)
+        counts, scheduler.counts = scheduler.counts, SchedulerCounts()
+        again = np.array([(b - a, (b * (b + 1) - a * (a + 1)) // 2) for a, b in counts.again]).reshape(-1, 2).sum(0)
         linear, attention = self._linear - (0, again[0]), self._attention - (0, again[1])
         out = {
             "engine/tokens": Gauge(self._tokens, self._turns),
@@ -92,10 +93,10 @@ class EngineCounters:
             "engine/occupancy": Gauge(self._spoke / self._slots, self._steps),
             "engine/positions_linear": Gauge(*linear.tolist()),
             "engine/positions_attention": Gauge(*attention.tolist()),
-            "engine/shared": Gauge(tally.shared, tally.shared + self._prefilled),
-            "engine/prefix_hits": Gauge(tally.found, tally.asked),
+            "engine/shared": Gauge(counts.shared, counts.shared + self._prefilled),
+            "engine/prefix_hits": Gauge(counts.found, counts.asked),
             "engine/kv": Gauge(*self._kv.tolist()),
-            "engine/preempted": Gauge(tally.preempted, self._turns),
+            "engine/preempted": Gauge(counts.preempted, self._turns),
             "engine/straggler": Gauge(self._longest * self._turns, self._tokens),
         }
         if self._drafted:

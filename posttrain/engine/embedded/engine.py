@@ -1,7 +1,7 @@
-"""The embedded engine: `core.ports.Sampler` over a Hugging Face module it owns, in the running event loop.
+"""The embedded engine: `core.ports.Sampler` over a Hugging Face module that it owns, in the running event loop.
 
-It steps (`step.Stepper`) while there is work. Between steps the loop runs, so finished episodes ask for their next turn
-before the next admission.
+It runs steps (`stepper.Stepper`) while there is work. The event loop runs between steps, so an episode can ask for its
+next turn before the next admission.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from posttrain.engine.embedded.cached_model import CachedModel
 from posttrain.engine.embedded.counters import EngineCounters
 from posttrain.engine.embedded.plan import BUDGET
 from posttrain.engine.embedded.scheduler import Scheduler
-from posttrain.engine.embedded.slots import GenerateCall, Heard
+from posttrain.engine.embedded.slots import GenerateCall, TokenCallback
 from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, PromptLookup, Proposer
 from posttrain.engine.embedded.stepper import Stepper
 from posttrain.engine.embedded.stopping import Text
@@ -36,33 +36,33 @@ from posttrain.engine.kernels import TABLE
 from posttrain.engine.models import named_tensors
 
 CACHE_BYTES = 4 << 30
-"""Most bytes of the key-value cache; it grows as needed up to here."""
+"""Most bytes of the key-value cache. The cache grows up to this size when needed."""
 ROWS = 64
-"""A deterministic forward pass has the number of slots rounded up to a multiple of this, whatever the work."""
+"""The positions of a deterministic forward pass are the number of slots, rounded up to a multiple of this."""
 Update = Literal["drain", "inflight", "stale"]
 
 
 class EmbeddedEngine:
-    """Samples from `module`, whose weights belong to the engine from now on.
+    """Samples from `module`. The engine owns the module's weights from now on.
 
     Args:
-        slots: sequences that speak at once.
+        slots: sequences that are generated at once.
         context: most tokens of a sequence, prompt included.
-        deterministic: fixed matrix shapes, so that a request's bits do not depend on what runs beside it.
+        deterministic: use fixed matrix shapes, so that the bits of a turn do not depend on other requests.
         cache_bytes: upper bound of the key-value cache.
-        budget: most positions of a forward pass; speaking slots come first, pieces of prompts fill it up.
-        retain: tokens of ended sequences kept in the cache for later turns; None: half of what all slots could hold at
-            most, and an eighth of the cache.
-        update: what new weights do to sequences being said. drain: they end first. inflight: they go on under the new
-            weights, with their cache computed again. stale: they go on over keys and values of the old weights, and the
-            gap is a gauge.
-        timeline: record when each request was queued, admitted and done (`EmbeddedEngine.timeline`).
-        kernels: by which code it computes (`Model.kernels`).
-        text: reads token ids, special tokens included; without it contracts with stop strings are refused.
-        speculate: draft several tokens a pass (see `speculate`); None: one token a pass.
+        budget: most positions of a forward pass. Generating slots come first; pieces of prompts take the rest.
+        retain: tokens of ended sequences that the cache keeps for later turns; None: half of what all slots can hold,
+            but at most an eighth of the cache.
+        update: what happens to unfinished sequences when new weights come. drain: they end first. inflight: they
+            continue under the new weights, and their cache is computed again. stale: they continue over keys and values
+            of the old weights, and a gauge reports the difference.
+        timeline: record when each request was queued, admitted and finished (`EmbeddedEngine.timeline`).
+        kernels: the choice of kernels (`Model.kernels`).
+        text: decodes token ids, special tokens included. Without it, contracts with stop strings are refused.
+        speculate: draft several tokens per pass (module `speculate`); None: one token per pass.
 
     Raises:
-        EngineError: the architecture remembers its past elsewhere than in keys and values; or sizes do not fit.
+        EngineError: the architecture keeps state outside of keys and values, or the sizes do not fit.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class EmbeddedEngine:
         self._budget, self._update = budget, update
         held = min(slots * blocks_for(context) // 2, self._most // 8)
         self._retain = held if retain is None else blocks_for(retain)
-        self._door = Admission(context, self._served.vocabulary, self._most, text)
+        self._admission = Admission(context, self._served.vocabulary, self._most, text)
         self._version = 0
         self._counters = EngineCounters(slots)
         self._proposer = self._proposes(speculate, device)
@@ -119,16 +119,16 @@ class EmbeddedEngine:
 
     @property
     def timeline(self) -> Timeline | None:
-        """When each request was queued, admitted and done, where the engine was built to record it."""
+        """When each request was queued, admitted and finished; None where the engine does not record it."""
         return self._stepper.timeline
 
     @property
     def fused(self) -> bool:
-        """Whether the decoder runs in fewer calls."""
+        """Whether the decoder is the fused one (`fused.FusedDecoder`)."""
         return self._served.fused
 
     def describe(self) -> str:
-        """What a run says of its engine at its start: by which code it computes, and why not by the faster one."""
+        """The line that a run prints about its engine: which kernels it uses, and why not the faster ones."""
         pool = self._pool
         if pool.kernel.form == "compiled":
             return "engine: embedded, compiled kernels"
@@ -138,7 +138,7 @@ class EmbeddedEngine:
 
     @property
     def version(self) -> int:
-        """Version of the weights that would say the next token; 0 for those it was built with."""
+        """Version of the weights that the next token is drawn with; 0: those the engine was built with."""
         return self._version
 
     @property
@@ -147,19 +147,22 @@ class EmbeddedEngine:
 
     @property
     def draws_by_place(self) -> bool:
-        """Not where a draft model's tokens are accepted and replaced with numbers of their own."""
+        """False with a draft model: accepting and replacing its drafts uses random numbers of their own."""
         return not isinstance(self._proposer, DraftModel)
 
     @property
     def context(self) -> int:
         return self._context
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it frees its slot and blocks.
+    async def generate(
+        self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
+    ) -> Said:
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call
+        frees its slot and blocks.
 
-        heard: called with the new ids and log-probs as soon as they are said.
+        heard: called with the new ids and log-probs as soon as they are drawn.
         """
-        request = self._door.request(ids, sampling, place, heard)
+        request = self._admission.request(ids, sampling, place, heard)
         self._wake()
         self._scheduler.submit(request)
         self._mark(request, "queued")
@@ -167,21 +170,21 @@ class EmbeddedEngine:
             said = await request.future
         except asyncio.CancelledError:
             self._scheduler.cancel(request)
-            self._tell_drained()
+            self._resolve_drained()
             self._mark(request, None)
             raise
         self._counters.said(len(said.ids))
         return said
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
-        """float32 [T - 1]: see `core.ports.Sampler`; T at most the context."""
-        return self._served.score(self._door.ids(ids))
+        """float32 [T - 1]: see `core.ports.Sampler`. T is at most the context."""
+        return self._served.score(self._admission.ids(ids))
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version`; what is being said meanwhile ends first or goes on, as `update` says.
+        """Serve these weights as `version`. Unfinished sequences end first or continue, depending on `update`.
 
-        All names and shapes are checked before the first tensor is copied. No cached block is found again. Returns the
-        fingerprint of what is now being served.
+        All names and shapes are checked before the first tensor is copied. The prefix cache is emptied. Returns the
+        fingerprint of the weights that are now served.
         """
         self._newer(version)
         self._loading += 1
@@ -204,7 +207,7 @@ class EmbeddedEngine:
         return fingerprint(named_tensors(self._module))
 
     def pause(self) -> None:
-        """Say nothing more until `resume`; what was said stays, requests may come."""
+        """Draw no more tokens until `resume`. Turns keep their tokens, and new requests are queued."""
         self._paused = True
 
     def resume(self) -> None:
@@ -213,7 +216,7 @@ class EmbeddedEngine:
             self._wake()
 
     def gauges(self) -> Gauges:
-        """Counters since the last call; names and meaning in `counters.EngineCounters`."""
+        """Gauges since the last call; `counters` lists their names and meaning."""
         return self._counters.take(self._scheduler)
 
     def clock(self) -> dict[str, float]:
@@ -222,12 +225,12 @@ class EmbeddedEngine:
 
     @property
     def blocks_in_use(self) -> int:
-        """Cache blocks that belong to a slot or a prompt."""
+        """Cache blocks owned by a slot or a prompt."""
         return self._scheduler.blocks.in_use
 
     @property
     def cache_size(self) -> int:
-        """Bytes the key-value cache takes now."""
+        """Bytes of the key-value cache now."""
         return self._pool.rows * self._pool.row_bytes
 
     def _newer(self, version: int) -> None:
@@ -235,7 +238,7 @@ class EmbeddedEngine:
             raise EngineError(f"weights of version {version} after version {self._version}: versions only increase")
 
     def _renew(self, version: int) -> None:
-        """The weights were replaced."""
+        """Prepare the scheduler for the weights that were just copied."""
         stale = self._update == "stale"
         self._scheduler.renew(version, stale=stale)
         self._version = version
@@ -259,7 +262,7 @@ class EmbeddedEngine:
             self.timeline.phase(request, phase)
 
     def _wake(self) -> None:
-        """Make sure that a task of the running loop steps while there is work."""
+        """Start a task of the running loop that steps while there is work, unless one runs."""
         loop = asyncio.get_running_loop()
         if self._loop is not loop:
             if (
@@ -272,10 +275,10 @@ class EmbeddedEngine:
                 self._stepper.scheduler = self._fresh()
             self._loop, self._task, self._drained = loop, None, []
         if self._task is None or self._task.done():
-            self._task = loop.create_task(self._pump())
+            self._task = loop.create_task(self._run_steps())
 
-    async def _pump(self) -> None:
-        """Step until there is nothing to do, letting the loop run between steps."""
+    async def _run_steps(self) -> None:
+        """Run steps until there is nothing to do. The event loop runs between steps."""
         await asyncio.sleep(0)
         while not self._paused and (self._scheduler.unfinished or (self._scheduler.queue and not self._loading)):
             try:
@@ -285,12 +288,12 @@ class EmbeddedEngine:
             except BaseException as error:
                 self._fail(EngineError(f"the engine was interrupted ({type(error).__name__})"))
                 raise
-            self._tell_drained()
+            self._resolve_drained()
             await asyncio.sleep(0)
 
-    def _tell_drained(self) -> None:
-        """Let new weights come once nothing is being said. The last turn may end in a step, or by being cancelled
-        between two."""
+    def _resolve_drained(self) -> None:
+        """Let `load` continue once no turn is unfinished. The last turn may end in a step, or be
+        cancelled between two steps."""
         if not self._scheduler.unfinished:
             for waiter in self._drained:
                 if not waiter.done():
@@ -298,7 +301,7 @@ class EmbeddedEngine:
             self._drained = []
 
     def _fail(self, error: Exception) -> None:
-        """Hand an error to everyone who waits, and start over with an empty cache."""
+        """Raise an error in every waiting call, and start again with an empty cache."""
         waiting = [r for r in (*self._scheduler.slots.request, *self._scheduler.queue) if r is not None]
         self._stepper.scheduler = self._fresh()
         for future in (*(r.future for r in waiting), *self._drained):
@@ -321,7 +324,7 @@ class EmbeddedEngine:
             version=self._version,
             lanes=self._served.lanes,
         )
-        scheduler.slots.strings.text = self._door.text
+        scheduler.slots.strings.text = self._admission.text
         return scheduler
 
     def _grow(self, blocks: int) -> None:

@@ -1,11 +1,12 @@
-"""The same decoder in a third of the calls, for float32 models of the Llama family.
+"""The same decoder with a third of the calls, for float32 models of the Llama family.
 
-At the sizes a CPU serves, a decode step costs as many microseconds in calls as in arithmetic. Here queries, keys and
-values are one product, gate and up another, and norms, rotations and residuals work in place. The weights are not
-copied: the module's own parameters become views of the joined ones, so whoever loads or reads them does so as before.
+At the sizes that run on a CPU, the calls of a decode step cost as much time as its arithmetic. Here queries,
+keys and values are one matrix product, and gate and up are another. Norms, rotations and residuals work in
+place. The weights are stored once: the module's own parameters become views of the joined ones, so loading and
+reading them works as before.
 
-Where the C of `kernels/` compiles, half a layer is one of its calls, and activations are feature-major: W @ x reads
-each weight once in the order it lies in memory, and a position's bits do not depend on how many stand beside it.
+With the compiled kernels, one call computes half a layer. Activations are then feature-major. W @ x reads each weight
+once in memory order, and the bits of a position do not depend on the number of other positions.
 
 Axis letters: N positions, E hidden width, H query heads, K key-value heads, D head width, F feed-forward width.
 """
@@ -35,7 +36,7 @@ FAMILIES = {
     "Qwen2ForCausalLM": "Qwen2",
     "Qwen3ForCausalLM": "Qwen3",
 }
-"""Architectures whose layers are known to be exactly the one below, and how transformers prefixes their classes."""
+"""Architectures whose layers are exactly the one below, and the prefix of their classes in transformers."""
 CANARY = 24
 BOUND = 1e-4
 """Largest relative difference allowed between fused and original hidden states."""
@@ -61,10 +62,10 @@ class _Layer:
 
 
 class FusedDecoder:
-    """`ReadOut.hidden` for a model that `fusable` accepts; `read_out` is its own.
+    """`ReadOut.hidden` for a model that `fusable` accepts. `read_out` is that model's.
 
     Args:
-        compiled: use compiled kernels, which must serve.
+        compiled: use the compiled kernels, which this machine must have.
     """
 
     def __init__(self, module: PreTrainedModel, read_out: ReadOut, context: int, compiled: bool) -> None:
@@ -119,7 +120,7 @@ class FusedDecoder:
         return _norm(x_NE, self._norm)
 
     def _compiled(self, kernels: native.Kernels, input_ids: Tensor, position_ids: Tensor, layout: Layout) -> Tensor:
-        """The same with compiled kernels; activations are [features, N], in rows of `native.stride(N)`."""
+        """`hidden` with compiled kernels. Activations are [features, N], with rows of `native.stride(N)` floats."""
         s, count = self._sizes, len(input_ids)
         wide = native.stride(count)
         h, k, d = s.H, s.K, s.D
@@ -146,15 +147,15 @@ class FusedDecoder:
         return out
 
     def _room(self, features: tuple[int, ...], wide: int) -> list[int]:
-        """Addresses of matrices [features, wide], in memory kept from pass to pass: fresh memory costs more than small
-        products."""
+        """Addresses of matrices [features, wide]. Their memory is reused from pass to pass, because new memory costs
+        more than small products."""
         if self._memory.numel() < sum(features) * wide:
             self._memory = torch.zeros(sum(features) * wide + native.LANES)
         start = -(-self._memory.data_ptr() // 64) * 64
         return [start + 4 * wide * before for before in itertools.accumulate((0, *features[:-1]))]
 
     def _address(self, layer: _Layer) -> native.Layer:
-        """Where the weights of a layer lie; the layer keeps them alive."""
+        """The addresses of a layer's weights. The layer keeps the weights alive."""
         q, k = layer.q_norm, layer.k_norm
         weights = (
             layer.before.weight,
@@ -170,7 +171,7 @@ class FusedDecoder:
         return native.Layer(*(None if w is None else w.data_ptr() for w in every), *eps)
 
     def _join(self, layer: Any) -> _Layer:
-        """Joined weights of a layer, of which its own parameters become views."""
+        """The joined weights of a layer. The layer's own parameters become views of them."""
         a, m = layer.self_attn, layer.mlp
         qkv = [a.q_proj, a.k_proj, a.v_proj]
         window = (
@@ -206,8 +207,7 @@ class FusedDecoder:
 
 
 def fusable(module: PreTrainedModel) -> bool:
-    """Whether every layer is the plain one of a known family, in float32, with nothing hooked, adapted or tied in
-    between."""
+    """Whether every layer is the plain one of a known family, in float32, without hooks, adapters or other parts."""
     prefix = FAMILIES.get(type(module).__name__)
     config = module.config
     if (
@@ -225,7 +225,7 @@ def fusable(module: PreTrainedModel) -> bool:
 
 
 def _joined(parts: list[Tensor]) -> Tensor:
-    """The parts one below the other; each part becomes a view of its place in them."""
+    """The parts concatenated along the first axis. Each part becomes a view of its place in the result."""
     whole = torch.cat([p.detach() for p in parts])
     for part, view in zip(parts, whole.split([len(p) for p in parts]), strict=True):
         part.data = view

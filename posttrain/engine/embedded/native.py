@@ -1,8 +1,8 @@
-"""The C of `kernels/`, compiled once per machine by its own C compiler and called on tensors.
+"""The C code of `kernels/`, compiled once per machine by its own C compiler and called on tensors.
 
-The library lies in the user's cache folder under a name that hashes its source, compiler, flags and processor, so
-another of any of them makes another. Where no compiler works, the engine runs on torch's own operations, slower and
-otherwise the same; `find` says why.
+The library is in the user's cache folder. Its name is a hash of source, compiler, flags and processor, so a change of
+any of them makes a new library. Without a working compiler the engine uses torch's own operations, which are slower but
+otherwise the same. `find` returns the reason.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ from torch import Tensor
 from posttrain.core.errors import EngineError
 
 LANES = 16
-"""Columns of a feature-major matrix come in multiples of this."""
+"""The number of columns of a feature-major matrix is a multiple of this."""
 SOURCES = Path(__file__).with_name("kernels")
 MAIN = SOURCES / "decoder.c"
-"""Includes the others, so that everything is one unit to the compiler."""
+"""Includes the other files, so that all code is one compilation unit."""
 FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-fopenmp", "-fPIC", "-shared")
 POINTER, INT, FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 
 
 class Sizes(ctypes.Structure):
-    """Hidden width, features between gate and up, query heads, key-value heads, head width."""
+    """E hidden width, F feed-forward width, H query heads, K key-value heads, D head width."""
 
     _fields_ = [(name, INT) for name in ("E", "F", "H", "K", "D")]
 
 
 class Layer(ctypes.Structure):
-    """Addresses of a layer's weights; None where it has no such bias or norm."""
+    """Addresses of a layer's weights; None where the layer has no such bias or norm."""
 
     _fields_ = [
         *(
@@ -53,7 +53,7 @@ class Layer(ctypes.Structure):
 
 
 class Pass(ctypes.Structure):
-    """Addresses of the memory of one forward pass, and its numbers of positions and of floats between rows."""
+    """Addresses of the memory of one forward pass, the number N of its positions, and the floats `ld` between rows."""
 
     _fields_ = [
         *(
@@ -85,7 +85,7 @@ Attend = Callable[[Tensor, Tensor, float, int | None], None]
 
 
 class Kernels:
-    """The compiled functions. Tensors are float32 and on the CPU; the caller has seen to both."""
+    """The compiled functions. All tensors must be float32 and on the CPU; the caller ensures both."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         for name, arguments in SIGNATURES.items():
@@ -106,9 +106,9 @@ class Kernels:
         out: Tensor,
         softcap: float | None,
     ) -> Attend:
-        """To store key and value [K, N, D] at rows `to_N` of a layer's pools, and attend query [H, B, D] over its rows
-        into `out` [B, H, D], as often as called; see `attention.h`. The tensors are float32 with adjacent last
-        elements, and are read at each call."""
+        """Returns a function for one layer's pools. It stores key and value [K, N, D] at rows `to_N`, and writes the
+        attention of query [H, B, D] over its rows to `out` [B, H, D]; see `attention.h`. The tensors are float32 with
+        adjacent last elements, and are read at each call."""
         assert all(x.stride(-1) == 1 and x.dtype == torch.float32 for x in (key, value, query))
         heads, count, width = query.shape
         fixed = (
@@ -128,8 +128,8 @@ class Kernels:
         return attend
 
     def pick(self, logp: Tensor, uniform: np.ndarray) -> Tensor | None:
-        """int64 [B]: a token for each row of log-probs [B, V] by one float64 uniform each; None where a row's sum is
-        not finite."""
+        """int64 [B]: a token for each row of log-probs [B, V], drawn by one float64 uniform; None where a
+        row's sum is not finite."""
         logp, uniform = logp.contiguous(), np.ascontiguousarray(uniform, np.float64)
         ids = torch.empty(len(logp), dtype=torch.int64)
         failed = self._pick(logp.data_ptr(), uniform.ctypes.data, ids.data_ptr(), *logp.shape)
@@ -137,19 +137,19 @@ class Kernels:
 
 
 def stride(count: int) -> int:
-    """Floats between the rows of a feature-major matrix of `count` columns: an odd number of vectors, so that the rows
-    of one column do not crowd into a few sets of the cache."""
+    """Floats between the rows of a feature-major matrix of `count` columns: an odd number of vectors, so that the
+    elements of one column are spread over the sets of the CPU cache."""
     return (-(-count // LANES) | 1) * LANES
 
 
 def missing() -> str:
-    """Why this machine has no kernels; '' where it has."""
+    """Why this machine has no compiled kernels; '' where it has."""
     found = find()
     return found if isinstance(found, str) else ""
 
 
 def library() -> Kernels:
-    """The kernels of this machine. EngineError where there are none."""
+    """The compiled kernels of this machine. EngineError where there are none."""
     found = find()
     if isinstance(found, str):
         raise EngineError(f"there are no compiled kernels: {found}")
@@ -158,7 +158,7 @@ def library() -> Kernels:
 
 @functools.cache
 def find() -> Kernels | str:
-    """The kernels of this machine, compiled where they are not yet; or why there are none."""
+    """The kernels of this machine, compiled first if needed; or the reason why there are none."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         return f"no C compiler {os.environ.get('CC', 'cc')!r}: install gcc or clang, or set CC"
@@ -178,7 +178,7 @@ def find() -> Kernels | str:
 
 
 def _compile(compiler: str, library: Path) -> str:
-    """Make the library; why it could not be made, or ''."""
+    """Compile the library. Returns the reason if that failed, else ''."""
     with tempfile.TemporaryDirectory(dir=library.parent) as temporary:
         fresh = Path(temporary) / library.name
         made = subprocess.run([compiler, *FLAGS, "-o", str(fresh), str(MAIN), "-lm"], capture_output=True, text=True)
@@ -189,7 +189,8 @@ def _compile(compiler: str, library: Path) -> str:
 
 
 def _folder() -> Path:
-    """Where the compiled library is kept: the user's cache, or a fresh folder where that cannot be written."""
+    """The folder of the compiled library: the user's cache folder, or a new temporary one where
+    that cannot be written."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "posttrain"
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -199,7 +200,7 @@ def _folder() -> Path:
 
 
 def _processor() -> str:
-    """What the compiler would specialise for."""
+    """The processor's name and features, which `-march=native` compiles for."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     return "\n".join(

@@ -1,4 +1,5 @@
-"""One forward pass written out as arrays: what is computed, where it is stored, what each position sees."""
+"""One forward pass as arrays: which tokens it computes, where their keys and values are stored,
+what each position sees."""
 
 from __future__ import annotations
 
@@ -11,21 +12,20 @@ from posttrain.engine.embedded.cache import ragged_arange
 from posttrain.engine.embedded.slots import Prompt, Slots
 
 BUDGET = 2048
-"""Positions of one forward pass: the speaking slots', then pieces of prompts."""
+"""Positions of one forward pass: those of the generating slots, then pieces of prompts."""
 SHORT = 64
-"""Pieces up to this length join the ragged queries; longer ones attend densely, which costs a call per bucket and
-layer."""
-FULL = 48, 256
-"""A forward pass fills its lanes where at least so many slots speak and fewer positions than the second are to be
-computed: with fewer slots, reading the weights is what takes time, and with more positions a few idle lanes do not
-show."""
+"""Pieces of at most this length are computed with the ragged queries. Longer ones use dense attention, which costs one
+call per bucket and layer."""
+LANES_PAY = 48, 256
+"""A forward pass avoids idle lanes where at least 48 slots generate and fewer than 256 positions are to be computed.
+With fewer slots, reading the weights takes most of the time. With more positions, a few idle lanes cost little."""
 
 
 @dataclass(frozen=True, eq=False)
 class Drafts:
-    """Tokens proposed after the pending one of each speaking slot: the first `counts[i]` of row i of `ids` [n, k].
+    """Tokens proposed after the pending one of each generating slot: the first `counts[i]` of row i of `ids` [n, k].
 
-    `q[j]` [n, V] holds the distributions that the j-th ones were drawn from; None where they were not drawn.
+    `q[j]` [n, V] holds the distributions that the j-th drafts were drawn from. `q` is None where they were not drawn.
     """
 
     ids: np.ndarray
@@ -35,36 +35,36 @@ class Drafts:
 
 @dataclass(frozen=True, eq=False)
 class PrefillPieces:
-    """Prompts with the position each is computed up to, by the way their queries attend."""
+    """Prompts, each with the position it is computed up to, grouped by the kind of attention of their queries."""
 
     ragged: list[tuple[Prompt, int]] = field(default_factory=list[tuple[Prompt, int]])
     dense: list[tuple[Prompt, int]] = field(default_factory=list[tuple[Prompt, int]])
-    """From their start."""
+    """Pieces at the start of their prompts."""
     chunks: list[tuple[Prompt, int]] = field(default_factory=list[tuple[Prompt, int]])
-    """After what is cached."""
+    """Later pieces, after positions that are cached."""
 
 
 @dataclass(eq=False)
 class Plan:
-    """One forward pass: ragged positions (speaking slots, then short pieces), dense prompts, later chunks, idle
-    positions."""
+    """One forward pass. Its positions in order: ragged ones (generating slots, then short pieces), starts of prompts,
+    later chunks, idle ones."""
 
-    speaking: np.ndarray
+    generating: np.ndarray
     """Slots whose pending token is computed."""
     widths: np.ndarray
-    """Positions of each speaking slot, at the front: the pending token and its drafts."""
+    """Positions of each generating slot, at the front of the pass: the pending token and its drafts."""
     ids: np.ndarray
     positions: np.ndarray
     rows: np.ndarray
     """Pool row of every position that is not idle."""
     visible: np.ndarray
-    """Pool rows each ragged position sees, position after position."""
+    """Pool rows that each ragged position sees, one position after the other."""
     lengths: np.ndarray
-    """How many each sees; 0 for idle ones."""
+    """How many rows each ragged position sees; 0 for idle ones."""
     dense: list[int]
-    """Length of each piece that begins its prompt."""
+    """Length of each piece at the start of its prompt."""
     chunks: list[tuple[np.ndarray, int]]
-    """Of each piece that goes on: pool rows of the whole prompt so far, and the length of the piece at their end."""
+    """For each later piece: pool rows of the whole prompt so far, and the length of the piece at their end."""
     pieces: list[tuple[Prompt, int]]
     """Prompts in order, with the number of positions cached after this pass."""
     ends: list[int]
@@ -72,8 +72,8 @@ class Plan:
 
 
 def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPieces, least: int) -> Plan:
-    """The pass over the pending tokens of the slots `at`, their drafts and these pieces; `least`: positions it has at
-    least."""
+    """The pass over the pending tokens of the slots `at`, their drafts and these pieces. It has at least `least`
+    positions; idle ones fill it up."""
     widths = np.ones(len(at), np.int64) if drafts is None else drafts.counts + 1
     each = at if drafts is None else np.repeat(at, widths)
     position = s.cached[each] + (0 if drafts is None else ragged_arange(widths))
@@ -89,7 +89,7 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
     positions = np.concatenate([position, *(np.arange(a, b) for _, a, b in spans)])
     idle = max(0, least - len(ids)) if len(ids) else 0
     return Plan(
-        speaking=at,
+        generating=at,
         widths=widths,
         ids=np.append(ids, np.zeros(idle, np.int64)),
         positions=np.append(positions, np.zeros(idle, np.int64)),
@@ -104,13 +104,13 @@ def make_plan(s: Slots, at: np.ndarray, drafts: Drafts | None, pieces: PrefillPi
 
 
 def room_in_lanes(computed: int, left: int, budget: int, lanes: int) -> int:
-    """Positions of prompts to compute beside `computed` others, where `left` of them are not cached yet.
+    """How many positions of prompts to compute in a pass with `computed` others. `left` positions of
+    prompts are not cached yet.
 
-    What would begin one more vector of lanes without filling it waits for the next pass, as long as this one has some
-    part of a
-    prompt: with 64 slots and short prompts one lane in nine would be idle.
+    Positions that would begin one more vector of lanes without filling it wait for the next pass, if this pass still
+    has some positions of a prompt. With 64 slots and short prompts, one lane in nine would be idle otherwise.
     """
     wanted = computed + left
     whole = wanted // lanes * lanes
-    least, most = FULL
+    least, most = LANES_PAY
     return (whole if least <= computed < whole and wanted < min(most, budget) else budget) - computed

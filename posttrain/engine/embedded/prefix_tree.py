@@ -1,10 +1,11 @@
-"""The prefix tree: which cached blocks hold which beginning of a sequence.
+"""The prefix tree: which cached blocks hold which beginnings of sequences.
 
-An edge is the tokens of one block, a node the block that holds their keys and values after everything above it. Inner
-nodes are full; a leaf may be partial, so that the next turn of an episode finds its last turn to the token. The roots
-are weight versions: what one version computed is never found under another.
+An edge is the tokens of one block. A node is the block that holds their keys and values, computed after all tokens
+above it. Inner nodes are full blocks. A leaf may be partial, so that the next turn of an episode finds all tokens of
+its last turn. The roots are weight versions, so keys and values of other weights are never found.
 
-Least recently used goes first, and a leaf before its parent. numpy and dictionaries; the rows are in `cache`.
+The least recently used blocks are evicted first, and a leaf before its parent. numpy and dictionaries;
+the rows are in `cache`.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class PrefixTree:
     """Owns one share of every block in it.
 
     Args:
-        version: of the weights whose keys and values are cached from now on.
+        version: version of the weights whose keys and values are cached from now on.
     """
 
     def __init__(self, blocks: Blocks, version: int) -> None:
@@ -78,10 +79,11 @@ class PrefixTree:
         return Match(np.array([n.block for n in (path[:-1] if extra else path)], np.int64), tail, extra)
 
     def insert(self, ids: np.ndarray, blocks: np.ndarray) -> np.ndarray:
-        """`blocks` hold the keys and values of all of `ids`; those the tree does not know yet become its own as well.
+        """Add a sequence: `blocks` hold the keys and values of all of `ids`. The tree becomes an owner of
+        those it does not have.
 
-        Returns int64, like `blocks`: the blocks in which the tree has `ids`. Who keeps blocks after this keeps these: a
-        block whose child somebody holds cannot be evicted, so it must not be spare.
+        Returns int64, like `blocks`: the blocks in which the tree has `ids`. A caller that keeps blocks must keep
+        these. A block with a child cannot be evicted, so it must not be spare while a caller holds the child.
         """
         path, at = self._walk(ids, len(ids) // BLOCK)
         new: list[int] = []
@@ -104,7 +106,7 @@ class PrefixTree:
         return np.array([n.block for n in path], np.int64)
 
     def evict(self, n: int) -> int:
-        """Give up to `n` blocks free that nobody else owns, least recently used first; returns how many."""
+        """Free up to `n` blocks that only the tree owns, least recently used first. Returns how many."""
         gone: list[_Node] = []
         for node in self._order.values():
             if len(gone) >= n:
@@ -120,7 +122,7 @@ class PrefixTree:
         return len(gone)
 
     def renew(self, version: int) -> None:
-        """Forget everything; what is inserted from now on was computed by `version`."""
+        """Empty the tree. Blocks inserted from now on were computed by `version`."""
         if self._nodes:
             self._blocks.uncache(np.array([n.block for n in self._nodes.values()], np.int64))
         self._nodes.clear()
@@ -128,8 +130,7 @@ class PrefixTree:
         self._root = -1 - version
 
     def _walk(self, ids: np.ndarray, most: int) -> tuple[list[_Node], int]:
-        """(nodes of the full blocks of `ids` that are cached, at most `most`; serial of the last one or of the
-        root)."""
+        """(nodes of the cached full blocks of `ids`, at most `most`; serial of the last one or of the root)."""
         path: list[_Node] = []
         at = self._root
         for i in range(most):
@@ -141,17 +142,17 @@ class PrefixTree:
         return path, at
 
     def _touch(self, path: list[_Node]) -> None:
-        """These were used now, a parent after its child."""
+        """Mark these as used now. A parent is marked after its child, so it is evicted later."""
         for node in reversed(path):
             self._order.move_to_end(node.serial)
 
 
-SPARE = 64
-"""Blocks given up at once, so that the search for them is rare."""
+EVICT_BLOCKS = 64
+"""Fewest blocks that are evicted at once, so that the search for them is rare."""
 
 
 def take_blocks(blocks: Blocks, tree: PrefixTree, n: int, grow: Callable[[int], None]) -> np.ndarray:
-    """`n` blocks: free ones, new ones as far as the budget goes, then the least recently used that only the tree owns.
+    """`n` blocks: free ones first, then new ones within the byte budget, then evicted ones of the tree.
 
     `grow` is called with the number of blocks that the pool must hold.
     """
@@ -160,5 +161,5 @@ def take_blocks(blocks: Blocks, tree: PrefixTree, n: int, grow: Callable[[int], 
         grow(capacity)
         blocks.grow(capacity)
     if n > blocks.free:
-        tree.evict(max(n - blocks.free, SPARE))
+        tree.evict(max(n - blocks.free, EVICT_BLOCKS))
     return blocks.take(n)

@@ -1,8 +1,8 @@
-"""Logits to tokens under the log-prob contract `core.sampling.Sampling`, for many rows with a contract each.
+"""Logits to tokens under the log-prob contract `core.sampling.Sampling`, for many rows. Each row has its own contract.
 
-Every row is a function of its own logits, contract, past and uniform: ties are broken towards the lower id, sums run
-along a row in a fixed order, and one uniform picks the token through the inverse of the row's cumulative distribution.
-What a contract does before the temperature, and what it reads of the past for it, is in `rules`.
+A row's token depends only on its own logits, contract, past tokens and uniform. Ties go to the lower id. Sums along a
+row have a fixed order. One uniform picks the token by the inverse of the row's cumulative distribution. The steps
+before the temperature, which read past tokens, are in `slot_rules`.
 
 Axis letters: B rows, V vocabulary, R truncated rows, n candidates looked at.
 """
@@ -25,7 +25,7 @@ from posttrain.engine.embedded.slot_rules import NotADistribution, SlotRules
 from posttrain.engine.kernels import Kernel, add_forms, kernel
 
 HEAD = 1024
-"""Candidates sorted first where the vocabulary is large; rows that keep more are sorted whole."""
+"""Most probable tokens that are sorted first where the vocabulary is large. Rows that keep more are sorted whole."""
 INF = float("-inf")
 
 
@@ -46,17 +46,17 @@ class Contracts:
     truncated: np.ndarray
     """bool"""
     top: np.ndarray
-    """int64: most probable tokens to hand over with each draw."""
+    """int64: number of most probable tokens to return with each draw."""
     rules: SlotRules | None = None
-    """What is done before the temperature; None where no row has any of it."""
+    """The steps before the temperature; None where no row has any."""
     slots: np.ndarray | None = None
-    """int64: the slot of `rules` each row follows; None: row b is slot b."""
+    """int64: the slot of `rules` that each row follows; None: row b is slot b."""
     ahead: np.ndarray | None = None
-    """int64 [B, D], -1 behind the last: tokens each row takes as said after what its slot has said."""
+    """int64 [B, D], filled up with -1: tokens that each row treats as said after those of its slot."""
 
     @staticmethod
     def plain(n: int) -> Contracts:
-        """Temperature 1, nothing cut, `n` times."""
+        """`n` contracts with temperature 1 and no truncation."""
         zeros = np.zeros(n, bool)
         return Contracts(
             np.ones(n, np.float32),
@@ -74,15 +74,15 @@ class Contracts:
         prompts: Sequence[np.ndarray] | None = None,
         said: Sequence[np.ndarray] | None = None,
     ) -> Contracts:
-        """A row a contract, after these prompts and what the turns have said (default: nothing)."""
+        """One row per contract, after these prompts and the tokens `said` in the turns (default: none)."""
         out = Contracts.plain(len(samplings))
         for i, s in enumerate(samplings):
             out.put(i, s, None if prompts is None else prompts[i], None if said is None else said[i])
         return out
 
     def put(self, row: int, s: Sampling, prompt: np.ndarray | None = None, said: np.ndarray | None = None) -> None:
-        """Row `row` follows `s` from now on, after int32 `prompt` and what its turn has already `said` (None:
-        nothing)."""
+        """Row `row` follows `s` from now on, after int32 `prompt` and the tokens its turn has
+        already `said` (None: none)."""
         self.beta[row], self.top_k[row], self.top_p[row], self.min_p[row] = 1 / s.temperature, s.top_k, s.top_p, s.min_p
         self.greedy[row], self.truncated[row], self.top[row] = s.greedy, s.truncated, s.top
         if s.rules and self.rules is None:
@@ -92,20 +92,20 @@ class Contracts:
             self.rules.put(row, s, nothing if prompt is None else prompt, nothing if said is None else said)
 
     def clear(self, row: int) -> None:
-        """Row `row` is nobody's."""
+        """Row `row` has no contract any more."""
         self.greedy[row] = self.truncated[row] = False
         self.top[row] = 0
         if self.rules is not None:
             self.rules.clear(row)
 
-    def heard(self, rows: np.ndarray, ids: np.ndarray) -> None:
-        """Each of these rows has said one token."""
+    def record(self, rows: np.ndarray, ids: np.ndarray) -> None:
+        """Record one token `ids[i]` that row `rows[i]` has said."""
         if self.rules is not None:
-            self.rules.heard(rows, ids)
+            self.rules.record(rows, ids)
 
     def at(self, rows: np.ndarray, ahead: np.ndarray | None = None) -> Contracts:
-        """The contracts of some rows, which may repeat; `ahead` [B, D] are tokens each takes as said already, -1 behind
-        the last."""
+        """The contracts of some rows, which may repeat. `ahead` [B, D], filled up with -1: tokens that each
+        treats as already said."""
         slots = rows if self.slots is None else self.slots[rows]
         ruled = self.rules is not None and bool(self.rules.active[slots].any())
         return Contracts(
@@ -124,16 +124,17 @@ class Contracts:
 
 @dataclass(frozen=True, eq=False)
 class DrawnTokens:
-    """One token a row. `kept` holds the kept ids (ascending) of each truncated row, in order of `truncated_rows`."""
+    """One token per row. `kept` holds the kept ids (ascending) of each truncated row, in the
+    order of `truncated_rows`."""
 
     ids: np.ndarray
     """int64 [B]"""
     logp: np.ndarray
-    """float32 [B]: in the distribution really sampled; 0 for a greedy row."""
+    """float32 [B]: log-prob under the distribution that was sampled from; 0 for a greedy row."""
     truncated_rows: np.ndarray
     kept: list[np.ndarray]
     top: Top | None = None
-    """The most probable tokens of every row, as many as the row that wants most."""
+    """The most probable tokens of every row, as many as the row that asks for the most."""
 
     def at(self, rows: np.ndarray) -> DrawnTokens:
         """Some of the rows."""
@@ -151,28 +152,28 @@ class DrawnTokens:
 
 @dataclass(frozen=True, eq=False)
 class Spread:
-    """The distributions that B tokens are drawn from, under their contracts."""
+    """The distributions that B tokens are drawn from, each under its contract."""
 
     logp: Tensor
-    """[B, V]: log-probs; -inf for what is not kept."""
+    """[B, V]: log-probs; -inf for tokens that are not kept."""
     contracts: Contracts
     best: Tensor | None
-    """int64 [B]: the most probable token before anything is cut; None where no row is greedy."""
+    """int64 [B]: the most probable token before truncation; None where no row is greedy."""
     cut: np.ndarray
     """Rows that are truncated and not greedy."""
     mask: Tensor | None
-    """bool [len(cut), V]: what they keep."""
+    """bool [len(cut), V]: the tokens they keep."""
     kernels: KernelChoice
     """See `pick`."""
     dead: np.ndarray
-    """Rows some tokens ahead of their slot, where nothing is left to say: their distributions mean nothing."""
+    """Rows after drafted tokens in which every token is banned. Their distributions have no meaning."""
 
     @staticmethod
     def of(logits: Tensor, contracts: Contracts, kernels: KernelChoice = "auto") -> Spread:
-        """logits float32 [B, V], consumed; `kernels` as in `pick`.
+        """logits: float32 [B, V], overwritten. `kernels` as in `pick`.
 
         Raises:
-            NothingLeft: rows at what their slot has said of which every token is banned.
+            NothingLeft: in some rows without drafted tokens every token is banned.
         """
         c, dead = contracts, np.zeros(0, np.int64)
         if c.rules is not None:
@@ -190,7 +191,7 @@ class Spread:
         return Spread(torch.log_softmax(logits, -1), c, best, cut, mask, kernels, dead)
 
     def probabilities(self) -> Tensor:
-        """[B, V]; all of it on the most probable token of a greedy row."""
+        """[B, V]: the probabilities. A greedy row has probability 1 on its most probable token."""
         p = self.logp.exp()
         if self.best is None:
             return p
@@ -198,16 +199,16 @@ class Spread:
         return torch.where(_to(self.contracts.greedy, p)[:, None], certain, p)
 
     def pick(self, uniform: np.ndarray) -> Tensor:
-        """int64 [B]: one token a row, by one uniform each."""
+        """int64 [B]: one token per row, drawn by one uniform each."""
         ids = pick(self.logp, uniform, self.kernels)
         return ids if self.best is None else torch.where(_to(self.contracts.greedy, ids), self.best, ids)
 
     def draw(self, uniform: np.ndarray) -> DrawnTokens:
-        """One token a row, with all that is stored of it."""
+        """Draw one token per row, with its log-prob, kept set and most probable tokens."""
         return self.say(self.pick(uniform))
 
     def say(self, ids: Tensor) -> DrawnTokens:
-        """These tokens [B], with all that is stored of them."""
+        """The tokens `ids` [B], with their log-probs, kept sets and most probable tokens."""
         c = self.contracts
         said = self.logp.gather(1, ids[:, None])[:, 0]
         if self.best is not None:
@@ -219,17 +220,18 @@ class Spread:
 
 
 def draw(logits: Tensor, contracts: Contracts, uniform: np.ndarray, kernels: KernelChoice = "auto") -> DrawnTokens:
-    """Draw one token a row. logits float32 [B, V] (consumed), uniform float64 [B] in [0, 1); `kernels` as in `pick`.
+    """Draw one token per row. logits: float32 [B, V], overwritten. uniform: float64 [B] in [0, 1).
+    `kernels` as in `pick`.
 
     Raises:
-        NothingLeft: rows of which every token is banned.
-        NotFinite: rows whose probabilities are not finite.
+        NothingLeft: in some rows every token is banned.
+        NotADistribution: some rows have probabilities that are not finite.
     """
     return Spread.of(logits, contracts, kernels).draw(uniform)
 
 
 def _top(logp: Tensor, k: int) -> Top | None:
-    """The k most probable tokens of the distributions drawn from."""
+    """The k most probable tokens of each distribution; None for k = 0."""
     if not k:
         return None
     if k > logp.shape[-1]:
@@ -239,16 +241,16 @@ def _top(logp: Tensor, k: int) -> Top | None:
 
 
 def pick(logp: Tensor, uniform: np.ndarray, kernels: KernelChoice = "auto") -> Tensor:
-    """int64 [B]: the first token whose cumulative probability exceeds uniform * total. Sums are float64, in order of
-    ids.
+    """int64 [B]: the first token whose cumulative probability exceeds uniform * total. Sums are
+    float64, in order of ids.
 
-    Only a token of positive probability can be the first to exceed anything, and the target stays below the total.
+    Only a token of positive probability can be the first to exceed the target. The target stays below the total.
 
     Args:
-        kernels: by which code (`Model.kernels`).
+        kernels: the choice of kernels (`Model.kernels`).
 
     Raises:
-        NotFinite: rows whose probabilities are not finite.
+        NotADistribution: some rows have probabilities that are not finite.
     """
     ids = kernel("draw", logp.device, logp.dtype, kernels).function(logp, uniform)
     if ids is None:
@@ -262,7 +264,7 @@ def pick(logp: Tensor, uniform: np.ndarray, kernels: KernelChoice = "auto") -> T
 
 
 def _pick(logp: Tensor, uniform: np.ndarray) -> Tensor | None:
-    """The same by its definition; None where a row's sum is not finite."""
+    """The reference form of `pick`; None where a row's sum is not finite."""
     cdf = logp.exp().cumsum(-1, dtype=torch.float64)
     total = cdf[:, -1]
     if not bool(total.isfinite().all()):
@@ -291,10 +293,10 @@ def lowest_argmax(logits: Tensor) -> Tensor:
 
 
 def kept_mask(z: Tensor, c: Contracts) -> Tensor:
-    """bool [R, V]: top-k, then top-p, then min-p, each on the renormalised distribution the previous one left.
+    """bool [R, V]: top-k, then top-p, then min-p, each on the renormalised distribution that the one before left.
 
-    Example: probabilities [.5, .3, .15, .05] with top_k=3, top_p=.8: top-k leaves [.53, .32, .16], of which the first
-    two reach .8; the result keeps ids 0 and 1.
+    Example: probabilities [.5, .3, .15, .05] with top_k=3 and top_p=.8. Top-k leaves [.53, .32, .16]. The first two of
+    these reach .8, so the result keeps ids 0 and 1.
     """
     size = z.shape[-1]
     if size <= 4 * HEAD:
@@ -307,10 +309,11 @@ def kept_mask(z: Tensor, c: Contracts) -> Tensor:
 
 
 def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
-    """The kept mask from the n most probable tokens, and for which rows that was enough to know it.
+    """The kept mask from the n most probable tokens, and the rows for which these n are enough.
 
-    It is not where the kept set reaches the value of the last candidate: others of that value may lie beyond. Nor where
-    top-p is a share of the mass that a top-k leaves which reaches beyond the candidates.
+    They are not enough where the kept set reaches the value of the last one, because other tokens may have
+    the same value. They are also not enough where a top-k larger than n comes before top-p, because the
+    mass it leaves is unknown.
     """
     size = z.shape[-1]
     ids = torch.topk(z, n, sorted=False).indices.sort(-1).values if n < size else None
@@ -334,7 +337,7 @@ def _prefix(z: Tensor, c: Contracts, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _kept(c: Contracts, cut: np.ndarray, mask: Tensor | None, said: np.ndarray) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Kept ids of all truncated rows; of a greedy one, the token itself."""
+    """(truncated rows, kept ids of each). A greedy row keeps the token itself."""
     rows = np.flatnonzero(c.truncated)
     if mask is None:
         return rows, [said[r : r + 1].astype(np.int32) for r in rows]

@@ -1,9 +1,10 @@
-"""Which tokens the next forward pass computes, and who owns which cache blocks. numpy; no model, no event loop.
+"""Which tokens the next forward pass computes, and which request owns which cache blocks. numpy;
+no model, no event loop.
 
-A request is queued, then assigned a slot, then waits for its prompt to be cached, then speaks. It is admitted when the
-blocks of its prompt can be had; where blocks run out later, the youngest gives way: it goes back to the head of the
-queue with what it has said, and its cache is computed again. Requests are served in order of arrival, and the oldest
-never gives way, so all of them end.
+A request is queued, then gets a slot, then waits for its prompt to be cached, then generates. It is admitted when there
+are blocks for its prompt. Where blocks run out later, the youngest request is preempted. It goes back to the head of
+the queue with the tokens it has said, and its cache is computed again. Requests are served in order of arrival and the
+oldest is never preempted, so all of them end.
 """
 
 from __future__ import annotations
@@ -17,22 +18,22 @@ from torch import Tensor
 
 from posttrain.engine.embedded.blocks import BLOCK, Blocks, blocks_for, rows_of
 from posttrain.engine.embedded.plan import SHORT, Drafts, Plan, PrefillPieces, make_plan, room_in_lanes
-from posttrain.engine.embedded.prefix_tree import SPARE, PrefixTree, take_blocks
+from posttrain.engine.embedded.prefix_tree import EVICT_BLOCKS, PrefixTree, take_blocks
+from posttrain.engine.embedded.scheduler_counts import SchedulerCounts
 from posttrain.engine.embedded.slots import GenerateCall, Prompt, Slots
-from posttrain.engine.embedded.tally import SchedulerCounts
 
 
 class Scheduler:
     """Admission, planning, preemption and release.
 
     Args:
-        grow: called with the number of blocks the pool must hold.
-        rows: positions of every forward pass, idle ones included; None where passes are as large as their work.
-        budget: most positions of a forward pass, where `rows` is None; the speaking slots come first, and have one each
-            at least.
-        lanes: positions that cost no more than one, wherever their multiple is not full; see `plan.room_in_lanes`.
-        retain: blocks of ended sequences that are kept for later turns while nobody needs them.
-        version: of the weights being served.
+        grow: called with the number of blocks that the pool must hold.
+        rows: positions of every forward pass, idle ones included; None: as many as there is work for.
+        budget: most positions of a forward pass where `rows` is None. Each generating slot has at least one.
+        lanes: positions are computed in groups of this size, and idle ones in a group cost as
+            much; see `plan.room_in_lanes`.
+        retain: blocks of ended sequences that are kept for later turns while no request needs them.
+        version: version of the served weights.
     """
 
     def __init__(
@@ -55,37 +56,37 @@ class Scheduler:
         self.prompts: dict[bytes, Prompt] = {}
         self.copies: list[tuple[np.ndarray, np.ndarray]] = []
         """(from, to) pool rows to copy before the next forward pass."""
-        self.tally = SchedulerCounts()
+        self.counts = SchedulerCounts()
         self.moved: list[GenerateCall] = []
-        """Requests that gave their slot up, or speak on in another, since this was emptied."""
+        """Requests that lost their slot, or continue in a new one, since this list was emptied."""
         self.failed: list[tuple[GenerateCall, Exception]] = []
-        """Requests that could not be admitted, and why, since this was emptied."""
+        """Requests that could not be admitted, and the errors, since this list was emptied."""
         self._grow, self._rows, self.budget, self._retain, self._lanes = grow, rows, max(budget, slots), retain, lanes
         self._arrived = 0
         self._users: Counter[bytes] = Counter()
         """Requests of each prompt that have not begun."""
         self._caching: deque[Prompt] = deque()
         self._waits: dict[int, Prompt] = {}
-        """What each slot that does not speak yet waits for."""
+        """The prompt that each slot waits for before it generates."""
         self._lost: dict[bytes, int] = {}
-        """Positions of prompts that were cached and given up while requests still wanted them."""
+        """Cached positions of each prompt that was freed while requests still wanted it."""
 
     @property
     def busy(self) -> bool:
-        """Whether a slot is taken."""
+        """Whether any slot is taken."""
         return len(self.slots.free) < self.slots.count
 
     @property
     def unfinished(self) -> bool:
-        """Whether a turn has begun and not ended, in a slot or waiting for one to go on in."""
+        """Whether any turn has begun and not ended, in a slot or preempted and queued."""
         return self.busy or any(r.begun is not None and not r.gone for r in self.queue)
 
     @property
     def filled(self) -> int:
-        """Blocks it takes to hold what the slots and prompts have cached or are caching, shared blocks once."""
+        """Blocks needed for what the slots and prompts have cached or are caching; shared blocks count once."""
         s = self.slots
         waiting = {id(p): p for p in (*self.prompts.values(), *self._waits.values())}.values()
-        held = [s.table[i, : s.cached[i] + 1 : BLOCK] // BLOCK for i in np.flatnonzero(s.speaking)] + [
+        held = [s.table[i, : s.cached[i] + 1 : BLOCK] // BLOCK for i in np.flatnonzero(s.generating)] + [
             p.blocks for p in waiting
         ]
         return len(np.unique(np.concatenate(held))) if held else 0
@@ -97,11 +98,11 @@ class Scheduler:
         self.queue.append(request)
 
     def admit(self, begun_only: bool = False) -> list[GenerateCall]:
-        """Fill free slots from the queue, in order, as far as there are blocks for their prompts; returns who got one.
+        """Fill free slots from the queue, in order, while there are blocks for the prompts. Returns
+        the admitted requests.
 
         Args:
-            begun_only: leave out who has said nothing yet, wherever in the queue: new weights wait for the others to
-                end.
+            begun_only: admit only requests that have already said a token, because new weights wait for these to end.
         """
         if begun_only:
             self.queue = deque(sorted(self.queue, key=lambda r: r.begun is None))
@@ -115,7 +116,7 @@ class Scheduler:
                 if prompt is not None:
                     if not self._room(1, keep=prompt):
                         break
-                    self.tally.shared += len(prompt.ids)
+                    self.counts.shared += len(prompt.ids)
                 elif (prompt := self._prompt(request)) is None:
                     break
                 if self._assign(request, prompt):
@@ -124,14 +125,14 @@ class Scheduler:
         return admitted
 
     def _assign(self, request: GenerateCall, prompt: Prompt) -> bool:
-        """A free slot for a request of `prompt`. False where its numbers cannot be written down, which fails it
-        alone."""
+        """Give a request of `prompt` a free slot. False where its contract cannot be stored; then
+        this request alone fails."""
         s = self.slots.assign(request)
         self._waits[s] = prompt
         prompt.waiting.append(s)
         try:
-            self.slots.follow(s, request)
-        except Exception as error:  # whatever the caller's numbers led to
+            self.slots.set_contract(s, request)
+        except Exception as error:  # the caller's numbers may raise anything
             self.free(s)
             request.slot, request.gone = None, True
             self.failed.append((request, error))
@@ -142,15 +143,16 @@ class Scheduler:
         return True
 
     def make_room(self, ahead: int = 0) -> np.ndarray:
-        """Blocks for the next position of every speaking slot, the youngest giving way where there are too few; and for
-        `ahead` more positions each, where that takes nothing from anybody. Returns the slots that speak."""
+        """Allocate blocks for the next position of every generating slot; where there are too few, the
+        youngest is preempted. Allocate also for `ahead` more positions each, if no other request loses blocks.
+        Returns the generating slots."""
         s = self.slots
         while True:
-            at = np.flatnonzero(s.speaking)
+            at = np.flatnonzero(s.generating)
             short = at[s.held[at] <= s.cached[at]]
             if self._room(len(short)):
                 break
-            self.tally.preempted += 1
+            self.counts.preempted += 1
             self.preempt(int(np.argmax(s.number)))
         self._extend(short)
         if ahead:
@@ -160,15 +162,16 @@ class Scheduler:
         return at
 
     def plan(self, at: np.ndarray, drafts: Drafts | None = None) -> Plan:
-        """The next forward pass, for the slots `make_room` returned."""
+        """The next forward pass, for the slots that `make_room` returned."""
         computed = len(at) + (int(drafts.counts.sum()) if drafts is not None else 0)
         left = sum(len(p.ids) - p.done for p in self._caching)
         room = room_in_lanes(computed, left, self.budget, self._lanes) if self._rows is None else self._rows - computed
         return make_plan(self.slots, at, drafts, self._pieces(room), self._rows or 0)
 
     def cached(self, plan: Plan, hidden: Callable[[int], Tensor]) -> None:
-        """The pass is done: `hidden(i)` is the hidden state of its position i. Drafts count once they are said."""
-        self.slots.cached[plan.speaking] += 1
+        """Record that the pass was computed. `hidden(i)` is the hidden state of its position i. Drafts
+        count once they are said."""
+        self.slots.cached[plan.generating] += 1
         for (prompt, to), end in zip(plan.pieces, plan.ends, strict=True):
             prompt.done = to
             if full := to // BLOCK:
@@ -180,7 +183,8 @@ class Scheduler:
                     self._resume(prompt)
 
     def begin(self) -> list[tuple[int, Tensor]]:
-        """Slots whose prompt is cached and that say their first token now, with the hidden state it is drawn from."""
+        """(slot, hidden state) of each slot whose prompt is cached now, and whose first token is
+        drawn from that state."""
         out: list[tuple[int, Tensor]] = []
         for prompt in [p for p in self.prompts.values() if p.hidden is not None and p.waiting]:
             while prompt.waiting and self._join(prompt):
@@ -190,7 +194,7 @@ class Scheduler:
         return out
 
     def free(self, s: int) -> None:
-        """Give up a slot with all it holds, also one that has not begun. What it cached may be found again."""
+        """Free a slot and all it holds, also one that has not begun. Its cached blocks stay in the prefix tree."""
         request, prompt = self.slots.request[s], self._waits.pop(s, None)
         assert request is not None
         if prompt is None:
@@ -198,7 +202,7 @@ class Scheduler:
             if self.slots.fresh[s]:
                 self.tree.insert(self.slots.sequence(s), held[: blocks_for(int(self.slots.cached[s]))])
             self.blocks.release(held)
-            if (spare := self.blocks.spare) > self._retain + SPARE:
+            if (spare := self.blocks.spare) > self._retain + EVICT_BLOCKS:
                 self.tree.evict(spare - self._retain)
         elif prompt.resumes:
             self.blocks.release(prompt.blocks)
@@ -209,7 +213,7 @@ class Scheduler:
         self.slots.clear(s)
 
     def cancel(self, request: GenerateCall) -> None:
-        """Forget a request wherever it is."""
+        """Remove a request from its slot or from the queue."""
         if request.slot is not None:
             if self.slots.request[request.slot] is request:
                 self.free(request.slot)
@@ -219,7 +223,7 @@ class Scheduler:
                 self._leave(request.key)
 
     def preempt(self, s: int) -> None:
-        """The slot's request goes back to the head of the queue with what it has said."""
+        """The slot's request goes back to the head of the queue, with the tokens it has said."""
         request = self.slots.request[s]
         assert request is not None
         request.begun = self.slots.begun(s)
@@ -232,27 +236,26 @@ class Scheduler:
         self.queue.appendleft(request)
 
     def renew(self, version: int, *, stale: bool = False) -> None:
-        """New weights: forget every cached prompt, and what the slots have cached, unless they go on over `stale`
-        blocks."""
+        """New weights: free every cached prompt, and the slots' caches unless they continue over `stale` blocks."""
         s = self.slots
         taken = [i for i in np.argsort(-s.number, kind="stable").tolist() if s.request[i] is not None]
         for i in taken:
-            if not stale or not s.speaking[i]:
+            if not stale or not s.generating[i]:
                 self.preempt(i)
-        s.fresh[s.speaking] = False
+        s.fresh[s.generating] = False
         for prompt in list(self.prompts.values()):
             self._drop(prompt)
         self.tree.renew(version)
 
     def _prompt(self, request: GenerateCall) -> Prompt | None:
-        """The request's tokens with blocks for all of them, as far as possible found in the tree; None where there are
-        too few."""
+        """The request's tokens with blocks for all of them, reused from the prefix tree where
+        possible; None: too few blocks."""
         ids = request.cached_ids
         resumes = request.begun is not None
         found = self.tree.match(ids, len(ids) if resumes else len(ids) - 1)
         self.blocks.share(found.blocks)
         own = blocks_for(len(ids)) - len(found.blocks)
-        if not self._room(own + int(np.count_nonzero(self.slots.speaking))):
+        if not self._room(own + int(np.count_nonzero(self.slots.generating))):
             self.blocks.release(found.blocks)
             return None
         rows = rows_of(np.concatenate([found.blocks, self._blocks(own)]))
@@ -262,17 +265,17 @@ class Scheduler:
             self.copies.append((found.tail * BLOCK + np.arange(found.extra), rows[at : at + found.extra]))
         lost = request.lost if resumes else self._lost.pop(request.key, 0)
         if lost > found.tokens:
-            self.tally.again.append((found.tokens, lost))
-        self.tally.found += found.tokens
-        self.tally.asked += len(ids)
+            self.counts.again.append((found.tokens, lost))
+        self.counts.found += found.tokens
+        self.counts.asked += len(ids)
         if not resumes:
             self.prompts[request.key] = prompt
         self._caching.append(prompt)
         return prompt
 
     def _pieces(self, room: int) -> PrefillPieces:
-        """Prompts to compute now, at most `room` positions of them. One whose next block another computes in this pass
-        waits for it."""
+        """Pieces of prompts to compute now, at most `room` positions. A prompt waits if another one computes the same
+        next block in this pass."""
         pieces = PrefillPieces()
         claimed: set[bytes] = set()
         for prompt in self._caching:
@@ -292,29 +295,30 @@ class Scheduler:
         return pieces
 
     def _adopt(self, prompt: Prompt) -> None:
-        """Take over whole blocks that others have cached since the prompt was admitted, in place of its own empty
-        ones."""
+        """Use whole blocks that other requests have cached since the prompt was admitted, in place
+        of its own empty ones."""
         found = self.tree.match(prompt.ids, (len(prompt.ids) - 1) // BLOCK * BLOCK).blocks
         begun = prompt.done // BLOCK
         if len(found) > begun:
             self._take_over(prompt, found)
-            self.tally.found += len(found) * BLOCK - prompt.done
+            self.counts.found += len(found) * BLOCK - prompt.done
             prompt.done = len(found) * BLOCK
 
     def _take_over(self, prompt: Prompt, found: np.ndarray) -> None:
-        """The prompt holds the tree's blocks of its beginning, `found`, in place of its own of the same tokens.
+        """Let the prompt hold `found`, the tree's blocks of its beginning, in place of its own
+        blocks of the same tokens.
 
-        So whoever holds a block of the tree holds those before it too, also where two computed the same at once, and a
-        block that only the tree owns has none after it that somebody holds: spare blocks can be evicted, all of
-        them."""
+        So a request that holds a block of the tree also holds all blocks before it, even where two requests
+        computed the same at once. Therefore no request holds a block after one that only the tree owns, and all
+        spare blocks can be evicted."""
         other = prompt.blocks[: len(found)] != found
         self.blocks.share(found[other])
         self.blocks.release(prompt.blocks[: len(found)][other])
         prompt.rows[: len(found) * BLOCK] = rows_of(found)
 
     def _join(self, prompt: Prompt) -> bool:
-        """The first waiting slot continues `prompt`: full blocks are shared, the partial one copied; the last sibling
-        inherits both. False where there is no block for the copy."""
+        """The first waiting slot begins after `prompt`. It shares the full blocks and copies the partial one; the last
+        request of the prompt takes both without a copy. False where there is no block for the copy."""
         s = prompt.waiting[0]
         request = self.slots.request[s]
         assert request is not None
@@ -322,8 +326,8 @@ class Scheduler:
         inherits = self._users[request.key] == 1
         if not inherits and full * BLOCK < size and not self._room(1):
             if len(prompt.waiting) > 1:
-                if not self.slots.speaking.any():
-                    self.tally.preempted += 1
+                if not self.slots.generating.any():
+                    self.counts.preempted += 1
                     self.preempt(prompt.waiting[-1])
                 return False
             inherits = True
@@ -342,18 +346,18 @@ class Scheduler:
         return True
 
     def _resume(self, prompt: Prompt) -> None:
-        """All that the prompt's slot had said is cached again: it speaks on."""
+        """All tokens that the prompt's slot had said are cached again, so it continues."""
         (s,) = prompt.waiting
         del self._waits[s]
         self.slots.table[s, : len(prompt.rows)] = prompt.rows
         self.slots.cached[s], self.slots.held[s] = len(prompt.ids), len(prompt.rows)
-        self.slots.speaking[s] = True
+        self.slots.generating[s] = True
         request = self.slots.request[s]
         assert request is not None
         self.moved.append(request)
 
     def _leave(self, key: bytes) -> None:
-        """A request of this prompt goes before it began; the last one takes the prompt with it."""
+        """A request of this prompt is removed before it began. With the last one the prompt is removed."""
         self._count_down(key)
         if not self._users[key]:
             self._lost.pop(key, None)
@@ -366,7 +370,7 @@ class Scheduler:
             del self._users[key]
 
     def _drop(self, prompt: Prompt) -> None:
-        """Give up a prompt no slot waits for."""
+        """Free a prompt that no slot waits for."""
         key = prompt.ids.tobytes()
         del self.prompts[key]
         self.blocks.release(prompt.blocks)
@@ -376,7 +380,8 @@ class Scheduler:
             self._lost[key] = prompt.done
 
     def _room(self, n: int, keep: Prompt | None = None) -> bool:
-        """Whether `n` more blocks can be had; gives up cached prompts no slot waits for if it must, all but `keep`."""
+        """Whether there are `n` more blocks. Frees cached prompts that no slot waits for if
+        needed, but never `keep`."""
         if not self.blocks.fits(n):
             for prompt in [p for p in self.prompts.values() if not p.waiting and p is not keep]:
                 self._drop(prompt)

@@ -1,8 +1,8 @@
-"""Steps 1 to 3 of the log-prob contract (`core.sampling`) while tokens are being said, for all slots at once.
+"""Steps 1 to 3 of the log-prob contract (`core.sampling`) while tokens are drawn, for all slots at once.
 
-`engine.logit_rules` computes the same for tokens that were said. Here every option is a column or a table with a row a
-slot, so that a step costs no Python per slot; a table exists once some slot needs it. What a slot has seen follows from
-its prompt and what it said, so a request that lost its slot finds it again.
+`engine.logit_rules` computes the same for tokens that were said. Here every option is a column or a table with one row
+per slot, so that a step runs no Python code per slot. A table is made when some slot first needs it. A slot's state
+follows from its prompt and the tokens it said, so it can be made again after a preemption.
 
 Axis letters: s a slot, B rows of a draw (each a slot, or a slot some tokens ahead), V vocabulary, K ids of the longest
 list, W sequences, L tokens of the longest sequence without its last, D tokens ahead.
@@ -22,12 +22,12 @@ from posttrain.engine.logit_rules import banned_always
 
 INF = float("-inf")
 NO_ID, ANY = -1, -2
-REMEMBERED = 16
-"""Contracts whose masks over the vocabulary are kept ready."""
+MASKS_KEPT = 16
+"""Contracts whose masks over the vocabulary are cached."""
 
 
 class NoDraw(EngineError):
-    """From some rows of a draw nothing can be drawn; the others are as good as ever."""
+    """Nothing can be drawn in some rows of a draw. The other rows are not affected."""
 
     def __init__(self, rows: np.ndarray, message: str) -> None:
         super().__init__(message)
@@ -39,19 +39,19 @@ class NothingLeft(NoDraw):
 
 
 class NotADistribution(NoDraw):
-    """Some rows of a draw are no distribution."""
+    """Some rows of a draw have probabilities that are not finite."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Known:
-    """A contract with its mask: bool [V], what no position may say."""
+class _ContractMask:
+    """A contract with its mask, bool [V]: tokens that are banned at every position."""
 
     sampling: Sampling
     never_V: np.ndarray | None
 
 
 class SlotRules:
-    """The rules of `count` slots and what they read of the past."""
+    """The rules of `count` slots, and the past tokens that they need."""
 
     def __init__(self, count: int) -> None:
         self.active = np.zeros(count, bool)
@@ -63,7 +63,7 @@ class SlotRules:
         self.bias_ids, self.bias = np.full((count, 0), NO_ID, np.int64), np.zeros((count, 0), np.float32)
         self.stops = np.full((count, 0), NO_ID, np.int64)
         self.first = np.full((count, 0, 0), ANY, np.int64)
-        """[s, W, L]: bad sequences without their last token, filled up with ANY from the left."""
+        """[s, W, L]: bad sequences without their last token, filled up with ANY on the left."""
         self.last = np.full((count, 0), NO_ID, np.int64)
         """[s, W]: the token that each of them bans."""
         self.tail = np.full((count, 0), NO_ID, np.int64)
@@ -72,15 +72,15 @@ class SlotRules:
         """Slots with tokens that are banned at every position."""
         self._samplings: list[Sampling | None] = [None] * count
         self._fresh: dict[int, np.ndarray] = {}
-        """Slots whose rows of the two tables below are still to be written, with what they have seen."""
+        """Slots whose rows of the two tables below are not written yet, with the tokens of their sequences."""
         self._seen: Tensor | None = None
-        """bool [s, V]: in the sequence."""
+        """bool [s, V]: tokens in the sequence."""
         self._never: Tensor | None = None
-        """bool [s, V]: banned at every position."""
-        self._known: dict[int, _Known] = {}
+        """bool [s, V]: tokens banned at every position."""
+        self._known: dict[int, _ContractMask] = {}
 
     def put(self, s: int, sampling: Sampling, prompt: np.ndarray, said: np.ndarray) -> None:
-        """Slot `s` follows `sampling` from now on, after a prompt and what its turn has said already."""
+        """Slot `s` follows `sampling` from now on, after a prompt and the tokens its turn has already said."""
         self.clear(s)
         if not sampling.rules:
             return
@@ -104,8 +104,8 @@ class SlotRules:
             self.bias_ids[s], self.stops[s], self.last[s], self.first[s], self.tail[s] = NO_ID, NO_ID, NO_ID, ANY, NO_ID
             self._fresh.pop(s, None)
 
-    def heard(self, at: np.ndarray, ids: np.ndarray) -> None:
-        """Each slot of `at` has said one token."""
+    def record(self, at: np.ndarray, ids: np.ndarray) -> None:
+        """Record one token `ids[i]` that slot `at[i]` has said."""
         ruled = self.active[at]
         if not ruled.any():
             return
@@ -122,12 +122,13 @@ class SlotRules:
         """Apply steps 1 to 3, in place, to the logits [B, V] of slots `rows` [B].
 
         Args:
-            ahead: int64 [B, D], -1 behind the last: tokens that row b takes as said after what its slot has said.
+            ahead: int64 [B, D], filled up with -1: drafted tokens that row b treats as said after those of its slot.
 
-        Returns the rows that have such tokens and after them nothing left to say: their logits are 0, and mean nothing.
+        Returns the rows with drafted tokens after which every token is banned. Their logits are set to
+        0 and have no meaning.
 
         Raises:
-            NothingLeft: other rows of which every token is banned.
+            NothingLeft: in some rows without drafted tokens every token is banned.
         """
         self._write(logits)
         flat, width = logits.view(-1), logits.shape[1]
@@ -168,7 +169,7 @@ class SlotRules:
         logits.index_copy_(0, at, torch.where(seen, torch.where(z < 0, z * p, z / p), z))
 
     def _completed(self, rows: np.ndarray, ahead: np.ndarray | None) -> np.ndarray:
-        """bool [B, W]: bad sequences of which only the last token is missing."""
+        """bool [B, W]: bad sequences that are complete but for their last token."""
         tail = self.tail[rows]
         if ahead is not None:
             depth, more = tail.shape[1], (ahead != NO_ID).sum(1)
@@ -188,7 +189,7 @@ class SlotRules:
             self.first[s, w, self.first.shape[2] - len(b) + 1 :] = b[:-1]
 
     def _write(self, logits: Tensor) -> None:
-        """Rows of the two tables for the slots that are new, once the vocabulary is known."""
+        """Write the rows of the two tables for new slots. The vocabulary is known from the logits."""
         shape = (len(self.active), logits.shape[1])
         for s, ids in self._fresh.items():
             sampling = self._samplings[s]
@@ -207,12 +208,13 @@ class SlotRules:
         self._fresh.clear()
 
     def _mask(self, sampling: Sampling, vocabulary: int) -> np.ndarray | None:
-        """`banned_always`, remembered by the identity of the contract, which all requests of a stage share."""
+        """`banned_always`, cached by the identity of the contract. All requests of a stage
+        share one contract object."""
         known = self._known.get(id(sampling))
         if known is None or known.sampling is not sampling:
-            if len(self._known) >= REMEMBERED:
+            if len(self._known) >= MASKS_KEPT:
                 self._known.clear()
-            known = self._known[id(sampling)] = _Known(sampling, banned_always(sampling, vocabulary))
+            known = self._known[id(sampling)] = _ContractMask(sampling, banned_always(sampling, vocabulary))
         return known.never_V
 
     def _dead_ends(self, logits: Tensor, rows: np.ndarray, touched: np.ndarray, more: np.ndarray | None) -> np.ndarray:
@@ -234,7 +236,7 @@ class SlotRules:
 
 
 def _row(table: np.ndarray, s: int, values: np.ndarray, fill: int) -> np.ndarray:
-    """The table [s, K] with these values in row `s`, wider if they need it."""
+    """The table [s, K] with these values in row `s`. It gets more columns if needed."""
     if len(values) > table.shape[1]:
         table = np.pad(table, ((0, 0), (0, len(values) - table.shape[1])), constant_values=fill)
     table[s] = fill
@@ -243,7 +245,7 @@ def _row(table: np.ndarray, s: int, values: np.ndarray, fill: int) -> np.ndarray
 
 
 def _table(shape: tuple[int, int], like: Tensor) -> Tensor:
-    """bool, all False, writable in and out of inference mode."""
+    """bool, all False, writable inside and outside of inference mode."""
     with torch.inference_mode(False):
         return torch.zeros(shape, dtype=torch.bool, device=like.device)
 

@@ -1,4 +1,4 @@
-"""What the engine knows of requests: one row of every array per slot, so that a step costs no Python per slot.
+"""The state of all requests in slots: every array has one row per slot, so that a step runs no Python code per slot.
 
 Axis letters: s a slot (row), P tokens of a prompt, C context rounded up to whole blocks.
 """
@@ -22,7 +22,7 @@ from posttrain.engine.embedded.stopping import Strings
 
 @dataclass(frozen=True, eq=False)
 class Preempted:
-    """What a request had said when it lost its slot."""
+    """The tokens a request had said when it lost its slot."""
 
     ids: np.ndarray
     logp: np.ndarray
@@ -31,13 +31,13 @@ class Preempted:
     top: list[Top]
 
 
-Heard = Callable[[np.ndarray, np.ndarray], None]
-"""Takes the newly said ids [n] and log-probs [n] of one request, as soon as they are said."""
+TokenCallback = Callable[[np.ndarray, np.ndarray], None]
+"""Called with the new ids [n] and log-probs [n] of one request, as soon as they are drawn."""
 
 
 @dataclass(eq=False)
 class GenerateCall:
-    """One `generate` call. `limit` is how many tokens it may say, `end` why it stops there."""
+    """One `generate` call. `limit` is the most tokens it may say, and `end` the reason it stops there."""
 
     ids: np.ndarray
     sampling: Sampling
@@ -45,18 +45,18 @@ class GenerateCall:
     limit: int
     end: Stop
     future: asyncio.Future[Said]
-    heard: Heard | None = None
+    heard: TokenCallback | None = None
     since: float = 0.0
     """When it was queued (perf_counter)."""
     number: int = -1
-    """Order of arrival: the youngest gives way first."""
+    """Order of arrival: the youngest is preempted first."""
     slot: int | None = None
     gone: bool = False
     """Cancelled while queued."""
     begun: Preempted | None = None
-    """Set while it waits for a slot to go on in."""
+    """Set while it is preempted and waits for a slot."""
     lost: int = 0
-    """Positions it had cached when it lost its slot."""
+    """Positions that were cached when it lost its slot."""
 
     @property
     def key(self) -> bytes:
@@ -64,15 +64,15 @@ class GenerateCall:
 
     @property
     def cached_ids(self) -> np.ndarray:
-        """What must be in the cache before it can say its next token; a token said last is computed with the next
-        one."""
+        """Tokens that must be cached before its next token. The token said last is not among them: the next
+        forward pass computes it."""
         return self.ids if self.begun is None else np.concatenate([self.ids, self.begun.ids[:-1]])
 
 
 @dataclass(eq=False)
 class Prompt:
-    """Tokens on their way into the cache, from the admission of their first request until the last one has begun to
-    speak."""
+    """A prompt that is being cached or is cached, from the admission of its first request until its
+    last request has begun."""
 
     ids: np.ndarray
     rows: np.ndarray
@@ -80,11 +80,12 @@ class Prompt:
     done: int = 0
     """Positions cached so far."""
     hidden: Tensor | None = None
-    """Last hidden state [H] once all positions are cached: what every sibling's first token is drawn from."""
+    """Last hidden state [H] once all positions are cached. The first token of every request of this
+    prompt is drawn from it."""
     waiting: list[int] = field(default_factory=list[int])
-    """Slots assigned to it that have not begun."""
+    """Slots of this prompt that have not begun."""
     resumes: bool = False
-    """Whether its one slot goes on speaking after losing its cache."""
+    """Whether its one slot continues a turn after a preemption."""
 
     @property
     def blocks(self) -> np.ndarray:
@@ -98,23 +99,23 @@ class Slots:
         width = blocks_for(context) * BLOCK
         self.count = count
         self.request: list[GenerateCall | None] = [None] * count
-        self.listening = 0
-        """Slots whose request wants to hear tokens at once."""
+        self.streaming = 0
+        """Slots whose request has a callback for new tokens."""
         self.free = list(range(count - 1, -1, -1))
         self.table = np.zeros((count, width), np.int64)
         """[s, C]: pool row of each cached position."""
         self.cached = np.zeros(count, np.int64)
         """Positions in the cache."""
         self.held = np.zeros(count, np.int64)
-        """Rows in `table`: whole blocks that the slot owns a share of."""
+        """Rows in `table`: those of whole blocks that the slot owns a share of."""
         self.number = np.full(count, -1, np.int64)
         """Order of arrival of the slot's request; -1: free."""
         self.fresh = np.zeros(count, bool)
-        """Whether every cached position was computed by the weights being served."""
+        """Whether every cached position was computed by the weights that are served now."""
         self.pending = np.zeros(count, np.int64)
-        """The token said last, at position `cached`, not in the cache yet."""
-        self.speaking = np.zeros(count, bool)
-        """Whether the slot has said a token and says more."""
+        """The token said last. Its position is `cached`, and it is not in the cache yet."""
+        self.generating = np.zeros(count, bool)
+        """Whether the slot has said a token and its turn goes on."""
         self.said = np.zeros(count, np.int64)
         self.limit = np.zeros(count, np.int64)
         self.uniforms = np.zeros((count, context))
@@ -125,25 +126,25 @@ class Slots:
         """Stop ids, filled up with -1."""
         self.contracts = Contracts.plain(count)
         self.strings = Strings()
-        self.strung = np.zeros(count, bool)
-        """Whether the token said last completes a stop string."""
+        self.ended_by_string = np.zeros(count, bool)
+        """Whether the token said last completes a stop string of the contract."""
         self.kept: list[list[np.ndarray]] = [[] for _ in range(count)]
         self.top: list[list[Top]] = [[] for _ in range(count)]
 
     def assign(self, request: GenerateCall) -> int:
-        """Take a free slot for a request; it speaks once the slot can `follow` it."""
+        """Take a free slot for a request. `set_contract` must follow."""
         s = self.free.pop()
         request.slot, self.request[s] = s, request
-        self.listening += request.heard is not None
-        self.number[s], self.fresh[s], self.strung[s] = request.number, True, False
+        self.streaming += request.heard is not None
+        self.number[s], self.fresh[s], self.ended_by_string[s] = request.number, True, False
         self.said[s], self.limit[s], self.cached[s], self.held[s] = 0, request.limit, 0, 0
         self.kept[s], self.top[s] = [], []
         return s
 
-    def follow(self, s: int, request: GenerateCall) -> None:
-        """Write down the contract of the slot's request, and what it had said before it lost another one.
+    def set_contract(self, s: int, request: GenerateCall) -> None:
+        """Store the contract of the slot's request, and the tokens it had said before a preemption.
 
-        This reads numbers that callers gave, so it may raise; `clear` undoes whatever it has done.
+        It reads numbers that callers gave, so it may raise. `clear` then undoes what it has done.
         """
         stops = request.sampling.stop_ids or ()
         if len(stops) > self.stops.shape[1]:
@@ -162,7 +163,7 @@ class Slots:
             self.said[s], self.pending[s], request.begun = n, before.ids[-1], None
 
     def begun(self, s: int) -> Preempted | None:
-        """What the slot's request needs to go on elsewhere; None where it has not said a token."""
+        """What the slot's request needs to continue in another slot; None where it has said no token."""
         n = int(self.said[s])
         if not n:
             return None
@@ -177,14 +178,14 @@ class Slots:
         return np.concatenate([request.ids, self.ids[s, : self.said[s]]])[: self.cached[s]]
 
     def blocks(self, s: int) -> np.ndarray:
-        """Blocks the slot owns a share of."""
+        """Blocks that the slot owns a share of."""
         return self.table[s, : self.held[s] : BLOCK] // BLOCK
 
     def clear(self, s: int) -> None:
-        """The slot is free."""
+        """Make the slot free."""
         request = self.request[s]
-        self.listening -= request is not None and request.heard is not None
-        self.request[s], self.speaking[s], self.cached[s], self.held[s], self.number[s] = None, False, 0, 0, -1
+        self.streaming -= request is not None and request.heard is not None
+        self.request[s], self.generating[s], self.cached[s], self.held[s], self.number[s] = None, False, 0, 0, -1
         self.contracts.clear(s)
         self.strings.clear(s)
         self.free.append(s)
@@ -201,26 +202,26 @@ class Slots:
             for row in np.flatnonzero(self.contracts.top[at]).tolist():
                 k = int(self.contracts.top[at[row]])
                 self.top[at[row]].append(Top(drawn.top.ids[row : row + 1, :k], drawn.top.logp[row : row + 1, :k]))
-        self.contracts.heard(at, drawn.ids)
+        self.contracts.record(at, drawn.ids)
         self.pending[at] = drawn.ids
         self.said[at] = said + 1
         stopped = (self.stops[at] == drawn.ids[:, None]).any(1)
         ended = stopped | (said + 1 == self.limit[at])
         if self.strings.wanted:
-            self.strung[at] = self.strings.ended(at, self.ids, self.said)
-            ended |= self.strung[at]
-        self.speaking[at] = ~ended
+            self.ended_by_string[at] = self.strings.ended(at, self.ids, self.said)
+            ended |= self.ended_by_string[at]
+        self.generating[at] = ~ended
         return at[ended], stopped[ended]
 
     def turn(self, s: int, stopped: bool) -> Said:
-        """What the slot's request gets back."""
+        """The finished turn of the slot's request."""
         request, n = self.request[s], int(self.said[s])
         assert request is not None
         return Said(
             ids=self.ids[s, :n].copy(),
             logp=self.logp[s, :n].copy(),
             version=self.version[s, :n].copy(),
-            stop=Stop.SAID if stopped else Stop.STRING if self.strung[s] else request.end,
+            stop=Stop.SAID if stopped else Stop.STRING if self.ended_by_string[s] else request.end,
             kept=Kept.of(self.kept[s]) if request.sampling.truncated else None,
             top=Top.join(self.top[s], request.sampling.top) if request.sampling.top else None,
         )

@@ -1,17 +1,19 @@
-"""Speculative decoding: several tokens of a sequence per forward pass, distributed exactly as one at a time.
+"""Speculative decoding: several tokens of a sequence per forward pass, with the same distribution as one at a time.
 
-A proposer drafts up to k tokens after the pending one; the target computes all of them in one pass, so position j has
-the target's distribution p_j given the drafts before it. A draft d from the proposer's distribution q is accepted with
-probability min(1, p(d) / q(d)), and a rejected one is replaced by a draw from (p - q)+ / sum (p - q)+, after which
-nothing later counts (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318). What is said has distribution
-p.
+A proposer drafts up to k tokens after the pending one. The target model computes all of them in one pass, so
+position j has the target's distribution p_j given the drafts before it. A draft d from the proposer's distribution q
+is accepted with probability min(1, p(d) / q(d)). A rejected one is replaced by a draw from (p - q)+ / sum (p - q)+,
+and all later drafts are dropped (Leviathan et al., 2211.17192, algorithm 1; Chen et al., 2302.01318). The tokens
+then have distribution p.
 
-A proposer without chance has q = 1 at d, so the rule is: draw from p, accept if it is d. With the uniform of the
-position, that is the very token that would be said without speculation. Drafts of a model are drawn and accepted with
-two more streams of the same place: exact in distribution, but other tokens than without it.
+A deterministic proposer has q = 1 at d, so the rule becomes: draw from p, and accept d if it was drawn. With the
+position's uniform, this is the same token as without speculation. Drafts of a model are drawn and accepted with two
+more random streams of the same place. The distribution is exact, but the tokens differ from those without speculation.
 
-At temperature 1 it seldom pays: half of the positions computed are thrown away, and a batch that is full already uses
-the weights it reads. It is off unless asked for. Axis letters: n slots, R rows (position j of slot i), V vocabulary.
+At temperature 1 it is seldom faster: half of the computed positions are rejected, and in a full batch reading the
+weights is not what costs most. It is off by default.
+
+Axis letters: n slots, R rows (position j of slot i), V vocabulary.
 """
 
 from __future__ import annotations
@@ -33,17 +35,17 @@ from posttrain.engine.embedded.plan import Drafts
 from posttrain.engine.embedded.sampler import DrawnTokens, Spread, pick
 from posttrain.engine.embedded.slots import GenerateCall, Slots
 
-LONGEST = 3
-"""Tokens of the longest end of a sequence that prompt lookup looks for."""
+MAX_NGRAM = 3
+"""Most tokens at the end of a sequence that prompt lookup searches for."""
 
 
 @dataclass(frozen=True)
 class Lookup:
-    """Draft what followed the last occurrence of the last `LONGEST` .. 1 tokens in the sequence itself (prompt
-    lookup)."""
+    """Draft what followed the last occurrence of the last `MAX_NGRAM` .. 1 tokens in the sequence
+    itself (prompt lookup)."""
 
     tokens: int = 4
-    """k: most drafts a pass."""
+    """k: most drafts per pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +67,13 @@ class Proposer(Protocol):
 
 
 def positions_ahead(slots: Slots, at: np.ndarray, tokens: int) -> np.ndarray:
-    """int64 [n]: drafts each slot may have: it has cache rows for them, and may still say one token more than them."""
+    """int64 [n]: most drafts of each slot. It has cache rows for them, and may still say one token more than them."""
     room = slots.held[at] - slots.cached[at] - 1
     return np.minimum(np.minimum(tokens, room), slots.limit[at] - slots.said[at] - 1).clip(0)
 
 
 def within(most: np.ndarray, room: int) -> np.ndarray:
-    """`most` [n] drafts a slot, no slot above the same level, so that all together are at most `room`.
+    """`most` [n] drafts per slot, cut at one common level so that their sum is at most `room`.
 
     Example: [4, 1, 4] in a room of 7 becomes [3, 1, 3].
     """
@@ -82,7 +84,7 @@ def within(most: np.ndarray, room: int) -> np.ndarray:
 
 
 class PromptLookup:
-    """`Lookup` at work."""
+    """The proposer of `Lookup`."""
 
     def __init__(self, options: Lookup) -> None:
         if options.tokens < 1:
@@ -100,7 +102,8 @@ class PromptLookup:
         return Drafts(ids, counts)
 
     def _after(self, slots: Slots, s: int) -> list[int]:
-        """What followed the longest known end of the sequence."""
+        """The tokens that followed the last occurrence of the sequence's end, for the longest
+        end that occurred before."""
         request = slots.request[s]
         assert request is not None
         whose, tokens, known = self._known.get(s, (None, [], {}))
@@ -112,7 +115,7 @@ class PromptLookup:
         found = next(
             (
                 known[end]
-                for n in range(LONGEST, 0, -1)
+                for n in range(MAX_NGRAM, 0, -1)
                 if (end := tuple(tokens[len(tokens) - n :])) in known and len(tokens) >= n
             ),
             None,
@@ -122,17 +125,17 @@ class PromptLookup:
         return [] if found is None else tokens[found:]
 
     def _learn(self, tokens: list[int], known: dict[tuple[int, ...], int], begun: int) -> None:
-        """Note every short sequence that ends before the last token, from position `begun` on."""
+        """Store the position after every short sequence that ends before the last token, from position `begun` on."""
         for end in range(max(begun, 1), len(tokens)):
-            for n in range(1, min(LONGEST, end) + 1):
+            for n in range(1, min(MAX_NGRAM, end) + 1):
                 known[tuple(tokens[end - n : end])] = end
 
 
 class DraftModel:
-    """`Draft` at work: a second model over a pool with the same rows, so that the slots' tables serve both.
+    """The proposer of `Draft`: a second model whose cache pool has the same rows, so that both use the slots' tables.
 
     Args:
-        vocabulary: of the target. kernels: as in the engine.
+        vocabulary: size of the target's vocabulary. kernels: as in the engine.
     """
 
     def __init__(
@@ -148,12 +151,12 @@ class DraftModel:
                 " must share their tokenizer"
             )
         self._chance = np.zeros((slots, 2, context))
-        """[s, (draft, accept), position]: uniforms of the slot's place."""
+        """[s, (draft, accept), position]: uniforms from the place of the slot's request."""
         self._of: list[GenerateCall | None] = [None] * slots
-        """The request they belong to."""
+        """The request of each slot that the uniforms belong to."""
 
     def propose(self, slots: Slots, at: np.ndarray, most: np.ndarray) -> Drafts:
-        """Draft one token after the other, each in one pass over the slots that still may."""
+        """Draft one token after the other, each in one pass over the slots that may have another draft."""
         self._seed(slots, at)
         ids = np.full((len(at), self.tokens), -1, np.int64)
         q: list[Tensor] = []
@@ -193,8 +196,9 @@ def verify(
     """(a token for every row, and int64 [n] how many drafts of each slot are accepted).
 
     Args:
-        spread: the target's distributions, the rows of one slot after each other: one per draft, then one more.
-        uniform: float64 [R], of each row's position. accept_at: the same, for accepting drafts drawn from `drafts.q`.
+        spread: the target's distributions. The rows of one slot are consecutive: one per draft, then one more.
+        uniform: float64 [R], one for each row's position. accept_at: float64 [R], to accept drafts
+            drawn from `drafts.q`.
     """
     widths = drafts.counts + 1
     slot, step = np.repeat(np.arange(len(widths)), widths), ragged_arange(widths)
@@ -218,8 +222,7 @@ def _residual(
     step: np.ndarray,
     draft: np.ndarray,
 ) -> Tensor:
-    """int64 [R]: the draft where it is accepted, else a draw from what p has more than q; without a draft, a draw from
-    p."""
+    """int64 [R]: the draft where it is accepted, else a draw from (p - q)+; in a row without a draft, a draw from p."""
     p = spread.probabilities().double()
     device = p.device
     ids = spread.pick(uniform)
@@ -232,7 +235,7 @@ def _residual(
     mine = p.index_select(0, at)
     taken = torch.from_numpy(accept_at[rows]).to(device) * q.gather(1, d)[:, 0] < mine.gather(1, d)[:, 0]
     left = (mine - q).clamp_min(0)
-    # where nothing is left, p equals q and every draft is accepted
+    # where the residual is zero, p equals q and every draft is accepted
     left = torch.where(left.sum(-1, keepdim=True) > 0, left, mine)
     instead = pick(left.log(), uniform[rows], spread.kernels)
     return ids.index_copy(0, at, torch.where(taken, d[:, 0], instead))

@@ -1,4 +1,4 @@
-"""One step of the engine: admit, make room, draft, plan, one forward pass, draw, record, answer."""
+"""One step of the engine: admit requests, make room, draft, plan, run one forward pass, draw, record, answer."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from posttrain.engine.embedded.timeline import Timeline
 
 @dataclass(eq=False)
 class Stepper:
-    """Moves every slot on by one token, or by as many as its drafts allow."""
+    """Extends every generating slot by one token, or by more where drafts are accepted."""
 
     served: CachedModel
     scheduler: Scheduler
@@ -35,10 +35,10 @@ class Stepper:
 
     @torch.inference_mode()
     def step(self, version: int, *, admit: bool) -> None:
-        """One forward pass by the weights of `version`; without `admit` nobody begins, and who gave way still goes
-        on."""
+        """One forward pass with the weights of `version`. Without `admit` no new request begins;
+        preempted ones still continue."""
         scheduler, begun = self.scheduler, time.perf_counter()
-        self._follow()
+        self._mark_moved()
         self._admit(begun_only=not admit)
         self._copy()
         at = scheduler.make_room(self.proposer.tokens if self.proposer else 0)
@@ -47,23 +47,23 @@ class Stepper:
         rows = [self._forward(plan)[: int(plan.widths.sum())]] if len(plan.ids) else []
         beginning = scheduler.begin()
         self._copy()
-        at = np.append(plan.speaking, np.array([s for s, _ in beginning], np.int64))
+        at = np.append(plan.generating, np.array([s for s, _ in beginning], np.int64))
         self.counters.step(scheduler, len(at))
         if len(at):
             if beginning:
                 rows.append(torch.stack([h for _, h in beginning]))
             hidden = rows[0] if len(rows) == 1 else torch.cat(rows)
             if drafts is None:
-                self._say(*self._draw(at, hidden), version)
+                self._record(*self._draw(at, hidden), version)
             else:
-                self._say_ahead(plan, drafts, at, hidden, version)
+                self._verify_drafts(plan, drafts, at, hidden, version)
         self.counters.spent("engine/step", time.perf_counter() - begun)
         if self.timeline is not None:
             self.timeline.step(begun, len(plan.ids), len(at))
             for s, _ in beginning:
                 if (request := scheduler.slots.request[s]) is not None:
                     self.timeline.phase(request, "speak")
-        self._follow()
+        self._mark_moved()
 
     def _admit(self, begun_only: bool) -> None:
         now = time.perf_counter()
@@ -75,8 +75,8 @@ class Stepper:
         for request, error in failed:
             self._answer(request, error)
 
-    def _follow(self) -> None:
-        """Tell the timeline of requests that gave their slot up, and of those that speak on."""
+    def _mark_moved(self) -> None:
+        """Record in the timeline the requests that lost their slot and those that continue after a preemption."""
         moved, self.scheduler.moved = self.scheduler.moved, []
         if self.timeline is None:
             return
@@ -86,7 +86,7 @@ class Stepper:
                 self.timeline.phase(request, "speak" if holds else "queued")
 
     def _copy(self) -> None:
-        """Rows of forked blocks."""
+        """Copy the cache rows of partly filled blocks that got a second owner."""
         if copies := self.scheduler.copies:
             source, to = (np.concatenate(x) for x in zip(*copies, strict=True))
             self.served.pool.copy(source, to)
@@ -95,13 +95,14 @@ class Stepper:
             self.scheduler.copies = []
 
     def _propose(self, at: np.ndarray) -> Drafts | None:
-        """None where nobody drafts anything. Drafts have what the speaking slots leave of the budget of a pass."""
+        """Drafts for the generating slots; None where there are none. They use the part of a pass's budget
+        that these slots leave."""
         if self.proposer is None or not len(at):
             return None
         most = within(positions_ahead(self.scheduler.slots, at, self.proposer.tokens), self.scheduler.budget - len(at))
         try:
             return self.proposer.propose(self.scheduler.slots, at, most) if most.any() else None
-        except NothingLeft:  # a slot has nothing left to say, which the draw will tell
+        except NothingLeft:  # every token of a slot is banned: the draw raises for it
             return None
 
     def _forward(self, plan: Plan) -> Tensor:
@@ -114,8 +115,8 @@ class Stepper:
         return hidden
 
     def _draw(self, at: np.ndarray, hidden: Tensor) -> tuple[np.ndarray, DrawnTokens]:
-        """A token for each slot of `at`. A request that nothing can be drawn for gets the error, and the others go
-        on."""
+        """(slots, a token for each) of the slots `at`. Where nothing can be drawn, that
+        request alone gets the error."""
         slots = self.scheduler.slots
         while True:
             try:
@@ -129,10 +130,10 @@ class Stepper:
                 others = np.delete(np.arange(len(at)), error.rows)
                 at, hidden = at[others], hidden[torch.from_numpy(others).to(hidden.device)]
 
-    def _say_ahead(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
-        """Verify the drafts of the speaking slots beside the first tokens of those that begin, and say what was
-        accepted."""
-        slots, beginning = self.scheduler.slots, len(at) - len(plan.speaking)
+    def _verify_drafts(self, plan: Plan, drafts: Drafts, at: np.ndarray, hidden: Tensor, version: int) -> None:
+        """Verify the drafts of the generating slots together with the first tokens of slots that begin, and
+        record what was accepted."""
+        slots, beginning = self.scheduler.slots, len(at) - len(plan.generating)
         padded = np.concatenate([drafts.ids, np.zeros((beginning, drafts.ids.shape[1]), np.int64)])
         drafts = Drafts(padded, np.append(drafts.counts, np.zeros(beginning, np.int64)), drafts.q)
         widths = drafts.counts + 1
@@ -143,38 +144,38 @@ class Stepper:
         try:
             spread = Spread.of(self.served.logits(hidden), slots.contracts.at(at[each], ahead), self.served.kernels)
             drawn, accepted = verify(spread, drafts, slots.uniforms[at[each], slots.said[at[each]] + step], accept)
-        # nothing can be drawn for some slot, whatever was drafted: without drafts it is told apart from the others
+        # for some slot nothing can be drawn: a draw without drafts gives only that request the error
         except NoDraw:
-            self._say(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
-            self.counters.drafts(plan, 0, starts[: len(plan.speaking)])
+            self._record(*self._draw(at, hidden[torch.from_numpy(starts).to(hidden.device)]), version)
+            self.counters.drafts(plan, 0, starts[: len(plan.generating)])
             return
         rest, known = np.arange(len(at)), np.isin(np.arange(len(each)), spread.dead, invert=True)
-        said, needed = 0, [starts[: len(plan.speaking)]]
+        said, needed = 0, [starts[: len(plan.generating)]]
         for j in range(int(accepted.max()) + 1):
             if j:
-                rest = rest[(accepted[rest] >= j) & slots.speaking[at[rest]]]
+                rest = rest[(accepted[rest] >= j) & slots.generating[at[rest]]]
                 rest = rest[known[starts[rest] + j]]
                 slots.cached[at[rest]] += 1
                 needed.append(starts[rest] + j)
             said += int(np.count_nonzero(accepted[rest] > j))
-            self._say(at[rest], drawn.at(starts[rest] + j), version)
+            self._record(at[rest], drawn.at(starts[rest] + j), version)
         self.counters.drafts(plan, said, np.concatenate(needed))
 
-    def _say(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:
-        """Record one token in each of these slots; who has ended is answered."""
+    def _record(self, at: np.ndarray, drawn: DrawnTokens, version: int) -> None:
+        """Record one token in each of these slots, and answer the requests that have ended."""
         slots = self.scheduler.slots
         ended, stopped = slots.say(at, drawn, version)
-        if slots.listening:
+        if slots.streaming:
             for i, s in enumerate(at.tolist()):
-                self._hear(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
+                self._stream_tokens(s, drawn.ids[i : i + 1].astype(np.int32), drawn.logp[i : i + 1])
         for s, by_id in zip(ended.tolist(), stopped.tolist(), strict=True):
             if (request := slots.request[s]) is not None:
                 said = slots.turn(s, by_id)
                 self.scheduler.free(s)
                 self._answer(request, said)
 
-    def _hear(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
-        """Tell who listens to a slot what it said. Where that fails, it alone gets the error."""
+    def _stream_tokens(self, s: int, ids: np.ndarray, logp: np.ndarray) -> None:
+        """Call the request's callback with its new tokens. If the callback fails, only this request gets the error."""
         request = self.scheduler.slots.request[s]
         if request is None or request.heard is None:
             return

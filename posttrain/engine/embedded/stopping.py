@@ -1,9 +1,9 @@
-"""Stop strings: with which token of a turn the wait is over.
+"""Stop strings: which token of a turn completes one.
 
 It is the first token, after `min_tokens` others, with which the text of the turn contains a stop string that ends
-behind the text of those others. The text is that of all tokens of the turn decoded together, so a string may span
-tokens, a token may hold several characters or a part of one, and it does not matter how a character was cut into
-tokens. Nothing has to be remembered between steps.
+after the text of those others. All tokens of the turn are decoded together. So a string may span tokens, and a
+token may hold several characters or a part of one. It does not matter how a character was cut into tokens. Nothing
+is stored between steps.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from posttrain.core.errors import EngineError
 from posttrain.core.sampling import Sampling
 
 Text = Callable[[np.ndarray], str]
-"""Token ids to the text they stand for, special tokens included."""
+"""Decodes token ids, special tokens included."""
 UNFINISHED = "\ufffd"
-"""What a tokenizer writes for bytes that are no character (yet)."""
+"""The character that a tokenizer writes for bytes that are not a character yet."""
 MARGIN = 4
-"""Characters at the start of a window that may read otherwise than in the whole text, such as a dropped space."""
+"""Characters at the start of a window that may differ from the whole text, such as a dropped space."""
 
 
 class Strings:
-    """What each slot waits for. Slots without stop strings cost nothing."""
+    """The stop strings of each slot. Slots without any cost nothing."""
 
     def __init__(self) -> None:
         self.text: Text | None = None
-        """How ids are read; without it no contract with stop strings is served."""
+        """Decodes ids. Without it, contracts with stop strings are refused."""
         self.wanted: dict[int, tuple[tuple[str, ...], int]] = {}
         """Slot -> (stop strings, tokens before the one that may complete one)."""
 
@@ -57,7 +57,7 @@ class Strings:
 
 
 def check_strings(sampling: Sampling, text: Text | None) -> None:
-    """EngineError where the contract has stop strings and nothing can read tokens."""
+    """EngineError where the contract has stop strings and no function decodes tokens."""
     if sampling.stop and text is None:
         raise EngineError(
             f"sampling.stop={sampling.stop}: this engine was built without a text function, so it cannot see stop"
@@ -68,9 +68,9 @@ def check_strings(sampling: Sampling, text: Text | None) -> None:
 def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) -> bool:
     """Whether a turn of these tokens, which did not end earlier, ends with the last of them.
 
-    Only the end of the turn is decoded, as much as the longest string needs and until it reads without cut characters;
-    what is found there is confirmed in the whole text. Worked example: under stop=(";",) the turn "a" "b;" ends with
-    its second token, and with least=2 the turn "a" "b;" "c;" with its third.
+    Only the end of the turn is decoded: as much as the longest string needs, and until no character is cut. A string
+    found there is confirmed in the whole text. Worked example: under stop=(";",) the turn "a" "b;" ends with its second
+    token. With least=2 the turn "a" "b;" "c;" ends with its third.
     """
     if len(ids) <= least:
         return False
@@ -82,7 +82,8 @@ def completes(ids: np.ndarray, stop: Sequence[str], text: Text, least: int = 0) 
 
 
 def _end(ids: np.ndarray, characters: int, text: Text) -> str:
-    """The text of the last tokens: so many characters before the last one, nothing cut, or the whole turn."""
+    """The text of the last tokens, with at least so many characters before the last one and no cut
+    character; else the whole turn."""
     window = characters
     while window < len(ids) - 1:
         near = ids[len(ids) - 1 - window :]

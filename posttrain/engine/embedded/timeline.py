@@ -1,4 +1,5 @@
-"""When each request was queued, admitted, heard first and finished, as a Chrome trace (chrome://tracing, Perfetto)."""
+"""When each request was queued, admitted, drew its first token and finished, as a Chrome
+trace (chrome://tracing, Perfetto)."""
 
 from __future__ import annotations
 
@@ -9,12 +10,13 @@ from typing import Any
 
 from posttrain.engine.embedded.slots import GenerateCall
 
-MOST = 200_000
-"""Events kept; later ones are counted and named in the file instead."""
+MAX_EVENTS = 200_000
+"""Events kept. Later ones are only counted; the file has their number."""
 
 
 class Timeline:
-    """Phases of requests, one row per slot: `queued` (row 0), `prefill`, `speak`. Times in microseconds since birth."""
+    """Phases of requests, one row per slot: `queued` (row 0), `prefill`, `speak`. Times are in
+    microseconds since construction."""
 
     def __init__(self) -> None:
         self._zero = time.perf_counter()
@@ -23,7 +25,7 @@ class Timeline:
         self._dropped = 0
 
     def phase(self, request: GenerateCall, name: str | None) -> None:
-        """The request's phase ends and `name` begins; None: it is done."""
+        """End the request's phase and begin phase `name`; None: the request has finished."""
         now, row = (time.perf_counter() - self._zero) * 1e6, 0 if request.slot is None else request.slot + 1
         before = self._open.pop(request.number, None)
         if before is not None:
@@ -43,7 +45,7 @@ class Timeline:
             self._open[request.number] = (name, now, row)
 
     def step(self, begun: float, positions: int, speaking: int) -> None:
-        """One forward pass that began at `time.perf_counter()` = begun."""
+        """Record one step that began at `time.perf_counter()` = begun."""
         now = time.perf_counter()
         args = {"positions": positions, "speaking": speaking}
         self._add(
@@ -59,13 +61,13 @@ class Timeline:
         )
 
     def _add(self, event: dict[str, Any]) -> None:
-        if len(self._events) < MOST:
+        if len(self._events) < MAX_EVENTS:
             self._events.append(event)
         else:
             self._dropped += 1
 
     def write(self, path: Path | str) -> None:
-        """Save what happened so far as Chrome trace JSON."""
+        """Save all events so far as Chrome trace JSON."""
         names = [
             {"name": "process_name", "ph": "M", "pid": 0, "args": {"name": "slots (row 0: queue)"}},
             {"name": "process_name", "ph": "M", "pid": 1, "args": {"name": "forward passes"}},

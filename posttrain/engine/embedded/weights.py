@@ -1,4 +1,4 @@
-"""New weights into a module, in place: all of them, or none."""
+"""Copies new weights into a module, in place: all of them, or none."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def replace_weights(module: nn.Module, tensors: Iterable[tuple[str, Any]]) -> No
     """Copy named tensors over the module's own. Names are those of `named_tensors`, each exactly once.
 
     Raises:
-        EngineError: an unknown, missing or repeated name, another shape or dtype; nothing has been copied then.
+        EngineError: an unknown, missing or repeated name, or another shape or dtype. Nothing is copied then.
     """
     own: dict[str, Tensor] = dict(named_tensors(module))
     given: dict[str, Tensor] = {}

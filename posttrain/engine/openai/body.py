@@ -1,5 +1,5 @@
-"""A contract as the fields of a request: every one is sent, and one that the endpoint does not know is refused by
-name."""
+"""A contract as the fields of a request. Every field is sent. One that the endpoint does not
+know is refused by name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ _EXTENSIONS: dict[Dialect, tuple[str, ...]] = {
     "posttrain": ("top_k", "min_p", "repetition_penalty", "min_tokens", "allowed_ids"),
     "vllm": ("top_k", "min_p", "repetition_penalty", "min_tokens", "allowed_ids"),
 }
-"""Contract fields beyond OpenAI's that each dialect has; stop ids beside them (`TokenSampler`)."""
+"""Contract fields beyond OpenAI's that each dialect has. Stop ids are not listed; `TokenSampler` sends them."""
 
 
 def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[str, Any]:
     """The sampling part of a request's body.
 
     Raises:
-        ConfigError: naming each field of `s` that this endpoint cannot be asked for.
+        ConfigError: names each field of `s` that this endpoint does not support.
     """
     check(s, look, chat=chat)
     known = _EXTENSIONS[look.dialect]
@@ -58,7 +58,7 @@ def fields(s: Sampling, look: RemoteModel, place: int, *, chat: bool) -> dict[st
 
 
 def check(s: Sampling, look: RemoteModel, *, chat: bool) -> None:
-    """ConfigError naming the fields of a contract that this endpoint cannot be asked for."""
+    """ConfigError with the names of the contract's fields that this endpoint does not support."""
     known = _EXTENSIONS[look.dialect]
     asked = {
         "top_k": s.top_k > 0,

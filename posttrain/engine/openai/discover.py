@@ -1,4 +1,4 @@
-"""What an endpoint is: which model it serves, and which fields it is known to understand."""
+"""Which model an endpoint serves, and which request fields it supports."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from posttrain.core.errors import ConfigError, EndpointError, nearest
 from posttrain.engine.endpoint import Endpoint
 
 Dialect = Literal["openai", "compatible", "vllm", "posttrain"]
-"""openai: OpenAI's own API. compatible: what servers of that shape have in common. vllm, posttrain: with their
-extensions."""
+"""openai: OpenAI's own API. compatible: the fields that all compatible servers have. vllm, posttrain:
+with their extensions."""
 UNBOUNDED = 2**31 - 1
-"""Context of an endpoint that does not tell its own."""
+"""Context of an endpoint that does not report one."""
 
 
 @dataclass(frozen=True)
@@ -23,25 +23,25 @@ class RemoteModel:
     model: str
     dialect: Dialect
     context: int
-    """Most tokens of a sequence; `UNBOUNDED` where the endpoint does not say."""
+    """Most tokens of a sequence; `UNBOUNDED` where the endpoint does not report it."""
     owner: str
 
     @property
     def by_tokens(self) -> bool:
-        """Whether it takes prompts as token ids and returns what was said as such."""
+        """Whether it takes prompts as token ids and returns turns as token ids."""
         return self.dialect in ("vllm", "posttrain")
 
 
 async def discover(endpoint: Endpoint, model: str | None = None, dialect: str | None = None) -> RemoteModel:
-    """Ask for the list of models.
+    """Ask an endpoint for its list of models, and choose one.
 
     Args:
-        model: which one; None: the only one there is.
-        dialect: of the server; None: told from who owns the model.
+        model: name of the model; None: the only one there is.
+        dialect: dialect of the server; None: inferred from the model's owner and the address.
 
     Raises:
-        ConfigError: no such model, or several and none chosen; or no such dialect.
-        EndpointError: nobody answers, or not with a list of models.
+        ConfigError: there is no such model or dialect, or there are several models and none was chosen.
+        EndpointError: there is no answer, or it is not a list of models.
     """
     if dialect is not None and dialect not in get_args(Dialect):
         raise ConfigError(f"--dialect {dialect}: {nearest(dialect, get_args(Dialect))}")

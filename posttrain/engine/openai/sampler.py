@@ -1,4 +1,4 @@
-"""What samplers over an endpoint share: one answer to one request, and what such an engine cannot do."""
+"""The common part of samplers over an endpoint: requests, answers and gauges."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ from posttrain.engine.openai.discover import RemoteModel
 
 
 class EndpointSampler:
-    """A sampler's common part. The weights are not ours: their version is 0, and none can be loaded.
+    """Base of the samplers over an endpoint. The weights are the endpoint's: their version is 0,
+    and none can be loaded.
 
     Args:
-        cut: a contract whose top_p, top_k and min_p are asked for in place of those of `generate`'s, for evaluation: an
-            endpoint tells no kept sets, and episodes must hold them wherever their own contract truncates.
+        cut: a contract whose top_p, top_k and min_p are sent in place of those given to `generate`. It is for
+            evaluation: episodes with a truncating contract must hold kept sets, and an endpoint returns none.
     """
 
     def __init__(self, endpoint: Endpoint, look: RemoteModel, *, cut: Sampling | None = None) -> None:
@@ -50,8 +51,8 @@ class EndpointSampler:
         )
 
     def gauges(self) -> Gauges:
-        """`engine/tokens` said, per request, `engine/requests` answered, `engine/retried` tries made again, since the
-        last call."""
+        """Since the last call: `engine/tokens` said, per request; `engine/requests` answered;
+        `engine/retried`, repeated tries."""
         out = {
             "engine/tokens": Gauge(self._tokens, self._requests),
             "engine/requests": Gauge(self._requests, 1),
@@ -71,10 +72,10 @@ class EndpointSampler:
         return body
 
     async def _choice(self, path: str, body: Mapping[str, Any], most: int) -> tuple[dict[str, Any], int]:
-        """(the only choice of the answer, tokens it says it took).
+        """(the answer's only choice, number of tokens it reports).
 
         Raises:
-            EndpointError: the answer has another shape, or is longer than was asked for.
+            EndpointError: the answer has another shape, or more tokens than were asked for.
         """
         answer = await self.endpoint.post(path, body)
         choices = answer.get("choices") if isinstance(answer, dict) else None
@@ -98,7 +99,7 @@ class EndpointSampler:
 
 
 def checked_prompt(ids: np.ndarray) -> list[int]:
-    """The ids as JSON; EngineError where there are none."""
+    """The ids as a list for JSON; EngineError where there are none."""
     if ids.ndim != 1 or not len(ids):
         raise EngineError(f"a prompt is a non-empty list of token ids, got shape {ids.shape}")
     return [int(i) for i in ids]

@@ -1,8 +1,7 @@
-"""An endpoint that speaks text alone, as a sampler: for evaluation and judging, never for training.
+"""A sampler over an endpoint that takes and returns text only: for evaluation and judging, never for training.
 
-The rollout counts in ids, so pieces of the conversation get ids of their own, made up as they come (`TextVocabulary`):
-one for each text or message that was shown, and for a turn as many as the endpoint counted tokens, of which the first
-holds its text.
+The rollout works with ids, so each new piece of a conversation gets a new id (`TextVocabulary`). A text or message that
+was shown is one id. A turn has as many ids as the endpoint counted tokens, and the first of them holds its text.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ Way = Literal["chat", "completions"]
 
 @dataclass(frozen=True)
 class TextPiece:
-    """One id's content: a message, or text that was shown (`role` user) or said (`role` assistant)."""
+    """The content of one id: a message, or text that was shown (`role` user) or said (`role` assistant)."""
 
     role: str
     text: str
@@ -34,14 +33,14 @@ class TextPiece:
 
 
 class TextVocabulary:
-    """A vocabulary that grows: contents by id."""
+    """A growing vocabulary of text pieces."""
 
     def __init__(self) -> None:
         self._all: list[TextPiece] = [TextPiece("assistant", "")]
         self._ids: dict[TextPiece, int] = {self._all[0]: 0}
 
     def id(self, piece: TextPiece) -> int:
-        """The piece's id, made up where it is new; 0 is a turn's empty rest."""
+        """The piece's id; a new one for a new piece. 0 is the empty piece that fills up a turn."""
         if piece not in self._ids:
             self._ids[piece] = len(self._all)
             self._all.append(piece)
@@ -52,7 +51,7 @@ class TextVocabulary:
 
 
 class TextDialogue:
-    """`core.ports.Dialogue` over made-up ids."""
+    """`core.ports.Dialogue` over the ids of a `TextVocabulary`."""
 
     format: str | None = None
     restarted = False
@@ -81,15 +80,15 @@ class TextDialogue:
 
 
 def _piece(message: Message) -> TextPiece:
-    """A message; several parts of text are joined, because the endpoint's own template is not known here."""
+    """A message as a piece. Several parts of text are joined, because the endpoint's own template is not known here."""
     return TextPiece(message["role"], text_of(content_of(message["content"])), True)
 
 
 class TextSampler(EndpointSampler):
-    """`core.ports.Sampler` over text. The endpoint's own end of turn counts, so the contract's stop ids must be ().
+    """`core.ports.Sampler` over text. A turn ends where the endpoint ends it, so the contract's stop ids must be ().
 
     Args:
-        way: chat sends messages, and plain prompts as what a user says; completions sends plain text to go on with.
+        way: chat sends messages, and a plain prompt as a user's message; completions sends plain text to continue.
     """
 
     def __init__(
@@ -105,16 +104,16 @@ class TextSampler(EndpointSampler):
         self._pieces, self.way = pieces, way
 
     def dialogue(self, task: str) -> TextDialogue:
-        """An encoder for one conversation."""
+        """The dialogue of one conversation."""
         return TextDialogue(self._pieces)
 
     @property
     def context(self) -> int:
-        """Its own ids are no tokens, so there is no bound here; the endpoint refuses what is too long."""
+        """The ids are not tokens, so there is no bound here. The endpoint refuses what is too long."""
         return 2**31 - 1
 
     async def generate(self, ids: np.ndarray, sampling: Sampling, place: int) -> Said:
-        """One turn, after a conversation of this sampler's own ids."""
+        """One turn after `ids`, which are ids of this sampler's vocabulary."""
         if sampling.stop_ids != ():
             raise EngineError(
                 "an endpoint that speaks text ends a turn where its own tokenizer does: set stop_ids=(), not"
@@ -147,7 +146,7 @@ class TextSampler(EndpointSampler):
         raise EngineError(f"{self.endpoint.role} ({self.endpoint.url}): an endpoint that speaks text scores nothing")
 
     async def for_training(self, sampling: Sampling) -> None:
-        """Always ConfigError: there are no token ids and no log-probs."""
+        """Always ConfigError, because there are no token ids and no log-probs."""
         raise ConfigError(
             "samples of an endpoint that speaks text cannot be trained on: neither the tokens it said nor their"
             " log-probs are known. Use engine=embedded or engine=vllm"

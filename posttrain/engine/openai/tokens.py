@@ -1,6 +1,6 @@
-"""Token in, token out over HTTP: prompts go as ids, and what was said comes back as ids with its log-probs.
+"""Tokens over HTTP: prompts are sent as ids, and turns are returned as ids with their log-probs.
 
-Needs an endpoint with vLLM's extensions (vLLM, `posttrain serve`). Nothing is decoded and encoded again.
+It needs an endpoint with vLLM's extensions (vLLM, `posttrain serve`). No text is decoded and encoded again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from posttrain.engine.openai.discover import RemoteModel
 from posttrain.engine.openai.sampler import EndpointSampler, checked_prompt
 
 LOOSE = 0.05
-"""Most that log-probs of one distribution may differ when asked for twice (bfloat16 servers are not deterministic)."""
+"""Largest difference of log-probs of one distribution between two requests (bfloat16 servers are not deterministic)."""
 
 
 class TokenSampler(EndpointSampler):
@@ -96,11 +96,11 @@ class TokenSampler(EndpointSampler):
             ) from error
 
     async def for_training(self, sampling: Sampling) -> None:
-        """Ask twice, at two temperatures, whether what it returns could be learned from.
+        """Check with two requests at two temperatures that the returned tokens and log-probs can be trained on.
 
         Raises:
-            ConfigError: it returns no ids or no log-probs, or log-probs of another distribution than the one it draws
-                from.
+            ConfigError: it returns no ids or no log-probs, or its log-probs are not of the
+                distribution that it draws from.
         """
         sampling.for_training(keeps_sets=False)
         probe = np.arange(1, 3, dtype=np.int32)

@@ -1,6 +1,6 @@
-"""vLLM as a sampler: in this process (`inprocess`), or as a server, spawned or given by its address (`server`).
+"""vLLM as a sampler: in this process (`inprocess`), or as a server (`server`) that is spawned or given by its address.
 
-Nothing here imports vllm before an engine is built; `installed` says what to do where it is missing.
+No module imports vllm before an engine is built. `installed` raises an error that explains how to install it.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""The log-prob contract in vLLM's words, and vLLM's answer in ours. Plain data: nothing here imports vllm.
+"""The log-prob contract as vLLM's parameters, and vLLM's answer as our types. Plain data: this
+module does not import vllm.
 
-Every field is sent, so no default of the server or of the model's generation config decides anything. What vLLM cannot
-do as the contract says is refused by name (`check`).
+Every field is sent, so no default of the server or of the model's generation config applies. A field that vLLM cannot
+follow exactly is refused by name (`check`).
 
-One difference is left and is no error: vLLM cuts min-p before top-k and top-p, each on the full distribution. Where
-these are combined it may keep other tokens than the embedded engine. The kept sets travel with the tokens, so the
-learner evaluates pi on what was really sampled from.
+One difference remains and is no error: vLLM applies min-p before top-k and top-p, each on the full distribution. Where
+these are combined it may keep other tokens than the embedded engine. The kept sets are stored with the tokens, so the
+learner evaluates pi on the distribution that was sampled from.
 """
 
 from __future__ import annotations
@@ -20,35 +21,35 @@ from posttrain.core.errors import ConfigError, EngineError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept, Said, Stop, Top
 
-COLDEST, HOTTEST = 0.01, 2.0
-"""Temperatures that vLLM takes; colder ones it raises without a word."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""Temperatures that vLLM accepts. It raises lower ones silently."""
 TIES = 8
-"""Log-probs asked for beyond top_k: tokens of equal probability at the border are all kept."""
+"""Log-probs asked for beyond top_k, because vLLM keeps all tokens that tie with the last one."""
 BANNED = -1e9
-"""A logit bias that bans: the probability underflows to exactly zero, the others do not move."""
-OUTSIDE = -9000.0
-"""vLLM's server writes log-probs of minus infinity as -9999."""
+"""A logit bias that bans a token: its probability underflows to exactly zero, and the others do not change."""
+ZERO_PROBABILITY = -9000.0
+"""A log-prob at or below this means probability zero: vLLM's server writes minus infinity as -9999."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What one vLLM can do."""
+    """The sizes and abilities of one vLLM engine."""
 
     vocabulary: int
     """Embedding rows of the model."""
     context: int
     eos: int | None
-    """The end token of its tokenizer, which it adds to the stop ids that min_tokens bans."""
+    """The end token of its tokenizer. vLLM bans it together with the stop ids where min_tokens applies."""
     sequences: bool
-    """Whether bad sequences of several tokens can be sent: not over HTTP."""
+    """Whether bad sequences of several tokens can be sent. Over HTTP they cannot."""
 
 
 def check(s: Sampling, limits: Capabilities) -> None:
     """ConfigError where vLLM would sample from another distribution than the contract's."""
-    if not s.greedy and not COLDEST <= s.temperature <= HOTTEST:
+    if not s.greedy and not MIN_TEMPERATURE <= s.temperature <= MAX_TEMPERATURE:
         raise ConfigError(
-            f"sampling.temperature={s.temperature}: vLLM takes {COLDEST} to {HOTTEST}; for the argmax set greedy=true,"
-            " or use engine=embedded"
+            f"sampling.temperature={s.temperature}: vLLM takes {MIN_TEMPERATURE} to {MAX_TEMPERATURE}; for the argmax"
+            " set greedy=true, or use engine=embedded"
         )
     if s.min_tokens and s.stop_ids is not None and limits.eos is not None and limits.eos not in s.stop_ids:
         raise ConfigError(
@@ -65,9 +66,9 @@ def check(s: Sampling, limits: Capabilities) -> None:
 def fields(s: Sampling, place: int, limit: int, limits: Capabilities) -> dict[str, Any]:
     """Keyword arguments of `vllm.SamplingParams` for one turn of at most `limit` tokens.
 
-    `seed` is the low 63 bits of the place: vLLM draws position t from the t-th number of a generator seeded so,
-    whatever else runs, but from its own generator: the same place says the same again in vLLM, and something else in
-    another engine.
+    `seed` is the low 63 bits of the place. vLLM draws position t with the t-th number of a generator with that seed,
+    whatever else runs. So the same place gives the same tokens again in vLLM. Another engine has another generator
+    and gives other tokens.
     """
     bias = dict(s.logit_bias)
     if not limits.sequences:
@@ -100,8 +101,8 @@ def fields(s: Sampling, place: int, limit: int, limits: Capabilities) -> dict[st
 
 
 def _asked(s: Sampling, vocabulary: int) -> int:
-    """Most probable tokens to send with every token: enough to know the kept set and `top`. One more than that, because
-    a server counts the said token among them even where it is not."""
+    """Number of most probable tokens to ask for with every token: enough for the kept set and `top`. One more is asked
+    for, because a server counts the said token among them even where it is not one of them."""
     if s.top > vocabulary:
         raise EngineError(f"sampling.top={s.top} of a vocabulary of {vocabulary} tokens. Lower it to at most that")
     kept = 0
@@ -113,25 +114,25 @@ def _asked(s: Sampling, vocabulary: int) -> int:
 
 @dataclass(frozen=True, eq=False)
 class Answer:
-    """One turn as vLLM tells it. `rows` holds per token (ids, log-probs) of the said token and the most probable
-    ones."""
+    """One turn as vLLM returns it. `rows` holds, for each token, (ids, log-probs) of the said token and
+    the most probable ones."""
 
     ids: Sequence[int]
     rows: Sequence[tuple[Sequence[int], Sequence[float]]]
     finish: str | None
     why: int | str | None
     spans: Sequence[tuple[str, int, int]]
-    """(version, first token, end): which weights said which tokens, as vLLM itself counted."""
+    """(version, first token, end): which weights drew which tokens, as vLLM reports it."""
 
 
 def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) -> Said:
-    """The turn in our types, with everything checked that vLLM promises.
+    """The turn in our types. Every guarantee of vLLM is checked.
 
     Args:
         end: what reaching `limit` means, LENGTH or CONTEXT.
 
     Raises:
-        EngineError: an answer that contradicts itself or the contract.
+        EngineError: the answer contradicts itself or the contract.
     """
     ids = np.array(a.ids, np.int32)
     if not len(ids) or len(a.rows) != len(ids) or len(ids) > limit:
@@ -142,7 +143,7 @@ def said(a: Answer, s: Sampling, limit: int, end: Stop, limits: Capabilities) ->
     if missing := [t for t, row in zip(ids.tolist(), of_row, strict=True) if t not in row]:
         raise EngineError(f"vLLM sent no log-prob of token {missing[0]}, which it said")
     logp = np.array([row[t] for t, row in zip(ids.tolist(), of_row, strict=True)], np.float32)
-    if not s.greedy and not np.all(np.isfinite(logp) & (logp > OUTSIDE)):
+    if not s.greedy and not np.all(np.isfinite(logp) & (logp > ZERO_PROBABILITY)):
         raise EngineError(
             "vLLM said a token that has probability zero, or its logits are not finite: its weights have diverged"
         )
@@ -172,10 +173,10 @@ def _stop(a: Answer, s: Sampling, last: int, full: bool, end: Stop) -> Stop:
 
 
 def _kept(row: dict[int, float], token: int, s: Sampling, limits: Capabilities) -> np.ndarray:
-    """int32, ascending: the tokens with probability above zero."""
+    """int32, ascending: the tokens with positive probability."""
     if s.greedy:
         return np.array([token], np.int32)
-    inside = sorted(i for i, x in row.items() if x > OUTSIDE)
+    inside = sorted(i for i, x in row.items() if x > ZERO_PROBABILITY)
     if len(inside) == len(row) < limits.vocabulary and len(row) > s.top_k + TIES - 1:
         raise EngineError(
             f"more than {TIES} tokens have the same probability at the border of top_k={s.top_k}, so the kept set was"
@@ -190,12 +191,12 @@ def _top(row: dict[int, float], k: int) -> Top:
         raise EngineError(f"vLLM sent {len(best)} of the {k} most probable tokens")
     return Top(
         np.array([[i for i, _ in best]], np.int32),
-        np.array([[x if x > OUTSIDE else -np.inf for _, x in best]], np.float32),
+        np.array([[x if x > ZERO_PROBABILITY else -np.inf for _, x in best]], np.float32),
     )
 
 
 def _versions(spans: Sequence[tuple[str, int, int]], n: int) -> np.ndarray:
-    """int32 [n] from spans that must cover every token once."""
+    """int32 [n]: the version of each token, from spans that must cover every token once."""
     out = np.full(n, -1, np.int32)
     for version, start, end in spans:
         if not version.isdigit():

@@ -1,8 +1,8 @@
-"""vLLM in this process: `core.ports.Sampler` over a V1 engine that steps in a thread of its own.
+"""vLLM in this process: `core.ports.Sampler` over a V1 engine that runs in a thread of its own.
 
-The thread owns the engine: requests, cancellations and weights reach it through one queue and are handled between
-steps, so nothing is ever changed under a running step. Answers go back to the event loop that asked. When weights come,
-running turns end first, new ones wait, and the prefix cache is emptied and salted with the version.
+The thread owns the engine. Requests, cancellations and weights are put into one queue and handled between steps, so
+nothing changes during a step. Answers return to the event loop that asked. When weights come, running turns end first
+and new ones wait. The prefix cache is then emptied, and its keys get the new version as salt.
 """
 
 from __future__ import annotations
@@ -28,35 +28,42 @@ from posttrain.core.types import Said
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import Answer, fields, said
-from posttrain.engine.vllm.requests import NOTHING, ClientCounters, ExpectedTensors, Order, newer, order
+from posttrain.engine.vllm.requests import (
+    NO_WEIGHTS,
+    CheckedRequest,
+    ClientCounters,
+    ExpectedTensors,
+    check_request,
+    newer,
+)
 from posttrain.engine.vllm.start import START, build, limits, quiet_compiler
 
 ROLE = "the rollout engine (vLLM in this process)"
-LOOK = 5.0
-"""Seconds between looks at whether the engine's thread still lives."""
-Heard = Callable[[np.ndarray, np.ndarray], None]
+POLL = 5.0
+"""Seconds between two checks that the engine's thread still runs."""
+TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 
 @dataclass(eq=False)
 class _Turn:
-    """One turn on its way."""
+    """One turn that was asked for and has not ended."""
 
-    order: Order
+    request: CheckedRequest
     future: Future[Said]
-    heard: Heard | None
-    told: int = 0
-    """Tokens that `heard` knows."""
+    heard: TokenCallback | None
+    delivered: int = 0
+    """Tokens that the callback `heard` has received."""
 
 
 class VLLMEngine:
-    """Samples from a copy of `policy` in vLLM. It says nothing before the first `load`.
+    """Samples from a copy of `policy` in vLLM. It generates nothing before the first `load`.
 
     Args:
-        policy: gives configuration, tokenizer, dtype and the names of the tensors; its weights come by `load`.
-        slots: sequences that speak at once.
-        cache_bytes: of the key-value cache.
-        eager: no compilation and no captured graphs: a start in seconds, and slower steps.
-        timeout: seconds a step or an update may take before the engine counts as hung.
+        policy: gives configuration, tokenizer, dtype and the names of the tensors. Its weights are sent with `load`.
+        slots: sequences that are generated at once.
+        cache_bytes: bytes of the key-value cache.
+        eager: use no compilation and no captured graphs. The start takes seconds, and steps are slower.
+        timeout: seconds that a step or an update may take before the engine counts as hung.
 
     Raises:
         ConfigError: vllm is not installed. EngineError: it does not start with this model.
@@ -69,20 +76,20 @@ class VLLMEngine:
         self._limits = limits(policy)
         self._expected = ExpectedTensors.of(policy)
         self._timeout = timeout
-        self._version = NOTHING
+        self._version = NO_WEIGHTS
         self._counters = ClientCounters()
         self._asked: dict[str, _Turn] = {}
         self._scored: dict[str, Future[np.ndarray]] = {}
         self._names = itertools.count()
         self._inbox: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
         self._waiting: list[_Turn] = []
-        """Turns that came while new weights were on their way."""
+        """Turns that came while an update was pending."""
         self._updates: list[Callable[[], None]] = []
-        self._beat = time.monotonic()
-        self._dead: BaseException | None = None
+        self._last_activity = time.monotonic()
+        self._failure: BaseException | None = None
         self._eager = eager
         self._thread = threading.Thread(
-            target=self._live, args=(policy, slots, cache_bytes, started := Future()), name="vllm", daemon=True
+            target=self._run, args=(policy, slots, cache_bytes, started := Future()), name="vllm", daemon=True
         )
         self._thread.start()
         try:
@@ -106,77 +113,81 @@ class VLLMEngine:
     def context(self) -> int:
         return self._limits.context
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it takes the request out of vLLM.
+    async def generate(
+        self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
+    ) -> Said:
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call
+        aborts the request in vLLM.
 
-        heard: called in this event loop with the new ids and log-probs as soon as they are said.
+        heard: called in this event loop with the new ids and log-probs as soon as they are drawn.
         """
-        asked = _Turn(order(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
-        if self._version == NOTHING:
+        asked = _Turn(check_request(ids, sampling, place, self._limits), Future(), self._in_loop(heard))
+        if self._version == NO_WEIGHTS:
             raise EngineError(f"{ROLE} was sent no weights yet: push them first (Sync.push)")
-        self._tell(lambda: self._add(asked))
+        self._send(lambda: self._add(asked))
         try:
             return await self._answer(asked.future, "a turn")
         except asyncio.CancelledError:
-            self._tell(lambda: self._abort(asked))
+            self._send(lambda: self._abort(asked))
             raise
 
     async def score(self, ids: np.ndarray) -> np.ndarray:
         """float32 [T - 1]: see `core.ports.Sampler`."""
         future: Future[np.ndarray] = Future()
-        self._tell(lambda: self._score([int(i) for i in ids], future))
+        self._send(lambda: self._score([int(i) for i in ids], future))
         return await self._answer(future, "scoring a canary")
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version` once what is being said has ended; returns the fingerprint of the weights
+        """Serve these weights as `version` once all running turns have ended. Returns the fingerprint of the weights
         that vLLM's layers multiply with afterwards. Names and shapes are checked before anything is sent."""
         newer(version, self._version)
         given = self._expected.take(tensors)
         future: Future[str] = Future()
-        self._tell(lambda: self._updates.append(lambda: self._update(version, given, future)))
+        self._send(lambda: self._updates.append(lambda: self._update(version, given, future)))
         return await self._answer(future, f"loading weights of version {version}")
 
     def gauges(self) -> Gauges:
         return self._counters.take()
 
     def clock(self) -> Mapping[str, float]:
-        """`engine/step`: in vLLM's steps; `engine/load`: in updates."""
+        """Seconds since the last call. `engine/step`: in vLLM's steps. `engine/load`: in updates."""
         return self._counters.clock()
 
     @property
     def busy(self) -> bool:
-        """Whether any request is in vLLM or on its way there."""
+        """Whether any request is in vLLM or queued for it."""
         return bool(self._asked or self._scored or self._waiting or not self._inbox.empty())
 
     def close(self) -> None:
-        """End the thread and free vLLM's memory. What is still being asked fails."""
+        """End the thread and free vLLM's memory. Requests that have not ended fail."""
         self._inbox.put(None)
         self._thread.join(60)
 
     # --- on the caller's side -----------------------------------------------------------------------------------------
 
-    def _tell(self, command: Callable[[], None]) -> None:
-        if self._dead is not None:
-            raise EngineError(f"{ROLE} has failed before: {self._dead}") from self._dead
+    def _send(self, command: Callable[[], None]) -> None:
+        if self._failure is not None:
+            raise EngineError(f"{ROLE} has failed before: {self._failure}") from self._failure
         self._inbox.put(command)
 
     async def _answer(self, future: Future[Any], what: str) -> Any:
-        """The future's result, unless the engine's thread shows no life for too long."""
+        """The future's result. EngineError where the engine's thread has failed, or no step has
+        ended within the timeout."""
         own = asyncio.wrap_future(future)
         asked = time.monotonic()
         while True:
-            done, _ = await asyncio.wait([own], timeout=min(self._timeout, LOOK))
+            done, _ = await asyncio.wait([own], timeout=min(self._timeout, POLL))
             if done:
                 return own.result()
-            if self._dead is not None:
-                raise EngineError(f"{ROLE}: {what}: it has failed: {self._dead}") from self._dead
-            if time.monotonic() - max(self._beat, asked) > self._timeout:
+            if self._failure is not None:
+                raise EngineError(f"{ROLE}: {what}: it has failed: {self._failure}") from self._failure
+            if time.monotonic() - max(self._last_activity, asked) > self._timeout:
                 raise EngineError(
                     f"{ROLE}: {what}: no step has ended for {self._timeout:g} s; raise engine.timeout if the model is"
                     " that slow"
                 )
 
-    def _in_loop(self, heard: Heard | None) -> Heard | None:
+    def _in_loop(self, heard: TokenCallback | None) -> TokenCallback | None:
         if heard is None:
             return None
         loop = asyncio.get_running_loop()
@@ -188,8 +199,8 @@ class VLLMEngine:
 
     # --- in the engine's thread ---------------------------------------------------------------------------------------
 
-    def _live(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
-        """Build the engine, then handle the queue and step until told to end."""
+    def _run(self, policy: Policy, slots: int, cache_bytes: int, started: Future[None]) -> None:
+        """Build the engine, then handle the queue and run steps until the engine is closed."""
         try:
             self._engine = build(policy, slots, cache_bytes, self._eager)
             self._score([0, 0], proof := Future())
@@ -197,27 +208,27 @@ class VLLMEngine:
                 self._step()
             proof.result()
         except BaseException as error:
-            self._dead = error
+            self._failure = error
             started.set_exception(EngineError(f"{ROLE} did not start with this model: {error}"))
             return
         started.set_result(None)
         try:
-            while self._turn():
+            while self._run_once():
                 pass
-            self._dead = EngineError("it was closed")
+            self._failure = EngineError("it was closed")
         except BaseException as error:
-            self._dead = error
+            self._failure = error
         finally:
-            self._give_up()
+            self._fail_waiting()
             self._engine.engine_core.shutdown()
             del self._engine
 
-    def _turn(self) -> bool:
-        """Handle what has come and take one step; False: it is time to end."""
+    def _run_once(self) -> bool:
+        """Handle the queued commands and run one step; False: the engine was closed."""
         idle = not (self._asked or self._scored)
         while (idle and not self._updates) or not self._inbox.empty():
             command = self._inbox.get()
-            self._beat = time.monotonic()
+            self._last_activity = time.monotonic()
             if command is None:
                 return False
             command()
@@ -230,7 +241,7 @@ class VLLMEngine:
                 self._add(asked)
         if self._asked or self._scored:
             self._step()
-        self._beat = time.monotonic()
+        self._last_activity = time.monotonic()
         return True
 
     def _step(self) -> None:
@@ -240,28 +251,29 @@ class VLLMEngine:
         self._counters.spent("engine/step", begun)
         for output in outputs:
             if output.finished and (scored := self._scored.pop(output.request_id, None)) is not None:
-                self._tell_score(scored, output)
+                self._deliver_score(scored, output)
             if (asked := self._asked.get(output.request_id)) is None:
                 continue
             try:
-                self._hear(asked, output)
+                self._deliver(asked, output)
             except Exception as error:
                 self._asked.pop(output.request_id, None)
                 asked.future.set_exception(error)
 
-    def _hear(self, asked: _Turn, output: Any) -> None:
-        """One request has new tokens, or is done."""
+    def _deliver(self, asked: _Turn, output: Any) -> None:
+        """Deliver a request's new tokens, and its turn once it has ended."""
         turn = output.outputs[0]
-        if asked.heard is not None and len(turn.token_ids) > asked.told:
-            rows = _rows(turn.logprobs)[asked.told :]
+        if asked.heard is not None and len(turn.token_ids) > asked.delivered:
+            rows = _rows(turn.logprobs)[asked.delivered :]
             asked.heard(
-                np.array(turn.token_ids[asked.told :], np.int32), np.array([logp[0] for _, logp in rows], np.float32)
+                np.array(turn.token_ids[asked.delivered :], np.int32),
+                np.array([logp[0] for _, logp in rows], np.float32),
             )
-            asked.told = len(turn.token_ids)
+            asked.delivered = len(turn.token_ids)
         if not output.finished:
             return
         del self._asked[output.request_id]
-        o = asked.order
+        o = asked.request
         spans = [(s.version, s.start, s.end) for s in turn.weight_versions or ()]
         answer = Answer(turn.token_ids, _rows(turn.logprobs), turn.finish_reason, turn.stop_reason, spans)
         result = said(answer, o.sampling, o.limit, o.end, self._limits)
@@ -276,7 +288,7 @@ class VLLMEngine:
             return
         from vllm.sampling_params import RequestOutputKind, SamplingParams
 
-        o, name = asked.order, str(next(self._names))
+        o, name = asked.request, str(next(self._names))
         try:
             params = SamplingParams(
                 **fields(o.sampling, o.place, o.limit, self._limits),
@@ -296,7 +308,7 @@ class VLLMEngine:
         self._engine.add_request(name, tokens_input(ids, cache_salt=self._salt()), params)
 
     def _salt(self) -> str:
-        """Part of the key of every cached block."""
+        """A string in the key of every cached block, so that blocks of other weights are never found."""
         return f"version {self._version}"
 
     def _abort(self, asked: _Turn) -> None:
@@ -320,12 +332,12 @@ class VLLMEngine:
         except Exception as error:
             future.set_exception(EngineError(f"{ROLE} cannot score: {error}"))
 
-    def _tell_score(self, future: Future[np.ndarray], output: Any) -> None:
+    def _deliver_score(self, future: Future[np.ndarray], output: Any) -> None:
         rows = zip(output.prompt_token_ids[1:], output.prompt_logprobs[1:], strict=True)
         future.set_result(np.array([row[i].logprob for i, row in rows], np.float32))
 
     def _update(self, version: int, given: list[tuple[str, torch.Tensor]], future: Future[str]) -> None:
-        """New weights, with nothing being said. An engine that broke half way through serves nothing any more."""
+        """Load new weights while no turn runs. If it fails half way, the engine is not used again."""
         begun, engine = time.perf_counter(), self._engine
         try:
             newer(version, self._version)
@@ -343,7 +355,7 @@ class VLLMEngine:
             if "error" in served:
                 raise EngineError(served["error"])
         except Exception as error:
-            self._version = NOTHING
+            self._version = NO_WEIGHTS
             failure = EngineError(
                 f"{ROLE}: loading weights of version {version} failed, and it may hold parts of them: {error}"
             )
@@ -353,9 +365,9 @@ class VLLMEngine:
         self._counters.spent("engine/load", begun)
         future.set_result(served["fingerprint"])
 
-    def _give_up(self) -> None:
-        """Everyone who waits is told."""
-        error = EngineError(f"{ROLE} has failed: {type(self._dead).__name__}: {self._dead}")
+    def _fail_waiting(self) -> None:
+        """Raise the engine's failure in every waiting call."""
+        error = EngineError(f"{ROLE} has failed: {type(self._failure).__name__}: {self._failure}")
         for future in (*(a.future for a in (*self._asked.values(), *self._waiting)), *self._scored.values()):
             if not future.done():
                 future.set_exception(error)
@@ -365,6 +377,6 @@ class VLLMEngine:
 
 
 def _rows(logprobs: Any) -> list[tuple[list[int], list[float]]]:
-    """Per token (ids, log-probs), the said token first."""
+    """(ids, log-probs) of each token, the said one first."""
     bounds = zip(logprobs.start_indices, logprobs.end_indices, strict=True)
     return [(logprobs.token_ids[a:b], logprobs.logprobs[a:b]) for a, b in bounds]

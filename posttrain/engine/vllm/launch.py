@@ -20,7 +20,7 @@ from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.start import BACKEND, EXTENSION
 
 PARENT = "POSTTRAIN_PARENT"
-"""Environment variable: process id of the run this server ends with."""
+"""Environment variable: process id of the run that started this server. The server ends with it."""
 NEEDED: dict[str, str | None] = {
     "--generation-config": "vllm",
     "--logprobs-mode": "processed_logprobs",
@@ -35,7 +35,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def arguments(given: Sequence[str]) -> list[str]:
-    """The server's arguments with everything that is needed; ConfigError where one was given with another value."""
+    """The given arguments and those that posttrain needs; ConfigError where a needed one was given as well."""
     out = list(given)
     names = {a.partition("=")[0].replace("_", "-") for a in given if a.startswith("--")}
     for name, value in NEEDED.items():
@@ -46,7 +46,7 @@ def arguments(given: Sequence[str]) -> list[str]:
 
 
 def end_with_parent() -> None:
-    """Have the kernel end this process when the run that started it is gone, however it went."""
+    """Make the kernel end this process when the run that started it ends, in whatever way."""
     parent = os.environ.pop(PARENT, None)
     if parent is None or not sys.platform.startswith("linux"):
         return

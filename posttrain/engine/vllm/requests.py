@@ -1,5 +1,5 @@
-"""What every vLLM adapter does alike: check a request before it leaves, keep versions in order, count what comes
-back."""
+"""What both vLLM samplers share: checks of requests, tensors and versions, a gate between turns and
+updates, and counters."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from posttrain.core.types import Said, Stop
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.vllm.contract import Capabilities, check
 
-NOTHING = -1
-"""Version of an engine that was sent no weights yet: it serves what it was started with and says nothing."""
+NO_WEIGHTS = -1
+"""Version of an engine without pushed weights. It refuses to generate."""
 
 
 @dataclass(frozen=True, eq=False)
-class Order:
-    """A turn that can be served."""
+class CheckedRequest:
+    """A checked request for one turn."""
 
     ids: list[int]
     sampling: Sampling
@@ -36,12 +36,12 @@ class Order:
     """What reaching `limit` means."""
 
 
-def order(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities) -> Order:
+def check_request(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities) -> CheckedRequest:
     """Check one request.
 
     Raises:
-        DataError: a prompt that is empty, too long or of another vocabulary.
-        EngineError: a contract that waits for a tokenizer. ConfigError: one that vLLM cannot keep.
+        DataError: the prompt is empty, too long or of another vocabulary.
+        EngineError: the contract is not resolved. ConfigError: vLLM cannot follow the contract.
     """
     ids, context = np.asarray(ids), limits.context
     if ids.ndim != 1 or len(ids) == 0:
@@ -65,12 +65,12 @@ def order(ids: np.ndarray, sampling: Sampling, place: int, limits: Capabilities)
     check(sampling, limits)
     room = context - len(ids)
     end = Stop.LENGTH if sampling.max_tokens <= room else Stop.CONTEXT
-    return Order(ids.tolist(), sampling, place, min(sampling.max_tokens, room), end)
+    return CheckedRequest(ids.tolist(), sampling, place, min(sampling.max_tokens, room), end)
 
 
 @dataclass(frozen=True)
 class ExpectedTensors:
-    """The tensors an engine takes: those of the policy it was started for."""
+    """The tensors that an engine accepts: those of the policy it was started with."""
 
     own: dict[str, tuple[str, tuple[int, ...]]]
     """Name -> (dtype, shape), in the learner's order."""
@@ -86,7 +86,8 @@ class ExpectedTensors:
         return [(name, dtype, list(shape)) for name, (dtype, shape) in self.own.items()]
 
     def take(self, tensors: Iterable[tuple[str, Any]]) -> list[tuple[str, Tensor]]:
-        """All of them, each once; EngineError names what is wrong before anything was sent."""
+        """The given tensors, checked before any is sent: each expected one exactly once.
+        EngineError names what is wrong."""
         given: dict[str, Tensor] = {}
         for name, tensor in tensors:
             if name not in self.own:
@@ -112,7 +113,8 @@ def newer(version: int, than: int) -> None:
 
 
 class UpdateGate:
-    """Many turns at once, or one update: an update waits for the turns before it, later turns wait for the update."""
+    """Many turns run at once, or one update. An update waits for the running turns, and later
+    turns wait for the update."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -159,7 +161,7 @@ class UpdateGate:
 
 @dataclass
 class ClientCounters:
-    """Sums since the last `take`: of the gauges in `diagnose.gauges`, those that vLLM lets a client know."""
+    """Sums since the last `take`, for the gauges of `diagnose.gauges` that a client of vLLM can compute."""
 
     tokens: int = 0
     turns: int = 0
@@ -169,7 +171,7 @@ class ClientCounters:
     seconds: dict[str, float] = field(default_factory=dict[str, float])
 
     def delivered(self, said: Said, prompt: Sequence[int], cached: int | None) -> None:
-        """A turn has ended, with so many of its prompt's tokens found in vLLM's prefix cache."""
+        """Count a turn that has ended. `cached` of its prompt's tokens were found in vLLM's prefix cache."""
         self.tokens += len(said.ids)
         self.turns += 1
         self.longest = max(self.longest, len(said.ids))
@@ -177,7 +179,7 @@ class ClientCounters:
         self.prompts += len(prompt)
 
     def spent(self, what: str, begun: float) -> None:
-        """Seconds since `begun` (`time.perf_counter`) went into `what`."""
+        """Add the seconds since `begun` (`time.perf_counter`) to `what`."""
         self.seconds[what] = self.seconds.get(what, 0.0) + time.perf_counter() - begun
 
     def take(self) -> Gauges:

@@ -1,9 +1,9 @@
-"""vLLM behind HTTP: `core.ports.Sampler` over a server that `launch` started, spawned for the run or given by its
-address.
+"""vLLM over HTTP: `core.ports.Sampler` over a server that `launch` started. It is spawned for the run
+or given by its address.
 
-Tokens in and tokens out over vLLM's token route; weights as a safetensors file in a folder that both sides see, through
-vLLM's own update routes. A request that fails on the way is sent again, with the same seed and so the same answer; one
-that fails for good raises an `EndpointError` that names the role, and nothing is dropped.
+Tokens are sent and received over vLLM's token route. Weights are sent as a safetensors file in a folder that both sides
+can read, with vLLM's own update routes. A request that fails is sent again with the same seed, so the answer is the
+same. If all tries fail, an `EndpointError` names the role, and nothing is dropped.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from posttrain.core.types import Said
 from posttrain.engine.endpoint import Endpoint
 from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import Answer, fields, said
-from posttrain.engine.vllm.requests import NOTHING, ClientCounters, ExpectedTensors, UpdateGate, newer, order
+from posttrain.engine.vllm.requests import NO_WEIGHTS, ClientCounters, ExpectedTensors, UpdateGate, check_request, newer
 from posttrain.engine.vllm.start import limits
 
 ROLE = "rollout"
-HOW = (
+START_ADVICE = (
     "start it with `python -m posttrain.engine.vllm.launch --model MODEL --dtype DTYPE --max-model-len CONTEXT`"
     " (docs/engines.md)"
 )
-EMPTYING = 100
-"""Times the prefix cache is asked to empty itself, a tenth of a second apart: blocks are let go a step after their
-request."""
-Heard = Callable[[np.ndarray, np.ndarray], None]
+EMPTY_TRIES = 100
+"""Most tries to empty the prefix cache, a tenth of a second apart. Blocks are freed one step
+after their request ends."""
+TokenCallback = Callable[[np.ndarray, np.ndarray], None]
 
 
 class VLLMServer:
-    """Samples from a copy of `policy` in a vLLM server. It says nothing before the first `load`.
+    """Samples from a copy of `policy` in a vLLM server. It generates nothing before the first `load`.
 
     Args:
         endpoint: the server's base address.
-        share: folder for weights on their way, seen by this process and the server under the same path.
-        timeout: seconds one turn, or one part of an update, may take; a turn is tried again a few times.
-        ended: why a server of our own is gone; '' while it runs.
+        share: folder for weights during an update. This process and the server see it under the same path.
+        timeout: seconds that one try of a turn, or one part of an update, may take. A turn is tried again a few times.
+        ended: returns why a spawned server has ended; '' while it runs.
     """
 
     def __init__(
@@ -64,10 +64,10 @@ class VLLMServer:
         self._dtype = str(policy.dtype).removeprefix("torch.")
         self._endpoint, self._share, self._ended = endpoint, share, ended
         self._patience = replace(endpoint.patience, answer=timeout)
-        self._version = NOTHING
+        self._version = NO_WEIGHTS
         self._counters = ClientCounters()
         self._gate = UpdateGate()
-        self._known = False
+        self._checked = False
 
     @property
     def version(self) -> int:
@@ -85,15 +85,17 @@ class VLLMServer:
     def context(self) -> int:
         return self._limits.context
 
-    async def generate(self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: Heard | None = None) -> Said:
-        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling it closes the request's
-        connection, on which the server gives it up.
+    async def generate(
+        self, ids: np.ndarray, sampling: Sampling, place: int, *, heard: TokenCallback | None = None
+    ) -> Said:
+        """Continue int32 [T] `ids` by one turn; see `core.ports.Sampler`. Cancelling the call closes the connection,
+        and the server then aborts the request.
 
-        heard: called once, when the turn has ended: it comes in one piece.
+        heard: called once, with the whole turn, when it has ended.
         """
-        o = order(ids, sampling, place, self._limits)
+        o = check_request(ids, sampling, place, self._limits)
         async with self._gate.turn():
-            if self._version == NOTHING:
+            if self._version == NO_WEIGHTS:
                 raise EngineError(f"{ROLE} ({self._endpoint.url}) was sent no weights yet: push them first (Sync.push)")
             begun = time.perf_counter()
             body = {
@@ -132,19 +134,19 @@ class VLLMServer:
             raise self._broken(f"its log-probs of a prompt cannot be read ({error!r})") from error
 
     async def load(self, version: int, tensors: Iterable[tuple[str, Any]]) -> str:
-        """Serve these weights as `version` once what this run is saying has ended; returns the fingerprint of the
-        weights that the server's layers multiply with afterwards. Names and shapes are checked before anything is
-        sent."""
+        """Serve these weights as `version` once this run's running turns have ended. Returns the
+        fingerprint of the weights that the server's layers multiply with afterwards. Names and shapes are
+        checked before anything is sent."""
         newer(version, self._version)
         given = self._expected.take(tensors)
-        await self._meet()
+        await self._check_server()
         async with self._gate.update():
             newer(version, self._version)
             begun = time.perf_counter()
             try:
                 served = await self._update(version, given)
             except BaseException:
-                self._version = NOTHING
+                self._version = NO_WEIGHTS
                 raise
             self._version = version
             self._counters.spent("engine/load", begun)
@@ -167,15 +169,16 @@ class VLLMServer:
         return str(served["fingerprint"])
 
     async def _empty_cache(self) -> None:
-        for _ in range(EMPTYING):
+        for _ in range(EMPTY_TRIES):
             if (await self._post("/reset_prefix_cache", None, again=True))["success"]:
                 return
             await asyncio.sleep(0.1)
         raise self._broken("its prefix cache could not be emptied after an update; does anybody else ask it?")
 
-    async def _meet(self) -> None:
-        """Once: the server is one that keeps the contract."""
-        if self._known:
+    async def _check_server(self) -> None:
+        """Check once that the server's settings fit the log-prob contract and the policy;
+        ConfigError where they do not."""
+        if self._checked:
             return
         facts = await self._call("posttrain_facts")
         wanted = {
@@ -189,23 +192,26 @@ class VLLMServer:
         }
         if wrong := [f"{k}={facts.get(k)!r} instead of {v!r}" for k, v in wanted.items() if facts.get(k) != v]:
             raise ConfigError(
-                f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)}; {HOW}"
+                f"engine.url={self._endpoint.url}: this server cannot be trained against: {', '.join(wrong)};"
+                f" {START_ADVICE}"
             )
-        self._known = True
+        self._checked = True
 
     async def _call(self, method: str, *args: str) -> dict[str, Any]:
-        """A method of our worker extension, on the one worker."""
+        """Call a method of `worker.ServedWeights` on the server's one worker."""
         try:
             told = await self._post(
                 "/collective_rpc", {"method": method, "args": list(args), "timeout": self._patience.answer}, again=True
             )
         except EndpointError as error:
             if error.status in (403, 404, 405, 501):
-                raise ConfigError(f"engine.url={self._endpoint.url}: this server has no remote calls; {HOW}") from error
+                raise ConfigError(
+                    f"engine.url={self._endpoint.url}: this server has no remote calls; {START_ADVICE}"
+                ) from error
             raise
         results = (told or {}).get("results") or []
         if len(results) != 1 or not isinstance(results[0], dict):
-            raise self._broken(f"{method} was answered by {len(results)} workers, not by one; {HOW}")
+            raise self._broken(f"{method} was answered by {len(results)} workers, not by one; {START_ADVICE}")
         return results[0]
 
     async def _post(self, path: str, body: Mapping[str, Any] | None, *, again: bool = False) -> Any:
@@ -223,19 +229,19 @@ class VLLMServer:
         return EndpointError(f"{ROLE} ({self._endpoint.url}): {why}", ROLE, None)
 
     def _salt(self) -> str:
-        """Part of the key of every cached block."""
+        """A string in the key of every cached block, so that blocks of other weights are never found."""
         return f"version {self._version}"
 
     def gauges(self) -> Gauges:
         return self._counters.take()
 
     def clock(self) -> Mapping[str, float]:
-        """`engine/turn`: of all turns, each on its own; `engine/load`: of updates."""
+        """Seconds since the last call. `engine/turn`: the sum over all turns. `engine/load`: in updates."""
         return self._counters.clock()
 
     @property
     def busy(self) -> bool:
-        """Whether any turn of ours is on its way."""
+        """Whether any turn of this run has not ended."""
         return self._gate.turns > 0
 
 

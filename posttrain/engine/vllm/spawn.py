@@ -1,4 +1,4 @@
-"""A vLLM server of our own: started for a run, watched, and gone with it."""
+"""A vLLM server that is started for a run, watched, and ended with it."""
 
 from __future__ import annotations
 
@@ -21,25 +21,26 @@ from posttrain.engine.vllm.launch import PARENT
 from posttrain.engine.vllm.start import START, arguments, describe
 
 ROLE = "the rollout engine (a vLLM server of this run)"
-LINES = 12
-"""Last lines of the server's log that a message quotes."""
-PATIENCE = 20.0
-"""Seconds it gets to end by itself."""
+LOG_LINES = 12
+"""Last lines of the server's log that an error message quotes."""
+STOP_SECONDS = 20.0
+"""Seconds that the server has to end after a signal."""
 
 
 class Spawned:
-    """The server process, on a free port of this machine. It has a process group of its own, so nothing of it is left
-    behind.
+    """The server process, on a free port of this machine. It has a process group of its own, so
+    that all of it is ended.
 
     Raises:
-        ConfigError: vllm is not installed. EngineError: the server ended or did not answer in time; quotes its log.
+        ConfigError: vllm is not installed. EngineError: the server ended or did not answer in time; the
+            message quotes its log.
     """
 
     def __init__(self, policy: Policy, *, slots: int, cache_bytes: int, eager: bool) -> None:
         installed()
         self._folder = tempfile.TemporaryDirectory(prefix="posttrain-vllm-")
         self.folder = Path(self._folder.name)
-        """For the model's description, the log, and weights on their way."""
+        """Holds the model's description, the log, and weights during an update."""
         describe(policy, str(self.folder / "model"))
         port = _free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -72,14 +73,14 @@ class Spawned:
             raise
 
     def ended(self) -> str:
-        """Why the server is gone, with the end of its log; '' while it runs."""
+        """Why the server has ended, with the end of its log; '' while it runs."""
         code = self._process.poll()
         return "" if code is None else f"it has ended with exit code {code}. Its last words:\n{self._log()}"
 
     def close(self) -> None:
-        """End the process group and remove the folder; nothing happens the second time."""
+        """End the process group and remove the folder. A second call does nothing."""
         atexit.unregister(self.close)
-        for sign, seconds in ((signal.SIGTERM, PATIENCE), (signal.SIGKILL, PATIENCE)):
+        for sign, seconds in ((signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, sign)
             if self._gone(seconds):
@@ -112,7 +113,7 @@ class Spawned:
 
     def _log(self) -> str:
         with contextlib.suppress(OSError):
-            return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-LINES:])
+            return "\n".join((self.folder / "log").read_text(errors="replace").splitlines()[-LOG_LINES:])
         return ""
 
 

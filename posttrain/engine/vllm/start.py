@@ -1,4 +1,4 @@
-"""Starting vLLM: what it is told of a model, and what it changes in a process put back."""
+"""Starting vLLM: its arguments for a model. What it changes in this process is restored."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from posttrain.engine.readout import read_out
 from posttrain.engine.vllm.contract import Capabilities
 
 EXTENSION = "posttrain.engine.vllm.worker.ServedWeights"
-"""What vLLM's workers are extended with; importing it registers `BACKEND`."""
+"""The extension of vLLM's workers. Importing it registers `BACKEND`."""
 BACKEND = "posttrain"
 """Name of the weight transfer backend in vLLM's registry."""
 START = 600.0
@@ -26,7 +26,7 @@ START = 600.0
 
 
 def limits(policy: Policy) -> Capabilities:
-    """What vLLM in this process can do with a policy."""
+    """The sizes and abilities of a vLLM engine in this process for a policy."""
     return Capabilities(read_out(policy.module).weight.shape[0], policy.context, eos(policy), sequences=True)
 
 
@@ -37,7 +37,7 @@ def eos(policy: Policy) -> int | None:
 
 
 def describe(policy: Policy, folder: str) -> None:
-    """What vLLM reads of a model before its weights come: configuration and tokenizer."""
+    """Write what vLLM needs of a model before its weights are loaded: configuration and tokenizer."""
     config = copy.deepcopy(policy.module.config)
     config.architectures = [type(policy.module).__name__]
     config.save_pretrained(folder)
@@ -45,7 +45,7 @@ def describe(policy: Policy, folder: str) -> None:
 
 
 def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: bool) -> dict[str, Any]:
-    """vLLM's engine arguments for one policy; those of the contract are `contract` below and `launch.NEEDED`."""
+    """vLLM's engine arguments for one policy. Those of the log-prob contract are in `build` and `launch.NEEDED`."""
     return {
         "model": folder,
         "runner": "generate",
@@ -63,8 +63,7 @@ def arguments(policy: Policy, folder: str, slots: int, cache_bytes: int, eager: 
 
 
 def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
-    """The engine, with what vLLM changes in this process put back: random states, torch's thread setting,
-    environment."""
+    """The engine. What vLLM changes in this process is restored: random states, torch's thread setting, environment."""
     level = os.environ.get("VLLM_LOGGING_LEVEL", "WARNING")
     with (
         _environment(VLLM_ENABLE_V1_MULTIPROCESSING="0", VLLM_LOGGING_LEVEL=level),
@@ -89,7 +88,7 @@ def build(policy: Policy, slots: int, cache_bytes: int, eager: bool) -> Any:
 
 @contextmanager
 def _environment(**values: str) -> Iterator[None]:
-    """Environment variables set inside, and as they were outside."""
+    """Set environment variables inside, and restore them afterwards."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:
@@ -104,8 +103,8 @@ def _environment(**values: str) -> Iterator[None]:
 
 @contextmanager
 def _own_randomness() -> Iterator[None]:
-    """vLLM seeds everything it finds, lowers torch's threads and takes `torch.set_num_threads` away; here all stay as
-    they were."""
+    """Restore random states and threads afterwards. vLLM seeds all generators, lowers torch's threads
+    and replaces `torch.set_num_threads`."""
     states = torch.get_rng_state(), np.random.get_state(), random.getstate()
     threads, count = torch.set_num_threads, torch.get_num_threads()
     try:
@@ -120,8 +119,8 @@ def _own_randomness() -> Iterator[None]:
 
 @contextmanager
 def quiet_compiler(eager: bool) -> Iterator[None]:
-    """Eager means eager: vLLM also compiles small functions of its sampler, which would take minutes at the first
-    request."""
+    """Inside, nothing is compiled if `eager`. vLLM also compiles small functions of its sampler, which would take
+    minutes at the first request."""
     if not eager:
         yield
         return

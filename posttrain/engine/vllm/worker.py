@@ -1,11 +1,11 @@
-"""What runs inside vLLM's worker: weights in through its update path, and the weights it computes with read back out.
+"""What runs inside vLLM's worker: loading new weights, and reading back the weights that it computes with.
 
-`Direct` is a weight transfer backend of vLLM's own registry: named Hugging Face tensors, handed over in process or as a
-safetensors file that both sides see. `ServedWeights` is a worker extension: it recovers every tensor from what the
-layers multiply with now, under its Hugging Face name, so that the fingerprint is that of the served weights and no
-echo.
+`Direct` is a weight transfer backend in vLLM's own registry. It takes named Hugging Face tensors, in process or in a
+safetensors file that both sides can read. `ServedWeights` is a worker extension. It recovers every tensor, under its
+Hugging Face name, from what the layers multiply with now. So the fingerprint is that of the served weights, not a
+copy of what was sent.
 
-Importing this module registers both; a server does so through `--worker-extension-cls`.
+Importing this module registers both. A server imports it because of `--worker-extension-cls`.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.vllm.start import BACKEND
 
 ROWS = 512
-"""Rows of the identity matrix that one probe of a layer takes."""
+"""Rows of the identity matrix in one probe of a layer."""
 TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
-"""GPT-2's Conv1D keeps [in, out]; vLLM turns it into [out, in]."""
+"""GPT-2's Conv1D has weights [in, out], which vLLM transposes to [out, in]."""
 _ZEROS = "_posttrain_negative_zeros"
-"""Attribute of the model: tensor name -> where the sent weights were -0.0, which no product can tell from 0.0."""
+"""Attribute of the model: tensor name -> mask of sent weights that were -0.0. Products cannot
+distinguish these from 0.0."""
 
 
 @dataclass
 class DirectInit(WeightTransferInitInfo):
-    """There is nothing to agree on."""
+    """vLLM requires this type; it has no fields."""
 
 
 @dataclass
 class DirectUpdate(WeightTransferUpdateInfo):
-    """One chunk of weights: tensors in this process, or a safetensors file."""
+    """One chunk of weights: tensors of this process, or a safetensors file."""
 
     tensors: list[tuple[str, Tensor]] = field(default_factory=list)
     path: str | None = None
 
 
 class Direct(WeightTransferEngine[DirectInit, DirectUpdate]):
-    """Whole Hugging Face tensors into vLLM's layers, repacked the way its loader does."""
+    """Loads whole Hugging Face tensors into vLLM's layers. vLLM's own loader repacks them."""
 
     init_info_cls = DirectInit
     update_info_cls = DirectUpdate
@@ -85,10 +86,10 @@ def _read(path: Path) -> list[tuple[str, Tensor]]:
 
 
 class ServedWeights:
-    """Mixed into vLLM's worker; `collective_rpc` finds the methods by their names."""
+    """Methods added to vLLM's worker class; `collective_rpc` calls them by name."""
 
     def posttrain_facts(self) -> dict[str, Any]:
-        """What a client must know before it trusts this server's numbers."""
+        """Settings that a client checks before it uses this server's log-probs."""
         config = self.vllm_config  # type: ignore[attr-defined]
         model = config.model_config
         return {
@@ -102,10 +103,10 @@ class ServedWeights:
         }
 
     def posttrain_fingerprint(self, wanted: str) -> dict[str, str]:
-        """The fingerprint of the weights being served, under the names, dtypes and shapes of the learner.
+        """The fingerprint of the served weights, under the names, dtypes and shapes of the learner.
 
         Args:
-            wanted: JSON list of [name, dtype, shape]. {"error": ...} where a tensor cannot be found again.
+            wanted: JSON list of [name, dtype, shape]. Returns {"error": ...} where a tensor cannot be recovered.
         """
         model = self.get_model()  # type: ignore[attr-defined]
         try:
@@ -115,7 +116,7 @@ class ServedWeights:
 
 
 class _TensorReader:
-    """Hugging Face tensors out of a vLLM model on one worker."""
+    """Reads Hugging Face tensors from a vLLM model on one worker."""
 
     def __init__(self, model: nn.Module, wanted: list[tuple[str, str, list[int]]]) -> None:
         self._model = model
@@ -170,8 +171,8 @@ class _TensorReader:
         return getattr(module, leaf).detach()
 
     def _tied(self, module: nn.Module, whole: Tensor) -> Tensor:
-        """The embedding's rows where the head computes with the same ones; else the head's, so that the difference is
-        seen."""
+        """The embedding's weight where the head multiplies with the same numbers; else the head's, so that
+        the fingerprint differs."""
         for head in self._heads:
             if head.weight is module.weight and _packed(head) and not torch.equal(other := _multiplied(head), whole):
                 return other
@@ -179,13 +180,13 @@ class _TensorReader:
 
 
 def _packed(layer: nn.Module) -> bool:
-    """Whether the layer multiplies with a packed copy of its weight (vLLM for CPU keeps only that one)."""
+    """Whether the layer multiplies with a packed copy of its weight. vLLM for CPU keeps only this copy."""
     return hasattr(layer, "cpu_linear")
 
 
 def _multiplied(layer: Any) -> Tensor:
-    """[out, in]: the matrix the layer multiplies with, from its products with the rows of the identity; exact, since
-    each output is one weight times one plus zeros."""
+    """[out, in]: the matrix that the layer multiplies with, from its products with the rows of the identity. This is
+    exact, because each output is one weight times one plus zeros."""
     if layer.weight.numel():
         out, size, dtype = *layer.weight.shape, layer.weight.dtype
     else:
