@@ -76,7 +76,7 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
     }
 
 
-def check_environment(run: Run, env: Environment, stages: Sequence[Stage]) -> None:
+def check_environment(env: Environment, stages: Sequence[Stage]) -> None:
     """A stage that reads demonstrations the environment cannot write never starts."""
     texts = declared(env).demonstrations
     styles = texts.styles if texts is not None else ()
@@ -183,7 +183,7 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
 def make_environment(run: Run) -> Environment:
     """The run's environment, where all stages play that have none of their own."""
     env = environment(run.env, run.seed)
-    check_environment(run, env, [s for s in run.stages if s.env is None])
+    check_environment(env, [s for s in run.stages if s.env is None])
     return env
 
 
@@ -202,7 +202,7 @@ def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
                     found = environment(stage.env, run.seed)
                 built.append((stage.env, found))
             out[stage.name] = found
-            check_environment(run, found, [stage])
+            check_environment(found, [stage])
     except BaseException:
         for _, one in built[1:]:
             one.close()

@@ -16,12 +16,11 @@ def run(o: Namespace) -> int:
         tell(o.text())
         tell(_settings(o.recipe, o.overrides) if o.recipe else listed())
         return 0
-    from posttrain.api import session
+    from posttrain.api.session import RunOptions, open_session
 
-    with session.begun(
-        o.recipe or "", *o.overrides, out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust
-    ) as begun:
-        asyncio.run(begun.play())
+    options = RunOptions(out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust)
+    with open_session(o.recipe or "", o.overrides, options) as session:
+        asyncio.run(session.play())
     return 0
 
 
