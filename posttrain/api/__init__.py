@@ -1,1 +1,1 @@
-"""Floor 4: builds the parts of a `Run`, and holds the functions that users call."""
+"""Builds the parts of a `Run`, and holds the functions that users call."""

@@ -287,7 +287,7 @@ def test_no_sandbox_outlives_a_killed_harness() -> None:
     sandbox = backend("namespaces")
     source = (
         "import time\nfrom posttrain.sandbox.backends import *\nfrom posttrain.sandbox.worker import *\nw ="
-        " Worker(Namespaces(()))\nprint(*w.pids, flush=True)\nw.run(Job(b'while True: pass', limits=Limits(wall=60,"
+        " SandboxWorker(Namespaces(()))\nprint(*w.pids, flush=True)\nw.run(Job(b'while True: pass', limits=ProgramLimits(wall=60,"
         " cpu=60)))"
     )
     harness = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
