@@ -1,4 +1,4 @@
-"""One function a command: it imports what it needs, does it, and returns the exit code."""
+"""One function per command. It imports what it needs and returns the exit code."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def faults(o: Namespace) -> int:
 
 
 def _settings(recipe: str, overrides: list[str]) -> str:
-    """Every setting of a recipe with its value (`...` where it stands for several) and what is valid."""
+    """Every setting of a recipe with its value (`...` for several) and its valid values."""
     from posttrain.api.overrides import apply, surface, value
     from posttrain.core.formula import word
     from posttrain.recipe.recipes import recipe as shipped
