@@ -1,1 +1,1 @@
-"""Floor 5: from a `Run` to its parts, and the verbs that users call."""
+"""Builds the parts of a `Run`, and holds the functions that users call."""

@@ -1,9 +1,8 @@
-"""Other algorithms on a run's own recorded batches: what each would have done with the same samples, without touching
-the run.
+"""Compare algorithms on a run's recorded batches: the gradient that each gives on the same samples.
 
-The episodes of a step are read back, grouped, scored, credited, packed and differentiated exactly as the run did it;
-instead of an optimizer step the gradient is taken away and compared. What a record cannot answer is listed with its
-reason.
+The episodes of a step are read, grouped, scored, credited, packed and differentiated exactly as in the run. There is no
+optimizer step; the gradients are compared instead. Algorithms that the record cannot evaluate are listed with the
+reason. The run folder is not changed.
 """
 
 from __future__ import annotations
@@ -37,31 +36,31 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class AblationRow:
-    """One algorithm on one recorded step. Shares lie in [0, 1]; NaN where there is nothing to take a mean of."""
+    """One algorithm on one recorded step. Shares are in [0, 1]; a mean over nothing is NaN."""
 
     name: str
     cosine: float
-    """Of its gradient with that of the run's own algorithm, over the policy's parameters."""
+    """Cosine of its gradient with that of the run's own algorithm, over the policy's parameters."""
     norm: float
-    """Gradient norm before any clip, over all parameters the optimizer would move."""
+    """Gradient norm before clipping, over all parameters the optimizer trains."""
     ratio: float
-    """`norm` over that of the run's own algorithm."""
+    """`norm` divided by that of the run's own algorithm."""
     silent: float
-    """Share of the groups no token of which has credit; groups a filter turns away count."""
+    """Share of groups without any credit; groups that a filter rejects count too."""
     clipped: float
-    """Share of the tokens in the loss that its trust region silences."""
+    """Share of tokens in the loss that are clipped by the trust region."""
     effective: float
-    """Effective sample size over sample size of the correction, or without one of the ratio; NaN without either."""
+    """Effective sample size / sample size, of the correction or else of the ratio; NaN where neither is formed."""
     credit: float
-    """Mean |credit| a token."""
+    """Mean |credit| per token."""
     solved: float
-    """Mean credit of a token of a solved response (raw outcome >= 1)."""
+    """Mean credit per token of solved responses (raw outcome >= 1)."""
     unsolved: float
-    """Mean credit of a token of the other responses."""
+    """Mean credit per token of the other responses."""
     tokens: int
-    """Tokens on whose log-prob the loss has a gradient."""
+    """Tokens for whose log-prob the loss has a nonzero gradient."""
     note: str = ""
-    """Where this differs from what the algorithm would have met in a run of its own."""
+    """How this evaluation differs from a run of the algorithm itself."""
 
 
 @dataclass(frozen=True)
@@ -72,24 +71,24 @@ class Ablation:
     stage: str
     step: int
     own: str
-    """Name of the run's own algorithm; it is the first row."""
+    """Name of the run's own algorithm, which is the first row."""
     weights: str
-    """Where the weights come from."""
+    """Name of the weights at which the step was evaluated."""
     behind: int | None
-    """Steps between them and those the step began with: 0 exact, negative later; None: of another stage."""
+    """Steps by which they are older than those the step began with: 0 exact, negative newer; None: another stage."""
     logp_gap: float
-    """Mean |log-prob of these weights - of the sampler| a token: rounding where the weights are those that sampled."""
+    """Mean |log-prob of these weights - of the sampler| per token; only rounding where these weights sampled."""
     groups: int
     episodes: int
     tokens: int
     minibatches: int
-    """Optimizer steps the run took of this step; here its groups are one minibatch."""
+    """Optimizer steps that the run took in this step; here all its groups are one minibatch."""
     recorded_norm: float | None
-    """The run's own record of its gradient norm; None where it took several optimizer steps or none."""
+    """Gradient norm that the run recorded; None where it took several optimizer steps or none."""
     credit_gap: float
     """Largest |credit - recorded credit| of the run's own algorithm."""
     halves: float
-    """Cosine of the run's own gradients on the two halves of the groups: how far chance alone turns a gradient."""
+    """Cosine of the own algorithm's gradients on two halves of the groups: the effect of sampling noise alone."""
     rows: tuple[AblationRow, ...]
     refused: tuple[tuple[str, str], ...]
     """(algorithm, why this record cannot evaluate it)."""
@@ -106,21 +105,22 @@ def ablate(
     say: Say | None = None,
     trust: bool = False,
 ) -> tuple[Ablation, ...]:
-    """Evaluate algorithms on recorded steps of a run; one `Ablation` a step. The run folder is only read.
+    """Evaluate algorithms on recorded steps of a run; one `Ablation` per step. The run folder is only read.
 
     Args:
         folder: a run folder, finished or being written.
-        against: names of the ladder; none: all of them.
-        stage: a reinforcement stage; may be left out where there is one.
-        steps: recorded steps; none: the last one whose first weights lie in the folder.
+        against: names of algorithms on the ladder; empty: all.
+        stage: a reinforcement stage; may be left out where there is only one.
+        steps: recorded steps; empty: the last one whose starting weights are in the folder.
         checkpoint: weights to evaluate at instead of the nearest older ones: a checkpoint's name, `last`, `best`, or a
             kept name.
-        device: instead of the run's `model.device`.
-        say: told in words how far it is.
-        trust: allow a folder that somebody else made what its models and references ask for.
+        device: used instead of the run's `model.device`.
+        say: called with lines about the progress.
+        trust: allow what models and references of a folder made by somebody else ask for.
 
     Raises:
-        ConfigError: an unknown algorithm, stage or step. RunFolderError: no such run, episodes or weights.
+        ConfigError: an unknown algorithm, stage or step.
+        RunFolderError: no such run, episodes or weights.
     """
     say = say or (lambda line: None)
     chosen = [algorithm(name) for name in dict.fromkeys(against)] or list(LADDER.values())
@@ -130,15 +130,15 @@ def ablate(
     run = run if device is None else replace(run, model=replace(run.model, device=device))
     reinforce = choose_stage(folder, run, stage)
     recorded = [recorded_step(folder, run, reinforce, i, checkpoint) for i in dict.fromkeys(steps or (None,))]
-    bench = FrozenLearner(folder, run, found.facts, say)
-    return tuple(_Step(folder, bench, r, say).all(chosen, named=bool(against)) for r in recorded)
+    frozen = FrozenLearner(folder, run, found.facts, say)
+    return tuple(_Step(folder, frozen, r, say).all(chosen, named=bool(against)) for r in recorded)
 
 
 class _Step:
-    """One recorded step under the learner's weights."""
+    """Evaluates algorithms on one recorded step."""
 
-    def __init__(self, folder: Path, bench: FrozenLearner, recorded: RecordedStep, say: Say) -> None:
-        self.folder, self.bench, self.recorded, self.say = folder, bench, recorded, say
+    def __init__(self, folder: Path, frozen: FrozenLearner, recorded: RecordedStep, say: Say) -> None:
+        self.folder, self.frozen, self.recorded, self.say = folder, frozen, recorded, say
         self.stage = recorded.stage
         memory = recorded.weights.memory
         self.memory = AdaptiveState(**memory) if memory else AdaptiveState()
@@ -146,13 +146,13 @@ class _Step:
         own = steered(self.stage.algorithm, self.memory)
         self.warming = own.learns_values is not None and recorded.index <= own.learns_values.warmup
         self.own = standing(own) if self.warming else own
-        self.offered = RecordedFacts.of(recorded, self.own, self.remembered)
+        self.facts = RecordedFacts.of(recorded, self.own, self.remembered)
 
     def all(self, chosen: Sequence[Algorithm], *, named: bool) -> Ablation:
         r, own = self.recorded, self.own
         self.say(f"{r.stage.name} step {r.index}: {len(r.records)} episodes, weights {r.weights.name}")
-        self.bench.load(r)
-        if reason := self.offered.lacks(own):
+        self.frozen.load(r)
+        if reason := self.facts.lacks(own):
             raise ConfigError(
                 f"{self.folder}: the run's own algorithm {own.name} cannot be evaluated on step {r.index}: {reason}"
             )
@@ -161,7 +161,7 @@ class _Step:
         others = [a for a in chosen if named or not _same(a, self.stage.algorithm)]
         for i, a in enumerate(others):
             self.say(f"{r.stage.name} step {r.index}: {a.name} ({i + 1} of {len(others)})")
-            reason = self.offered.lacks(a)
+            reason = self.facts.lacks(a)
             if not reason:
                 try:
                     rows.append(self._evaluate(a, (gradient, mine.norm))[0])
@@ -225,17 +225,16 @@ class _Step:
         """Credit of the step, and how many groups there were before the algorithm's filter."""
         groups = rebuild(self.recorded.records, shown=a.shown is not None, top=a.stores_top)
         kept = [g for g in groups if g.mixed] if a.filter == "mixed" else groups
-        scored = score(kept, a, self.bench.learner, self.bench.reference(self.recorded, a), optimizer_steps=1)
+        scored = score(kept, a, self.frozen.learner, self.frozen.reference(self.recorded, a), optimizer_steps=1)
         credit = credit_step(a, scored, max_tokens=self.stage.sampling.max_tokens, ema=self._ema(a))
         return (without_credit(credit) if self._warming(a) else credit), len(groups)
 
     def _warming(self, a: Algorithm) -> bool:
-        """Whether `a` is the run's own and its policy stood still in this step, while values warmed up; others meet
-        them as they are."""
+        """Whether `a` is the run's own algorithm and only its values were trained in this step (warm-up)."""
         return a is self.own and self.warming
 
     def _ema(self, a: Algorithm) -> float:
-        """The moving baseline before this step: remembered, or replayed over all earlier recorded steps."""
+        """The moving baseline before this step, from the checkpoint or recomputed from all earlier recorded steps."""
         if not a.baseline.moving or (a is self.own and self.remembered):
             return self.memory.ema
         ema = 0.0
@@ -253,10 +252,10 @@ class _Step:
     def _differentiate(self, minibatch: Minibatch, a: Algorithm, warming: bool) -> tuple[Gradient, Gauges]:
         if minibatch.batch is None:
             return Gradient({}, {}, 0.0, 0), {}
-        return self.bench.gradient(minibatch.batch, a, self.stage.micro_tokens, warming)
+        return self.frozen.gradient(minibatch.batch, a, self.stage.micro_tokens, warming)
 
     def _halves(self, credit: Credit) -> float:
-        """Cosine of the own gradients of both halves of the groups; NaN where one of them is silent."""
+        """Cosine of the own algorithm's gradients on two halves of the groups; NaN where one of them is zero."""
         parts = [
             self._differentiate(m, self.own, self._warming(self.own))[0]
             for m in self._pack(credit, self.own, minibatches=2)
@@ -264,7 +263,7 @@ class _Step:
         return cosine(parts[0], parts[1]) if len(parts) == 2 else math.nan
 
     def _note(self, a: Algorithm, credit: Credit, total: int) -> str:
-        notes = list(self.offered.caveats(a))
+        notes = list(self.facts.caveats(a))
         if self._warming(a):
             notes.append(
                 "its values were warming up: in this step the policy stood still, so nothing has a cosine with it"
@@ -305,7 +304,7 @@ _CLIPS = ("policy/clip_low", "policy/clip_high")
 
 
 def _effective(a: Algorithm, seen: Gauges) -> float:
-    """Of the correction where there is one, else of the ratio where one is formed."""
+    """Effective share of the correction, or else of the ratio; NaN where neither is formed."""
     names = ("correction/used", "correction/used_square") if a.correction else ("policy/ratio", "policy/ratio_square")
     if not seen or (not a.correction and a.ratio == "one"):
         return math.nan
@@ -318,7 +317,7 @@ def _mean(parts: Sequence[np.ndarray]) -> float:
 
 
 def _credit_gap(credit: Credit, recorded: RecordedStep) -> float:
-    """Largest difference from the credit the run wrote down; NaN where it wrote none."""
+    """Largest difference from the recorded credit; NaN where none was recorded."""
     wrote = {
         (r.episode.task.id, r.episode.visit, r.episode.sibling): r.advantage
         for r in recorded.records

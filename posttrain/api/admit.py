@@ -1,8 +1,8 @@
-"""A run folder as a target of a command: what it asks for beyond itself is only done where this user made it here, or
-allows it.
+"""Trust in a run folder that a command is given. What the folder names outside itself (code, addresses, files) is used
+only where this user made the folder on this machine, or allows it.
 
-Whatever builds something from the `Run` of a folder gets it from `admitted`. What only reads (`show`, `export` of a
-model that needs no code of its own) asks nothing.
+Every command that builds something from the `Run` of a folder gets it from `admitted`. A command that only reads
+(`show`, `export` of a model without code of its own) needs no permission.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from posttrain.core.visible import tell
 
 Say = Callable[[str], None]
 MOST = 20
-"""Lines of what is asked for; a folder that asks for more says how many."""
+"""Most lines printed of what a folder asks for; of the rest only their number."""
 STAGES = "stages"
-"""In `parts`: all stages of the run."""
+"""In `parts`, stands for all stages of the run."""
 
 
-def aloud(line: str) -> None:
-    """To standard error, which no table or JSON of a command shares."""
+def to_stderr(line: str) -> None:
+    """Print to standard error, so that standard output holds only the command's table or JSON."""
     tell(line, file=sys.stderr)
 
 
@@ -39,19 +39,19 @@ def admitted(
     allow: bool = False,
     links: bool = False,
     change: Callable[[Run], Run] = lambda run: run,
-    say: Say = aloud,
+    say: Say = to_stderr,
 ) -> Run:
     """The run of a folder with overrides in place.
 
     Args:
-        parts: the fields of `Run` that the command makes something of, `stages` among them; none: all.
-        allow: the user said --trust: what is asked for is listed, and done.
-        links: the command writes into the folder, so that links in it count.
-        change: what the command itself changes of the run.
+        parts: the fields of `Run` that the command uses, `stages` among them; empty: all.
+        allow: the user gave --trust. What the folder asks for is listed and allowed.
+        links: count symbolic links in the folder too, for a command that writes into it.
+        change: the command's own changes of the run.
 
     Raises:
-        UntrustedError: the folder asks for something that this user neither let it ask for when it was made here, nor
-            allows now.
+        UntrustedError: the folder asks for something that is not in this user's note of the run and is not allowed
+            now.
     """
     found = run_file(folder)
     run = change(dotted.apply(found.run, list(overrides)))
@@ -81,7 +81,7 @@ def _whose(found: RunFile) -> str:
 
 
 def _wanted(found: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
-    """What the folder asks for: values that came from it and no override, and that its maker's note does not know."""
+    """What the folder asks for: values that come from it and not from an override, and are not in the user's note."""
     note = provenance.recall(found.identity) or provenance.Note()
     stored, now = values(found.run), values(run)
     stages = {s.name for s in run.stages}
@@ -93,7 +93,7 @@ def _wanted(found: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
 
 
 def _links(folder: Path) -> Iterator[Ask]:
-    """Links in a folder that is about to be written into: what is written, cut or removed would be elsewhere."""
+    """Symbolic links in a folder that will be written into: a write or removal through one acts outside the folder."""
     for place, inner, names in os.walk(folder):
         for path in sorted(Path(place, n) for n in (*inner, *names)):
             if path.is_symlink():
@@ -104,16 +104,16 @@ def _links(folder: Path) -> Iterator[Ask]:
                 )
 
 
-def noted(folder: Path, run: Run) -> Iterator[str]:
-    """Write this user's note of a run that was just made, and say so where that could not be."""
+def remember_run(folder: Path, run: Run) -> Iterator[str]:
+    """Write this user's note of a run that was just made. Yields a line where it cannot be written."""
     found = run_file(folder)
     why = provenance.remember(found.identity or "", found.digest, asks(run))
     if why:
         yield f"note: going on with this run will need --trust, because no note of it could be written: {why}"
 
 
-def told(folder: Path) -> Iterator[str]:
-    """What a resumed run says of its folder: entries of run.json that are not as they were written."""
+def edit_notes(folder: Path) -> Iterator[str]:
+    """Lines about run.json of a resumed run: entries that were changed since they were written."""
     found = run_file(folder)
     note = provenance.recall(found.identity)
     if found.edited:
@@ -129,8 +129,8 @@ def told(folder: Path) -> Iterator[str]:
         )
 
 
-def gone(folder: Path) -> Iterator[str]:
-    """What a resumed run says of episodes that its index lists and its folder has no more."""
+def missing_notes(folder: Path) -> Iterator[str]:
+    """Lines about episode files that the index of a resumed run lists and its folder does not have."""
     if missing := missing_episodes(folder):
         names = ", ".join(row.path.name for row in missing[:3]) + (", ..." if len(missing) > 3 else "")
         yield (

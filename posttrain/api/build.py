@@ -1,4 +1,4 @@
-"""From a `Run` to its parts: the one place where torch, a model and an engine come into being."""
+"""Build the parts of a `Run`. Only here (and in `api.engines`) are a model and an engine made."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from posttrain.role.rollout import Rollout
 from posttrain.role.sync import Sync
 
 CANARY = 16
-"""Tokens scored on both sides after every push of weights."""
+"""Tokens that learner and engine both score after every push of weights."""
 WORDS = ("bad_words", "allowed_words")
 """Fields of a sampling contract that the tokenizer turns into ids."""
 
@@ -53,8 +53,7 @@ def use_threads(count: int) -> int:
 
 
 def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[str, Any]:
-    """What `run.json` records beside the tree: versions, digests, what the machine offered, what contains the policy's
-    programs."""
+    """What `run.json` records beside the run tree: versions, the machine, digests, and the sandboxes in use."""
     return {
         "versions": {
             "posttrain": VERSION,
@@ -76,8 +75,8 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
     }
 
 
-def check_environment(run: Run, env: Environment, stages: Sequence[Stage]) -> None:
-    """A stage that reads demonstrations the environment cannot write never starts."""
+def check_environment(env: Environment, stages: Sequence[Stage]) -> None:
+    """ConfigError for a stage that needs demonstrations which the environment cannot write."""
     texts = declared(env).demonstrations
     styles = texts.styles if texts is not None else ()
     for stage in stages:
@@ -86,7 +85,7 @@ def check_environment(run: Run, env: Environment, stages: Sequence[Stage]) -> No
 
 
 def check_lengths(run: Run, policy: Policy) -> None:
-    """A turn that cannot fit the context never starts."""
+    """ConfigError for a stage whose longest answer leaves no room for a prompt in the context."""
     for stage in run.stages:
         if stage.contract is not None and stage.contract.max_tokens >= policy.context:
             raise ConfigError(
@@ -97,7 +96,7 @@ def check_lengths(run: Run, policy: Policy) -> None:
 
 
 def check_tokens(run: Run, policy: Policy) -> None:
-    """A contract that names tokens the model does not have, or words its tokenizer cannot write, never starts."""
+    """Refuse a sampling contract that names tokens the model does not have, or words its tokenizer cannot write."""
     tokenizer: Any = policy.tokenizer
     spell = Renderer(tokenizer, policy.stop_ids).spell
     for stage in run.stages:
@@ -106,7 +105,7 @@ def check_tokens(run: Run, policy: Policy) -> None:
 
 
 def words_in_tokens(run: Run, policy: Policy) -> list[str]:
-    """What a run prints of the words its contracts name: the token ids they became."""
+    """Lines with the words that sampling contracts name and the token ids they became."""
     tokenizer: Any = policy.tokenizer
     spell = Renderer(tokenizer, policy.stop_ids).spell
     named = [
@@ -123,8 +122,8 @@ def words_in_tokens(run: Run, policy: Policy) -> list[str]:
 
 
 def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[Stage]) -> None:
-    """A row whose prompt, or demonstration, does not fit the context or cannot be written never starts; said with its
-    file and line."""
+    """DataError, with file and line, for a row whose prompt or demonstration cannot be encoded or does not fit the
+    context."""
     if (rows := env.abilities.rows) is None:
         return
     tools = env.abilities.tools or (lambda _: ())
@@ -147,10 +146,12 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
 def make_policy(
     run: Run, env: Environment, others: Mapping[str, Environment] | None = None, written: Path | None = None
 ) -> Policy:
-    """The policy of a run whose tasks come from `env`, and those of the named stages from `others`
-    (`own_environments`).
+    """The policy of a run.
 
-    A tokenizer that is built has the characters of all of them, or is the one `written` into a run folder.
+    Args:
+        env: the environment of all stages but those named in `others` (`own_environments`).
+        written: tokenizer files in a run folder. Without them, a tokenizer that is built has the characters of all
+            environments.
     """
     others = others or {}
     alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
@@ -166,7 +167,7 @@ def make_policy(
 
 
 def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
-    """A frozen model from a directory or hub id, to compare the policy with token by token."""
+    """A frozen model (teacher or named reference) from a directory or hub id. It must share the policy's tokenizer."""
     other = load_policy(replace(run.model, path=path, context=None), None, run.seed, most=policy.context)
     if other.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
@@ -181,15 +182,15 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
 
 
 def make_environment(run: Run) -> Environment:
-    """The run's environment, where all stages play that have none of their own."""
+    """The run's environment, used by all stages that have none of their own."""
     env = environment(run.env, run.seed)
-    check_environment(run, env, [s for s in run.stages if s.env is None])
+    check_environment(env, [s for s in run.stages if s.env is None])
     return env
 
 
 def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
-    """Of the stages that have an environment of their own, by name. Equal ones are the same object, `env` among
-    them."""
+    """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
+    also with `env`."""
     built: list[tuple[Env, Environment]] = [(run.env, env)]
     out: dict[str, Environment] = {}
     try:
@@ -198,11 +199,11 @@ def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
                 continue
             found = next((e for known, e in built if known == stage.env), None)
             if found is None:
-                with said_of(f"{stage.name}.env"):
+                with errors_with_path(f"{stage.name}.env"):
                     found = environment(stage.env, run.seed)
                 built.append((stage.env, found))
             out[stage.name] = found
-            check_environment(run, found, [stage])
+            check_environment(found, [stage])
     except BaseException:
         for _, one in built[1:]:
             one.close()
@@ -211,8 +212,8 @@ def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
 
 
 @contextmanager
-def said_of(path: str) -> Generator[None]:
-    """What is wrong with a stage's own environment is said with its path; its messages call their environment `env`."""
+def errors_with_path(path: str) -> Generator[None]:
+    """Put a stage's path before errors of its own environment, whose messages call the environment `env`."""
     try:
         yield
     except (ConfigError, DataError) as error:
@@ -220,13 +221,13 @@ def said_of(path: str) -> Generator[None]:
 
 
 def distinct(env: Environment, others: Mapping[str, Environment]) -> list[Environment]:
-    """Every environment of a run once, its own first."""
+    """Every environment of a run once, the run's own first."""
     return list({id(e): e for e in (env, *others.values())}.values())
 
 
 @dataclass(frozen=True)
 class PolicyRoles:
-    """A policy with what learns it, samples it and plays it, before there is a book to write in."""
+    """A policy's learner, engine, rollout and weight sync. They need no run folder."""
 
     learner: HFLearner
     engine: Sampler
@@ -234,11 +235,11 @@ class PolicyRoles:
     rollout: Rollout
     sync: Sync
     close: Callable[[], None]
-    """Ends the engine: its threads, processes and memory."""
+    """Ends the engine and frees its threads, processes and memory."""
 
 
 def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
-    """Learner, engine (with its own copy of the weights) and rollout around one policy."""
+    """The learner, the engine (with its own copy of the weights) and the rollout of one policy."""
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
     learner = HFLearner(policy, gradient_checkpointing=run.model.gradient_checkpointing)
     tokenizer: Any = policy.tokenizer
@@ -252,7 +253,7 @@ def make_roles(run: Run, policy: Policy, env: Environment) -> PolicyRoles:
 
 
 def probe_ids(policy: Policy) -> np.ndarray:
-    """int32 ids over the whole vocabulary, the same for every run of a model."""
+    """int32 [CANARY] ids spread over the vocabulary, the same for every run of a model."""
     rows = read_out(policy.module).weight.shape[0]
     return (np.arange(1, min(CANARY, policy.context) + 1) * 7919 % rows).astype(np.int32)
 
@@ -260,7 +261,7 @@ def probe_ids(policy: Policy) -> np.ndarray:
 def make_parts(
     run: Run, policy: Policy, env: Any, book: Book, trackers: list[Tracker], others: Mapping[str, Any] | None = None
 ) -> RunParts:
-    """What all stages of a run share, around one policy. `others`: see `make_policy`."""
+    """The parts that all stages of a run share. `others`: see `make_policy`."""
     roles = make_roles(run, policy, env)
     learner = roles.learner
     others = others or {}

@@ -1,5 +1,5 @@
-"""`posttrain check`: an environment tried from the command line or from Python, and the table that says what was
-found."""
+"""`posttrain check`: probe an environment and its verifiers, from the command line or from Python, and print a table of
+the findings."""
 
 from __future__ import annotations
 
@@ -38,21 +38,21 @@ def check(
     progress: Callable[[str], None] = lambda _: None,
     trust: bool = False,
 ) -> CheckReport:
-    """Try an environment and its verifiers: `posttrain.check("arithmetic", "env.args.max_operand=99").passed`.
+    """Probe an environment and its verifiers: `posttrain.check("arithmetic", "env.args.max_operand=99").passed`.
 
     Args:
         env: what `env.name` may be, a run folder, an `Env`, or an environment of your own.
-        overrides: dotted changes, those of `env` and `seed`.
-        tasks: held-out tasks that are tried.
-        rate: answers that must be judged a second. None: as many as the rollouts of a run brought, else 16.
-        progress: told the name of each probe as it begins.
-        trust: allow a run folder that somebody else made what its environment asks for.
+        overrides: dotted changes of `env` and `seed`.
+        tasks: number of held-out tasks to try.
+        rate: answers per second that must be judged. None: the rate of the run's rollouts, or 16 without a run.
+        progress: called with the name of each probe before it begins.
+        trust: allow what the environment of a run folder made by somebody else asks for.
 
     Raises:
-        ConfigError: no such environment, or a setting it does not have.
+        ConfigError: the environment or a setting does not exist.
         DataError: the user's prompts cannot be read.
     """
-    rate = expected(env) if rate is None else rate
+    rate = expected_rate(env) if rate is None else rate
     for name, value in (("tasks", tasks), ("rate", rate)):
         if not value > 0:
             raise ConfigError(f"--{name} {value}: must be more than 0")
@@ -67,8 +67,8 @@ def check(
         built.close()
 
 
-def expected(env: str | Path | Env | SingleTurn) -> float:
-    """Answers a second: those of a run's rollouts, generation and waiting included; elsewhere the default."""
+def expected_rate(env: str | Path | Env | SingleTurn) -> float:
+    """Answers per second of a run's rollouts, generation and waiting included; without a run the default."""
     if isinstance(env, str | Path) and is_run(env):
         played = [
             (s.gauges["rollout/tokens"].count, s.clock["rollout"]) for s in steps(env) if "rollout/tokens" in s.gauges
@@ -79,7 +79,7 @@ def expected(env: str | Path | Env | SingleTurn) -> float:
 
 
 def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> SingleTurn:
-    """The environment by its name, by a run that used it, or by its configuration."""
+    """The environment given by its name, by a run that used it, or by its configuration."""
     run = shipped("arithmetic")
     if strange := [w for w in overrides if w.partition("=")[0].split(".")[0] not in ("env", "seed")]:
         raise ConfigError(
@@ -95,7 +95,7 @@ def build(env: str | Path | Env, *overrides: str, trust: bool = False) -> Single
 
 
 def _wait(env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], None]) -> CheckReport:
-    """Run the probes to their end, in a thread of their own where an event loop is running already (notebooks)."""
+    """Run the probes to their end. Where an event loop is already running (notebooks), they run in a new thread."""
     box: list[CheckReport | BaseException] = []
 
     def body() -> None:
@@ -117,7 +117,7 @@ def _wait(env: SingleTurn, tasks: int, rate: float, progress: Callable[[str], No
 
 
 def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: bool, trust: bool = False) -> int:
-    """Print the report; 0 where nothing failed, else 1."""
+    """Print the report. Returns 0 if nothing failed, else 1."""
     if as_json:
         report = check(target, *overrides, tasks=tasks, rate=rate, trust=trust)
         tell(json.dumps(report.plain(), indent=2))
@@ -144,7 +144,7 @@ def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: 
 
 
 def table(report: CheckReport) -> Table:
-    """A row a probe."""
+    """One row per probe."""
     out = Table(title=f"{report.env}: {report.tasks} tasks, judged by {', '.join(report.sources)}")
     for name in ("", "probe", "what was seen"):
         out.add_column(name, overflow="fold")

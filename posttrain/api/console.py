@@ -1,5 +1,4 @@
-"""The one way to a terminal through rich: tables, a live line and colours of ours; foreign text in them is shown as
-text."""
+"""Printing through rich: tables, the live line and our own colours. Text from elsewhere is shown as plain text."""
 
 from __future__ import annotations
 
@@ -14,19 +13,19 @@ from posttrain.core.visible import visible_lines
 
 
 class PlainConsole(Console):
-    """A console without markup, emoji codes and guesses at what to highlight; what is not printable is written out.
+    """A console without markup, emoji codes and automatic highlighting. Unprintable characters are escaped.
 
-    Words of ours get a colour as `Text(word, style=...)`.
+    Our own words get a colour as `Text(word, style=...)`.
     """
 
     def __init__(self, **how: Any) -> None:
         super().__init__(markup=False, emoji=False, highlight=False, **how)
 
     def render_str(self, text: str, **how: Any) -> Text:
-        """Every plain string that is printed, or lies in a table, comes by here before it is laid out."""
+        """Escape plain strings, printed or in a table; rich calls this before the layout."""
         return super().render_str(visible_lines(text), **{**how, "markup": False, "emoji": False, "highlight": False})
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
-        """Everything else comes by here; control codes that rich itself writes are segments of their own kind."""
+        """Escape all other output; control codes that rich itself writes are marked as such and kept."""
         for segment in super().render(renderable, options):
             yield segment if segment.control else Segment(visible_lines(segment.text), segment.style)

@@ -1,4 +1,4 @@
-"""`posttrain eval URL`: an environment's held-out tasks put to a model that somebody else serves."""
+"""`posttrain eval URL`: evaluate a served model on an environment's held-out tasks."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ from posttrain.role.rollout import Rollout
 
 @dataclass(frozen=True, kw_only=True)
 class EndpointOptions:
-    """How to reach and to ask an endpoint."""
+    """How to reach an endpoint, and in which form to send prompts."""
 
     model: str | None = None
-    """None: the only one it serves."""
+    """Name of the model; None: the only one the endpoint serves."""
     key_env: str | None = None
-    """Name of the environment variable with the key."""
+    """Name of the environment variable that holds the key."""
     tokenizer: str | None = None
-    """Directory, hub id or run folder of the model's tokenizer: prompts go as token ids. None: text alone."""
+    """Directory, hub id or run folder of the model's tokenizer; prompts are sent as token ids. None: as text."""
     api: Literal["chat", "completions"] = "chat"
-    """Where there is no tokenizer: messages, or plain text to go on with."""
+    """Without a tokenizer: send messages (`chat`), or plain text to continue (`completions`)."""
     dialect: str | None = None
-    """None: told from who owns the model (`engine.openai.discover`)."""
+    """The server's API dialect; None: read from the model's `owned_by` (`engine.openai.discover`)."""
     patience: Patience = Patience()
 
 
@@ -45,7 +45,7 @@ def is_url(target: str | Path) -> bool:
 
 
 def remote_run(name: str) -> Run:
-    """The run that stands for an endpoint: an evaluation of `arithmetic` until overrides say otherwise."""
+    """A run that evaluates an endpoint, on `arithmetic` unless overrides name another environment."""
     from posttrain.core.run import Env, Model, Reinforce
 
     return Run(recipe="eval", model=Model(path=name), env=Env(), stages=(Reinforce(name="eval"),))
@@ -55,12 +55,12 @@ def remote_run(name: str) -> Run:
 async def remote_rollout(
     url: str, how: EndpointOptions, environment: Environment, contract: Sampling, *, connections: int, seed: int
 ) -> AsyncIterator[tuple[Rollout, Sampling, RemoteModel]]:
-    """(rollout over the endpoint, the contract its episodes carry, what the endpoint is); its connections end with the
-    block.
+    """(rollout over the endpoint, the contract its episodes carry, the endpoint's model). The connections are closed at
+    the end of the block.
 
     Raises:
-        ConfigError: the endpoint has no such model, or cannot be asked for the contract.
-        EndpointError: it does not answer as it should.
+        ConfigError: the endpoint has no such model, or cannot keep the contract.
+        EndpointError: its answer is not valid.
     """
     async with Endpoint(
         url, "rollout", key_env=how.key_env, patience=how.patience, connections=connections
@@ -78,7 +78,7 @@ async def remote_rollout(
 
 
 def _tokens(path: str, found: RemoteModel) -> tuple[Callable[[str], RenderedDialogue], tuple[int, ...]]:
-    """(encoder of conversations, stop ids) of a tokenizer."""
+    """(a function from task id to its dialogue, stop ids) of a tokenizer."""
     run_folder = Path(path, "run.json").exists()
     tokenizer, config = read_tokenizer(str(Path(path, "tokenizer")) if run_folder else path)
     stops = resolve_stops(tokenizer, config)
@@ -96,7 +96,7 @@ async def evaluate_remote(
     measure: Evaluation,
     say: Callable[[str], None],
 ) -> EvaluationReport:
-    """Held-out accuracy of whatever answers at `url`, with at most `run.slots` requests at once."""
+    """Held-out accuracy of the model at `url`, with at most `run.slots` requests at once."""
     async with remote_rollout(url, how, environment, contract, connections=run.slots, seed=run.seed) as (
         rollout,
         told,
@@ -112,7 +112,7 @@ async def evaluate_remote(
 
 
 def refuse(how: EndpointOptions) -> None:
-    """ConfigError where options of an endpoint were given for a target that is none."""
+    """ConfigError where options of an endpoint were given for another kind of target."""
     names = {"model": "--model", "key_env": "--key-env", "tokenizer": "--tokenizer", "dialect": "--dialect"}
     given = [flag for name, flag in names.items() if getattr(how, name) is not None]
     given += ["--api"] if how.api != "chat" else []

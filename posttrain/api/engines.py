@@ -1,4 +1,4 @@
-"""From `Run.engine` to a sampler: the one place where an engine comes into being, with how it ends."""
+"""Make the sampler that `Run.engine` describes. Only here is an engine made; each comes with what closes it."""
 
 from __future__ import annotations
 
@@ -30,15 +30,17 @@ TIMELINE = "timeline.json"
 
 @dataclass(frozen=True)
 class Serving:
-    """A sampler, and what ends it: threads, processes, memory."""
+    """A sampler, with a function that frees its threads, processes and memory."""
 
     sampler: Sampler
     close: Callable[[], None]
 
 
 def check_engine(run: Run) -> None:
-    """ConfigError where the run's engine is not installed or has not the compiler it asks for: the run leaves no folder
-    then."""
+    """ConfigError where the run's engine is not installed, or its compiled kernels cannot be built.
+
+    Called before the run folder is made, so that such a run leaves no folder.
+    """
     if isinstance(run.engine, VLLM) and run.engine.url is None:
         installed()
     if run.model.kernels == "compiled" and (why := native.missing()):
@@ -49,13 +51,14 @@ def check_engine(run: Run) -> None:
 
 
 def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> Serving:
-    """The engine of the run, with weights of its own.
+    """The engine of the run, with its own copy of the weights.
 
     Args:
-        text: what token ids say, special tokens included; stop strings are looked for in it.
+        text: decodes token ids, special tokens included; stop strings are searched in the result.
 
     Raises:
-        ConfigError: it cannot keep a stage's sampling contract, or is not installed. EngineError: it does not start.
+        ConfigError: it cannot keep a stage's sampling contract, or is not installed.
+        EngineError: it does not start.
     """
     if isinstance(run.engine, Embedded):
         serving = Serving(embedded_engine(run, run.engine, policy.clone(), text), lambda: None)
@@ -72,14 +75,14 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> 
 
 
 def keep_timeline(sampler: Sampler, folder: Path) -> None:
-    """Write the engine's timeline into the run folder, where it was asked for one."""
+    """Write the engine's timeline into the run folder, if the run asked for one."""
     if isinstance(sampler, EmbeddedEngine) and sampler.timeline is not None:
         with files.disk_full_is_reported(folder / TIMELINE, lambda: "The run's record is whole"):
             sampler.timeline.write(folder / TIMELINE)
 
 
 def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.ndarray], str]) -> EmbeddedEngine:
-    """The embedded engine as the run has it, over the policy's own module."""
+    """The embedded engine with the run's settings, over the policy's own module."""
     return EmbeddedEngine(
         policy.module,
         slots=run.slots,
@@ -131,10 +134,10 @@ def _vllm(run: Run, how: VLLM, policy: Policy) -> Serving:
 
 
 def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
-    """A server that runs already, or one of our own."""
+    """A vLLM server that runs already, or one that is started here."""
     patience = Patience(answer=how.timeout)
     if how.url is not None:
-        share = Path(how.share) if how.share is not None else _memory()
+        share = Path(how.share) if how.share is not None else _memory_folder()
         endpoint = Endpoint(how.url, ROLE, key_env=how.key_env, patience=patience)
         return Serving(VLLMServer(policy, endpoint, share=share, timeout=how.timeout), lambda: None)
     own = Spawned(policy, slots=run.slots, cache_bytes=int(how.cache_gib * GIB), eager=how.eager)
@@ -147,7 +150,7 @@ def _server(run: Run, how: VLLM, policy: Policy) -> Serving:
     )
 
 
-def _memory() -> Path:
-    """A folder in memory where there is one."""
+def _memory_folder() -> Path:
+    """A folder in memory, or the temporary folder where there is none."""
     shm = Path("/dev/shm")
     return shm if shm.is_dir() else Path(tempfile.gettempdir())

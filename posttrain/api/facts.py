@@ -1,4 +1,4 @@
-"""What a recorded step can be asked: which algorithms it has everything for, and what the others lack."""
+"""Which algorithms a recorded step can evaluate, and what is missing for the others."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from posttrain.api.recorded import RecordedStep
 from posttrain.core.algorithm import Algorithm
 
 _MISSING = {"steps": "no step was judged", "paid": "no turn was paid", "turns": "episodes of one turn"}
-"""Of what a baseline needs of episodes (`Baseline.facts`)."""
+"""By the facts that baselines need of episodes (`Baseline.facts`): the note where the record has none."""
 
 
 @dataclass(frozen=True)
 class RecordedFacts:
-    """Facts of one recorded step that algorithms differ in needing."""
+    """Facts of one recorded step that some algorithms need."""
 
     own: Algorithm
     values: bool
@@ -29,7 +29,7 @@ class RecordedFacts:
     paid: bool
     turns: bool
     remembered: bool
-    """Whether what the own algorithm remembers is known as it was before this step."""
+    """Whether the adaptive state of the run's own algorithm before this step is known."""
 
     @staticmethod
     def of(recorded: RecordedStep, own: Algorithm, remembered: bool) -> RecordedFacts:
@@ -50,7 +50,7 @@ class RecordedFacts:
         )
 
     def lacks(self, a: Algorithm) -> str:
-        """Why this record cannot evaluate `a`, with what a run would have needed; '' where it can."""
+        """Why this record cannot evaluate `a`, with the setting that a run would have needed; '' where it can."""
         if a.learns_values is not None and not self.values:
             return f"reads values, and {self.own.name} trained none: only a run of an algorithm with values has them"
         if a.baseline.greedy and not self.greedy:
@@ -75,7 +75,7 @@ class RecordedFacts:
         return ""
 
     def caveats(self, a: Algorithm) -> Iterator[str]:
-        """Where `a` meets something else here than in a run of its own."""
+        """How the evaluation of `a` on this record differs from a run of `a` itself."""
         if a.distill is not None:
             yield "its gradient runs through whole distributions, not through said tokens"
         if a == self.own:

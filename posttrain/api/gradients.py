@@ -1,5 +1,5 @@
-"""A learner that is differentiated and never moved: gradients of recorded minibatches, as the trainer would have taken
-them."""
+"""Gradients of recorded minibatches, as the trainer would have computed them, from a learner that takes no optimizer
+step."""
 
 from __future__ import annotations
 
@@ -34,25 +34,25 @@ HEAD = "value_head."
 
 @dataclass(frozen=True, eq=False)
 class Gradient:
-    """Of one minibatch: by parameter of the policy and of the value head, float32, with what it was made of."""
+    """The gradient of one minibatch, float32, by parameter: of the policy and of the value head."""
 
     policy: Mapping[str, torch.Tensor]
     head: Mapping[str, torch.Tensor]
     norm: float
-    """Over all of them, as the optimizer would have measured it before its clip."""
+    """Norm over all parameters, as the optimizer would have measured it before clipping."""
     tokens: int
-    """Tokens on whose log-prob the loss has a gradient."""
+    """Tokens for whose log-prob the loss has a nonzero gradient."""
 
 
 def cosine(a: Gradient, b: Gradient) -> float:
-    """Over the policy's parameters, in float64; NaN where one of them is zero."""
+    """Cosine of two gradients over the policy's parameters, in float64; NaN where one of them is zero."""
     sizes = [sum(float(x.double().square().sum()) for x in g.policy.values()) for g in (a, b)]
     both = sum(float((a.policy[n].double() * b.policy[n].double()).sum()) for n in a.policy.keys() & b.policy.keys())
     return both / math.sqrt(sizes[0] * sizes[1]) if min(sizes) > 0 else math.nan
 
 
 class FrozenLearner:
-    """One policy of a run's architecture, its reference, and the weights of whatever step is looked at."""
+    """A policy of the run's architecture and its reference. `load` loads the weights of a recorded step."""
 
     def __init__(self, folder: Path, run: Run, facts: Mapping[str, Any], say: Callable[[str], None]) -> None:
         use_threads(run.threads)
@@ -64,24 +64,26 @@ class FrozenLearner:
                 f"{folder} was written with another tokenizer ({then}; now {self.policy.tokenizer_digest}): its token"
                 " ids mean other text. Put the model the run started from back at model.path"
             )
-        self._learner = _Watched(HFLearner(self.policy, gradient_checkpointing=run.model.gradient_checkpointing))
-        self.learner: Learner = cast("Learner", _Once(cast("Examiner", self._learner)))
+        self._learner = _CountingLearner(
+            HFLearner(self.policy, gradient_checkpointing=run.model.gradient_checkpointing)
+        )
+        self.learner: Learner = cast("Learner", _CachedScorer(cast("Examiner", self._learner)))
         self._references: dict[str, Examiner] = {}
         self._loaded: Path | None = None
 
     def load(self, recorded: RecordedStep) -> None:
-        """The weights of this step into the learner."""
-        self._put(recorded.weights.folder)
+        """Load the weights of this step into the learner."""
+        self._load_folder(recorded.weights.folder)
 
-    def _put(self, folder: Path) -> None:
+    def _load_folder(self, folder: Path) -> None:
         if self._loaded != folder:
             load_weights(folder, self._learner.inner)
             self._loaded = folder
-            self.learner = cast("Learner", _Once(cast("Examiner", self._learner)))
+            self.learner = cast("Learner", _CachedScorer(cast("Examiner", self._learner)))
 
     def reference(self, recorded: RecordedStep, a: Algorithm) -> Examiner | None:
-        """The frozen model the run's stage compared with in this step: a named one, or the policy as the stage began or
-        was refreshed."""
+        """The reference model of this step: a named model, or the policy as it was at the stage's start or last
+        refresh."""
         if not a.reads & {"reference", "teacher"}:
             return None
         name = self._reference_name(recorded)
@@ -97,7 +99,7 @@ class FrozenLearner:
 
     def _freeze(self, recorded: RecordedStep, name: str) -> Examiner:
         if name == recorded.stage.reference:
-            return cast("Examiner", _Once(make_teacher(self.run, name, self.policy)))
+            return cast("Examiner", _CachedScorer(make_teacher(self.run, name, self.policy)))
         kept = self.folder / "kept" / name
         if not kept.is_dir():
             raise RunFolderError(
@@ -106,10 +108,10 @@ class FrozenLearner:
         load_weights(kept, self._learner.inner)
         frozen = FrozenScorer(self.policy)
         load_weights(recorded.weights.folder, self._learner.inner)
-        return cast("Examiner", _Once(frozen))
+        return cast("Examiner", _CachedScorer(frozen))
 
     def gradient(self, batch: Batch, a: Algorithm, micro_tokens: int, warming: bool) -> tuple[Gradient, Gauges]:
-        """What the optimizer would have been handed for this minibatch."""
+        """The gradient that the optimizer would have received for this minibatch, and the step's gauges."""
         probe = _GradientTaker(self._learner.parameters())
         self._learner.touched = 0
         seen = Trainer(cast("Learner", self._learner), probe, micro_tokens).step(batch, PolicyLoss(a, warming))
@@ -119,7 +121,7 @@ class FrozenLearner:
 
 
 class _GradientTaker:
-    """An optimizer that takes the gradients away and moves nothing (`role.trainer.WeightOptimizer`)."""
+    """An optimizer that keeps the gradients and changes no parameter (`role.trainer.WeightOptimizer`)."""
 
     lr = 0.0
 
@@ -152,8 +154,8 @@ class _GradientTaker:
         raise NotImplementedError("a probe has no state")
 
 
-class _Watched:
-    """A learner that counts the tokens whose log-prob the loss has a gradient on."""
+class _CountingLearner:
+    """A learner that counts the tokens for whose log-prob the loss has a nonzero gradient."""
 
     def __init__(self, inner: HFLearner) -> None:
         self.inner, self.touched = inner, 0
@@ -173,8 +175,8 @@ class _Watched:
         self.touched += int((gradient != 0).sum())
 
 
-class _Once:
-    """A scorer that reads the same tokens once: many algorithms ask the same of one batch."""
+class _CachedScorer:
+    """A scorer that caches its results by tokens, because many algorithms need the same scores of one batch."""
 
     def __init__(self, inner: Examiner) -> None:
         self.inner = inner
@@ -183,23 +185,23 @@ class _Once:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def _ask(self, verb: str, packed: Packed) -> np.ndarray:
+    def _cached(self, verb: str, packed: Packed) -> np.ndarray:
         key = (verb, packed.ids_N.tobytes() + packed.source_M.tobytes())
         if key not in self._known:
             self._known[key] = getattr(self.inner, verb)(packed)
         return self._known[key]
 
     def score(self, packed: Packed) -> np.ndarray:
-        return self._ask("score", packed)
+        return self._cached("score", packed)
 
     def value(self, packed: Packed) -> np.ndarray:
-        return self._ask("value", packed)
+        return self._cached("value", packed)
 
     def entropy(self, packed: Packed) -> np.ndarray:
-        return self._ask("entropy", packed)
+        return self._cached("entropy", packed)
 
     def energy(self, packed: Packed) -> np.ndarray:
-        return self._ask("energy", packed)
+        return self._cached("energy", packed)
 
     def top(self, packed: Packed, k: int) -> Top:
         return self.inner.top(packed, k)

@@ -19,7 +19,7 @@ from posttrain.api.build import (
 )
 from posttrain.api.console import PlainConsole
 from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
-from posttrain.api.session import begun
+from posttrain.api.session import RunOptions, open_session
 from posttrain.api.summary import show_report
 from posttrain.api.target import TOKENIZER, kept_policy, target_run
 from posttrain.controller.stages import StageResult
@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Result:
-    """What a finished run hands back: its stages' results and where everything lies."""
+    """What a finished run returns: its folder, its settings and the results of its stages."""
 
     folder: Path
     run: Run
@@ -46,25 +46,23 @@ class Result:
 
     @property
     def accuracy(self) -> float | None:
-        """Share of held-out answers that are right, of the weights the run ended with; None where nothing was
-        measured."""
+        """Share of held-out answers that are right, with the final weights; None if it was not measured."""
         return self._last.accuracy[0] if self._last is not None and self._last.accuracy is not None else None
 
     @property
     def reward(self) -> float | None:
-        """Mean held-out reward of the same weights: another number where a reward grades."""
+        """Mean held-out reward of the same weights. It differs from `accuracy` where a reward gives partial credit."""
         return self._last.reward[0] if self._last is not None and self._last.reward is not None else None
 
     @property
     def _last(self) -> StageResult | None:
-        """The stage whose weights the run ended with; None where it was measured on tasks of its own."""
+        """The stage whose weights the run ended with; None if it was measured on an environment of its own."""
         last = next((s for s in reversed(self.stages) if s.hands_on), None)
         return last if last is not None and self.run.env_of(self.run.stage(last.name)) == self.run.env else None
 
 
 def wait(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end: here, or in a thread of its own where an event loop is already running
-    (notebooks)."""
+    """Run a coroutine to its end. Where an event loop is already running (notebooks), it runs in a new thread."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -95,19 +93,18 @@ def run(
     allow_fault: bool = False,
     trust: bool = False,
 ) -> Result:
-    """Run a recipe, or go on with a run that was cut.
+    """Run a recipe, or resume a run that was cut.
 
     Args:
         recipe: name of a shipped recipe, or a `Run` of your own.
         overrides: dotted `key=value` changes.
         out: run folder; default runs/RECIPE-DATE-TIME.
-        resume: an existing run folder to go on with; then no recipe and no overrides are given.
-        allow_fault: start although `fault=NAME` plants a bug on purpose (`posttrain faults`).
-        trust: allow a folder that somebody else made what it asks for: code, addresses, secrets, files elsewhere.
+        resume: an existing run folder to continue; then no recipe and no overrides are given.
+        allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
+        trust: allow what a folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
     """
-    with begun(
-        recipe, *overrides, out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust
-    ) as session:
+    options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust)
+    with open_session(recipe, overrides, options) as session:
         wait(session.play())
     return Result(session.book.folder, session.run, session.results)
 
@@ -123,17 +120,16 @@ def evaluate(
     quiet: bool = False,
     trust: bool = False,
 ) -> EvaluationReport:
-    """Held-out accuracy, mean reward and pass@k of a run, of any model directory or hub id, or of what is served at an
-    address.
+    """Held-out accuracy, mean reward and pass@k of a run, a model directory or hub id, or the model at an address.
 
     Args:
-        target: a run folder, a model, or the address of an OpenAI-compatible endpoint; the last two are asked the
-            `arithmetic` environment unless `env=...` overrides say otherwise.
+        target: a run folder, a model, or the address of an OpenAI-compatible endpoint. The last two are evaluated on
+            the `arithmetic` environment unless an override `env=...` names another.
         overrides: dotted changes of `env.*`, `seed`, `slots` (of an endpoint: requests at once), `threads`.
-        samples: samples a prompt; default that of the run.
+        samples: samples per prompt; by default the run's own number.
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
-        remote: how an endpoint is asked.
-        trust: allow a run folder that somebody else made what it asks for: code, addresses, secrets, files elsewhere.
+        remote: how to reach an endpoint and what to ask it.
+        trust: allow what a run folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
     """
     if is_url(target):
         run, weights = dotted.apply(remote_run(str(target)), list(overrides)), None
@@ -143,7 +139,7 @@ def evaluate(
     contract = _contract(run, max_tokens, temperature)
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
-    run = _asked(run, contract)
+    run = _evaluated(run, contract)
     environment = make_environment(run)
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
@@ -173,26 +169,25 @@ def evaluate(
     return report
 
 
-def _asked(run: Run, contract: Sampling) -> Run:
-    """The run with its RL stages alone, which name no other stage."""
+def _evaluated(run: Run, contract: Sampling) -> Run:
+    """The run with only its RL stages, made independent of the stages that were removed."""
     alone = {"start": None, "time_of": None, "hands_on": True, "sampling": contract}
     asked = tuple(replace(s, **alone) for s in run.stages if isinstance(s, Reinforce))
     return replace(run, stages=asked or run.stages)
 
 
 def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sampling:
-    """The contract of the run's first RL stage, with what the caller wants otherwise."""
+    """The sampling contract of the run's first RL stage, with the caller's changes."""
     contract = next((s.sampling for s in run.stages if isinstance(s, Reinforce)), Sampling())
     wanted = {"max_tokens": max_tokens, "temperature": temperature}
     return replace(contract, **{k: v for k, v in wanted.items() if v is not None})
 
 
 def export(run_folder: str | Path, folder: str | Path, checkpoint: str = "last", trust: bool = False) -> Path:
-    """A plain `save_pretrained` directory (model, tokenizer, generation config) of a run's weights, loadable anywhere.
+    """Write a run's weights as a plain `save_pretrained` directory (model, tokenizer, generation config).
 
-    It is made of what lies in the run folder, so that nothing the run names elsewhere is touched. Where that is not
-    enough (a model with code of its own, or a folder of an older version), the model that the run started from is
-    loaded.
+    It is made from the run folder alone where that is enough. Otherwise (a model with code of its own, or a folder of
+    an older version) the model that the run started from is loaded.
     """
     source, target = Path(run_folder), Path(folder)
     if target.exists() and any(target.iterdir()):

@@ -1,4 +1,4 @@
-"""`posttrain new env NAME`: a working environment to change, beside it the test that proves it."""
+"""`posttrain new env NAME`: writes a working environment to change, and a test of it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ DATA = Path(__file__).parent / "data"
 
 
 def new_env(name: str, folder: Path | str = ".") -> tuple[Path, Path]:
-    """Write NAME.py and test_NAME.py into a folder, which is made where it does not exist; returns both.
+    """Write NAME.py and test_NAME.py into a folder; returns both paths. A missing folder is made.
 
     Raises:
-        ConfigError: no name for a Python file, or one of the files exists.
+        ConfigError: NAME is not a name for a Python file, or one of the files exists.
     """
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(
@@ -40,7 +40,8 @@ def new_env(name: str, folder: Path | str = ".") -> tuple[Path, Path]:
 
 
 def class_name(name: str) -> str:
-    """
+    """A file's name as a class name.
+
     >>> class_name("sort_letters")
     'SortLetters'
     """
@@ -48,7 +49,7 @@ def class_name(name: str) -> str:
 
 
 def next_steps(path: Path, test: Path, cls: str) -> list[str]:
-    """What to do with it, a command a line."""
+    """Commands to try next, one per line."""
     steps = [
         (f"posttrain check {path}:{cls}", "try it and its verifier"),
         (f"python {test}", "its own test (or: pytest)"),

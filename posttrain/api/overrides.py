@@ -1,13 +1,12 @@
-"""Dotted overrides: `apply(run, ["rl.prompts=64", "algorithm=dapo", "clip.high=0.3"])` is a new Run; the old one stays.
+"""Dotted overrides: `apply(run, ["rl.prompts=64", "algorithm=dapo", "clip.high=0.3"])` returns a changed Run.
 
-A stage is addressed by its name (`rl.steps=50`). What exactly one stage has may leave the stage out (`prompts=64`), and
-the choices of its algorithm may leave out `algorithm` too (`clip.high=0.3`). All overrides of one call are put in place
-together and validated once, so their order means nothing. Changes inside an algorithm become the last patch of its
-lineage, so that a run always says what its user changed.
+A path begins with the name of a stage (`rl.steps=50`). The stage may be left out where exactly one stage has the
+setting (`prompts=64`). For choices of an algorithm `algorithm` may be left out too (`clip.high=0.3`). All overrides of
+one call are applied together and validated once, so their order does not matter. Changes inside an algorithm become the
+last patch of its lineage, so the run records what its user changed.
 
-Words for values: `none`, `true`, `false`, numbers, text; lists with commas; a piece by its lower-case type name with
-its defaults (`baseline=others`, `pull=kl`, `shape=signed,overlong`). A stage's own word is `none`, which leaves it out
-(`sft=none`).
+Values are `none`, `true`, `false`, numbers, text, and lists with commas. A piece is named by its type in lower case and
+gets its defaults (`baseline=others`, `pull=kl`, `shape=signed,overlong`). `STAGE=none` leaves a stage out (`sft=none`).
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.run import Model, Run
 from posttrain.core.stage import Stage
 
-YOURS = "your patch"
-"""`paper` of the patch made of a user's overrides."""
+USER_PATCH = "your patch"
+"""The `paper` of a patch that is made from a user's overrides."""
 
 
 def _fixed(cls: type) -> tuple[str, ...]:
-    """What a recipe decides and no override changes."""
+    """Fields that the recipe decides and no override can change."""
     return ("recipe", "stages") if cls is Run else ("name",) if issubclass(cls, Stage) else ()
 
 
 @dataclass
 class Node:
-    """What was asked for at one place of the tree: a word for the whole, and words for parts of it."""
+    """The overrides at one place of the tree: a word for the whole, and nodes for its parts."""
 
     word: str | None = None
     parts: dict[str, Node] = field(default_factory=dict[str, "Node"])
@@ -47,7 +46,7 @@ class Node:
 
 
 def apply(run: Run, overrides: Sequence[str]) -> Run:
-    """The run with these overrides in place. ConfigError names the override, what is valid, and the nearest match."""
+    """The run with these overrides. ConfigError names the override, what is valid, and the nearest match."""
     root = Node()
     for text in overrides:
         key, equals, word = (part.strip() for part in text.partition("="))
@@ -75,7 +74,7 @@ def _left_out(node: Node, name: str) -> bool:
 
 
 def address(run: Run, key: str, word: str = "...") -> tuple[str, ...]:
-    """The full path that a key means: `clip.high` -> (rl, algorithm, clip, high)."""
+    """The full path of a shortened key: `clip.high` -> (rl, algorithm, clip, high)."""
     parts = tuple(key.split("."))
     stages = {s.name: s for s in run.stages}
     if parts[0] in stages:
@@ -97,7 +96,7 @@ def _has(stage: Stage, head: str) -> bool:
 
 
 def _inside(stage: Stage, parts: tuple[str, ...]) -> tuple[str, ...]:
-    """A path inside a stage, with `algorithm` put before the choices of one."""
+    """A path inside a stage; `algorithm` is put before a choice of its algorithm."""
     known = tree.hints(type(stage))
     if parts and parts[0] in CHOICES and parts[0] not in known and known.get("algorithm") is Algorithm:
         return ("algorithm", *parts)
@@ -105,7 +104,7 @@ def _inside(stage: Stage, parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _suggest(run: Run, key: str) -> str:
-    """Full paths that end like the key; else the nearest full path; else the places where paths begin."""
+    """Suggest full paths with the same last word, else the nearest full path, else the first words of all paths."""
     full = [path for path, _ in surface(run)]
     last = key.rpartition(".")[2]
     if same := sorted((p for p in full if p.rpartition(".")[2] == last), key=lambda p: p.count(".")):
@@ -123,12 +122,12 @@ def _suggest(run: Run, key: str) -> str:
 
 
 def _env(env: Env | None, word: str) -> Env:
-    """Another environment starts from its own settings; the number of held-out tasks stays."""
+    """A named environment starts from its default settings; only the number of held-out tasks is kept."""
     return Env(name=word) if env is None else Env(name=word, heldout=env.heldout)
 
 
 def _model(model: Model, word: str) -> Model:
-    """A model that exists brings its own context; a recipe's is that of the one it would build."""
+    """A model that is loaded has its own context; the recipe's `context` belongs to the model it would build."""
     return (
         model
         if word == "none" and model.path is None
@@ -141,11 +140,11 @@ def _algorithm(_: Algorithm, word: str) -> Algorithm:
 
 
 SHORT: dict[type, Callable[[Any, str], Any]] = {Env: _env, Model: _model, Algorithm: _algorithm}
-"""Branches of the tree that one word can stand for: `model=PATH`, `env=NAME`, `algorithm=NAME`."""
+"""Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`."""
 
 
 def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
-    """`current` with everything that was asked for below it. The word for the whole comes first, then the parts."""
+    """`current` with the overrides of `node`. The word for the whole is applied first, then the parts."""
     if node.word is not None:
         current = _whole(declared, current, node.word, path)
     if not node.parts:
@@ -229,7 +228,7 @@ def _elements(declared: Any, current: tuple[Any, ...], node: Node, path: str) ->
 
 
 def _patched(base: Algorithm, node: Node, path: str) -> Algorithm:
-    """All changes of choices as one patch. A user's earlier patch is merged into it; what changes nothing is left
+    """All changed choices as one patch. A user's earlier patch is merged into it; changes without effect are left
     out."""
     known = {name: tree.hints(Algorithm)[name] for name in CHOICES}
     wanted: dict[str, Any] = {}
@@ -238,15 +237,15 @@ def _patched(base: Algorithm, node: Node, path: str) -> Algorithm:
             raise ConfigError(f"{path}.{name}: an algorithm has no such choice; {nearest(name, known)}")
         wanted[name] = _rebuild(known[name], getattr(base, name), part, f"{path}.{name}")
     parent = base
-    if base.paper == YOURS and base.parent is not None:
+    if base.paper == USER_PATCH and base.parent is not None:
         parent = base.parent
         wanted = {**{name: new for name, (_, new) in differences(parent, base).items()}, **wanted}
     changes = {name: value for name, value in wanted.items() if getattr(parent, name) != value}
-    return patch(parent, f"{parent.name}+user", YOURS, **changes) if changes else parent
+    return patch(parent, f"{parent.name}+user", USER_PATCH, **changes) if changes else parent
 
 
 def value(run: Run, path: str) -> Any:
-    """What the run has at a full path; `...` where the path goes through a choice that was not made."""
+    """The run's value at a full path; `...` where the path goes through a piece that the run does not use."""
     head, _, rest = path.partition(".")
     here: Any = run.stage(head) if any(s.name == head for s in run.stages) else getattr(run, head)
     for part in rest.split(".") if rest else ():
@@ -262,7 +261,7 @@ def value(run: Run, path: str) -> Any:
 
 
 def surface(run: Run) -> list[tuple[str, str]]:
-    """Every full path an override of this run can address, with what is valid there."""
+    """Every full path that an override of this run can set, with what is valid there."""
     out = [line for s in run.stages for line in _surface(type(s), s.name)]
     return out + list(_surface(Run, ""))
 

@@ -1,8 +1,7 @@
-"""What is proved before the first step, on the parts as they were built: prompts, verifier, split. Costs a fraction of
-a second.
+"""Checks before the first step, on the parts of the run: prompts, verifier, split. They take a fraction of a second.
 
-The whole proof of an environment is `posttrain.environment.prove`; these are its claims on a handful of tasks, and
-those that need the policy's tokenizer too.
+The complete check of an environment is `posttrain.environment.prove`. Here its claims are tested on a few tasks,
+together with the claims that need the policy's tokenizer.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ from posttrain.environment.scripted import attempt
 from posttrain.role.talk import DemonstrationTalk
 
 TASKS = 8
-"""Tasks of each split looked at."""
+"""Tasks of each split that are tested."""
 TURNS, PLAYED = 3, 30.0
-"""Turns said to an environment whose right answers are not known, and the most seconds such an episode may take."""
+"""Turns played in an environment without known right answers, and the most seconds of such an episode."""
 LEAKS, SECONDS = 500, 0.3
-"""Training tasks compared with the held-out ones, and the most seconds that may take."""
+"""Most training tasks compared with the held-out ones, and most seconds spent on it."""
 
 
 async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
-    """Every claim, or the error of the first that does not hold; what is worth telling, for people.
+    """Test every claim; the first that does not hold raises. Returns notes for the user.
 
     Raises:
         InvariantError: prompts, verifier or split are not what they claim to be.
@@ -50,10 +49,10 @@ async def prove_start(parts: RunParts, tokenizer: Any) -> list[str]:
 
 
 async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list[str]:
-    """The claims of one environment."""
+    """Test the claims of one environment."""
     env = setting.environment
     held = list(env.heldout[:TASKS])
-    train = list(_some(env.train, TASKS))
+    train = list(_first_tasks(env.train, TASKS))
     prompts_begin_once(setting, tokenizer, [*held, *train])
     await gold_is_paid(env, [*held, *train])
     await near_misses_are_not(env, [*held, *train])
@@ -62,11 +61,10 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
 
 
 def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
-    """Whatever the world answers, the tokenizer can write it, with another character where it lacks one, which is then
-    said.
+    """The tokenizer can encode every observation; characters it lacks are replaced, and a note says so.
 
     Raises:
-        DataError: not even so; by the environment's name.
+        DataError: it has no replacement either. The message names the environment.
     """
     writable = cast("Renderer", parts.renderer).writable
     try:
@@ -82,14 +80,13 @@ def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:
 
 
 def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Task]) -> None:
-    """A rollout's prompt is what the model's own tokenizer makes of it, its beginning written once and nothing put
-    behind."""
+    """A rollout's prompt equals what the model's own tokenizer writes: one begin token, and nothing appended."""
     special = set(tokenizer.all_special_ids)
     for task in tasks:
         if not isinstance(task.prompt, str) and any(
             s in str(m.get("content")) for m in task.prompt for s in tokenizer.all_special_tokens
         ):
-            continue  # written out so that it stays text, which the model's own tokenizer does not do
+            continue  # here special tokens in the text are encoded as text; the model's own tokenizer does not do that
         got = np.asarray(setting.rollout.dialogue(task.id).see(task.prompt)).tolist()
         if isinstance(task.prompt, str):
             full, bare = (
@@ -113,7 +110,7 @@ def prompts_begin_once(setting: StageSetting, tokenizer: Any, tasks: Sequence[Ta
 
 
 async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
-    """The environment's own verifier gives a right answer full reward, where the environment vouches for one."""
+    """The environment's own verifier gives known right answers a score of 1."""
     gold = env.abilities.gold
     if gold is None or gold.verdict is None:
         return
@@ -127,8 +124,10 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
 
 
 async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
-    """The environment's own verifier gives an answer that only looks right, and silence, nothing; less than all where
-    it pays parts."""
+    """The environment's own verifier gives a wrong answer that looks right, and an empty one, a score of 0.
+
+    A verifier with partial credit must give less than 1.
+    """
     gold = env.abilities.gold
     if gold is None or gold.verdict is None:
         return
@@ -145,7 +144,7 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
 
 
 async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:
-    """One scripted episode; InvariantError where the environment asks for more turns than it says an answer takes."""
+    """One scripted episode. InvariantError where the environment asks for more turns than its known answer has."""
     try:
         return await attempt(env, task, turns)
     except IndexError as error:
@@ -155,32 +154,33 @@ async def _play(env: Environment, task: Task, turns: Sequence[str]) -> Attempt:
 
 
 async def conversations_append(parts: RunParts, setting: StageSetting, task: Task) -> bool:
-    """One episode of scripted turns through the policy's own chat template: where turns cannot be one sequence, the run
-    does not start. Whether the world may answer the policy in it.
+    """Play one scripted episode with the policy's own chat template, to see that each turn appends to one sequence.
+
+    Returns whether the environment may send the policy observations.
 
     Raises:
-        DataError: the template rewrites what it wrote before, or refuses the messages; with the place, and what to set.
+        DataError: the template rewrites earlier messages, or refuses them. The message names the place and the setting.
     """
     render: Any = parts.renderer
     if render.history == "rewrite":
         return True
     env = setting.environment
     gold = env.abilities.gold
-    turns = (gold.right(task) if gold is not None and gold.vouched else None) or (_sayable(render),) * TURNS
+    turns = (gold.right(task) if gold is not None and gold.vouched else None) or (_probe_text(render),) * TURNS
     chat, dialogue = not isinstance(task.prompt, str), setting.rollout.dialogue
-    talk = _Rehearsed(render, dialogue(task.id), turns, Sampling(), chat=chat, task=task.id)
-    talk.other = lambda: _Rehearsed(
-        render, dialogue(task.id), (_sayable(render),) * TURNS, Sampling(), chat=chat, task=task.id
+    talk = _ScriptedTalk(render, dialogue(task.id), turns, Sampling(), chat=chat, task=task.id)
+    talk.other = lambda: _ScriptedTalk(
+        render, dialogue(task.id), (_probe_text(render),) * TURNS, Sampling(), chat=chat, task=task.id
     )
     try:
         async with asyncio.timeout(PLAYED):
             await env.play(task, talk)
-    except (_Over, TimeoutError):
+    except (_ScriptEnded, TimeoutError):
         pass
     except PosttrainError:
         raise
     except Exception:
-        pass  # what breaks in the world is no matter of the template; episodes make it a failed verdict
+        pass  # an error of the environment is not the template's; in an episode it becomes a failed verdict
     if talk.tools and (why := render.rewrites([Message(role="tool", content="")], talk.tools)):
         raise DataError(f"task {task.id!r}: {why}")
     if talk.tools and not isinstance(task.prompt, str):
@@ -189,30 +189,30 @@ async def conversations_append(parts: RunParts, setting: StageSetting, task: Tas
     return talk.shown > 1 or bool(talk.tools) or env.abilities.tools is not None
 
 
-def _sayable(render: Renderer) -> str:
-    """A turn that says nothing in particular: `PROBE`, or what this tokenizer can write."""
+def _probe_text(render: Renderer) -> str:
+    """A neutral text for a turn: `PROBE`, or some other text that this tokenizer can encode."""
     try:
         return PROBE if len(render.encode(PROBE)) else ""
     except DataError:
         return next((text for i in range(64) if i not in render.stop_ids and (text := render.decode([i])).strip()), "")
 
 
-class _Over(Exception):
-    """The script has no further turn."""
+class _ScriptEnded(Exception):
+    """The script has no more turns."""
 
 
-class _Rehearsed(DemonstrationTalk):
-    """Scripted turns in the template's own words; takes note of the tools that are shown, and how often the world
-    spoke."""
+class _ScriptedTalk(DemonstrationTalk):
+    """Scripted turns in the policy's chat template. Records the tools that are offered and the number of observations
+    (`shown`, with the prompt)."""
 
     tools: Sequence[Mapping[str, Any]] = ()
     shown = 0
-    other: Callable[[], _Rehearsed]
-    """A seat that is not trained, rehearsed as if the policy played it."""
+    other: Callable[[], _ScriptedTalk]
+    """Makes the talk of a seat that is not trained, as if the policy played it."""
 
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
-        self._seats: dict[str, _Rehearsed] = {}
+        self._seats: dict[str, _ScriptedTalk] = {}
 
     def seat(self, name: str) -> Seat:
         return self._seats.setdefault(name, self.other())
@@ -224,21 +224,21 @@ class _Rehearsed(DemonstrationTalk):
 
     async def say(self, most: int | None = None) -> Utterance:
         if len(self.turns) == len(self._turns):
-            raise _Over
+            raise _ScriptEnded
         return await super().say(most)
 
 
 def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> None:
-    """No training task is held out, here or in the `others` that the run is measured on, as far as a short look shows.
+    """Among the first training tasks, none is a held-out task of `env` or of the `others` that the run is measured on.
 
-    Tasks of another environment are the same where they are written alike. What reinforcement asks later is compared as
-    it is asked.
+    Tasks of different environments are the same when their prompts are written alike. Later training tasks are
+    compared when a step asks for them.
     """
     same = sameness(env)
     held = {same(t): t.id for t in env.heldout}
     elsewhere = {as_written(t): t.id for other in others for t in other.heldout}
     begun = time.perf_counter()
-    for task in _some(env.train, LEAKS):
+    for task in _first_tasks(env.train, LEAKS):
         if (twin := held.get(same(task), elsewhere.get(as_written(task)))) is not None:
             raise InvariantError(
                 f"training task {task.id!r} ({task.prompt!r:.80}) is held-out task {twin!r}: held-out accuracy would"
@@ -248,8 +248,8 @@ def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> None
             return
 
 
-def _some(source: Any, most: int) -> Any:
-    """The first tasks of a source, one after another; DataError where there are none at all."""
+def _first_tasks(source: Any, most: int) -> Any:
+    """The first tasks of a source, in order. DataError where the source is empty."""
     if source.count == 0:
         raise DataError("there are no training tasks: every prompt went to the held-out split, or the source is empty")
     return (source.task(i) for i in range(most if source.count is None else min(most, source.count)))

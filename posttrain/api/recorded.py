@@ -1,5 +1,4 @@
-"""What a run recorded of one of its steps, and which of the weights it kept are nearest to those the step began
-with."""
+"""One recorded step of a run, with the kept weights that are nearest to those the step began with."""
 
 from __future__ import annotations
 
@@ -23,16 +22,16 @@ KEPT_REFERENCE = "-reference-"
 
 @dataclass(frozen=True)
 class Weights:
-    """Weights that lie in a run folder. `step`: of the stage, after which they were written (0: as it began); None: of
-    another stage."""
+    """Weights in a run folder."""
 
     name: str
     folder: Path
     step: int | None
+    """The step of the stage after which they were written; 0: at its start; None: weights of another stage."""
     version: int | None
-    """Optimizer steps of the run behind them, where the folder says so."""
+    """Optimizer steps of the run until then; None where the folder does not record it."""
     memory: Mapping[str, Any] | None = None
-    """What the stage's algorithm remembered then."""
+    """The adaptive state of the stage's algorithm at that time."""
 
     def verified(self) -> Weights:
         if wrong := files.damage(self.folder):
@@ -42,24 +41,24 @@ class Weights:
 
 @dataclass(frozen=True, eq=False)
 class RecordedStep:
-    """One step of a reinforcement stage as its folder tells it."""
+    """One step of a reinforcement stage as its folder records it."""
 
     run: Run
     stage: Reinforce
     index: int
     records: tuple[Recorded, ...]
     line: Step | None
-    """Its line of the record; None while it is being written."""
+    """Its line of steps.jsonl; None while it is being written."""
     weights: Weights
 
     @property
     def behind(self) -> int | None:
-        """Steps of the stage between these weights and those the step began with; negative: they are later ones."""
+        """How many steps of the stage these weights are older than those the step began with; negative: newer."""
         return None if self.weights.step is None else self.index - 1 - self.weights.step
 
     @property
     def version(self) -> int:
-        """Version of the weights the step began with; of weights nobody wrote down, that of the newest token."""
+        """Version of the weights the step began with; where it was not recorded, that of the newest token."""
         if self.line is not None and "optim/steps" in self.line.gauges:
             return self.line.version - int(self.line.gauges["optim/steps"].sum)
         said = [int(s.version.max(initial=0)) for r in self.records for s in r.episode.segments]
@@ -67,14 +66,14 @@ class RecordedStep:
 
     @property
     def top(self) -> int:
-        """Most probable tokens the sampler stored with every token."""
+        """How many of the most probable tokens the sampler stored with every token."""
         return min(
             (s.sampling.top for r in self.records for s in r.episode.segments if not s.sampling.greedy), default=0
         )
 
 
 def choose_stage(folder: Path, run: Run, name: str | None) -> Reinforce:
-    """The named reinforcement stage, or the only one; ConfigError says which there are."""
+    """The named reinforcement stage, or the only one. ConfigError lists the stages there are."""
     stages = {s.name: s for s in run.stages if isinstance(s, Reinforce)}
     if not stages:
         raise ConfigError(
@@ -89,7 +88,7 @@ def choose_stage(folder: Path, run: Run, name: str | None) -> Reinforce:
 
 
 def recorded_steps(folder: Path, run: Run, stage: Reinforce) -> list[int]:
-    """The steps whose episodes lie in the folder; RunFolderError says why there are none."""
+    """The steps whose episodes are in the folder. RunFolderError explains why there are none."""
     found = [f.index for f in reader.episode_files(folder) if f.stage == stage.name and f.kind == "train"]
     if not found:
         why = (
@@ -103,8 +102,10 @@ def recorded_steps(folder: Path, run: Run, stage: Reinforce) -> list[int]:
 
 
 def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, checkpoint: str | None) -> RecordedStep:
-    """One step with its episodes and weights. `index` None: the last one whose first weights lie in the folder, else
-    the last."""
+    """One step with its episodes and weights.
+
+    Without `index` it is the last step whose starting weights are in the folder, or else the last step.
+    """
     there = recorded_steps(folder, run, stage)
     if index is not None and index not in there:
         near = min(there, key=lambda i: abs(i - index))
@@ -124,8 +125,7 @@ def recorded_step(folder: Path, run: Run, stage: Reinforce, index: int | None, c
 
 
 def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
-    """All weights of a stage that lie in the folder, oldest first: its start, checkpoints, refreshed references, its
-    end."""
+    """All weights of a stage in the folder, oldest first: its start, checkpoints, refreshed references, its end."""
     place = run.stages.index(stage)
     own = [(c, s) for c in scan(folder) if (s := _running(c)) and c.state["stage"] == place]
     found = [Weights(c.name, c.folder, int(s["step"]), int(c.state["version"]), s.get("memory")) for c, s in own]
@@ -147,7 +147,7 @@ def candidates(folder: Path, run: Run, stage: Reinforce) -> list[Weights]:
 
 
 def _running(checkpoint: Checkpoint) -> Mapping[str, Any]:
-    """What a checkpoint remembers of the stage that was cut in its middle; nothing at a stage's end."""
+    """The state of an unfinished stage in a checkpoint; empty at the end of a stage."""
     return checkpoint.state.get("running") or {}
 
 
@@ -173,8 +173,12 @@ def _named(folder: Path, known: Sequence[Weights], name: str) -> Weights:
 
 
 def rebuild(records: Sequence[Recorded], *, shown: bool, top: int) -> tuple[Group, ...]:
-    """The step's groups, as the rollout handed them over. `shown` keeps demonstrated siblings; `top` most probable
-    tokens stay."""
+    """The step's groups as the rollout returned them.
+
+    Args:
+        shown: keep demonstrated siblings.
+        top: how many of the sampler's most probable tokens to keep per token.
+    """
     groups: list[Group] = []
     for _, part in groupby((r.episode for r in records), key=lambda e: (e.task.id, e.visit)):
         episodes = list(part)

@@ -1,4 +1,4 @@
-"""A run as it is played: what was chosen, everything it works with, and its end."""
+"""One run from its start to its end: which run was asked for, the parts it works with, and how they are closed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from posttrain import faults
 from posttrain.api import overrides as dotted
-from posttrain.api.admit import admitted, gone, noted, told
+from posttrain.api.admit import admitted, edit_notes, missing_notes, remember_run
 from posttrain.api.build import (
     distinct,
     facts,
@@ -45,45 +45,45 @@ from posttrain.recipe.recipes import recipe as shipped
 from posttrain.role.weights import load_weights
 
 
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run is started, beside its recipe and overrides; the arguments of `posttrain.run`."""
+
+    out: str | Path | None = None
+    resume: str | Path | None = None
+    quiet: bool = False
+    allow_fault: bool = False
+    trust: bool = False
+
+
 @contextmanager
-def begun(
-    recipe: str | Run = "",
-    *overrides: str,
-    out: str | Path | None = None,
-    resume: str | Path | None = None,
-    quiet: bool = False,
-    allow_fault: bool = False,
-    trust: bool = False,
-) -> Iterator[RunSession]:
-    """A run that is ready to be played (arguments as of `posttrain.run`); all of it is closed at the end of the block,
-    and the end shown."""
-    chosen = (
-        again(resume, recipe, overrides, out, trust) if resume is not None else afresh(recipe, overrides, out, trust)
-    )
-    chosen.refuse_faults(allow_fault)
-    with faults.planted(chosen.run.fault):
-        session = opened(chosen, quiet)
+def open_session(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunSession]:
+    """A run that is ready for its first step. At the end of the block its parts are closed and its summary is shown."""
+    request = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
+    request.refuse_faults(options.allow_fault)
+    with faults.planted(request.run.fault):
+        session = build_session(request, options.quiet)
         try:
             yield session
         finally:
             session.close()
-    if not quiet:
+    if not options.quiet:
         show(session.terminal.console, session.run, session.results, session.book.folder)
 
 
 @dataclass(frozen=True)
-class Chosen:
-    """The run that is wanted, and where it stands: in no folder yet, or in one that it is gone on in."""
+class RunRequest:
+    """The run that was asked for. `book` and `checkpoint` are set where it resumes one that was cut."""
 
     run: Run
     out: Path | None
     book: Book | None = None
     checkpoint: Checkpoint | None = None
-    said: tuple[str, ...] = ()
-    """What people are told of it."""
+    notes: tuple[str, ...] = ()
+    """Lines about the run folder, printed at the start."""
 
     def refuse_faults(self, allowed: bool) -> None:
-        """ConfigError where the run plants a fault and nobody allowed it."""
+        """ConfigError where the run plants a fault and this was not allowed."""
         try:
             faults.refuse_silent(self.run.fault, allowed)
         except ConfigError:
@@ -92,37 +92,36 @@ class Chosen:
             raise
 
 
-def afresh(recipe: str | Run, overrides: Sequence[str], out: str | Path | None, trust: bool) -> Chosen:
+def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
     """A recipe with its overrides."""
-    if trust:
+    if options.trust:
         raise ConfigError("--trust is about the folder of a run that somebody else made: give it with --resume RUN")
     if not recipe:
         raise ConfigError(f"no recipe given: posttrain run RECIPE, or posttrain run --resume RUN\n{listed()}")
     run = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
-    return Chosen(run, Path(out) if out else None)
+    return RunRequest(run, Path(options.out) if options.out else None)
 
 
-def again(
-    resume: str | Path, recipe: str | Run, overrides: Sequence[str], out: str | Path | None, trust: bool
-) -> Chosen:
-    """A run that was cut, as it was written."""
-    if recipe or overrides or out:
+def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
+    """A run that was cut, with the settings that were recorded."""
+    assert options.resume is not None
+    if recipe or overrides or options.out:
         raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
-    admitted(folder_of(resume)[0], allow=trust, links=True)
-    book, checkpoint = Book.open_for_resume(Path(resume))
-    return Chosen(book.run, None, book, checkpoint, (*told(book.folder), *gone(book.folder)))
+    admitted(folder_of(options.resume)[0], allow=options.trust, links=True)
+    book, checkpoint = Book.open_for_resume(Path(options.resume))
+    return RunRequest(book.run, None, book, checkpoint, (*edit_notes(book.folder), *missing_notes(book.folder)))
 
 
 @dataclass
 class RunSession:
-    """A run with everything it works with, from before its first step to its end."""
+    """A run with its parts, from before its first step to its end."""
 
     run: Run
     book: Book
     parts: RunParts
     policy: Policy
     environments: tuple[Environment, ...]
-    """Every one that a stage plays on, once."""
+    """The environments of all stages, each once."""
     terminal: Terminal
     progress: Progress
     checkpoint: Path | None
@@ -134,18 +133,18 @@ class RunSession:
         return self.progress.results
 
     async def play(self) -> None:
-        """What must hold before the first step, then the stages that are left, one after another."""
-        told = await prove_start(self.parts, self.policy.tokenizer)
-        for note in told if not self.quiet else ():
+        """Prove what must hold before the first step, then run the stages that are left, in order."""
+        notes = await prove_start(self.parts, self.policy.tokenizer)
+        for note in notes if not self.quiet else ():
             self.terminal.say(f"note: {note}")
         with self.stopper.listening():
             for stage in Stages(self.parts, self.progress, self.stopper).left(self.checkpoint):
                 await stage.run()
         for tracker in self.parts.trackers:
-            tracker.close(final(self.results))
+            tracker.close(final_scalars(self.results))
 
     def close(self) -> None:
-        """Each part is closed, whatever another one raises."""
+        """Close each part, also where closing another one raises."""
         with ExitStack() as closing:
             for close in (
                 self.book.close,
@@ -156,39 +155,41 @@ class RunSession:
                 closing.callback(close)
 
 
-def opened(chosen: Chosen, quiet: bool) -> RunSession:
-    """Build what the run needs, or close again what was built of it."""
-    with ExitStack() as undone:
-        if chosen.book is not None:
-            undone.callback(chosen.book.close)
-        session = _built(chosen, quiet, undone)
-        undone.pop_all()
+def build_session(request: RunRequest, quiet: bool) -> RunSession:
+    """Build the parts of a run. If one of them fails, those built before it are closed."""
+    with ExitStack() as cleanup:
+        if request.book is not None:
+            cleanup.callback(request.book.close)
+        session = _build(request, quiet, cleanup)
+        cleanup.pop_all()
     return session
 
 
-def _built(chosen: Chosen, quiet: bool, undone: ExitStack) -> RunSession:
-    """Everything of a session; a run folder is made once all before it has been found good. `undone` is told how each
-    is closed."""
-    run, book = chosen.run, chosen.book
+def _build(request: RunRequest, quiet: bool, cleanup: ExitStack) -> RunSession:
+    """Build in order; the run folder is made only after the checks before it have passed.
+
+    `cleanup` collects how each part is closed.
+    """
+    run, book = request.run, request.book
     check_drivers(run)
     check_trackers(run)
     check_engine(run)
     threads = use_threads(run.threads)
     environment = make_environment(run)
-    undone.callback(environment.close)
+    cleanup.callback(environment.close)
     others = own_environments(run, environment)
-    everywhere = distinct(environment, others)
-    for own in everywhere[1:]:
-        undone.callback(own.close)
+    environments = distinct(environment, others)
+    for other in environments[1:]:
+        cleanup.callback(other.close)
     policy = make_policy(run, environment, others)
-    said = chosen.said
+    notes = request.notes
     if book is None:
-        folder = chosen.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
-        contained = dict.fromkeys(x for e in everywhere for x in e.abilities.contained)
+        folder = request.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        contained = dict.fromkeys(x for e in environments for x in e.abilities.contained)
         book = Book.create(folder, run, facts(policy, threads, tuple(contained)))
-        undone.callback(book.close)
-        said = (*said, *noted(folder, run))
-    trackers = beside(run, policy, book)
+        cleanup.callback(book.close)
+        notes = (*notes, *remember_run(folder, run))
+    trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)
     if not quiet:
         trackers.insert(0, terminal)
@@ -196,23 +197,23 @@ def _built(chosen: Chosen, quiet: bool, undone: ExitStack) -> RunSession:
             *planted_lines(run),
             *policy.describe(),
             *words_in_tokens(run, policy),
-            *said,
+            *notes,
             f"run folder: {book.folder}",
         ):
             terminal.say(line)
     parts = make_parts(run, policy, environment, book, trackers, others)
-    undone.callback(parts.close)
+    cleanup.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine):
         terminal.say(parts.sampler.describe())
-    progress = restored(run, parts, chosen.checkpoint)
-    if chosen.checkpoint is not None and not quiet:
-        terminal.say(standing(run, progress))
-    kept = chosen.checkpoint.folder if chosen.checkpoint is not None else None
-    return RunSession(run, book, parts, policy, tuple(everywhere), terminal, progress, kept, quiet, Stopper())
+    progress = restore_progress(run, parts, request.checkpoint)
+    if request.checkpoint is not None and not quiet:
+        terminal.say(resume_line(run, progress))
+    kept = request.checkpoint.folder if request.checkpoint is not None else None
+    return RunSession(run, book, parts, policy, tuple(environments), terminal, progress, kept, quiet, Stopper())
 
 
-def restored(run: Run, parts: RunParts, checkpoint: Checkpoint | None) -> Progress:
-    """Where the run stands, with the checkpoint's weights in the learner."""
+def restore_progress(run: Run, parts: RunParts, checkpoint: Checkpoint | None) -> Progress:
+    """The progress that a checkpoint records; its weights are loaded into the learner."""
     if checkpoint is None:
         return Progress()
     with damage_is_named(f"{checkpoint.folder}/state.json"):
@@ -222,21 +223,21 @@ def restored(run: Run, parts: RunParts, checkpoint: Checkpoint | None) -> Progre
     return progress
 
 
-def final(results: Sequence[StageResult]) -> dict[str, float]:
-    """What trackers keep of a run: accuracy and mean reward on held-out tasks after each stage."""
+def final_scalars(results: Sequence[StageResult]) -> dict[str, float]:
+    """The summary that trackers keep: accuracy and mean reward on held-out tasks after each stage."""
     both = [(r.name, what, x) for r in results for what, x in (("accuracy", r.accuracy), ("reward", r.reward))]
     return {f"final/{name}/{what}": x[0] for name, what, x in both if x is not None}
 
 
-def beside(run: Run, policy: Policy, book: Book) -> list[Tracker]:
-    """The run's trackers, with the tokenizer and the model's config beside the record."""
+def start_trackers(run: Run, policy: Policy, book: Book) -> list[Tracker]:
+    """The run's trackers. The tokenizer and the model's config are written into the run folder first."""
     keep_policy(book, policy)
     with disk_full_is_reported(book.folder / "trackers", lambda: "Nothing was lost"):
         return [*make_trackers(run, book.folder)]
 
 
-def standing(run: Run, p: Progress) -> str:
-    """Where a resumed run stands, in words."""
+def resume_line(run: Run, p: Progress) -> str:
+    """At which stage and step a resumed run continues, as a line of text."""
     if p.stage >= len(run.stages):
         return "this run is finished: nothing is left to do"
     stage = run.stages[p.stage]

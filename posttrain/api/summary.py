@@ -1,4 +1,4 @@
-"""The table a run ends with: what each stage added, where the time went, what to try next."""
+"""The summary printed at the end of a run: what each stage added, seconds per role, commands to try next."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ from posttrain.role.evaluate import EvaluationReport, interval
 
 
 def table(results: Sequence[StageResult]) -> Table:
-    """Held-out accuracy (the share of right answers) after each stage with its interval, what the stage added, and its
-    seconds; where a reward grades, its mean as well."""
+    """Held-out accuracy (share of right answers) after each stage with its interval, the change, and the seconds.
+
+    Where a reward gives partial credit, its mean is shown too.
+    """
     graded = any(r.graded for r in results)
     out = Table(title="held-out accuracy after each stage" + (", and mean reward" if graded else ""))
     for name in (
@@ -45,7 +47,7 @@ def table(results: Sequence[StageResult]) -> Table:
 
 
 def _compared(r: StageResult, results: Sequence[StageResult]) -> str:
-    """What a stage is to be compared with whose weights the run did not go on with."""
+    """What to compare a stage with whose weights the run did not continue from."""
     timed = next((x for x in results if x.name == r.time_of), None)
     if timed is not None and timed.start == r.start:
         return f"instead of {timed.name}, from the same weights, for the same time"
@@ -54,15 +56,15 @@ def _compared(r: StageResult, results: Sequence[StageResult]) -> str:
 
 
 def _added(measured: tuple[float, float, float] | None, before: float | None) -> tuple[str, str]:
-    """A mean with its interval, and what is new in it."""
+    """(mean with its interval, change since before the stage) as text."""
     if measured is None:
         return "-", "-"
     return interval(*measured), "-" if before is None else f"{measured[0] - before:+.3f}"
 
 
 def unjudged(folder: Path, results: Sequence[StageResult]) -> list[str]:
-    """For each stage that had some: samples that could not be judged, those that failed apart from those nobody wanted
-    to judge."""
+    """Lines about samples without a verdict, by stage: those a source failed to judge, and those all sources abstained
+    from."""
     out: list[str] = []
     steps = reader.steps(folder)
     for r in results:
@@ -111,13 +113,14 @@ def next_steps(run: Run, folder: Path) -> list[str]:
 
 
 def planted_lines(run: Run) -> list[str]:
-    """Said at the beginning and at the end of a run with a bug in it, so that nobody takes its numbers for real."""
+    """The warning of a run with a planted fault, printed at its beginning and at its end."""
     if run.fault is None:
         return []
     return [f"PLANTED FAULT {run.fault}: {find(run.fault).what}. No number of this run means anything"]
 
 
 def show(console: PlainConsole, run: Run, results: Sequence[StageResult], folder: Path) -> None:
+    """Print the whole summary of a run."""
     console.print()
     for line in planted_lines(run):
         console.print(line, style="bold red")

@@ -1,4 +1,4 @@
-"""What a command is pointed at: a run folder with its own model and tokenizer files, or a model directory or hub id."""
+"""The target of a command: a run folder with its own model and tokenizer files, or a model directory or hub id."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from posttrain.engine.kept import kept, write_config
 from posttrain.engine.models import Policy, load_policy
 
 MODEL, TOKENIZER = "model", "tokenizer"
-"""Folders inside a run folder: configuration and tokenizer of the policy as the run began."""
+"""Folders inside a run folder, with the policy's model configuration and tokenizer at the start of the run."""
 
 
 def target_run(
@@ -28,11 +28,10 @@ def target_run(
     allow: bool,
     change: Callable[[Run], Run] = lambda run: run,
 ) -> tuple[Run, Path | None]:
-    """The run a target stands for, with overrides in place, and the weights to load into its policy.
+    """(the run of a target with overrides applied, the weights to load into its policy or None).
 
     Args:
-        parts, allow, change: see `admit.admitted`; a model directory or hub id that the user named asks for nothing
-            else.
+        parts, allow, change: see `admit.admitted`. A model directory or hub id needs no permission: the user named it.
     """
     if is_run(target):
         run = admitted(target, *overrides, parts=parts, allow=allow, change=change)
@@ -41,7 +40,7 @@ def target_run(
 
 
 def model_run(target: str | Path) -> Run:
-    """A run that asks a model of the user's for answers."""
+    """A run that evaluates a model of the user's."""
     return Run(recipe="eval", model=Model(path=str(target)), env=Env(), stages=(Reinforce(name="eval"),))
 
 
@@ -49,17 +48,17 @@ def model_run(target: str | Path) -> Run:
 
 
 def keep_policy(book: Book, policy: Policy) -> None:
-    """Write what `kept_policy` and `show` read."""
+    """Write the model configuration and tokenizer that `kept_policy` and `show` read."""
     book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
     book.beside(MODEL, lambda folder: write_config(policy, folder))
 
 
 def kept_policy(folder: Path, allow: bool) -> Policy:
-    """The policy of a run folder with weights still to be loaded: from the folder alone where that is enough.
+    """The policy of a run folder, built from the folder alone where that is enough. Its weights are not loaded yet.
 
     Raises:
         RunFolderError: its tokenizer is not the one the run was made with.
-        UntrustedError: its model cannot be made without what `model.*` names, and that is not allowed.
+        UntrustedError: building its model needs what `model.*` names, and that is not allowed.
     """
     found = run_file(folder)
     stops: Any = found.facts.get("stop_ids")
@@ -78,8 +77,10 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
 
 def built_policy(folder: Path, run: Run) -> Policy:
-    """The policy of a run folder as `run.model` says; one that was built there has the tokenizer of the folder, so that
-    no environment is needed to know its alphabet."""
+    """The policy of a run folder, as `run.model` describes it.
+
+    A model that was built by the run gets its tokenizer from the folder, so no environment is needed for its alphabet.
+    """
     if run.model.path is not None:
         return load_policy(run.model, None, run.seed)
     if not (folder / TOKENIZER).is_dir():

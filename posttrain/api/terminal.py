@@ -1,4 +1,4 @@
-"""What a person sees while a run runs: one live line in a terminal, plain lines elsewhere."""
+"""Progress of a run on standard output: one live line in a terminal, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ PLAIN_EVERY = 5.0
 
 @dataclass
 class Terminal:
-    """A tracker that prints (`core.ports.Tracker`). `quiet` keeps only what a stage says of itself."""
+    """A tracker that prints (`core.ports.Tracker`)."""
 
     run: Run
     console: PlainConsole = field(default_factory=lambda: PlainConsole(file=sys.stdout, soft_wrap=True))
@@ -34,7 +34,7 @@ class Terminal:
 
     def log(self, step: Step) -> None:
         if step.stage != self._stage:
-            self._open(step)  # the first step only starts the clock: what it said took time before
+            self._open(step)  # the first step only starts the clock: its tokens took time before it
         else:
             self._tokens += sum(step.gauges[n].sum for n in ("engine/tokens", "sft/tokens") if n in step.gauges)
         total = self.run.stage(step.stage).steps
@@ -91,7 +91,7 @@ class Terminal:
             self._stage = ""
 
     def _open_ended(self, step: Step) -> bool:
-        """A stage that runs for the time another one took has no known number of steps."""
+        """Whether the number of steps is unknown, because the stage runs for the time that another one took."""
         return self.run.stage(step.stage).time_of is not None
 
     def _facts(self, step: Step) -> str:
@@ -121,5 +121,5 @@ class Terminal:
 
 
 def _plain(form: str) -> TextColumn:
-    """A column that reads no markup in what it shows."""
+    """A column that shows its text without interpreting markup."""
     return TextColumn(form, markup=False)

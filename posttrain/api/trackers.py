@@ -1,7 +1,7 @@
-"""The numbers of a run, elsewhere as well: TensorBoard, Weights & Biases, trackio, behind `core.ports.Tracker`.
+"""Trackers: the gauges of a run in TensorBoard, Weights & Biases or trackio (`core.ports.Tracker`).
 
 Every gauge is logged as `STAGE/gauge` (its mean) over the stage's own step, every clock entry as `STAGE/clock/role`.
-`steps.jsonl` stays the record: a tracker that fails in the middle of a run says so once and is left out from there on.
+`steps.jsonl` remains the complete record. A tracker that fails during a run is reported once and not called again.
 
     trackers=tensorboard          RUN/trackers/tensorboard          tensorboard --logdir RUN/trackers/tensorboard
     trackers=wandb                project posttrain                 WANDB_MODE=offline keeps it in RUN/trackers/wandb
@@ -29,7 +29,7 @@ PROJECT = "posttrain"
 
 
 def scalars(step: Step) -> dict[str, float]:
-    """The finite numbers of a step, by the name trackers know them under."""
+    """The finite numbers of a step, by the name they are logged under."""
     named = {f"{step.stage}/{name}": gauge.mean for name, gauge in step.gauges.items()}
     named |= {f"{step.stage}/clock/{name}": seconds for name, seconds in step.clock.items()}
     return {name: float(x) for name, x in named.items() if math.isfinite(x)}
@@ -49,7 +49,7 @@ class TensorBoard:
             self._writer.add_scalar(name, x, step.index)
 
     def say(self, line: str) -> None:
-        """Lines for people belong to the terminal."""
+        """Does nothing: lines of text are only printed in the terminal."""
 
     def close(self, summary: Mapping[str, float]) -> None:
         for name, x in summary.items():
@@ -58,7 +58,7 @@ class TensorBoard:
 
 
 class Wandb:
-    """One W&B run per run folder; a resumed run goes on in it."""
+    """One W&B run per run folder; a resumed run continues it."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         import wandb
@@ -86,7 +86,7 @@ class Wandb:
         self._run.log({**scalars(step), f"{step.stage}/step": step.index})
 
     def say(self, line: str) -> None:
-        """Lines for people belong to the terminal."""
+        """Does nothing: lines of text are only printed in the terminal."""
 
     def close(self, summary: Mapping[str, float]) -> None:
         self._run.summary.update(dict(summary))
@@ -94,7 +94,7 @@ class Wandb:
 
 
 class Trackio:
-    """A local trackio project; `TRACKIO_DIR` says where."""
+    """A local trackio project, in the folder `TRACKIO_DIR`."""
 
     def __init__(self, run: Run, folder: Path) -> None:
         import trackio
@@ -106,7 +106,7 @@ class Trackio:
         self._run.log({**scalars(step), f"{step.stage}/step": step.index})
 
     def say(self, line: str) -> None:
-        """Lines for people belong to the terminal."""
+        """Does nothing: lines of text are only printed in the terminal."""
 
     def close(self, summary: Mapping[str, float]) -> None:
         if summary:
@@ -115,7 +115,7 @@ class Trackio:
 
 
 class Guarded:
-    """A tracker whose failures do not end a run: the first one is reported, and it is not asked again."""
+    """A tracker whose failure does not end the run. The first failure is reported; then it is not called again."""
 
     def __init__(self, name: str, inner: Tracker) -> None:
         self._name, self._inner, self._failed = name, inner, False
@@ -147,11 +147,11 @@ TRACKERS: dict[str, tuple[str, Callable[[Run, Path], Tracker]]] = {
     "wandb": ("wandb", Wandb),
     "trackio": ("trackio", Trackio),
 }
-"""Name -> (package, what makes one)."""
+"""Name -> (package, constructor)."""
 
 
 def check_trackers(run: Run) -> None:
-    """ConfigError with the command that helps, before anything was started, where a tracker's package is missing."""
+    """ConfigError with the install command where a tracker's package is missing. Called before anything is started."""
     missing = [TRACKERS[name][0] for name in run.trackers if importlib.util.find_spec(TRACKERS[name][0]) is None]
     if missing:
         packages = " ".join(missing)
@@ -162,13 +162,13 @@ def check_trackers(run: Run) -> None:
 
 
 def make_trackers(run: Run, folder: Path) -> list[Tracker]:
-    """The trackers the run asks for, started."""
+    """Start the trackers of the run."""
     check_trackers(run)
     return [Guarded(name, TRACKERS[name][1](run, folder)) for name in run.trackers]
 
 
 def _identity(where: Path) -> str:
-    """An id of this run folder that survives its resumption."""
+    """An id of this run folder, kept in a file so that a resumed run has the same one."""
     path = where / "id"
     if not path.exists():
         path.write_text(uuid.uuid4().hex)
@@ -176,7 +176,7 @@ def _identity(where: Path) -> str:
 
 
 def _readable(run: Run) -> list[str]:
-    """The run tree, one setting a line."""
+    """The run tree, one setting per line."""
 
     def walk(node: Any, path: str) -> list[str]:
         if isinstance(node, dict | list):

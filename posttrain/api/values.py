@@ -1,4 +1,4 @@
-"""One word of the command line as a value of a declared type, or a ConfigError that says what would be one."""
+"""Parse one word of the command line as a value of a declared type. A ConfigError names the valid values."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from posttrain.core.errors import ConfigError, nearest
 _BOOLS = {"true": True, "false": False}
 
 
-class _No:
-    """A word that is not a value of this alternative (None is a value)."""
+class _NotAValue:
+    """Returned where a word is not a value of a type (None is a value)."""
 
 
 def read(declared: Any, word: str, path: str) -> Any:
-    """The value that `word` means at `path`, where `declared` is valid.
+    """The value of type `declared` that `word` stands for. `path` is named in errors.
 
     A list may also be JSON, for text with commas, spaces or escapes and for lists of lists; a pair is written
     `17:-2.5`.
@@ -48,7 +48,7 @@ def read(declared: Any, word: str, path: str) -> Any:
         return _piece(pieces, declared, word, path)
     for kind in sorted(options, key=_rank):
         value = _scalar(kind, word)
-        if not isinstance(value, _No):
+        if not isinstance(value, _NotAValue):
             return value
     raise _refuse(declared, word, path)
 
@@ -63,15 +63,15 @@ def _json(word: str, path: str) -> Any:
 
 
 def _rank(kind: Any) -> int:
-    """Text takes any word, so it is asked last; a whole number is asked before a float."""
+    """Order in which types are tried: a whole number before a float, and text, which accepts any word, last."""
     return {bool: 0, int: 2, float: 3, str: 4}.get(kind, 1)
 
 
 def _scalar(kind: Any, word: str) -> Any:
     if get_origin(kind) is Literal:
-        return next((v for v in get_args(kind) if str(v) == word), _No())
+        return next((v for v in get_args(kind) if str(v) == word), _NotAValue())
     if kind is bool:
-        return _BOOLS.get(word.lower(), _No())
+        return _BOOLS.get(word.lower(), _NotAValue())
     if kind is str:
         return word
     if kind in (int, float):
@@ -85,16 +85,16 @@ def _scalar(kind: Any, word: str) -> Any:
                 else None
             )
         except (ValueError, OverflowError):
-            return _No()
+            return _NotAValue()
         if kind is int:
-            return _No() if whole is None else whole
-        return _No() if math.isnan(number) else number
-    return _No()
+            return _NotAValue() if whole is None else whole
+        return _NotAValue() if math.isnan(number) else number
+    return _NotAValue()
 
 
 def _piece(pieces: dict[str, type], declared: Any, word: str, path: str) -> Any:
-    """A piece by its type's name with its defaults; a type with one required field may be written as that field's
-    value."""
+    """A piece with its defaults, named by its type. Where one type is valid and it has one required field, the word may
+    be the value of that field."""
     names = {name.lower(): cls for name, cls in pieces.items()}
     if len(names) == 1:
         cls = next(iter(names.values()))

@@ -1,8 +1,8 @@
 """The command line: `posttrain run | ladder | eval | serve | check | new | show | export | faults`. Each command
 imports what it needs when it is called.
 
-Errors that say who must act (`core.errors`) end with their own exit code and one message; anything else is a bug and
-keeps its traceback.
+Errors of `core.errors` end with one message and their own exit code. Any other exception is a bug and keeps its
+traceback.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from posttrain.core.visible import guard_errors, guard_logs, tell
 
 
 class Terminated(BaseException):
-    """SIGTERM arrived where no run was listening."""
+    """Raised by SIGTERM outside a run, which handles it itself."""
 
 
 def _terminate(number: int, frame: FrameType | None) -> None:
@@ -29,7 +29,7 @@ def _terminate(number: int, frame: FrameType | None) -> None:
 
 
 def _full(error: OSError, why: str, helps: str) -> int:
-    """A disk that takes no more, where no run folder was written: a file, or what stands behind the terminal."""
+    """Report a full disk outside a run folder: of a file, or of redirected standard output."""
     if not error.filename:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     with contextlib.suppress(OSError):

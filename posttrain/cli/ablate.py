@@ -1,4 +1,4 @@
-"""`posttrain ladder --on RUN`: what other algorithms would have done with a run's own batches, as tables or JSON."""
+"""`posttrain ladder --on RUN`: compare algorithms on a run's recorded batches, as tables or JSON."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ LEGEND = (
     "of tokens of solved and of other responses    tokens: those whose log-prob has a gradient",
 )
 EQUAL = 1e-6
-"""Gradients whose norm and cosine agree this closely are printed on one line."""
+"""Relative tolerance within which gradient norms count as equal and share one line."""
 
 
 class ProgressLine:
-    """Progress on standard error: one line that is overwritten in a terminal, now and then a line elsewhere."""
+    """Progress on standard error: one overwritten line in a terminal, elsewhere a line every 5 seconds."""
 
     def __init__(self) -> None:
         self._live = sys.stderr.isatty()
@@ -50,7 +50,7 @@ class ProgressLine:
 
 @dataclass(frozen=True)
 class AblateOptions:
-    """Which steps of a run, at which weights, computed where; None and '' leave it to `api.ablate`."""
+    """Which steps of a run, at which weights, on which device. None and '' mean the default of `api.ablate`."""
 
     steps: str = ""
     stage: str | None = None
@@ -62,14 +62,14 @@ def show(run: str, against: Sequence[str], at: AblateOptions, plain: bool, trust
     """Evaluate and print; `plain` prints JSON."""
     from posttrain.api.ablate import ablate
 
-    teller = ProgressLine()
+    progress = ProgressLine()
     try:
-        steps, say = numbers(at.steps), teller.say
+        steps, say = numbers(at.steps), progress.say
         found = ablate(
             run, against, stage=at.stage, steps=steps, checkpoint=at.checkpoint, device=at.device, say=say, trust=trust
         )
     finally:
-        teller.close()
+        progress.close()
     if plain:
         tell(json.dumps([_plain(asdict(a)) for a in found], indent=1))
         return
@@ -81,7 +81,7 @@ def show(run: str, against: Sequence[str], at: AblateOptions, plain: bool, trust
 
 
 def numbers(word: str) -> list[int]:
-    """`3,8,12` as steps."""
+    """Step numbers from `3,8,12`."""
     try:
         return [int(w) for w in word.split(",") if w]
     except ValueError:
@@ -89,7 +89,7 @@ def numbers(word: str) -> list[int]:
 
 
 def _plain(x: Any) -> Any:
-    """JSON has no NaN: it becomes null. Paths become text."""
+    """A value for JSON: NaN and infinities become null, paths become text."""
     if isinstance(x, dict):
         return {k: _plain(v) for k, v in x.items()}
     if isinstance(x, list | tuple):
@@ -100,7 +100,7 @@ def _plain(x: Any) -> Any:
 
 
 def lines(a: Ablation) -> Iterator[str]:
-    """One step: what was looked at, the table, what could not be evaluated."""
+    """The lines of one step: its facts, the table, and the algorithms that could not be evaluated."""
     yield f"{a.folder}: {a.stage} step {a.step}"
     yield f"{a.groups} groups, {a.episodes} responses, {a.tokens:,} tokens; the run's own algorithm is {a.own}"
     yield from _prose(f"weights: {a.weights}, {where(a)}")
@@ -134,12 +134,12 @@ def _prose(text: str, lead: str = "") -> list[str]:
 
 
 def _order(r: AblationRow) -> tuple[float, float]:
-    """Most alike first; those without a gradient last."""
+    """Sort key: largest cosine first, those without a gradient last."""
     return (math.inf if math.isnan(r.cosine) else -round(r.cosine, 3), r.norm)
 
 
 def where(a: Ablation) -> str:
-    """How far the weights are from those the step began with, and what that means."""
+    """How many steps the weights are from those the step began with, and what follows from it."""
     gap = f"mean log-prob gap to the sampler {a.logp_gap:.1e}" if not math.isnan(a.logp_gap) else "no token was scored"
     if a.behind is None:
         return f"of another stage than {a.stage}; {gap}"
@@ -152,7 +152,7 @@ def where(a: Ablation) -> str:
 
 
 def checks(a: Ablation) -> Iterator[str]:
-    """What says that the step was rebuilt as it was."""
+    """Lines that compare the rebuilt step with the record."""
     own = a.rows[0]
     if not own.norm:
         yield "own: no gradient, because no group has credit; nothing has a cosine with it. Look at another --step"
@@ -183,7 +183,7 @@ def checks(a: Ablation) -> Iterator[str]:
 
 
 def table(rows: Sequence[AblationRow]) -> Iterator[str]:
-    """Rows whose gradients are the same stand on one line, their names below it."""
+    """The table. Algorithms with equal gradients share one line; their names are below it."""
     wide = max(len(r.name) for r in rows) + 2
     yield f"{HEAD[0]:<{wide}}" + "".join(f"{h:>{w}}" for h, w in zip(HEAD[1:], _WIDTHS, strict=True))
     merged: list[tuple[AblationRow, list[str]]] = []
@@ -221,12 +221,12 @@ def _number(x: float, how: str) -> str:
 
 
 def _alike(a: AblationRow, b: AblationRow) -> bool:
-    """Equal in everything that is printed."""
+    """Whether two rows are equal in everything that is printed."""
     return math.isclose(a.norm, b.norm, rel_tol=EQUAL) and _line(a, 0)[len(a.name) :] == _line(b, 0)[len(b.name) :]
 
 
 def means(found: Sequence[Ablation]) -> Iterator[str]:
-    """Cosine and ratio over several steps, for the algorithms that were evaluated on all of them."""
+    """Cosine and ratio over several steps, for the algorithms that were evaluated on all steps."""
     by = [{r.name: r for r in a.rows} for a in found]
     common = [n for n in by[0] if all(n in rows for rows in by)]
     yield f"over {len(found)} steps: mean (least to most)"

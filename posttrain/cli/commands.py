@@ -1,4 +1,4 @@
-"""One function a command: it imports what it needs, does it, and returns the exit code."""
+"""One function per command. It imports what it needs and returns the exit code."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ def run(o: Namespace) -> int:
         tell(o.text())
         tell(_settings(o.recipe, o.overrides) if o.recipe else listed())
         return 0
-    from posttrain.api import session
+    from posttrain.api.session import RunOptions, open_session
 
-    with session.begun(
-        o.recipe or "", *o.overrides, out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust
-    ) as begun:
-        asyncio.run(begun.play())
+    options = RunOptions(out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust)
+    with open_session(o.recipe or "", o.overrides, options) as session:
+        asyncio.run(session.play())
     return 0
 
 
@@ -126,7 +125,7 @@ def faults(o: Namespace) -> int:
 
 
 def _settings(recipe: str, overrides: list[str]) -> str:
-    """Every setting of a recipe with its value (`...` where it stands for several) and what is valid."""
+    """Every setting of a recipe with its value (`...` for several) and its valid values."""
     from posttrain.api.overrides import apply, surface, value
     from posttrain.core.formula import word
     from posttrain.recipe.recipes import recipe as shipped

@@ -1,4 +1,4 @@
-"""The ladder in a terminal: the tree of patches, a table, one algorithm in full, the difference of two. 100 columns."""
+"""`posttrain ladder`: the tree of patches, a table, one algorithm, or the difference of two, in 100 columns."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from posttrain.core.ladder import LADDER, algorithm
 
 
 def tree() -> str:
-    """All algorithms, each under the one it patches, with what it changes there."""
+    """The tree of algorithms: each below the one it patches, with its changes."""
     more = (
         "posttrain ladder NAME           one in full: formulas, numbers, what it reads and costs",
         "posttrain ladder --table        all in one table: baseline, trust region, anchor, cost",
@@ -25,7 +25,7 @@ def tree() -> str:
 
 
 def table() -> str:
-    """One line an algorithm: the choices that tell them apart, and what they cost."""
+    """One line per algorithm: the choices in which they differ, and their cost."""
     head = ("name", "A", "region", "weight", "anchor", "fwd", "memory")
     rows = [head, *(_row(a) for a in LADDER.values())]
     wide = [max(len(r[i]) for r in rows) for i in range(len(head))]
@@ -39,7 +39,7 @@ def table() -> str:
 
 
 def _row(a: Algorithm) -> tuple[str, ...]:
-    """A row of the table, in few letters."""
+    """A row of the table, abbreviated."""
     paid, kept = cost(a), []
     if a.reads & {"reference", "teacher"}:
         kept.append("copy")
@@ -61,7 +61,7 @@ def _row(a: Algorithm) -> tuple[str, ...]:
 
 
 def one(name: str) -> str:
-    """One algorithm: what it changes, its formulas, every choice, what it reads and costs, and how it came about."""
+    """One algorithm: its changes, formulas, choices, inputs, cost and lineage."""
     a = algorithm(name)
     out = [f"{a.name}   ({source(a)})", "", FORM, ""]
     out += [line for label, text in formulas(a) for line in _prose(f"  {label:<8} ", text)]

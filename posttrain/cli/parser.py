@@ -1,4 +1,4 @@
-"""What can be typed. Nothing heavy is imported before a command runs."""
+"""The parser of the command line. It imports nothing heavy; each command does that when it runs."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ cannot be read, 5 the run folder, 6 the engine, 7 the reward function, 130 Ctrl-
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
-    """`key=value` words of `run`, `eval`, `serve` and `check` may stand anywhere; everything else stays in order."""
+    """(other words, overrides). For `run`, `eval`, `serve` and `check`, `key=value` words may be anywhere."""
     if not words or words[0] not in ("run", "eval", "serve", "check"):
         return words, []
     rest, overrides = [words[0]], list[str]()
@@ -59,7 +59,7 @@ def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:
 
 
 class _CommandParser(ArgumentParser):
-    """Words that nobody knows are quoted as text: a shell may have made them of the names of files."""
+    """A parser whose errors escape unknown words, because a shell may have expanded file names into them."""
 
     def error(self, message: str) -> NoReturn:
         super().error(visible(message))
@@ -109,7 +109,7 @@ def _command(
 
 
 def _trust(p: argparse.ArgumentParser | argparse._ArgumentGroup) -> None:
-    """The one option about folders that somebody else made."""
+    """Add --trust, for folders made by somebody else."""
     p.add_argument(
         "--trust",
         action="store_true",

@@ -1,5 +1,5 @@
-"""Rollouts in a terminal: an episode a line, or one episode token by token. Colours only where a terminal shows
-them."""
+"""Show rollouts in a terminal: one line per episode, or one episode token by token. Colours are used only on a
+terminal."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from posttrain.core.visible import visible
 
 _CODES = {"dim": "2", "bold": "1", "red": "31", "green": "32", "yellow": "33", "cyan": "36"}
 LARGEST_TOKENIZER = 512 * foreign.MiB
-"""Bytes of a tokenizer.json."""
+"""Most bytes of a tokenizer.json."""
 UNLIKELY = 0.1
-"""Probability below which a spoken token is marked."""
+"""Probability below which a sampled token is marked."""
 
 
 @dataclass(frozen=True)
 class ShowOptions:
-    """What to show; None means the last there is. `kind` None: training episodes if there are any, else evaluation."""
+    """What to show. None: the last one. `kind` None: training episodes if there are any, else evaluation."""
 
     stage: str | None = None
     step: int | None = None
@@ -49,7 +49,7 @@ def paint(text: str, colour: str, on: bool) -> str:
 
 
 def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -> Iterator[str]:
-    """What `posttrain show` prints."""
+    """The lines that `posttrain show` prints."""
     on = coloured() if colour is None else colour
     folder = Path(folder)
     run = run_file(folder).run
@@ -75,7 +75,7 @@ def lines(folder: str | Path, wanted: ShowOptions, colour: bool | None = None) -
 
 
 def _choose(files: Sequence[EpisodeFile], wanted: ShowOptions) -> EpisodeFile | None:
-    """The last file that fits; ConfigError says what there is where none does."""
+    """The last file that matches. Where none does, ConfigError lists what there is."""
     if not files:
         return None
     kind = wanted.kind or (
@@ -106,7 +106,7 @@ def _choose(files: Sequence[EpisodeFile], wanted: ShowOptions) -> EpisodeFile | 
 
 
 def is_wrong(r: Recorded) -> bool:
-    """Judged, and the source with the largest weight gave less than 1."""
+    """Whether it was judged and the source with the largest weight gave less than 1."""
     scored = [(j.weight, j.verdict.score) for j in r.episode.verdicts if j.verdict.score is not None]
     return bool(scored) and max(scored, key=lambda s: s[0])[1] < 1
 
@@ -178,8 +178,7 @@ def _short(text: str, most: int) -> str:
 
 
 def decoder(folder: Path) -> Callable[[Sequence[int]], str] | None:
-    """Ids to text with the tokenizer saved in the run folder; None where there is none that can be read without a
-    model."""
+    """A function from ids to text, with the run folder's tokenizer. None where it cannot be read without a model."""
     path = folder / "tokenizer" / "tokenizer.json"
     if not os.path.lexists(path):
         return None
@@ -194,7 +193,7 @@ def decoder(folder: Path) -> Callable[[Sequence[int]], str] | None:
 
 
 def episode_lines(i: int, r: Recorded, decode: Callable[[Sequence[int]], str] | None, on: bool) -> Iterator[str]:
-    """Summary, verdicts, and every spoken token on a line of its own; what the world wrote is one line a stretch."""
+    """Summary, verdicts, and one line per sampled token; each stretch of other tokens is one line."""
     e = r.episode
     yield paint(
         f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}", "bold", on

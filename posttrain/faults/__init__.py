@@ -1,4 +1,4 @@
-"""Real bugs, each one small switch in the real code path, planted on purpose to see the run's own checks catch them."""
+"""Real bugs that can be planted in the real code on purpose, to see that the run's own checks catch them."""
 
 from __future__ import annotations
 

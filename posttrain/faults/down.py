@@ -1,16 +1,16 @@
-"""A reward whose service goes away: what the faults about outages are shown with."""
+"""A reward whose service fails after some calls, used to show the faults about outages."""
 
 from __future__ import annotations
 
 from posttrain.core.types import Task
 
 ANSWERS = 90
-"""Calls before the service is gone."""
+"""Calls before the service fails."""
 _asked: dict[str, int] = {}
 
 
 def down(task: Task, text: str) -> float:
-    """A small bonus for short answers, until nobody answers."""
+    """A small bonus for short answers, until the service fails."""
     _asked["n"] = _asked.get("n", 0) + 1
     if _asked["n"] > ANSWERS:
         raise ConnectionError("reward service unreachable")

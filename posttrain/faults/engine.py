@@ -1,4 +1,4 @@
-"""Faults between the model and the transcript: what was sampled, what was written down, who said it."""
+"""Faults between the model and the transcript: sampling, recording, and attribution of tokens."""
 
 from __future__ import annotations
 

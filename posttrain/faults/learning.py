@@ -17,9 +17,9 @@ from posttrain.faults.registry import fault
 
 Real = Callable[..., Any]
 MICRO = ("rl.micro_tokens=64",)
-"""Several micro-batches an optimizer step."""
+"""Overrides that give several micro-batches per optimizer step."""
 TWICE = ("rl.minibatches=2", "rl.optimizer.lr=0.01")
-"""A second optimizer step on the same samples, with the policy visibly moved by the first."""
+"""Overrides that give a second optimizer step on the same samples, after the first has clearly moved the policy."""
 
 
 @fault(
@@ -118,7 +118,7 @@ def _(real: Real) -> Real:
 
 
 def _distance(a: Any, scored: Any) -> float:
-    """coef * (log mu - log reference) of a whole answer."""
+    """coef * (log mu - log reference), summed over a whole answer."""
     if not isinstance(a.pull, KL) or REFERENCE not in scored:
         return 0.0
     mu = np.concatenate([s.logp[s.mask] for s in scored.episode.segments]).astype(np.float64)

@@ -1,4 +1,4 @@
-"""Faults of the machinery: reference, weight sync, parameters, optimizer, resume."""
+"""Faults of the training system: reference, weight sync, parameters, optimizer, resume."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _(real: Real) -> Real:
 
 
 def _scale(module: Any, by: float) -> None:
-    """Every weight times `by`, behind the optimizer's back."""
+    """Multiply every weight by `by`, without the optimizer."""
     for tensor in module.state_dict().values():
         tensor.mul_(by)
 

@@ -1,11 +1,12 @@
-"""What a planted fault is: data, with one function of the real code and its buggy twin. No `if fault` anywhere else.
+"""Planted faults: each is data with one function of the real code and its buggy replacement, the twin. The real code
+has no `if fault`.
 
     @fault("std_ddof", seam="posttrain.algorithm.credit:_std", ...)
     def _(real):
         return lambda rewards: float(np.std(rewards))
 
-`planted(name)` puts the twin where the function is looked up, for as long as the block lasts; everything around it runs
-for real. `posttrain faults` lists them, docs/trust.md says what catches each, and after how many steps.
+`planted(name)` puts the twin in place of the function inside a block; everything else is the real code. `posttrain
+faults` lists the faults. docs/trust.md lists which check catches each, and after how many steps.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ Twin = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 @dataclass(frozen=True)
 class Fault:
-    """One bug that somebody really had."""
+    """One bug that has occurred in practice."""
 
     name: str
     what: str
     """What is wrong, in a sentence."""
     harm: str
-    """What it does to whoever has it."""
+    """Its effect on a run."""
     source: str
-    """Where it comes from: a trap or pain of the collection the design is built on."""
+    """Its source: the trap or pain in the collection that the design is based on."""
     seam: str
     """`module:name.name`: the one function, method or property that is replaced, where it is looked up."""
     twin: Twin
-    """From the real function to the buggy one."""
+    """A function from the real function to the buggy one."""
     shows: tuple[str, ...] = ()
     """Overrides of the smallest run in which it acts: a temperature other than 1, several micro-batches."""
     needs: str = ""
-    """What that run needs beside overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
+    """What that run needs in addition to overrides: `resume`, `tool` (an environment with observations), `bos`, `chat`,
     `sft` (a supervised stage)."""
 
 
@@ -52,7 +53,7 @@ FAULTS: dict[str, Fault] = {}
 def fault(
     name: str, *, seam: str, what: str, harm: str, source: str, shows: tuple[str, ...] = (), needs: str = ""
 ) -> Callable[[Twin], Twin]:
-    """Register the decorated function as the twin of what lies at `seam`."""
+    """Register the decorated function as the twin of the function at `seam`."""
 
     def register(twin: Twin) -> Twin:
         assert name not in FAULTS, f"two faults are called {name!r}"
@@ -70,7 +71,7 @@ def find(name: str) -> Fault:
 
 
 def refuse_silent(name: str | None, allowed: bool) -> None:
-    """A run with a planted fault starts only where that was said twice.
+    """Refuse a run with a planted fault unless it is also allowed explicitly.
 
     Raises:
         ConfigError: no fault has this name, or it was not allowed.
@@ -87,7 +88,7 @@ def refuse_silent(name: str | None, allowed: bool) -> None:
 
 @contextmanager
 def planted(name: str | None) -> Iterator[None]:
-    """The fault's twin in place of the real function inside the block; None plants nothing."""
+    """Replace the real function by the fault's twin inside the block; None changes nothing."""
     if name is None:
         yield
         return
@@ -116,7 +117,7 @@ def _place(seam: str) -> tuple[Any, str]:
 
 
 def _like(real: Any, twin: Twin, owner: Any, attribute: str) -> Any:
-    """The twin as what the real one is: a property, a static method, a plain function."""
+    """The twin in the form of the real one: property, static or class method, or function."""
     if isinstance(real, property):
         assert real.fget is not None
         return property(twin(real.fget))

@@ -1,4 +1,4 @@
-"""Faults of the world around the policy: verifiers, splits, tokenizers, templates, demonstrations."""
+"""Faults outside the policy: verifiers, splits, tokenizers, templates, demonstrations."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.faults.registry import fault
 
 Real = Callable[..., Any]
 DOWN = (f"env.rewards={Path(__file__).with_name('down.py')}:down",)
-"""A reward of the user that loses its service after a while."""
+"""A user's reward whose service fails after some calls."""
 
 
 @fault(

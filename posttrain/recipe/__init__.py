@@ -1,1 +1,1 @@
-"""From a recipe and overrides to a run."""
+"""The shipped recipes."""

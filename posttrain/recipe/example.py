@@ -1,4 +1,4 @@
-"""What recipes start from where you give nothing: a tiny model that is built on the spot, and 400 small prompts."""
+"""Defaults of the recipes: a tiny model that is built on the spot, and 400 small prompts."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from pathlib import Path
 from posttrain.core.run import Model
 
 TINY = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, context=128)
-"""About 0.1 M parameters with random weights. It learns on one thread: a second one would cost more than it brings."""
+"""About 0.1 M parameters with random weights. It trains on one thread; a second one would make it slower."""
 
 _DATA = Path(__file__).parent / "data"
 PROMPTS = str(_DATA / "verifiable.jsonl")
-"""Prompts, answers, and completions of which some are wrong."""
+"""A file of prompts, answers, and completions, some of which are wrong."""
 REWARDS = _DATA / "rewards.py"
-"""Two reward functions for them, one in each form."""
+"""A file with two reward functions for these prompts, one in each form."""

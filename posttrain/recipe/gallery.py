@@ -1,4 +1,4 @@
-"""One recipe for a task of the gallery: an SFT that leaves much to learn, then RL."""
+"""Recipes for tasks of the gallery: an SFT after which most answers are still wrong, then RL."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from posttrain.recipe.ladder import ladder
 
 
 def arithmetic() -> Run:
-    """RL alone after a short SFT: the smallest run that shows an algorithm learning."""
+    """RL after a short SFT: the smallest run in which an algorithm visibly learns."""
     full = ladder()
     cot, rl = full.stage("cot"), full.stage("rl")
     assert isinstance(rl, Reinforce)
@@ -23,14 +23,14 @@ def arithmetic() -> Run:
 
 
 def calculator() -> Run:
-    """A tool in two turns: ask the calculator, read its tape and its result, answer. What it shows is masked."""
+    """A tool in two turns: call the calculator, read its tape and its result, answer. Its output is masked."""
     sft = Supervised(name="sft", style="tool", wrong=0.87, steps=800, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20))
     run = _mostly_wrong("calculator", sft, max_tokens=12, steps=100)
     return replace(run, env=replace(run.env, args={"tape": 5, "max_operand": 49}))
 
 
 def shop() -> Run:
-    """Four tools, three turns, several calls in each: the reward is what cart and calendar are like in the end."""
+    """Four tools, three turns, several calls in each. The reward depends on the final cart and calendar."""
     sft = Supervised(
         name="sft", style="tools", wrong=0.85, steps=250, batch=64, optimizer=Optimizer(lr=4e-3, warmup=20)
     )
@@ -46,7 +46,7 @@ def programs() -> Run:
 
 
 def _mostly_wrong(task: str, sft: Supervised, *, max_tokens: int, steps: int, context: int = 128) -> Run:
-    """A gallery task: demonstrations of which most are wrong are imitated, then the reward says which."""
+    """A gallery task: SFT on demonstrations of which most are wrong, then RL."""
     rl = Reinforce(
         name="rl",
         algorithm=DR_GRPO,

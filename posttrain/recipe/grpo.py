@@ -13,8 +13,8 @@ def grpo() -> Run:
     """RL with GRPO from the weights of the model as it is, without an SFT before it.
 
     Set `model=`, `env.prompts=` and `env.rewards=`, and `rl.sampling.max_tokens=` for long answers. As shipped it runs
-    to its end and learns nothing: the tiny model has random weights, so nearly no answer is right, and RL can only
-    strengthen what a model already says now and then. The learning rate is one for trained models.
+    but learns nothing: the tiny model has random weights, so nearly no answer is right, and RL can only make answers
+    more frequent that the model already samples sometimes. The learning rate is for trained models.
     """
     return Run(
         recipe="grpo",

@@ -1,4 +1,4 @@
-"""The whole ladder of stages on arithmetic: each does what the one before cannot."""
+"""All stages on arithmetic. Each reaches an accuracy that the one before does not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from posttrain.recipe.example import TINY
 
 
 def ladder() -> Run:
-    """Pretraining, SFT on demonstrations (40 % are wrong), chain of thought, RL: each does what none before can."""
+    """Pretraining, SFT on demonstrations of which 40 % are wrong, chain of thought, RL, and a control without RL."""
     return Run(
         recipe="ladder",
         threads=1,

@@ -1,4 +1,4 @@
-"""The list of recipes: what each is for, what it shows and what it takes.
+"""The list of recipes: their purpose, content and cost.
 
 A recipe is a function that returns a complete, frozen `Run`; to add one, write the function and a line of `RECIPES`.
 """
@@ -22,7 +22,7 @@ KINDS: dict[Kind, str] = {
     "yours": "any model and data. Set model=PATH env.prompts=FILE env.rewards=mine.py:reward; else both are tiny",
     "tutorial": "to run as it is and to change: a tiny model with random weights learns a task of the gallery",
 }
-"""What the recipes of a kind are for."""
+"""The purpose of each kind of recipe."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Recipe:
     shows: str
     build: Callable[[], Run]
     minutes: float
-    """As shipped, seed 0: of processor time, or of a quiet machine's clock, which differ little on one thread."""
+    """Processor time as shipped, with seed 0; on one thread it is close to the wall time of an idle machine."""
     reaches: str
     """Held-out accuracy after each stage of that run."""
 
@@ -110,7 +110,7 @@ RECIPES: dict[str, Recipe] = {r.name: r for r in _ALL}
 
 
 def recipe(name: str) -> Run:
-    """The run of that name as shipped."""
+    """The run of a recipe as shipped. ConfigError suggests the nearest name."""
     if name not in RECIPES:
         yours = ", ".join(r.name for r in of("yours"))
         raise ConfigError(
@@ -126,7 +126,7 @@ def of(kind: Kind) -> list[Recipe]:
 
 
 def listed() -> str:
-    """All recipes by kind, a line each."""
+    """All recipes by kind, one line each."""
     width = max(map(len, RECIPES))
     lines = ["recipes, with their minutes on one core as they are:"]
     for kind, what in KINDS.items():

@@ -1,2 +1,2 @@
-"""Untrusted Python, run where it can reach nothing: `choose.open_sandbox`, `Sandbox.run`, and what came of it,
-`Ran`."""
+"""Runs untrusted Python isolated from files, network and other processes: `choose.open_sandbox`, `Sandbox.run`, and its
+outcome `Ran`."""

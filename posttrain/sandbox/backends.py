@@ -1,8 +1,7 @@
-"""Ways to start the zygote, best first: inside bubblewrap's namespaces, behind Landlock alone, or with nothing (by name
-only).
+"""Ways to start the zygote, best first: in bubblewrap's namespaces, with Landlock alone, or unconfined (only by name).
 
-A backend says how its zygote is started and what its jobs may do; `worker` starts it and `selftest` decides whether to
-believe it.
+A backend defines how its zygote is started and what its jobs may do. `worker` starts the zygote; `selftest` decides
+whether the backend is safe to use.
 """
 
 from __future__ import annotations
@@ -32,22 +31,22 @@ ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-"""All of it: nothing of ours is inherited. One malloc arena, because under an address-space limit each thread's costs
-64 MiB."""
+"""The zygote's whole environment; nothing of ours is inherited. It has one malloc arena, because every thread's arena
+would take 64 MiB of the address-space limit."""
 SYSTEM = ("/usr/lib", "/usr/lib64", "/lib", "/lib64", "/etc/ld.so.cache", "/usr/share/zoneinfo")
-"""Where shared libraries are looked for, and the clocks of the world."""
+"""Directories of shared libraries, and of the time zones."""
 FLAGS = ("-s", "-S", "-P", "-B", "-m", "cell.zygote")
 
 
 @dataclass(frozen=True)
 class Start:
-    """How to start one zygote: the command without its settings, its whole environment, and the settings."""
+    """How to start one zygote: its command, environment and settings."""
 
     command: tuple[str, ...]
     environment: dict[str, str]
     settings: dict[str, Any]
     reports: bool = False
-    """Whether `--info-fd` can be appended, to learn the process id of the namespace's first process."""
+    """Whether `--info-fd` can be appended, which reports the process id of the namespace's first process."""
 
 
 class Backend(Protocol):
@@ -58,17 +57,17 @@ class Backend(Protocol):
 
     @property
     def processes(self) -> bool:
-        """Whether programs may be allowed children."""
+        """Whether programs can be allowed child processes."""
         ...
 
     def start(self, control: int, limits: ProgramLimits) -> Start:
-        """How to start a zygote that talks on descriptor `control`. Raises SandboxUnavailableError where a part is
+        """How to start a zygote that communicates over descriptor `control`. SandboxUnavailableError where a part is
         missing."""
         ...
 
 
 def settings(mode: str, control: int, uid: int | None, packages: tuple[str, ...], processes: int) -> dict[str, Any]:
-    """What every zygote is told."""
+    """The settings that every zygote gets."""
     return {
         "mode": mode,
         "control": control,
@@ -84,17 +83,17 @@ def settings(mode: str, control: int, uid: int | None, packages: tuple[str, ...]
 
 
 def unused_uid() -> int | None:
-    """For root: a user id of nobody's, different for each zygote, so that limits by user are its own. None for
-    others."""
+    """For root: an unused user id, different for each zygote, so that each has its own limits by user. Else None."""
     return 0x60000000 + secrets.randbelow(0x0FFFFFFF) if os.geteuid() == 0 else None
 
 
 @dataclass(frozen=True)
 class Namespaces:
-    """bubblewrap: own user, process, network, mount, IPC and host-name spaces; a root that holds one Python, read-only.
+    """bubblewrap: own user, process, network, mount, IPC and host-name namespaces. The file system has one Python,
+    read-only.
 
-    As root no user namespace is made, because a limit on processes does not bind root inside one; the zygote becomes an
-    unused user instead, after the mounts are done.
+    For root no user namespace is made, because a limit on processes does not apply to root inside one. Instead the
+    zygote changes to an unused user after the mounts.
     """
 
     packages: tuple[str, ...] = ("numpy",)
@@ -124,7 +123,7 @@ class Namespaces:
 
 
 def spaces(unprivileged: bool) -> list[str]:
-    """Options that cut the zygote off: every namespace, no capability beyond those root needs to stop being root."""
+    """Options that isolate the zygote: every namespace, and only the capabilities root needs to change its user."""
     out = [
         "--unshare-pid",
         "--unshare-net",
@@ -141,9 +140,10 @@ def spaces(unprivileged: bool) -> list[str]:
 
 
 def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
-    """Options that build the root: the interpreter under /python, libraries, null and urandom, a sized /tmp. No /proc.
+    """Options that build the root directory: the interpreter under /python, libraries, null and urandom, a /tmp of
+    fixed size, no /proc.
 
-    `tools` adds the system's programs, for jobs that may start some.
+    `tools` adds the system's programs, for jobs that may start processes.
     """
     out: list[str] = []
     version = f"python{interpreter.version[0]}.{interpreter.version[1]}"
@@ -175,10 +175,10 @@ def tree(interpreter: Interpreter, cell: Path, tools: bool) -> list[str]:
 
 @dataclass(frozen=True)
 class Landlock:
-    """Landlock and seccomp without namespaces, for machines (most containers) that refuse those.
+    """Landlock and seccomp without namespaces, for machines that forbid namespaces (most containers).
 
-    No file may be changed, no process made and no socket opened; of the machine's files only Python's can be read. That
-    a path exists, with its size and owner (`stat`), can still be asked: Landlock does not watch that.
+    A program can change no file, start no process and open no socket. It can read only Python's files. `stat` still
+    works on every path, because Landlock does not cover it.
     """
 
     packages: tuple[str, ...] = ("numpy",)
@@ -191,15 +191,15 @@ class Landlock:
         if limits.processes:
             raise SandboxUnavailableError("landlock cannot contain programs with processes; only namespaces can")
         told = settings("landlock", control, unused_uid(), self.packages, 0)
-        command, told_more, readable = beside(self.packages, self.interpreter, self.cell)
+        command, told_more, readable = in_place(self.packages, self.interpreter, self.cell)
         told |= {**told_more, "readable": readable}
         return Start(command, {**ENVIRONMENT, "PYTHONPATH": told["home"]}, told)
 
 
-def beside(
+def in_place(
     packages: tuple[str, ...], interpreter: str | None, cell: Path
 ) -> tuple[tuple[str, ...], dict[str, str], list[str]]:
-    """Without a root of its own: the command, where things lie, and what has to be readable."""
+    """For a zygote in the machine's own file system: its command, where its files are, and the paths it must read."""
     own = python(interpreter)
     folders = [p for name in packages for p in package(name)]
     where = {"home": str(cell.parent), "package_path": os.path.dirname(folders[0]) if folders else ""}
@@ -217,9 +217,9 @@ def beside(
 
 @dataclass(frozen=True)
 class Unconfined:
-    """No sandbox: time and memory limits only. The program has every right of the user who runs us.
+    """No sandbox, only limits on time and memory. The program has all rights of the user.
 
-    Needs the name `none` and the environment variable as well, and is refused for root.
+    It needs both the name `none` and the environment variable, and is refused for root.
     """
 
     packages: tuple[str, ...] = ("numpy",)
@@ -238,6 +238,6 @@ class Unconfined:
             )
         if limits.processes:
             raise SandboxUnavailableError("sandbox='none' cannot end a program's children; processes need namespaces")
-        command, where, _ = beside(self.packages, self.interpreter, CELL)
+        command, where, _ = in_place(self.packages, self.interpreter, CELL)
         told = settings("none", control, None, self.packages, 0) | where
         return Start(command, {**ENVIRONMENT, "PYTHONPATH": told["home"]}, told)

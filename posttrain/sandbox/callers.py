@@ -1,7 +1,6 @@
-"""The connections of an executor: how many there are, from where, and what each waits for, so that none is waited for
-without end.
+"""The connections of an executor: their number, addresses and what each waits for, so that none is kept for ever.
 
-Each has a thread that reads and writes; this is what looks after all of them from outside.
+Each connection has a thread that reads and writes. `Callers` closes connections from outside those threads.
 """
 
 from __future__ import annotations
@@ -16,20 +15,20 @@ from typing import Literal
 from posttrain.core.net import network
 
 Phase = Literal["headers", "body", "answer", "idle"]
-"""What is awaited: a first request's headers, a body, our answer, a next request."""
+"""What a connection waits for: a first request's headers, a body, our answer, a next request."""
 SECONDS: dict[Phase, float] = {"headers": 10.0, "body": 60.0, "answer": float("inf"), "idle": 60.0}
-"""How long each is waited for. What writes the answer has a time of its own (`Handler.timeout`)."""
+"""Longest time in each phase. Writing an answer has its own limit (`Handler.timeout`)."""
 YOUNG = 3.0
-"""A connection is not closed for a new one before it has been silent for so many seconds: an honest caller on a busy
-machine is."""
+"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine are silent
+too."""
 
 
 class Callers:
-    """The connections there are, by their socket.
+    """The open connections, by their socket.
 
     Args:
         most: connections at once.
-        per_address: of them from one address, or one IPv6 network of 64 bits.
+        per_address: connections at once from one address, or one IPv6 network of 64 bits.
     """
 
     def __init__(self, most: int, per_address: int) -> None:
@@ -42,12 +41,12 @@ class Callers:
         return len(self._held)
 
     def room(self) -> bool:
-        """Whether one more may come, after closing one that asks for nothing where that is needed."""
+        """Whether one more may be accepted. At the limit, a silent connection is closed for it."""
         with self._guard:
             return len(self._held) < self.most or self._displace(None)
 
     def enter(self, wire: socket.socket, whence: str) -> bool:
-        """Take a connection; False where its address has too many that are all being answered."""
+        """Add a connection. False where its address has too many and all of them are being answered."""
         address = network(whence)
         with self._guard:
             if self._count[address] >= self.per_address and not self._displace(address):
@@ -57,7 +56,7 @@ class Callers:
             return True
 
     def now(self, wire: socket.socket, phase: Phase) -> None:
-        """A connection begins to wait for something else."""
+        """Record that a connection begins another phase."""
         with self._guard:
             if wire in self._held:
                 self._held[wire] = self._held[wire][0], phase, time.monotonic()
@@ -67,14 +66,14 @@ class Callers:
             self._forget(wire)
 
     def sweep(self) -> None:
-        """Hang up on every connection that has waited too long."""
+        """Close every connection that has been in its phase too long."""
         now = time.monotonic()
         with self._guard:
             for wire in [w for w, (_, phase, since) in self._held.items() if now - since > SECONDS[phase]]:
                 hang_up(wire)
 
     def cut(self) -> None:
-        """Hang up on all."""
+        """Close all connections."""
         with self._guard:
             for wire in self._held:
                 hang_up(wire)
@@ -101,7 +100,7 @@ class Callers:
 
 
 def hang_up(wire: socket.socket) -> None:
-    """End a connection that its thread may be reading: the read returns. A socket that speaks TLS is asked past its
-    TLS, which belongs to that thread."""
+    """Shut a connection down while its thread may be reading; the read returns. Below TLS, whose state belongs to that
+    thread."""
     with suppress(OSError):
         socket.socket.shutdown(wire, socket.SHUT_RDWR)

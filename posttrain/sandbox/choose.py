@@ -1,5 +1,5 @@
-"""Which sandbox: the first that withstands its self-test here, or the one asked for, or a refusal. Never a weaker one
-silently."""
+"""Choose a sandbox: the one that was named, or the first that passes its self-test on this machine. There is no silent
+fallback to a weaker one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from posttrain.sandbox.remote import TOKEN, RemoteExecutor
 from posttrain.sandbox.selftest import selftest
 
 NAMES = ("auto", "namespaces", "landlock", "none")
-"""What a sandbox may be called, beside the address of an executor."""
+"""Valid names of a sandbox, beside the address of an executor."""
 REMOTE_WORKERS = 8
 HELP = f"""Fix one of: apt install bubblewrap (scripts/system-packages.sh) and allow user namespaces | a kernel of \
 5.13 or later with Landlock |
@@ -29,7 +29,7 @@ ORDER: dict[str, Make] = {
     "namespaces": lambda packages, interpreter: Namespaces(packages, interpreter),
     "landlock": lambda packages, interpreter: Landlock(packages, interpreter),
 }
-"""Best first; what `auto` tries."""
+"""Backends that `auto` tries, best first."""
 
 
 def open_sandbox(
@@ -45,15 +45,15 @@ def open_sandbox(
     """A pool of sandboxes that programs cannot leave.
 
     Args:
-        name: `auto`, or one by name, or the address of an executor; each has to withstand the self-test.
-        workers: sandboxes at once; None: one a core, and 8 connections to an executor.
-        packages: installed packages that programs may import, at no cost for each job.
-        interpreter: the Python that programs run on; None: the one that runs us.
-        sessions: sessions (`Sandbox.session`) at once; more wait. Each takes some 15 MiB of its own, with numpy 30.
+        name: one of `NAMES`, or the address of an executor. Each has to pass the self-test.
+        workers: sandboxes at once; None: one per core, or 8 connections to an executor.
+        packages: installed packages that programs may import; they are loaded once, not for each job.
+        interpreter: the Python that programs run on; None: this process's own.
+        sessions: sessions (`Sandbox.session`) at once; more wait. Each takes about 15 MiB, with numpy 30.
         token: environment variable that holds an executor's token.
 
     Raises:
-        SandboxUnavailableError: with the reason of each that was tried, and what to change.
+        SandboxUnavailableError: no sandbox works. The message has the reason for each and what to change.
     """
     backend = choose(name, packages, interpreter, token)
     many = workers or (REMOTE_WORKERS if isinstance(backend, RemoteExecutor) else None)
@@ -88,7 +88,7 @@ def choose(
 
 
 def first(order: dict[str, Make], packages: tuple[str, ...], interpreter: str | None) -> Backend:
-    """The first that withstands; SandboxUnavailableError with every reason where none does."""
+    """The first backend that passes its self-test. SandboxUnavailableError with every reason where none does."""
     reasons: list[str] = []
     for name, make in order.items():
         backend = make(packages, interpreter)
@@ -103,12 +103,12 @@ def first(order: dict[str, Make], packages: tuple[str, ...], interpreter: str | 
 
 @functools.cache
 def examined(backend: Backend) -> tuple[str, ...]:
-    """The self-test's findings, asked once a process."""
+    """The self-test's findings, computed once per process."""
     return tuple(selftest(backend))
 
 
 def _unconfined(packages: tuple[str, ...], interpreter: str | None) -> Backend:
     backend = Unconfined(packages, interpreter)
-    backend.start(-1, ProgramLimits())  # raises where it is refused
+    backend.start(-1, ProgramLimits())  # raises where it is not allowed
     warnings.warn("sandbox=none: model-written code runs with your user's full rights on this machine", stacklevel=3)
     return backend

@@ -1,7 +1,7 @@
-"""What a function returned, as heard outside: plain JSON, compared with what was wanted by type and value.
+"""Compare a function's return value, which leaves the sandbox as plain JSON, with the wanted value by type and value.
 
-The text is the program's own word, so it is never turned into Python objects whose hashes or comparisons it could
-choose; it is walked beside the wanted value, no deeper than that goes.
+The program controls this text, so it never becomes Python objects whose hashes or comparisons the program could choose.
+It is traversed together with the wanted value, and no deeper than that.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from posttrain.sandbox.cell.program import encode
 
 
 class Unheard(ValueError):
-    """No value arrived, or no readable one. `kind`: `no_result`, `type` (not plain built-in types) or `forged`."""
+    """No valid value arrived. `kind`: `no_result`, `type` (not plain built-in types) or `forged`."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)
@@ -25,19 +25,19 @@ class Unheard(ValueError):
 
 @dataclass(frozen=True)
 class Comparison:
-    """How much a value may differ. By default not at all: 5.0 is not 5, True is not 1, -0.0 is not 0.0, NaN is only
+    """How much a value may differ. By default not at all: 5.0 is not 5, True is not 1, -0.0 is not 0.0. NaN equals
     NaN."""
 
     tolerance: float = 0.0
-    """Absolute, and relative too, for floats; with any tolerance an integer may stand for a float."""
+    """Absolute tolerance of floats. If it is not 0, an integer may stand for a float."""
     relative: bool = True
-    """Whether it is relative too."""
+    """Whether `tolerance` is a relative tolerance too."""
     any_sequence: bool = False
     """Whether a tuple may stand for a list."""
 
 
 def heard(result: bytes) -> Any:
-    """The encoded value in a job's result; `Unheard` where there is none."""
+    """The encoded value in a job's result. Raises `Unheard` where there is none."""
     if not result:
         raise Unheard("no_result", "ended without returning from the call, or returned too much")
     try:
@@ -52,7 +52,7 @@ def heard(result: bytes) -> Any:
 
 
 def same(said: Any, wanted: Any, how: Comparison = Comparison()) -> bool:
-    """Whether an encoded value is the wanted one.
+    """Whether an encoded value equals the wanted one.
 
     >>> same({"int": "0x5"}, 5), same(5.0, 5), same(0.30000000000000004, 0.3, Comparison(1e-9))
     (True, False, True)
@@ -112,7 +112,7 @@ def _close(said: Any, wanted: float, how: Comparison) -> bool:
 
 
 def _integer(said: Any, digits: int = 200) -> int | None:
-    """The integer that an encoded one stands for; None for anything else, and for one of more than `digits` digits."""
+    """The integer that a value encodes; None for anything else, and for more than `digits` digits."""
     text = said.get("int") if isinstance(said, dict) and len(said) == 1 else None
     if not isinstance(text, str) or len(text) > digits:
         return None
@@ -124,19 +124,19 @@ def _integer(said: Any, digits: int = 200) -> int | None:
 
 
 def shown(said: Any) -> str:
-    """The beginning of an encoded value, for people: numbers as numbers, everything else as the JSON it came in."""
+    """The beginning of an encoded value for a message: numbers as numbers, everything else as its JSON."""
     number = _integer(said, 40)
     return str(number) if number is not None else json.dumps(said)[:80]
 
 
 def _text(value: Any) -> str:
-    """An encoded value as one text, whatever order its sets were walked in."""
+    """An encoded value as text that does not depend on the order of its sets."""
     return json.dumps(_ordered(value), sort_keys=True)
 
 
 def _ordered(value: Any) -> Any:
-    """Parts of sets and entries of dictionaries by the digests of their texts: a text inside a text would double with
-    each level."""
+    """Sort elements of sets and entries of dictionaries by the digests of their texts. Digests, because nested texts
+    would double in length with each level."""
     if isinstance(value, list):
         return [_ordered(v) for v in value]
     if not isinstance(value, dict):

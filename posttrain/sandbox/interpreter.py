@@ -1,5 +1,4 @@
-"""The interpreter that programs run on: which files it consists of, so that the sandbox can show those and nothing
-else."""
+"""The files of the interpreter that programs run on. A sandbox makes only these readable."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ print(json.dumps([list(sys.version_info[:2]), *paths]))
 
 @dataclass(frozen=True)
 class Interpreter:
-    """Paths on this machine."""
+    """An interpreter's paths on this machine."""
 
     executable: str
     version: tuple[int, int]
@@ -37,7 +36,7 @@ class Interpreter:
 
 @functools.cache
 def python(path: str | None = None) -> Interpreter:
-    """What belongs to an interpreter (None: the one that runs us, its virtual environment left out)."""
+    """The paths of an interpreter (None: this process's own, without its virtual environment)."""
     executable = os.path.realpath(path or sys.executable)
     done = subprocess.run([executable, "-I", "-S", "-c", ASK], capture_output=True, text=True, timeout=30)
     if done.returncode:
@@ -49,7 +48,7 @@ def python(path: str | None = None) -> Interpreter:
 
 
 def package(name: str) -> tuple[str, ...]:
-    """The directories an installed package consists of, its bundled libraries included."""
+    """The directories of an installed package, its bundled libraries included."""
     spec = importlib.util.find_spec(name)
     if spec is None or not spec.submodule_search_locations:
         raise ConfigError(f"sandbox: package {name!r} is not installed beside posttrain: pip install {name}")

@@ -1,7 +1,7 @@
-"""One session in one sandbox, from the thread that holds the sandbox: begin, answer pieces, end.
+"""One session in one sandbox, used by the thread that holds the sandbox: begin, answer pieces, end.
 
-The process inside runs only while a piece is being answered and stands still in between, so a session that is left
-alone costs memory and no time, and nothing it started goes on behind our back.
+The process inside runs only while a piece is being answered and is stopped in between. So an idle session costs memory
+but no time, and nothing that it started continues between pieces.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from posttrain.sandbox.worker import GRACE, SPILL, PipeReader, SandboxWorker, ho
 
 DONE = re.compile(rb"([0-9]{1,9}) ([0-9]{1,3})\n")
 CHATTER = 4 * KIB
-"""Bytes that a session may say on its wire about one piece; the honest answer has some ten."""
+"""Most bytes on a session's control pipe for one piece; a normal answer has about ten."""
 
 
 class LocalConversation:
-    """A session's process in `worker`, which takes no other job until it is over.
+    """A session's process in `worker`, which takes no other job until the session is over.
 
-    A piece that ends the process (its time, its output, a crash) ends the conversation: `alive` is False then.
+    A piece that ends the process (time limit, output limit, crash) ends the conversation too; `alive` is False then.
     `answered` counts the pieces so far.
     """
 
@@ -61,32 +61,31 @@ class LocalConversation:
                 raise
 
     def answer(self, piece: bytes) -> Ran:
-        """Run one piece to its end or its limits. Raises SandboxBroken, and is over, where the sandbox was lost."""
+        """Run one piece to its end or its limits. SandboxBroken where the sandbox is lost; that ends it."""
         start = time.monotonic()
         self.answered += 1
-        ears = {fd: PipeReader(name, self.limits.output) for name, fd in self._ends.items()}
+        readers = {fd: PipeReader(name, self.limits.output) for name, fd in self._ends.items()}
         try:
-            status, stopped = self._listen(piece, ears, start)
-            account = self._ended or self._rest()
-            for fd, ear in ears.items():
-                ear.hear(fd)
+            status, stopped = self._exchange(piece, readers, start)
+            account = self._ended or self._pause()
+            for fd, reader in readers.items():
+                reader.read(fd)
         except BaseException:
             self.abandon()
             raise
         if "status" in account:
             self._over()
-        return self._ran(status, stopped, account, {ear.name: ear for ear in ears.values()}, time.monotonic() - start)
+        return self._ran(status, stopped, account, {r.name: r for r in readers.values()}, time.monotonic() - start)
 
-    def _listen(self, piece: bytes, ears: dict[int, PipeReader], start: float) -> tuple[int | None, Why | None]:
-        """Give the piece and hear the streams: its status, None where the process ended instead, and why we ended
-        that."""
+    def _exchange(self, piece: bytes, readers: dict[int, PipeReader], start: float) -> tuple[int | None, Why | None]:
+        """Send the piece and read its output. Returns (status, why we stopped it); status None: the process ended."""
         stopped: Why | None = None
         rest, said = memoryview(len(piece).to_bytes(LENGTH, "big") + piece), b""
-        self._tell(GO + f"{self.limits.cpu:f}".encode())
+        self._send(GO + f"{self.limits.cpu:f}".encode())
         with selectors.DefaultSelector() as selector:
             selector.register(self.worker.control, selectors.EVENT_READ)
             selector.register(self._wire, selectors.EVENT_READ | selectors.EVENT_WRITE)
-            for fd in ears:
+            for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
                 left = start + self.limits.wall + (GRACE if stopped else 0.0) - time.monotonic()
@@ -100,52 +99,52 @@ class LocalConversation:
                         self._ended = self.worker.reply()
                         return None, stopped
                     if key.fileobj is not self._wire:
-                        if not ears[key.fd].hear(key.fd):
+                        if not readers[key.fd].read(key.fd):
                             selector.unregister(key.fd)
                         continue
                     if events & selectors.EVENT_WRITE:
-                        rest = self._give(rest)
+                        rest = self._write(rest)
                         if not rest:
                             selector.modify(self._wire, selectors.EVENT_READ)
                     if events & selectors.EVENT_READ:
-                        more = self._heard()
+                        more = self._read_control()
                         said += more
                         if not more:
                             selector.unregister(self._wire)
                         for number, status in DONE.findall(said):
                             if int(number) == self.answered:
                                 return int(status), stopped
-                much = len(said) > CHATTER or any(e.total > SPILL * e.kept for e in ears.values())
+                much = len(said) > CHATTER or any(e.total > SPILL * e.kept for e in readers.values())
                 if stopped is None and (much or time.monotonic() - start > self.limits.wall):
                     stopped = "output" if much else "timeout"
-                    self._tell(KILL)
+                    self._send(KILL)
 
-    def _give(self, rest: memoryview) -> memoryview:
+    def _write(self, rest: memoryview) -> memoryview:
         try:
             return rest[self._wire.send(rest) :]
         except BlockingIOError:
             return rest
         except OSError:
-            return rest[:0]  # it has ended, which the zygote tells
+            return rest[:0]  # the process has ended, which the zygote reports
 
-    def _heard(self) -> bytes:
+    def _read_control(self) -> bytes:
         try:
             return self._wire.recv(CHATTER)
         except OSError:
             return b""
 
-    def _tell(self, what: bytes) -> None:
+    def _send(self, what: bytes) -> None:
         try:
             self.worker.control.send(what)
         except OSError as error:
             raise SandboxBroken(f"{self.worker.backend.name}: the sandbox is gone ({error})") from error
 
-    def _rest(self) -> dict[str, Any]:
-        """Make it stand still; the zygote's account of the piece, or of the whole process where it ended meanwhile."""
-        self._tell(REST)
-        return self._replied()
+    def _pause(self) -> dict[str, Any]:
+        """Stop the process. Returns the zygote's account of the piece, or of the whole process if it has ended."""
+        self._send(REST)
+        return self._read_reply()
 
-    def _replied(self) -> dict[str, Any]:
+    def _read_reply(self) -> dict[str, Any]:
         self.worker.control.settimeout(GRACE)
         said = self.worker.reply()
         self.worker.control.settimeout(None)
@@ -156,11 +155,11 @@ class LocalConversation:
         status: int | None,
         stopped: Why | None,
         account: dict[str, Any],
-        ears: dict[str, PipeReader],
+        readers: dict[str, PipeReader],
         seconds: float,
     ) -> Ran:
         if account.get("ran") is False:
-            why = bytes(ears["stderr"].head).decode(errors="replace").strip()
+            why = bytes(readers["stderr"].head).decode(errors="replace").strip()
             raise SandboxBroken(
                 f"{self.worker.backend.name}: the session could not be confined, so it did not run: {why}"
             )
@@ -177,9 +176,9 @@ class LocalConversation:
         return Ran(
             why=how,
             exit=status,
-            stdout=bytes(ears["stdout"].head),
-            stderr=bytes(ears["stderr"].head),
-            cut=any(ear.total > ear.kept for ear in ears.values()),
+            stdout=bytes(readers["stdout"].head),
+            stderr=bytes(readers["stderr"].head),
+            cut=any(r.total > r.kept for r in readers.values()),
             result=b"",
             seconds=seconds,
             cpu=cpu,
@@ -190,12 +189,12 @@ class LocalConversation:
         )
 
     def end(self) -> None:
-        """End the process, so that the sandbox can take another. A sandbox that does not obey is destroyed."""
+        """End the process, so that the sandbox can take another job. If that fails, the sandbox is destroyed."""
         if not self.alive:
             return
         try:
-            self._tell(KILL)
-            while "status" not in self._replied():
+            self._send(KILL)
+            while "status" not in self._read_reply():
                 pass
             self._over()
         except SandboxBroken:

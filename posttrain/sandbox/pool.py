@@ -1,6 +1,6 @@
-"""Many programs at once: sandboxes in threads of their own, asked from coroutines or from anywhere else.
+"""A pool of sandboxes, each in its own thread, for many programs at once, from coroutines or from threads.
 
-Thousands of questions may wait; a waiting one costs an entry in a queue, and none holds up the event loop.
+Thousands of programs may wait. A waiting one costs an entry in a queue and does not block the event loop.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from posttrain.sandbox.session import PythonSession, Sessions, settle
 from posttrain.sandbox.worker import Job, SandboxWorker, begin
 
 RECYCLE = 1000
-"""Jobs of one zygote before a fresh one takes its place."""
+"""Jobs of one zygote before it is replaced by a fresh one."""
 SESSIONS = 16
-"""Sessions at once, where nothing else is asked for: each is a process that has Python and its packages loaded."""
+"""Default number of sessions at once. Each is a process with Python and its packages loaded."""
 IDLE = 900.0
-"""Seconds that a session is kept while nothing is asked of it: longer than a policy takes for its longest turn."""
+"""Seconds that an idle session is kept; longer than a policy takes for its longest turn."""
 TRIES = 3
-"""Sandboxes that a job is given before its loss is reported: it may have been theirs, not its own."""
+"""Sandboxes that a job may lose before SandboxBroken is raised; the loss may not be its fault."""
 
 
 @dataclass
 class JobCounts:
-    """What a pool has done so far: jobs by how they ended, sandboxes started and lost."""
+    """Counts of a pool: jobs by how they ended, sandboxes started and lost."""
 
     why: Counter[str] = field(default_factory=Counter)
     started: int = 0
@@ -53,8 +53,8 @@ class _Waiting:
 class Sandbox:
     """A pool of sandboxes of one backend. Use as a context manager, or call `close`.
 
-    `run` is for coroutines and `run_sync` for the rest. Cancelling a `run` ends its program. `session` is for programs
-    that come in pieces.
+    `run` is for coroutines, `run_sync` for other code. Cancelling a `run` ends its program. `session` takes programs
+    in pieces.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class Sandbox:
 
     @property
     def name(self) -> str:
-        """Of the backend: what a record says contained its programs."""
+        """Name of the backend, as records state it."""
         return self.backend.name
 
     @property
@@ -101,7 +101,7 @@ class Sandbox:
         """Run one program, or call one of its functions.
 
         Raises:
-            SandboxBroken: several sandboxes were lost over it; says nothing about the program.
+            SandboxBroken: several sandboxes were lost; this is no result of the program.
             SandboxUnavailableError: a sandbox could not be started (any more).
         """
         asked = self._ask(program, stdin, call, limits)
@@ -119,8 +119,7 @@ class Sandbox:
         call: Call | bytes | None = None,
         limits: ProgramLimits | None = None,
     ) -> Ran:
-        """`run` for callers without an event loop; an interrupt ends the program too. `call` may be one that has
-        travelled."""
+        """`run` for callers without an event loop; an interrupt ends the program too. `call` may be encoded already."""
         asked = self._ask(program, stdin, call, limits)
         try:
             return asked.answer.result()
@@ -129,27 +128,27 @@ class Sandbox:
             raise
 
     def _drop(self, asked: _Waiting) -> None:
-        """Nobody waits for it any more: end its program, and only its."""
+        """End a program that nobody waits for any more, and no other."""
         with self._lock:
             asked.dropped = True
             if asked.worker is not None:
                 asked.worker.stop()
 
     def session(self, *, limits: ProgramLimits | None = None, idle: float = IDLE) -> PythonSession:
-        """An interpreter for pieces of a program that see what those before them defined: the Python tool of an
+        """An interpreter for a program in pieces that keeps the definitions of earlier pieces: the Python tool of an
         episode.
 
-            async with sandbox.session(limits=Limits(wall=10)) as session:
+            async with sandbox.session(limits=ProgramLimits(wall=10)) as session:
                 await session.run("x = 6")
                 ran = await session.run("x * 7")      # ran.why == "ok", ran.said == "42\\n"
 
-        Confined exactly as a program is. It may write 32 MiB of files under /tmp where the backend is `namespaces`,
-        which go with it, and none elsewhere. It costs nothing until its first piece, which waits while `sessions`
-        others live.
+        It is confined exactly like a program. With the backend `namespaces` it may write 32 MiB of files under /tmp,
+        which are removed with it; elsewhere it can write none. It costs nothing before its first piece, which waits
+        while `sessions` others are open.
 
         Args:
-            limits: of each piece; `memory` is for all of the session. None: those of this sandbox.
-            idle: seconds it is kept while nothing is asked of it; afterwards `run` raises SandboxBroken.
+            limits: of each piece, but `memory` is of the whole session. None: those of this sandbox.
+            idle: seconds it is kept without a piece; afterwards `run` raises SandboxBroken.
         """
         return self.sessions.session(limits or self.limits, idle)
 
@@ -166,8 +165,7 @@ class Sandbox:
         return asked
 
     def close(self) -> None:
-        """Refuse what waits, let what runs come to its end or its limits, and end every sandbox: nothing is left of
-        them."""
+        """Refuse waiting programs, let running ones reach their end or their limits, then end every sandbox."""
         with self._lock:
             self._closed = True
         self.sessions.close()
@@ -197,8 +195,8 @@ def _end(asked: queue.SimpleQueue[_Waiting | None], threads: list[threading.Thre
 
 @dataclass
 class _Loop:
-    """What one thread does: take a question, have a sandbox, answer. It does not know the pool, so the pool can be
-    collected."""
+    """What one thread does: take a program, run it in a sandbox, return the outcome. It does not refer to the pool,
+    so the pool can be collected."""
 
     asked: queue.SimpleQueue[_Waiting | None]
     backend: Backend
@@ -218,9 +216,9 @@ class _Loop:
                 worker.close()
 
     def _serve(self, asked: _Waiting, worker: SandboxWorker | None) -> SandboxWorker | None:
-        """Answer one question; the sandbox to use next, if it is still good.
+        """Run one program. Returns the sandbox to use next, if it is still usable.
 
-        A job with processes gets a sandbox for itself, which dies with it, and the warm one waits.
+        A job that may start processes gets a sandbox for itself, which ends with it; the warm one is kept.
         """
         lost: Exception | None = None
         alone = asked.job.limits.processes > 0
@@ -240,7 +238,7 @@ class _Loop:
                     break
                 continue
             with self.lock:
-                asked.worker = None  # from here on it runs another's
+                asked.worker = None  # from here on it runs another program
                 self.counts.why[ran.why] += 1
             if alone:
                 used.destroy()
@@ -263,11 +261,11 @@ class _Loop:
 
 
 def as_bytes(text: str | bytes) -> bytes:
-    """Text as the inside reads it. A lone surrogate becomes what is no UTF-8: the program's error, not ours."""
+    """Text as UTF-8. A lone surrogate gives invalid UTF-8, which is then the program's error, not ours."""
     return text if isinstance(text, bytes) else text.encode("utf-8", "surrogatepass")
 
 
 def as_json(call: Call) -> bytes:
-    """A call as it travels: arguments only, in exact built-in types."""
+    """A call as JSON; its arguments have exact built-in types."""
     arguments = {"args": encode(list(call.args)), "kwargs": encode(dict(call.kwargs))}
     return json.dumps({"function": call.function, **arguments}).encode()

@@ -1,7 +1,7 @@
-"""What a backend has to withstand before it is believed: small programs that try to get out, and what they may achieve.
+"""The attacks of the self-test: small programs that try to leave the sandbox, and the outcomes that are allowed.
 
-Each attack is harmless where it works (it reads a canary, signals with 0, changes a file of ours in a temporary
-folder), so that the test of a leaky sandbox costs nothing.
+Each attack is harmless where it succeeds (it reads a canary, sends signal 0, changes our own file in a temporary
+folder), so testing a leaky sandbox does no damage.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
     POSTTRAIN_SANDBOX_TOKEN=$(openssl rand -hex 16) python -m posttrain.sandbox.reference_server --port 8642
 
-Whoever has the token may run programs here, confined as they would be at home. It listens on this machine only unless
---host says otherwise, which needs --certificate and --key, or --plain where something in front of it speaks TLS.
+Callers with the token may run programs here, confined as in a local sandbox. It listens on this machine only unless
+--host is given, which needs --certificate and --key, or --plain where a proxy in front of it does TLS.
 """
 
 from __future__ import annotations
@@ -43,21 +43,21 @@ MOST_WALL = 300.0
 MOST_MEMORY = 8192 * MIB
 SHORTEST_TOKEN = 16
 MOST_HELD = 512 * MIB
-"""Bytes of all bodies at once."""
+"""Most bytes of all request bodies at once."""
 WRITE_SECONDS = 60.0
-"""A caller that has not taken an answer after so long is hung up on."""
+"""Seconds a caller has to read an answer before its connection is closed."""
 CONNECTIONS, PER_ADDRESS = 512, 256
 SPARE_FILES = 256
-"""Files that sandboxes and everything else may open beside the connections."""
+"""Files kept free for sandboxes and everything else beside the connections."""
 LOG = logging.getLogger("posttrain.sandbox")
 
 
 class BadRequest(ValueError):
-    """What was asked is not understood, or more than may be asked."""
+    """The request is not valid, or asks for more than is allowed."""
 
 
 class Busy(RuntimeError):
-    """What was asked is more than can be held just now."""
+    """The request's body is more than can be held at the moment."""
 
 
 class Executor(ThreadingHTTPServer):
@@ -66,9 +66,9 @@ class Executor(ThreadingHTTPServer):
     Closing it ends every session and every sandbox.
 
     Args:
-        connections: held at once. At the limit, one that asks for nothing is closed for a new one; where all are being
-            answered, new ones wait.
-        per_address: of them from one address; further ones are closed where all of those are being answered.
+        connections: connections at once. At the limit a silent one is closed for a new one; if all are being answered,
+            new ones wait.
+        per_address: connections at once from one address. If all of those are being answered, further ones are closed.
     """
 
     daemon_threads = True
@@ -93,14 +93,14 @@ class Executor(ThreadingHTTPServer):
         self.guard = threading.Lock()
         self.callers = Callers(connections, per_address)
         self.held = 0
-        """Bytes of bodies being read or answered."""
+        """Bytes of request bodies being read or answered."""
         self._rate = LogRateLimit()
         LOG.addFilter(self._rate)
         super().__init__((host, port), Handler)
 
     @property
     def url(self) -> str:
-        """Where it listens, as `Remote` takes it where that is this machine."""
+        """Its address, as `RemoteExecutor` takes it on this machine."""
         return f"http://{self.server_address[0]!s}:{self.server_address[1]}"
 
     def server_close(self) -> None:
@@ -113,8 +113,8 @@ class Executor(ThreadingHTTPServer):
         self.callers.sweep()
 
     def get_request(self) -> tuple[Any, Any]:
-        """The next connection; OSError where it has to wait in the backlog, after a pause, since the loop asks again at
-        once."""
+        """The next connection. At the limit it waits in the backlog: OSError after a pause, because the server's loop
+        calls again at once."""
         if not self.callers.room():
             time.sleep(0.05)
             raise OSError("all connections are being answered")
@@ -143,19 +143,19 @@ class Executor(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection that broke is no news; anything else is a bug, told so often a minute."""
+        """A broken connection is not logged. Anything else is a bug, logged at a limited rate."""
         if not isinstance(sys.exception(), OSError):
             LOG.exception("a request from %s", client_address[0])
 
     def hold(self, size: int) -> None:
-        """Take note of a body's bytes (below 0: it is gone); Busy where there would be too many."""
+        """Count a body's bytes (negative: it is done). Busy where there would be too many."""
         with self.guard:
             if size > 0 and self.held + size > MOST_HELD:
                 raise Busy("too much is being sent at once; try again")
             self.held += size
 
     def new_session(self, limits: ProgramLimits) -> str:
-        """Begin one; those that were ended by their idle time are forgotten first."""
+        """Begin a session. Sessions that their idle time has ended are removed first."""
         name = secrets.token_hex(16)
         with self.guard:
             for old in [k for k, s in self.sessions.items() if s.ended]:
@@ -181,11 +181,11 @@ class Handler(BaseHTTPRequestHandler):
         self._answer("DELETE")
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: requests hold what models wrote."""
+        """Log nothing, because requests contain what models wrote."""
 
     def send_error(self, code: int, message: str | None = None, explain: str | None = None) -> None:
-        """What is no HTTP, or a method that is not known, answered as every other refusal."""
-        # a version that is none would get no status
+        """Answer invalid HTTP and unknown methods like every other refusal."""
+        # an invalid HTTP version would get no status
         self.close_connection, self.request_version = True, self.protocol_version
         self._say(code, {"error": (message or explain or HTTPStatus(code).phrase)[:200]})
 
@@ -216,7 +216,7 @@ class Handler(BaseHTTPRequestHandler):
             self.server.callers.now(self.connection, "idle")
 
     def _length(self) -> int:
-        """Bytes of the body that comes, which are held from now on."""
+        """Length of the request body, which counts as held from now on."""
         given = self.headers.get_all("Content-Length", ["0"])
         length = given[0] if len(given) == 1 else ""
         if (
@@ -287,7 +287,7 @@ def unpacked(body: dict[str, Any], name: str) -> bytes:
 
 
 def limits_of(body: dict[str, Any]) -> ProgramLimits:
-    """The limits asked for: each a number, and time and memory no more than this executor gives."""
+    """The requested limits. Each must be a number; time and memory are at most those of this executor."""
     asked = body.get("limits", {})
     names = {f.name for f in fields(ProgramLimits)}
     if (
@@ -311,7 +311,7 @@ def limits_of(body: dict[str, Any]) -> ProgramLimits:
 
 
 def told(ran: Ran) -> dict[str, Any]:
-    """What a program did, as it travels."""
+    """The outcome of a program as JSON."""
     texts = {k: packed(getattr(ran, k)) for k in ("stdout", "stderr", "result")}
     return texts | {
         k: getattr(ran, k) for k in ("why", "exit", "cut", "seconds", "cpu", "peak", "sandbox", "lost", "network")
@@ -319,7 +319,7 @@ def told(ran: Ran) -> dict[str, Any]:
 
 
 class _Ended(BaseException):
-    """A signal asked the server to end."""
+    """Raised by a signal that ends the server."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -375,7 +375,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.load_cert_chain(o.certificate, o.key)
         executor.socket = context.wrap_socket(executor.socket, server_side=True, do_handshake_on_connect=False)
-    for number in (signal.SIGINT, signal.SIGTERM):  # also where whoever started it had them ignored
+    for number in (signal.SIGINT, signal.SIGTERM):  # also where the parent process ignored them
         signal.signal(number, _end)
     tell(f"{box.name} at {o.host}:{executor.server_address[1]}")
     try:

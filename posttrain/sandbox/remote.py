@@ -1,8 +1,7 @@
-"""Programs sent to an executor over HTTP: another machine contains them, and what it says is checked before it is
-believed.
+"""Programs sent to an executor over HTTP, which runs them on another machine. Its replies are checked before use.
 
-The protocol is in docs/sandbox.md and `serve` is its reference server. An executor that does not answer, or not
-sensibly, is our failure: `SandboxBroken`, asked again, and at last no verdict; never a score.
+The protocol is in docs/sandbox.md; `reference_server` implements it. An executor without a valid answer is our failure:
+`SandboxBroken`, then a retry, at last no verdict, but never a score.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken, SandboxUna
 from posttrain.sandbox.worker import Job, SandboxWorker
 
 TOKEN = "POSTTRAIN_SANDBOX_TOKEN"
-"""Environment variable that holds an executor's token, where no other is named."""
+"""Default environment variable that holds an executor's token."""
 VERSION = "1"
 MOST_BYTES = 16 << 20
-"""A longer reply is no reply."""
+"""Most bytes of a valid reply."""
 PATIENCE = 30.0
-"""Seconds beyond a program's own time that an answer may take: it may wait in a queue over there."""
+"""Seconds beyond a program's own time limit that a reply may take, since it may wait in the executor's queue."""
 START_SECONDS = 10.0
 
 
@@ -40,7 +39,7 @@ START_SECONDS = 10.0
 class RemoteExecutor:
     """An executor at `url`, with the bearer token that the environment variable `token` holds.
 
-    Its certificate is checked; without TLS only this machine is spoken to.
+    Its certificate is checked. Without TLS only this machine is a valid address.
     """
 
     url: str
@@ -69,7 +68,7 @@ class RemoteExecutor:
         raise SandboxUnavailableError("a remote executor is not started here")
 
     def begin(self, limits: ProgramLimits | None) -> RemoteWorker:
-        """A connection that runs programs; SandboxUnavailableError where there is no executor or no token."""
+        """A connection that runs programs. SandboxUnavailableError where there is no executor or no token."""
         return RemoteWorker(self)
 
 
@@ -81,7 +80,7 @@ def loopback(host: str) -> bool:
 
 
 class RemoteWorker(SandboxWorker):
-    """One connection to an executor, used by one thread at a time; asked exactly as a sandbox of our own is."""
+    """One connection to an executor, used by one thread at a time, with the interface of a local sandbox."""
 
     def __init__(self, backend: RemoteExecutor) -> None:
         self.backend = backend
@@ -118,7 +117,7 @@ class RemoteWorker(SandboxWorker):
             )
 
     def ask(self, method: str, path: str, body: Any, seconds: float) -> dict[str, Any]:
-        """One request. SandboxBroken: no sensible answer; SandboxUnavailableError: it refuses, and would again."""
+        """Send one request. SandboxBroken: no valid answer. SandboxUnavailableError: a refusal that is permanent."""
         said, status = b"", 0
         try:
             self._wire.timeout = seconds
@@ -160,7 +159,7 @@ class RemoteWorker(SandboxWorker):
                 self.busy = False
 
     def converse(self, limits: ProgramLimits) -> RemoteConversation:
-        """Begin a session over there."""
+        """Begin a session on the executor."""
         self.jobs += 1
         told = self.ask("POST", "/session", {"limits": limits.plain()}, PATIENCE)
         if not isinstance(told.get("session"), str):
@@ -168,7 +167,7 @@ class RemoteWorker(SandboxWorker):
         return RemoteConversation(self, limits, told["session"])
 
     def heard(self, told: dict[str, Any], limits: ProgramLimits) -> Ran:
-        """A reply as what it says, every part of the type and no larger than it may be; SandboxBroken otherwise."""
+        """A reply as `Ran`. SandboxBroken where a part has the wrong type or is too large."""
         try:
             texts = {k: base64.b64decode(told[k], validate=True) for k in ("stdout", "stderr", "result")}
             numbers = {k: float(told[k]) for k in ("seconds", "cpu")}
@@ -208,7 +207,7 @@ class RemoteWorker(SandboxWorker):
         )
 
     def stop(self) -> None:
-        """Hang up while a program runs: it ends over there by its own limits."""
+        """Close the connection while a program runs. On the executor it ends by its own limits."""
         with self.lock:
             if self.busy and self._wire.sock is not None:
                 with contextlib.suppress(OSError):
@@ -224,7 +223,7 @@ class RemoteWorker(SandboxWorker):
 
 @dataclass
 class RemoteConversation:
-    """A session over there. It has the parts of `conversation.Conversation` that a session uses."""
+    """A session on the executor, with the methods of `LocalConversation` that a session uses."""
 
     worker: RemoteWorker
     limits: ProgramLimits
@@ -233,7 +232,7 @@ class RemoteConversation:
     answered: int = field(default=0)
 
     def answer(self, piece: bytes) -> Ran:
-        """Run one piece; a process that ended begins anew over there, as it would here."""
+        """Run one piece. A process that has ended is started anew on the executor."""
         self.answered += 1
         with self.worker.lock:
             self.worker.busy = True
@@ -250,7 +249,7 @@ class RemoteConversation:
                 self.worker.busy = False
 
     def end(self) -> None:
-        """End it; where that cannot be said, its idle time ends it."""
+        """End the session. If the executor cannot be reached, its idle time ends it."""
         if self.alive:
             self.alive = False
             with contextlib.suppress(SandboxBroken, SandboxUnavailableError):
@@ -262,5 +261,5 @@ class RemoteConversation:
 
 
 def packed(data: bytes) -> str:
-    """Bytes as they travel."""
+    """Bytes as text for JSON."""
     return base64.b64encode(data).decode()

@@ -1,7 +1,6 @@
-"""A backend is believed only when it has just withstood the attacks on this machine: the self-test, well under a second
-idle.
+"""The self-test: a backend is used only after it has withstood the attacks on this machine. It takes under a second.
 
-It asks a real sandbox with real programs. Whatever gets out, whatever should run and does not, is a reason to refuse.
+It runs real programs in a real sandbox. An attack that succeeds, or a normal program that fails, is a reason to refuse.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ ATTACK = b"@attack("
 
 @dataclass(frozen=True)
 class AttackTargets:
-    """What the attacks are aimed at: a readable file, a listening TCP port, abstract sockets, and this process."""
+    """Targets of the attacks: a readable file, a listening TCP port, abstract sockets, and this process."""
 
     canary: str
     port: int
@@ -35,7 +34,7 @@ class AttackTargets:
 
 @contextlib.contextmanager
 def bait() -> Iterator[AttackTargets]:
-    """Set out, and taken away again. Loopback and a temporary folder only."""
+    """Create the targets, and remove them after the block. Only loopback and a temporary folder are used."""
     name = f"\0posttrain-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as held:
         folder = held.enter_context(tempfile.TemporaryDirectory(prefix="posttrain-bait-"))
@@ -60,7 +59,7 @@ def bait() -> Iterator[AttackTargets]:
 
 
 def attacks(target: AttackTargets, processes: bool = False) -> bytes:
-    """The program that tries everything and prints what worked, a line each."""
+    """The program that tries every attack and prints those that worked, one per line."""
     more = "" if processes else probes.NO_PROCESSES
     text = probes.ATTACKS.format(
         canary=target.canary, port=target.port, abstract=target.abstract, parent=target.parent, processes=more
@@ -69,7 +68,7 @@ def attacks(target: AttackTargets, processes: bool = False) -> bytes:
 
 
 def selftest(backend: Backend) -> list[str]:
-    """What is wrong with a backend on this machine: nothing, or a reason each."""
+    """The reasons to refuse a backend on this machine; empty if it passed."""
     try:
         worker = begin(backend)
     except SandboxUnavailableError as error:

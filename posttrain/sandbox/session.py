@@ -1,4 +1,4 @@
-"""Programs in pieces: a session keeps what one piece defined for the next, as a notebook does. Made by
+"""Sessions: programs in pieces, where each piece keeps the definitions of earlier ones, as in a notebook. Made by
 `Sandbox.session`."""
 
 from __future__ import annotations
@@ -21,42 +21,40 @@ from posttrain.sandbox.remote import RemoteConversation, RemoteWorker
 from posttrain.sandbox.worker import SandboxWorker, begin
 
 RECYCLE = 1000
-"""Sessions of one sandbox before a fresh one takes its place."""
+"""Sessions of one sandbox before it is replaced by a fresh one."""
 TRIES = 3
-"""Sandboxes that a session is given before its first piece, and while it has nothing to lose, until the loss is
-reported."""
+"""Sandboxes that a session without definitions may lose before SandboxBroken is raised."""
 SPARE_SECONDS = 30.0
-"""A sandbox that no session asks for in this time is ended."""
+"""Seconds after which an unused sandbox is ended."""
 CLOSED = "this session was closed"
 
 
 class PythonSession:
     """One interpreter of an episode's own, in a sandbox of its own. Use `async with`, or `close` it.
 
-    It takes a sandbox at its first piece, waiting for one where all are taken, and gives it back at its end: when it is
-    closed or forgotten, when its call is cancelled, when nothing was asked of it for `idle` seconds, and with the
-    `Sandbox`.
+    It takes a sandbox at its first piece, and waits for one if all are taken. It returns the sandbox when it ends: when
+    it is closed or garbage-collected, its call is cancelled, `idle` seconds pass without a piece, or `Sandbox` closes.
     """
 
     def __init__(self, sessions: Sessions, limits: ProgramLimits, idle: float) -> None:
         self._sessions = sessions
-        self._talk = _Talk(limits, idle)
-        self._finalizer = weakref.finalize(self, _Talk.end, self._talk, CLOSED)
+        self._talk = _SharedSession(limits, idle)
+        self._finalizer = weakref.finalize(self, _SharedSession.end, self._talk, CLOSED)
 
     async def run(self, code: str | bytes) -> Ran:
         """Run a piece of Python after those before it.
 
-        `stdout` is what it printed, and then the repr of its last expression, if that has a value; `stderr` ends with
-        the traceback where `why` is `error`. An exception (`SystemExit` too) ends the piece and keeps what it had
-        defined. `memory` does so too. With `timeout`, `output` and `crashed`, and where the program ended itself, the
-        process is
-        gone: `lost` is True, and the next piece begins in a fresh one, without what was defined. Every limit is for the
-        piece, but `memory`, which the session has as a whole. Between pieces it stands still, its threads included.
+        `stdout` is what it printed, then the repr of its last expression if that has a value. `stderr` ends with the
+        traceback where `why` is `error`. An exception (also `SystemExit` and MemoryError) ends the piece; its
+        definitions are kept. With `timeout`, `output` and `crashed`, and where the program ended itself, the process
+        has ended: `lost` is True, and the next piece begins in a fresh one without the earlier definitions. Every limit
+        is per piece, except `memory`, which is for the whole session. Between pieces the process and its threads are
+        stopped.
 
-        Pieces asked at once are run in the order they were asked. Cancelling ends the session.
+        Concurrent calls run in the order they were made. Cancelling one ends the session.
 
         Raises:
-            SandboxBroken: the sandbox was lost, which is our failure; or the session is over, as the message says.
+            SandboxBroken: the sandbox was lost, which is our failure, or the session has ended; the message says which.
             SandboxUnavailableError: a sandbox could not be started (any more).
         """
         answer = self._ask(code)
@@ -84,15 +82,15 @@ class PythonSession:
 
     @property
     def ended(self) -> bool:
-        """Whether it takes no more pieces."""
+        """Whether the session takes no more pieces."""
         return bool(self._talk.ended)
 
     def end(self) -> None:
-        """End it without waiting for that, whatever it is doing."""
+        """End the session, also during a piece, without waiting for it."""
         self._finalizer()
 
     async def close(self) -> None:
-        """End it; afterwards nothing of it is left."""
+        """End the session and wait until its process is gone."""
         self.end()
         await asyncio.wrap_future(self._talk.over())
 
@@ -110,8 +108,8 @@ class _Piece:
 
 
 @dataclass
-class _Talk:
-    """What a session and its thread share. It does not know the session, so a forgotten one is ended."""
+class _SharedSession:
+    """What a session and its thread share. It has no reference to the session, so an unused session is collected."""
 
     limits: ProgramLimits
     idle: float
@@ -122,13 +120,13 @@ class _Talk:
     worker: SandboxWorker | None = None
     begun: bool = False
     taken: bool = False
-    """Whether a thread has it, which says when nothing of it is left."""
+    """Whether a thread has taken it. That thread then calls `leave` at the end."""
     gone: bool = False
-    """Whether nothing of it is left."""
+    """Whether its process has ended."""
     waits: list[Future[None]] = field(default_factory=list[Future[None]])
 
     def ask(self, piece: _Piece) -> bool:
-        """Add a piece; whether it is the first, so that the session needs a sandbox now."""
+        """Add a piece. Returns whether it is the first, so that the session needs a sandbox now."""
         with self.changed:
             if self.ended:
                 raise SandboxBroken(self.ended)
@@ -138,25 +136,25 @@ class _Talk:
             return first
 
     def take(self) -> bool:
-        """For the thread that will answer; False where it is over already."""
+        """Called by the thread that will run the pieces. False if the session has ended already."""
         with self.changed:
             self.taken = not self.ended
             return self.taken
 
     def use(self, worker: SandboxWorker) -> None:
-        """The sandbox to stop where it is to end."""
+        """Set the sandbox that `end` has to stop."""
         with self.changed:
             self.worker = worker
 
     def next(self) -> _Piece | None:
-        """The next piece; None when it is over."""
+        """Wait for the next piece. None when the session has ended."""
         with self.changed:
             if not self.changed.wait_for(lambda: self.pieces or self.ended, self.idle):
                 self.ended = f"this session was ended, as nothing was asked of it for {self.idle:g} s"
             return self.pieces.popleft() if self.pieces and not self.ended else None
 
     def end(self, why: str) -> None:
-        """No more pieces: what waits is refused, what runs is ended."""
+        """End the session: waiting pieces are refused and the running one is stopped."""
         with self.changed:
             self.ended = self.ended or why
             refused = list(self.pieces)
@@ -164,7 +162,7 @@ class _Talk:
             worker = self.worker
             alone = not self.taken
             if worker is not None:
-                worker.stop()  # here, because once this is let go of the sandbox may be another's
+                worker.stop()  # under the lock: afterwards the sandbox may belong to another session
             self.changed.notify()
         for piece in refused:
             settle(piece.answer.set_exception, SandboxBroken(self.ended))
@@ -172,7 +170,7 @@ class _Talk:
             self.leave()
 
     def over(self) -> Future[None]:
-        """Done when nothing of it is left."""
+        """A future that is done when the session's process has ended."""
         done: Future[None] = Future()
         with self.changed:
             self.waits.append(done)
@@ -182,7 +180,7 @@ class _Talk:
         return done
 
     def leave(self) -> None:
-        """Say that nothing of it is left."""
+        """Record that the session's process has ended."""
         with self.changed:
             self.gone, self.worker = True, None
             waits = list(self.waits)
@@ -191,8 +189,7 @@ class _Talk:
 
 
 class Sessions:
-    """At most `most` sessions at once, each in a sandbox and with a thread of its own; more wait in the order they
-    came."""
+    """Runs at most `most` sessions at once, each in its own sandbox and thread. More wait in order."""
 
     def __init__(self, backend: Backend, most: int, network: NetworkAttempts) -> None:
         if most < 1:
@@ -201,15 +198,15 @@ class Sessions:
         self._finalizer = weakref.finalize(self, _SessionState.close, self._shared)
 
     def session(self, limits: ProgramLimits, idle: float) -> PythonSession:
-        """A new one; it costs nothing before its first piece."""
+        """A new session. It costs nothing before its first piece."""
         if limits.processes:
             raise ConfigError("sandbox: a session cannot have processes; set processes=0")
         if not idle > 0:
             raise ConfigError(f"sandbox: idle={idle!r} must be more than 0 seconds")
         return PythonSession(self, limits, idle)
 
-    def queue(self, talk: _Talk) -> None:
-        """Give a session a sandbox as soon as one is free."""
+    def queue(self, talk: _SharedSession) -> None:
+        """Queue a session for the next free sandbox."""
         s = self._shared
         with s.changed:
             if s.closed:
@@ -218,7 +215,9 @@ class Sessions:
             s.waiting.append(talk)
             more = len(s.waiting) > s.spare and len(s.threads) < s.most
             if more:
-                thread = threading.Thread(target=_Keeper(s), name=f"sandbox session {len(s.threads)}", daemon=True)
+                thread = threading.Thread(
+                    target=_SessionThread(s), name=f"sandbox session {len(s.threads)}", daemon=True
+                )
                 s.threads.add(thread)
                 thread.start()
             s.changed.notify()
@@ -240,27 +239,27 @@ class Sessions:
         return self._shared.begun
 
     def close(self) -> None:
-        """End every session and every sandbox, and wait for that."""
+        """End every session and every sandbox, and wait until they have ended."""
         self._finalizer()
 
 
 @dataclass
 class _SessionState:
-    """What the threads and the pool share; no reference to the pool, so that a forgotten one is closed."""
+    """What the threads and `Sessions` share. It has no reference to `Sessions`, so an unused one is collected."""
 
     backend: Backend
     most: int
     network: NetworkAttempts
     changed: threading.Condition = field(default_factory=threading.Condition)
-    waiting: deque[_Talk] = field(default_factory=deque[_Talk])
-    live: dict[int, _Talk] = field(default_factory=dict[int, _Talk])
+    waiting: deque[_SharedSession] = field(default_factory=deque[_SharedSession])
+    live: dict[int, _SharedSession] = field(default_factory=dict[int, _SharedSession])
     threads: set[threading.Thread] = field(default_factory=set[threading.Thread])
     spare: int = 0
     begun: int = 0
     closed: str = ""
 
-    def next(self) -> _Talk | None:
-        """The session that has waited longest; None when this thread is not needed any more."""
+    def next(self) -> _SharedSession | None:
+        """The session that has waited longest. None when this thread is not needed any more."""
         with self.changed:
             self.spare += 1
             self.changed.wait_for(lambda: self.waiting or self.closed, SPARE_SECONDS)
@@ -273,8 +272,8 @@ class _SessionState:
             self.begun += 1
             return talk
 
-    def left(self, talk: _Talk) -> None:
-        """A session's sandbox is free again."""
+    def left(self, talk: _SharedSession) -> None:
+        """Record that a session's sandbox is free."""
         with self.changed:
             del self.live[id(talk)]
         talk.leave()
@@ -293,8 +292,8 @@ class _SessionState:
 
 
 @dataclass
-class _Keeper:
-    """One thread: take a session, keep a sandbox for it to its end, take the next."""
+class _SessionThread:
+    """One thread: it takes a session, runs its pieces in a sandbox until it ends, and takes the next."""
 
     shared: _SessionState
     worker: SandboxWorker | None = None
@@ -305,15 +304,15 @@ class _Keeper:
             while (talk := self.shared.next()) is not None:
                 try:
                     if talk.take():
-                        self._attend(talk)
+                        self._run_pieces(talk)
                 finally:
                     self.shared.left(talk)
         finally:
             if self.worker is not None:
                 self.worker.close()
 
-    def _attend(self, talk: _Talk) -> None:
-        """Answer a session's pieces to its end; then its process is ended."""
+    def _run_pieces(self, talk: _SharedSession) -> None:
+        """Run a session's pieces until it ends; then end its process."""
         try:
             while (piece := talk.next()) is not None:
                 if not piece.answer.set_running_or_notify_cancel():
@@ -333,11 +332,11 @@ class _Keeper:
         finally:
             if self.held is not None:
                 self.held.end()
-                self._judge()
+                self._keep_usable()
                 self.held = None
 
-    def _answer(self, talk: _Talk, code: bytes) -> Ran:
-        """One piece; where a sandbox was lost before anything was defined in it, in another one."""
+    def _answer(self, talk: _SharedSession, code: bytes) -> Ran:
+        """Run one piece. If a sandbox is lost before anything was defined in it, use another one."""
         tries = TRIES
         while True:
             try:
@@ -363,8 +362,8 @@ class _Keeper:
             self.worker.destroy()
         self.held = self.worker = None
 
-    def _judge(self) -> None:
-        """Keep the sandbox for the next session, if it is still good."""
+    def _keep_usable(self) -> None:
+        """Keep the sandbox for the next session, if it is still usable."""
         if self.worker is None or not self.worker.usable:
             self.worker = None
         elif self.worker.jobs >= RECYCLE:
@@ -373,6 +372,6 @@ class _Keeper:
 
 
 def settle(how: Callable[[Any], None], what: object) -> None:
-    """Answer, unless the question was withdrawn in between."""
+    """Set a future's outcome, unless it was cancelled in between."""
     with contextlib.suppress(InvalidStateError):
         how(what)

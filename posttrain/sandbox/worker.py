@@ -1,6 +1,6 @@
-"""One sandbox and the jobs it is given, one after the other, from one thread.
+"""One sandbox that runs jobs one after the other, for one thread.
 
-The kernel ends a sandbox when the *thread* that started it ends, so whoever starts a worker keeps it.
+The kernel ends a sandbox when the *thread* that started it ends, so that thread must stay alive and keep the worker.
 """
 
 from __future__ import annotations
@@ -25,52 +25,51 @@ from posttrain.sandbox.cell.zygote import CLEAN, KILL
 from posttrain.sandbox.port import ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError, Why
 
 START_SECONDS = 30.0
-"""To start Python and import the packages; a loaded machine takes a second."""
+"""Most seconds to start Python and import the packages; a loaded machine takes one."""
 IDLE_SECONDS = 0.2
-"""Until an idle sandbox without a namespace has ended by itself, seeing that nobody is there."""
+"""Seconds in which an idle sandbox without a namespace ends by itself after its control socket is closed."""
 GRACE = 5.0
-"""Beyond a job's wall time, before the whole sandbox is taken for lost."""
+"""Seconds beyond a job's wall time before the whole sandbox counts as lost."""
 SPILL = 4
-"""A stream may say this many times what is kept of it before the program is stopped."""
+"""A program is stopped when a stream is longer than this many times what is kept of it."""
 CHUNK = 65536
 
 
 @dataclass(frozen=True)
 class Job:
-    """A program, what it reads, the call to make (JSON, or empty), and its limits."""
+    """A program, its standard input, the call to make (JSON, or empty), and its limits."""
 
     program: bytes
     stdin: bytes = b""
     call: bytes = b""
     limits: ProgramLimits = field(default_factory=ProgramLimits)
     followed: bool = False
-    """Whether another job waits already. The child for the next one is made ahead to answer sooner, which costs the
-    cores more."""
+    """Whether another job waits already. Then its child is forked ahead: faster, but it costs more processor time."""
 
 
 @runtime_checkable
 class WorkerMaker(Protocol):
-    """A backend whose sandboxes are not processes of ours: it makes the worker itself."""
+    """A backend that makes its workers itself, because its sandboxes are not processes of ours."""
 
     def begin(self, limits: ProgramLimits | None) -> SandboxWorker: ...
 
 
 def begin(backend: Backend, limits: ProgramLimits | None = None) -> SandboxWorker:
-    """A sandbox of a backend, wherever it is. Raises SandboxUnavailableError where there is none."""
+    """Start a sandbox of a backend, local or remote. SandboxUnavailableError where that fails."""
     return backend.begin(limits) if isinstance(backend, WorkerMaker) else SandboxWorker(backend, limits)
 
 
 class SandboxWorker:
-    """A running zygote. `run` raises SandboxBroken when it is lost, and is then no more use."""
+    """A running zygote. When it is lost, `run` raises SandboxBroken and the worker cannot be used again."""
 
     def __init__(self, backend: Backend, limits: ProgramLimits | None = None) -> None:
         self.backend = backend
         self.jobs = 0
         self.notes: dict[str, Any] = {}
         self.pids: tuple[int, ...] = ()
-        """Of the process we started and, where there is one, of the namespace's first process."""
+        """Ids of the process we started and, if there is one, of the namespace's first process."""
         self._init = -1
-        """A descriptor of the namespace's first process, through which everything inside is ended at once."""
+        """A pidfd of the namespace's first process; killing it ends everything inside at once."""
         self.lock = threading.Lock()
         self.busy = False
         self.clean = True
@@ -145,12 +144,12 @@ class SandboxWorker:
         self.control.settimeout(None)
 
     def run(self, job: Job) -> Ran:
-        """One program, to its end or its limits."""
+        """Run one program to its end or its limits."""
         self.settle()
         self.jobs += 1
         with contextlib.ExitStack() as held:
             given = [sealed(job.program, held), sealed(job.stdin, held) if job.stdin else silent(held)]
-            ears = {}
+            readers = {}
             ends = []
             for name, kept in (
                 ("stdout", job.limits.output),
@@ -161,7 +160,7 @@ class SandboxWorker:
                 os.set_blocking(reader, False)
                 held.callback(os.close, reader)
                 ends.append(writer)
-                ears[reader] = PipeReader(name, kept)
+                readers[reader] = PipeReader(name, kept)
             request = json.dumps({"limits": job.limits.plain(), "session": False, "followed": job.followed}).encode()
             try:
                 self.begin(request, [*given, *ends, sealed(job.call, held) if job.call else nothing()])
@@ -169,7 +168,7 @@ class SandboxWorker:
                 for writer in ends:
                     os.close(writer)
             try:
-                reply, stopped = self._listen(ears, job.limits)
+                reply, stopped = self._read_streams(readers, job.limits)
             except BaseException:
                 self.destroy()
                 raise
@@ -177,18 +176,18 @@ class SandboxWorker:
                 with self.lock:
                     self.busy = False
             if job.limits.processes:
-                self.destroy()  # what the program started dies with the namespace, before its last words are read
-            for fd, ear in ears.items():
-                ear.hear(fd)
-        return self._ran(job.limits, reply, stopped, {ear.name: ear for ear in ears.values()})
+                self.destroy()  # the program's children end with the namespace, before the rest of its output is read
+            for fd, reader in readers.items():
+                reader.read(fd)
+        return self._ran(job.limits, reply, stopped, {reader.name: reader for reader in readers.values()})
 
     @property
     def usable(self) -> bool:
-        """Whether it may be given another job."""
+        """Whether it can take another job."""
         return self.control.fileno() >= 0
 
     def begin(self, request: bytes, fds: list[int]) -> None:
-        """Send a job to the zygote; from here on `stop` ends it."""
+        """Send a job to the zygote. From here on `stop` ends it."""
         try:
             with self.lock:
                 self.busy = True
@@ -214,19 +213,19 @@ class SandboxWorker:
         self.clean = True
 
     def stop(self) -> None:
-        """End the running job from another thread, as if its time were over; nothing where none runs."""
+        """End the running job from another thread, as if its time were over. Does nothing if none runs."""
         with self.lock:
             if self.busy:
                 with contextlib.suppress(OSError):
                     self.control.send(KILL)
 
-    def _listen(self, ears: dict[int, PipeReader], limits: ProgramLimits) -> tuple[dict[str, Any], Why | None]:
-        """Hear the streams until the zygote says that the job has ended; never wait for their ends."""
+    def _read_streams(self, readers: dict[int, PipeReader], limits: ProgramLimits) -> tuple[dict[str, Any], Why | None]:
+        """Read the streams until the zygote reports that the job has ended; do not wait for the streams to close."""
         start = time.monotonic()
         stopped: Why | None = None
         with selectors.DefaultSelector() as selector:
             selector.register(self.control, selectors.EVENT_READ)
-            for fd in ears:
+            for fd in readers:
                 selector.register(fd, selectors.EVENT_READ)
             while True:
                 late = limits.wall + (GRACE if stopped else 0.0)
@@ -234,10 +233,10 @@ class SandboxWorker:
                 for key, _ in ready:
                     if key.fileobj is self.control:
                         return self.reply(), stopped
-                    ear = ears[key.fd]
-                    if not ear.hear(key.fd):
+                    reader = readers[key.fd]
+                    if not reader.read(key.fd):
                         selector.unregister(key.fd)
-                    if ear.total > SPILL * ear.kept and stopped is None:
+                    if reader.total > SPILL * reader.kept and stopped is None:
                         stopped = "output"
                         self.control.send(KILL)
                 if time.monotonic() - start > late:
@@ -257,21 +256,21 @@ class SandboxWorker:
         return json.loads(said)
 
     def _ran(
-        self, limits: ProgramLimits, reply: dict[str, Any], stopped: Why | None, ears: dict[str, PipeReader]
+        self, limits: ProgramLimits, reply: dict[str, Any], stopped: Why | None, readers: dict[str, PipeReader]
     ) -> Ran:
         status = os.waitstatus_to_exitcode(reply["status"])
         if not reply["ran"]:
-            why = bytes(ears["stderr"].head).decode(errors="replace").strip()
+            why = bytes(readers["stderr"].head).decode(errors="replace").strip()
             raise SandboxBroken(
                 f"{self.backend.name}: the job could not be confined, so it did not run: {why or status}"
             )
         return Ran(
             why=how_it_ended(status, stopped, reply["cpu"] >= limits.cpu),
             exit=status,
-            stdout=bytes(ears["stdout"].head),
-            stderr=bytes(ears["stderr"].head),
-            cut=any(ear.total > ear.kept for ear in ears.values()),
-            result=bytes(ears["result"].head) if ears["result"].total <= ears["result"].kept else b"",
+            stdout=bytes(readers["stdout"].head),
+            stderr=bytes(readers["stderr"].head),
+            cut=any(reader.total > reader.kept for reader in readers.values()),
+            result=bytes(readers["result"].head) if readers["result"].total <= readers["result"].kept else b"",
             seconds=reply["seconds"],
             cpu=reply["cpu"],
             peak=reply["peak"],
@@ -280,8 +279,8 @@ class SandboxWorker:
         )
 
     def close(self) -> None:
-        """End an idle sandbox. Where the namespace's first process is known it is ended first: bubblewrap buries it
-        then, but leaves it to process 1 when the zygote goes by itself."""
+        """End an idle sandbox. The first process of its namespace, if known, is killed first: bubblewrap then reaps it.
+        If the zygote ended by itself, process 1 would have to."""
         if self._init < 0:
             self.control.close()
             with contextlib.suppress(subprocess.TimeoutExpired):
@@ -289,7 +288,7 @@ class SandboxWorker:
         self.destroy()
 
     def destroy(self) -> None:
-        """End everything inside at once, and wait for it."""
+        """End everything inside at once, and wait until it has ended."""
         self.control.close()
         if self._init >= 0:
             with contextlib.suppress(ProcessLookupError):
@@ -298,7 +297,7 @@ class SandboxWorker:
             self._init = -1
         else:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(IDLE_SECONDS)  # an idle one buries its own child first
+                self._process.wait(IDLE_SECONDS)  # an idle one reaps its own child first
             if self._process.poll() is None:
                 self._process.kill()
         try:
@@ -309,7 +308,7 @@ class SandboxWorker:
 
 
 class PipeReader:
-    """One pipe: its first `kept` bytes, and how many there were."""
+    """Reads one pipe: keeps its first `kept` bytes and counts all."""
 
     def __init__(self, name: str, kept: int) -> None:
         self.name = name
@@ -317,8 +316,8 @@ class PipeReader:
         self.head = bytearray()
         self.total = 0
 
-    def hear(self, fd: int) -> bool:
-        """Take what is there, up to the point where it is too much; whether more may come."""
+    def read(self, fd: int) -> bool:
+        """Read what is available, unless it is too much already. Returns whether more may come."""
         while self.total <= SPILL * self.kept:
             try:
                 said = os.read(fd, CHUNK)
@@ -333,19 +332,19 @@ class PipeReader:
 
 @functools.cache
 def nothing() -> int:
-    """A file in memory without a byte, for all jobs. No program ever holds it: what two held could be a mailbox."""
+    """An empty file in memory, for all jobs. No program ever has it open: two that did could exchange data."""
     return sealed(b"", contextlib.ExitStack())
 
 
 def silent(held: contextlib.ExitStack) -> int:
-    """An input that has ended, of one program's own."""
+    """An input at its end, for one program only."""
     fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     held.callback(os.close, fd)
     return fd
 
 
 def sealed(data: bytes, held: contextlib.ExitStack) -> int:
-    """Bytes as a file in memory that nobody can change any more."""
+    """Bytes as a sealed (read-only) file in memory."""
     fd = os.memfd_create("job", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     held.callback(os.close, fd)
     rest = memoryview(data)
@@ -357,7 +356,7 @@ def sealed(data: bytes, held: contextlib.ExitStack) -> int:
 
 
 def how_it_ended(status: int, stopped: Why | None, spent: bool) -> Why:
-    """In one word; `stopped`: why we ended it, `spent`: whether its processor time was over."""
+    """How a program ended. `stopped`: why we ended it; `spent`: whether its processor time was over."""
     if stopped:
         return stopped
     if -status == signal.SIGXCPU or (-status == signal.SIGKILL and spent):

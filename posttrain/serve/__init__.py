@@ -1,1 +1,1 @@
-"""Floor 3: an OpenAI-compatible HTTP server over a `core.ports.Sampler`."""
+"""An OpenAI-compatible HTTP server over a `core.ports.Sampler`."""

@@ -1,7 +1,7 @@
-"""The routes: health, models, completions, chat completions. Every answer and every refusal is in OpenAI's shape.
+"""The routes: health, models, completions, chat completions. Every answer and every refusal has OpenAI's format.
 
-A handler consumes one request, waits for the engine, and is unblocked by it token by token; a client that goes away
-cancels its handler, which cancels the engine's work and frees its slots.
+A handler reads one request and sends tokens as the engine returns them. A client that disconnects cancels its handler,
+which cancels the engine's work and frees its slots.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from posttrain.serve.served import ServedModel
 from posttrain.serve.shape import Shape
 
 Told = tuple[Choice, TextChunk | None]
-"""What a choice said; None: it has ended."""
+"""(choice, its next text), or None for the text where the choice has ended."""
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -43,17 +43,17 @@ class Server:
     served: ServedModel
     limits: CallerLimits = CallerLimits()
     running: set[asyncio.Task[Any]] = field(default_factory=set[asyncio.Task[Any]])
-    """Requests being answered."""
+    """Tasks of the requests that are being answered."""
     answers: int = 0
-    """Answers waiting or being written."""
+    """Number of answers waiting or being written."""
     hang_up: Callable[[], None] = field(default=lambda: None)
-    """End what does not end by itself once its answers have; set by who listens."""
+    """Close connections that stay open after their answers; set by the listener."""
 
     def __post_init__(self) -> None:
         self._intake = Intake(self.served, self.limits)
 
     def close(self) -> None:
-        """Understand no further request."""
+        """Stop reading requests."""
         self._intake.close()
 
     def app(self) -> web.Application:
@@ -66,19 +66,19 @@ class Server:
         return app
 
     def cut(self) -> None:
-        """End everything that is being answered, now."""
+        """Cancel all requests that are being answered."""
         for task in self.running:
             task.cancel()
         self.hang_up()
 
     @web.middleware
     async def _allowed(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse callers without the token; without one, web pages that reach this machine under another name."""
+        """Refuse callers without the token. Without a token, refuse requests to another host name (DNS rebinding)."""
         if request.path == "/health":
             return await handler(request)
         token = self.served.token
         if token is None:
-            # `request.host` asks the network for a name where there is no header
+            # `request.host` does a name lookup where there is no Host header
             hosts = request.headers.getall("Host", [])
             if len(hosts) != 1 or not _local(hosts[0]):
                 raise Refusal(
@@ -167,7 +167,7 @@ class Server:
             self.answers -= count
 
     async def _say(self, choices: Sequence[Choice], queue: asyncio.Queue[Told | None]) -> None:
-        """All choices at once; the first failure ends the others and is raised as itself."""
+        """Run all choices at once. The first failure cancels the others and is raised."""
 
         async def one(choice: Choice) -> None:
             await choice.run(self.served.sampler.generate)
@@ -220,7 +220,7 @@ class Server:
 
 @web.middleware
 async def _spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Every refusal as JSON, aiohttp's own included."""
+    """Middleware: answer every refusal as JSON, aiohttp's own included."""
     waits_for(request, "body")
     try:
         return await handler(request)
@@ -233,7 +233,7 @@ async def _spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
         return answer(
             Refusal(text, status=error.status), {"Allow": error.headers["Allow"]} if "Allow" in error.headers else None
         )
-    except ConnectionError:  # the caller went away
+    except ConnectionError:  # the caller disconnected
         raise
     except Exception:
         LOG.exception("%s %r", request.method, request.path)
@@ -241,7 +241,7 @@ async def _spoken(request: web.Request, handler: Handler) -> web.StreamResponse:
 
 
 def waits_for(request: web.Request, phase: Phase) -> None:
-    """Tell a request's connection what is awaited on it now."""
+    """Set what a request's connection is waiting for."""
     if isinstance(connection := request.protocol, Connection):
         connection.now(phase)
 
@@ -254,7 +254,7 @@ def _first(many: BaseExceptionGroup[Any]) -> Any:
 
 
 def _local(host: str) -> bool:
-    """Whether a Host header names this machine, so that a page whose name was made to point here is not served."""
+    """Whether a Host header names this machine, against web pages whose own name resolves to it (DNS rebinding)."""
     name = host.rpartition(":")[0] if host.count(":") == 1 or host.rpartition(":")[0].endswith("]") else host
     name = name.strip("[]").lower()
     try:

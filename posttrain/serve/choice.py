@@ -1,7 +1,7 @@
-"""One answer in the making: tokens from the engine become text, log-probs and, at the end, a finish reason.
+"""One answer as it is generated: tokens from the engine become text, log-probs and, at the end, a finish reason.
 
-Text is released as it becomes certain, and every token with the text it belongs to. A stop string that ended the answer
-is left out of the text; its tokens are told.
+Text is released once it cannot change any more, and each token with the text it belongs to. A stop string that ended
+the answer is removed from the text; its tokens are reported.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ from posttrain.serve.detokenize import Decoder, Stops, TokenText
 
 @dataclass
 class TextChunk:
-    """What became certain together: text, the tokens it came from, their log-probs and alternatives."""
+    """Text released together, with its tokens, their log-probs and alternatives."""
 
     text: str = ""
     ids: list[int] = field(default_factory=list[int])
     logp: list[float] = field(default_factory=list[float])
     top: list[tuple[np.ndarray, np.ndarray]] = field(default_factory=list[tuple[np.ndarray, np.ndarray]])
-    """(ids, log-probs) of the most probable tokens, where they were asked for."""
+    """(ids, log-probs) of the most probable tokens, where they were requested."""
     offsets: list[int] = field(default_factory=list[int])
-    """Characters of the answer that were complete before each token; the tokens of one character have the same."""
+    """Complete characters of the answer before each token. Tokens of one character have the same offset."""
 
     def __bool__(self) -> bool:
         return bool(self.text or self.ids)
@@ -47,24 +47,24 @@ class Choice:
     def __init__(self, index: int, ids: np.ndarray, sampling: Sampling, place: int, words: TokenText) -> None:
         self.index, self.prompt, self.sampling, self.place = index, ids, sampling, place
         self.whole = TextChunk()
-        """Everything released so far."""
+        """All text released so far."""
         self.finish = ""
         self.told: Callable[[TextChunk], None] | None = None
-        """Called with each piece as it comes, where somebody listens before the end."""
+        """Called with each released piece, for a stream; None without one."""
         self._decoder, self._stops = Decoder(words), Stops(sampling.stop)
         self._waiting = TextChunk()
         self._decoded = 0
-        """Characters that are complete, those held back for a stop string included."""
-        self._heard = 0
+        """Number of complete characters, with those held back for a stop string."""
+        self._received = 0
         self._task: asyncio.Task[Said] | None = None
 
     async def run(self, generate: Callable[..., Any]) -> None:
-        """Ask the engine, until it ends the turn or a stop string does. Cancelling it frees the slot.
+        """Generate until the engine or a stop string ends the turn. Cancelling it frees the slot.
 
-        Alternatives come with the whole turn, and so do then the tokens beside them.
+        Alternatives arrive only with the whole turn; where they are requested, so do the tokens.
         """
         early = self.sampling.top == 0 and self.told is not None
-        heard = {"heard": self._hear} if early else {}
+        heard = {"heard": self._receive} if early else {}
         task = self._task = asyncio.ensure_future(generate(self.prompt, self.sampling, self.place, **heard))
         said: Said | None = None
         try:
@@ -74,17 +74,17 @@ class Choice:
             if not self._stops.found or _cancelled():
                 raise
         if said is not None:
-            self._take(said.ids[self._heard :], said.logp[self._heard :], said.top)
+            self._take(said.ids[self._received :], said.logp[self._received :], said.top)
         self._end(said)
 
-    def _hear(self, ids: np.ndarray, logp: np.ndarray) -> None:
-        self._heard += len(ids)
+    def _receive(self, ids: np.ndarray, logp: np.ndarray) -> None:
+        self._received += len(ids)
         self._take(ids, logp, None)
         if self._stops.found and self._task is not None:
             self._task.cancel()
 
     def _take(self, ids: np.ndarray, logp: np.ndarray, top: Top | None) -> None:
-        """Read tokens one by one, so that what is said does not depend on how many came at once."""
+        """Add tokens one by one, so that the text does not depend on how many arrived together."""
         for i, (token, p) in enumerate(zip(ids.tolist(), logp.tolist(), strict=True)):
             if self._stops.found:
                 return
@@ -120,6 +120,6 @@ class Choice:
 
 
 def _cancelled() -> bool:
-    """Whether the running task itself is being cancelled, not only what it waited for."""
+    """Whether the running task itself is being cancelled, and not only a future that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

@@ -1,4 +1,4 @@
-"""`posttrain serve`: from a run folder, a model directory or a hub id to an engine, and to the server over it."""
+"""`posttrain serve`: build an engine from a run folder, a model directory or a hub id, and start the server."""
 
 from __future__ import annotations
 
@@ -32,20 +32,20 @@ from posttrain.role.weights import load_weights
 from posttrain.serve.limits import CallerLimits
 
 READ = ("model", "slots", "threads", "deterministic", "seed", "env", "engine")
-"""Parts of a run that decide how its model is served."""
+"""Fields of `Run` that are used to serve its model."""
 NEEDED = ("aiohttp", "pydantic")
 SHORTEST = 16
-"""Characters of a token that cannot be guessed."""
+"""Fewest characters of a token, so that it cannot be guessed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ServerAddress:
-    """Address and token of a server."""
+    """Address, token and limits of a server."""
 
     host: str = "127.0.0.1"
     port: int = 8000
     token: str | None = None
-    """None: one is made up and printed."""
+    """None: a random one is made and printed."""
     token_env: str | None = None
     """Name of the environment variable that holds it."""
     no_token: bool = False
@@ -58,7 +58,7 @@ class ServerAddress:
             raise ConfigError(f"--port {self.port}: a port lies in 0..65535 (0: any free one)")
 
     def resolve(self) -> str | None:
-        """The token callers must bring."""
+        """The token that callers must send; None: no token is needed."""
         if self.no_token:
             return None
         given = self.token
@@ -76,7 +76,7 @@ class ServerAddress:
 
 
 def check_installed() -> None:
-    """ConfigError naming what the server needs and is missing."""
+    """ConfigError naming the packages that the server needs and that are missing."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(f"serving needs {' and '.join(missing)}, not installed here: pip install 'posttrain[serve]'")
@@ -96,9 +96,9 @@ def serve(
     Args:
         target: a run folder, a model directory or a hub id.
         overrides: dotted changes of `model.*`, `engine.*`, `slots`, `threads`, `deterministic`.
-        name: what callers call the model; default the last part of `target`.
+        name: the model's name in requests; default the last part of `target`.
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
-        trust: allow a run folder that somebody else made what it asks for.
+        trust: allow what a run folder made by somebody else asks for.
     """
     check_installed()
     guard_logs()
@@ -113,11 +113,10 @@ def serve(
 
 
 def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
-    """The settings of the embedded engine that serves: the run's own, or the defaults for a run that sampled by another
-    engine.
+    """Settings of the embedded engine that serves: the run's own, or the defaults if the run used another engine.
 
     Raises:
-        ConfigError: another engine is asked for here, or a setting that a server has no use for.
+        ConfigError: an override names another engine, or a setting that a server does not use.
     """
     if isinstance(run.engine, Embedded):
         if run.engine.timeline and any(text.strip().startswith("engine.timeline") for text in overrides):
@@ -146,7 +145,7 @@ def make_served(
     checkpoint: str = "last",
     trust: bool = False,
 ) -> tuple[Any, tuple[str, ...]]:
-    """What is served (`serve.served.ServedModel`), and lines about it."""
+    """(the `serve.served.ServedModel`, lines about it for the banner)."""
     from posttrain.serve.detokenize import TokenText
     from posttrain.serve.served import ServedModel
 

@@ -1,8 +1,7 @@
-"""Connections within limits: who is let in, who is cut off, and when. aiohttp parses and writes; what it leaves open is
-done here.
+"""Limits on connections: which are accepted, and when one is closed. aiohttp parses requests and writes answers.
 
-aiohttp alone has no time-out for headers that never end or for a caller that does not read, no limit on connections,
-and accepts through asyncio, which writes a line for every connection in the backlog each time that no file is left.
+aiohttp alone has no time-out for endless headers or for a caller that does not read, and no limit on connections. It
+accepts through asyncio, which logs a line per connection in the backlog whenever no file descriptor is left.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from posttrain.serve.quiet import LOG
 from posttrain.serve.refusal import Refusal, answer
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted. With the usual 128, a thousand callers at once lose some of theirs."""
+"""Connections that may wait to be accepted. The usual 128 would drop some of a thousand simultaneous callers."""
 AT_ONCE = 64
-"""Connections accepted before those that are there are read again."""
+"""Most connections accepted before open ones are read again."""
 SWEEP = 0.5
-"""Seconds between two looks at what has taken too long."""
+"""Seconds between two searches for connections that have taken too long."""
 YOUNG = 3.0
-"""A connection is not closed for a new one before it has been silent for so many seconds: an honest caller on a busy
-machine is."""
+"""Seconds of silence before a connection may be closed for a new one; honest callers on a busy machine are silent
+too."""
 LOOKED_AT = 16
-"""Silent connections that are looked at, the longest silent first, for one to close."""
+"""Silent connections that are considered for closing, the longest silent first."""
 LINGER = 2.0
-"""Seconds that the rest of a refused body is read and thrown away, so that the caller hears the refusal."""
+"""Seconds in which the rest of a refused body is read and discarded, so that the caller receives the refusal."""
 WRITTEN = 64 << 10
-"""Bytes that a caller must take in `CallerLimits.write_seconds`."""
+"""Bytes that a caller must read in `CallerLimits.write_seconds`."""
 
 Phase = Literal["idle", "headers", "body", "answer"]
-"""What is awaited on a connection: a next request, the rest of its headers, its body, our answer."""
+"""What a connection waits for: the next request, the rest of its headers, its body, our answer."""
 
 
 class Connection(web.RequestHandler):
-    """One connection, as aiohttp handles it, with what it is waiting for and since when."""
+    """aiohttp's handler of one connection, with its phase and the time since it began."""
 
     def __init__(self, listener: Listener, address: str, sock: socket.socket, **how: Any) -> None:
         super().__init__(listener.server, **how)
@@ -55,28 +54,27 @@ class Connection(web.RequestHandler):
         self._listener = listener
         self._wire: asyncio.Transport | None = None
         self._stuck: tuple[float, int] | None = None
-        """(when, how much waited to be written) as of the last progress, where the caller does not read."""
+        """Where the caller does not read: (time, bytes waiting to be written) at the last progress."""
 
     @property
     def silent(self) -> bool:
-        """Whether it asks for nothing yet."""
+        """Whether it has no request at present."""
         return self.phase in ("idle", "headers")
 
     def unread(self) -> bool:
-        """Whether it has said something that we did not come to read yet."""
+        """Whether data has arrived on it that has not been read yet."""
         try:
             return bool(self._sock.recv(1, socket.MSG_PEEK))
         except OSError:
             return False
 
     def now(self, phase: Phase) -> None:
-        """It begins to wait for something else."""
+        """Begin another phase."""
         self.phase, self.since = phase, self._clock()
         self._listener.changed(self)
 
     def overdue(self) -> bool:
-        """Whether what it waits for has taken too long, or it sent so much ahead of our answer that it is not read any
-        more."""
+        """Whether its phase has taken too long, or it sent so much ahead of our answer that reading was paused."""
         now, limits, wire = self._clock(), self._listener.limits, self._wire
         if self._stuck is not None and wire is not None:
             when, size = self._stuck
@@ -91,14 +89,14 @@ class Connection(web.RequestHandler):
         return now - self.since > seconds[self.phase]
 
     def cut(self) -> None:
-        """End it now; what was to be written is lost."""
+        """Abort the connection; unwritten data is lost."""
         self._listener.left(self)
         if self._wire is not None:
             self._wire.abort()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._wire = transport  # type: ignore[assignment]
-        if not self._listener.holds(self):  # closed for another one before it began
+        if not self._listener.holds(self):  # closed for another connection before it began
             self._wire.abort()  # type: ignore[union-attr]
         super().connection_made(transport)
 
@@ -120,8 +118,8 @@ class Connection(web.RequestHandler):
         self._stuck = None
 
     async def finish_response(self, request: Any, resp: Any, start_time: float | None) -> Any:
-        """Write the answer; then the next request is waited for."""
-        if isinstance(resp, web.HTTPException):  # aiohttp's own, raised before our handlers were asked
+        """Write the answer, then wait for the next request."""
+        if isinstance(resp, web.HTTPException):  # aiohttp's own, raised before our handlers were called
             resp = answer(Refusal(str(resp.reason), status=resp.status))
         try:
             return await super().finish_response(request, resp, start_time)
@@ -131,7 +129,7 @@ class Connection(web.RequestHandler):
     def handle_error(
         self, request: Any, status: int = 500, exc: BaseException | None = None, message: str | None = None
     ) -> Any:
-        """What is no HTTP is answered like every other refusal, and is no news for the log."""
+        """Answer invalid HTTP like every other refusal, without a line in the log."""
         if status >= 500:
             LOG.error("%s %r", request.method, request.path, exc_info=exc)
         if request.writer.output_size > 0:
@@ -146,8 +144,8 @@ class Listener:
     """Accepts connections for one application, and keeps them within the limits.
 
     Args:
-        server: aiohttp's; makes requests of what connections say, and has them handled.
-        limits: on callers.
+        server: aiohttp's server, which parses and handles requests.
+        limits: the limits on callers.
     """
 
     def __init__(self, server: web.Server, limits: CallerLimits) -> None:
@@ -157,7 +155,7 @@ class Listener:
         self._held: dict[Connection, None] = {}
         self._count: Counter[str] = Counter()
         self._silent: dict[str, dict[Connection, None]] = {}
-        """Connections that ask for nothing, by address, the longest silent first."""
+        """Silent connections by address, the longest silent first."""
         self._sockets: list[socket.socket] = []
         self._starting: set[asyncio.Task[None]] = set()
         self._resume: asyncio.TimerHandle | None = None
@@ -170,27 +168,27 @@ class Listener:
         return connection in self._held
 
     def open(self, sockets: Sequence[socket.socket]) -> None:
-        """Begin to accept from listening sockets, which are closed with the listener."""
+        """Begin to accept from listening sockets. They are closed with the listener."""
         self._sockets = list(sockets)
         self._listen()
         self._sweep()
 
     def close(self) -> None:
-        """Accept nothing more. Connections that are there remain, and are still held to their times until `cut`."""
+        """Accept no more connections. Open ones remain, with their time limits, until `cut`."""
         self._pause()
         for sock in self._sockets:
             sock.close()
         self._sockets = []
 
     def cut(self) -> None:
-        """End all connections, and look after none any more."""
+        """Abort all connections and stop the time limits."""
         if self._sweeping is not None:
             self._sweeping.cancel()
         for connection in list(self._held):
             connection.cut()
 
     def changed(self, connection: Connection) -> None:
-        """A connection fell silent, or asks for something."""
+        """Record that a connection became silent or has a request."""
         own = self._silent.setdefault(connection.address, {})
         own.pop(connection, None)
         if connection.silent and connection in self._held:
@@ -199,7 +197,7 @@ class Listener:
             del self._silent[connection.address]
 
     def left(self, connection: Connection) -> None:
-        """A connection is over."""
+        """Record that a connection has ended."""
         if connection in self._held:
             del self._held[connection]
             self._count[connection.address] -= 1
@@ -218,7 +216,7 @@ class Listener:
             self._loop.add_reader(sock.fileno(), self._accept, sock)
 
     def _pause(self, seconds: float | None = None) -> None:
-        """Leave new connections in the backlog, for so many seconds where that is said."""
+        """Leave new connections in the backlog, for `seconds` where given."""
         for sock in self._sockets:
             self._loop.remove_reader(sock.fileno())
         if self._resume is not None:
@@ -226,7 +224,7 @@ class Listener:
         self._resume = None if seconds is None else self._loop.call_later(seconds, self._listen)
 
     def _accept(self, sock: socket.socket) -> None:
-        """Let in what waits, as far as the limits allow."""
+        """Accept waiting connections, as far as the limits allow."""
         for _ in range(AT_ONCE):
             if len(self._held) >= self.most and not self._make_room():
                 self._pause(SWEEP / 10)
@@ -272,13 +270,13 @@ class Listener:
     async def _begin(self, connection: Connection, wire: socket.socket) -> None:
         try:
             await self._loop.connect_accepted_socket(lambda: connection, wire)
-        except OSError as error:  # it went away before it began
+        except OSError as error:  # it was closed before it began
             self.left(connection)
             wire.close()
             LOG.debug("a connection did not begin: %s", error)
 
     def _make_room(self, address: str | None = None) -> bool:
-        """Close the connection that has asked for nothing longest: from `address`, or from where most come."""
+        """Close the longest silent connection: of `address`, or else of the address with the most."""
         if address is None:
             address = max(self._silent, key=lambda a: self._count[a], default=None)
         before = self._loop.time() - YOUNG
@@ -292,20 +290,20 @@ class Listener:
 
 
 def refuse(wire: socket.socket) -> None:
-    """Say 429 to a connection that is not let in, if it can be said at once, and close it."""
+    """Send 429 to a connection that is not accepted, if that is possible at once, and close it."""
     said = Refusal("too many connections from this address", status=429).bytes()
     with suppress(OSError), wire:
         wire.setblocking(False)
         wire.send(said)
         wire.shutdown(socket.SHUT_WR)
-        wire.recv(1 << 16)  # what is left unread would take the answer back
+        wire.recv(1 << 16)  # unread data would make the close discard the answer
 
 
 async def bind(host: str, port: int) -> list[socket.socket]:
-    """Listening sockets at every address that a host's name has, all of one port.
+    """Listening sockets at every address of a host name, all with one port.
 
     Raises:
-        OSError: the name has no address, or one cannot be had.
+        OSError: the name has no address, or an address cannot be bound.
     """
     made: list[socket.socket] = []
     found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
@@ -321,7 +319,7 @@ async def bind(host: str, port: int) -> list[socket.socket]:
             failed = error
             if error.errno == errno.EADDRINUSE:
                 break
-    # of a name's addresses, some need not be this machine's
+    # some addresses of a name may belong to other machines
     if failed is not None and (not made or failed.errno == errno.EADDRINUSE):
         for sock in made:
             sock.close()

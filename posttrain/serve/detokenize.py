@@ -1,7 +1,7 @@
-"""Ids to text as they come: no half characters, nothing that may still turn out to be a stop string.
+"""Decode ids to text as they arrive: no incomplete characters, and nothing that may become a stop string.
 
-Concatenated pieces are the text of the whole, on every kind of tokenizer; except that byte-fallback decoders take back
-characters when invalid bytes follow, and what was shown is not taken back.
+The concatenated pieces equal the decoded whole, for every kind of tokenizer, with one exception: byte-fallback decoders
+change earlier characters when invalid bytes follow, and text that was sent is not changed.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from functools import cache, cached_property
 from transformers import PreTrainedTokenizerFast
 
 HALF = "\ufffd"
-"""What a decoder writes for bytes that are no character, or none yet."""
+"""What a decoder writes for invalid or incomplete UTF-8."""
 _BYTE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _SPACE = "\u2581"
 
 
 class TokenText:
-    """A tokenizer as the server reads it: text of ids, and each token's own bytes."""
+    """The text of ids, and the bytes of each token."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
@@ -34,17 +34,16 @@ class TokenText:
 
     @cached_property
     def longest(self) -> int:
-        """Bytes of text that one token can stand for, at most; for a text that the tokenizer changes first, more or
-        less."""
+        """Most bytes of text in one token. Only approximate where the tokenizer normalises text first."""
         pieces = (*self._backend.get_vocab(with_added_tokens=False), *self._added.values())
         return max(len(p) if self._byte_level else len(p.encode()) for p in pieces)
 
     def text(self, ids: Sequence[int]) -> str:
-        """Special tokens stay visible."""
+        """The text of ids, with special tokens."""
         return self._backend.decode(list(ids), skip_special_tokens=False)
 
     def bytes(self, token: int) -> bytes:
-        """What a token adds to the UTF-8 of a text, half characters included; empty for an id that is no token."""
+        """The UTF-8 bytes of a token, also of incomplete characters. Empty for an id that is no token."""
         if token in self._added:
             return self._added[token].encode()
         piece = self._backend.id_to_token(token)
@@ -63,17 +62,17 @@ class TokenText:
 
 @cache
 def _byte_of() -> dict[str, int]:
-    """GPT-2's letters for bytes: printable ones stand for themselves, the others come after 255 in order."""
+    """GPT-2's letters for bytes: printable bytes are themselves, the others are numbered from 256."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     rest = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(rest)}
 
 
 class Decoder:
-    """One growing text. `add` returns what has become certain; `finish` the rest.
+    """Decodes one growing text. `add` returns text that is complete; `finish` returns the rest.
 
-    A token's text depends on the tokens just before it (a space, a half character), so each piece is what a short
-    window of tokens says with it beyond what the window says without it.
+    A token's text depends on the tokens before it (a space, an incomplete character). So a piece is the text of a short
+    window of tokens with the new one, minus the text of the window without it.
     """
 
     def __init__(self, words: TokenText) -> None:
@@ -83,7 +82,7 @@ class Decoder:
         self._said = ""
 
     def add(self, token: int) -> str:
-        """The text that this token makes certain; '' while a character is incomplete."""
+        """The text that this token completes; '' while a character is incomplete."""
         self._ids.append(token)
         before, now = (
             self._words.text(self._ids[self._window : self._read]),
@@ -97,7 +96,7 @@ class Decoder:
         return piece
 
     def finish(self) -> str:
-        """What is left: bytes that never became a character, as the decoder writes them."""
+        """The rest: bytes that are no complete character, as the decoder writes them."""
         whole = self._words.text(self._ids)
         if whole.startswith(self._said):
             return whole[len(self._said) :]
@@ -109,7 +108,7 @@ class Decoder:
 
 
 class Stops:
-    """Finds the first stop string in a growing text, and holds back what may be the beginning of one."""
+    """Finds the first stop string in a growing text, and holds back text that may be the beginning of one."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
@@ -117,7 +116,7 @@ class Stops:
         self.found = False
 
     def add(self, piece: str, armed: bool = True) -> str:
-        """The text that may be shown now: up to a stop string, which is left out, or up to where one may have begun.
+        """The text that can be sent now: up to a stop string, which is removed, or up to the possible start of one.
 
         Args:
             armed: whether a stop string that ends in this piece ends the text.
@@ -137,6 +136,6 @@ class Stops:
         return text[: len(text) - keep]
 
     def finish(self) -> str:
-        """What was held back for nothing."""
+        """The text that was held back and is no stop string."""
         held, self._held = self._held, ""
         return held

@@ -1,8 +1,7 @@
-"""From a request on the wire to its fields and prompt ids. Each step is bounded, and what computes is done beside the
-event loop.
+"""Read a request: its body, its fields and its prompt ids. Each step is bounded; computation is outside the event loop.
 
-Texts are tokenized in threads: one for small requests, one for large ones, so that nobody waits for somebody else's
-megabytes.
+Texts are tokenized in two threads, one for small requests and one for large ones, so that a small request does not wait
+for a large one.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from posttrain.serve.refusal import Refusal
 from posttrain.serve.served import ServedModel
 
 SMALL = 64 << 10
-"""Bytes of a request that is understood at once; larger ones wait for each other."""
+"""Most bytes of a small request; larger ones are parsed one at a time."""
 REST = 3.0
-"""Between two large requests their thread rests so many times as long as the first took: reading JSON keeps all other
-threads from running."""
+"""After a large request its thread sleeps this many times as long as the request took, because parsing JSON blocks all
+other threads."""
 SHORTEST = 16
-"""Bytes that a token is taken to have at least, when a text is refused by its bytes: many vocabularies have one for
-unknown words."""
+"""Lower bound assumed for the longest token, in bytes, when a text is refused by its length: many vocabularies have one
+for unknown words."""
 Understood = tuple[GenerationRequest, list[np.ndarray]]
 
 
@@ -42,7 +41,7 @@ class Intake:
     def __init__(self, served: ServedModel, limits: CallerLimits) -> None:
         self.served, self.limits = served, limits
         self._held = 0
-        """Bytes of bodies that are being read or wait to be understood."""
+        """Bytes of bodies that are being read or wait to be parsed."""
         self._small, self._large = (ThreadPoolExecutor(1, thread_name_prefix="posttrain-serve") for _ in range(2))
         self._rests = 0.0
         self._most = served.sampler.context * max(SHORTEST, served.words.longest)
@@ -52,8 +51,8 @@ class Intake:
             lane.shutdown(wait=False, cancel_futures=True)
 
     def check(self, request: web.Request) -> None:
-        """Refuse by its headers what is no JSON in UTF-8, or too long. A page in a browser cannot send this content
-        type unasked.
+        """Refuse by its headers a body that is not JSON in UTF-8, or is too long. A web page cannot send this content
+        type to another site without its permission (CORS).
 
         Raises:
             Refusal: 413 or 415.
@@ -73,25 +72,25 @@ class Intake:
             self._too_long()
 
     async def read(self, request: web.Request, kind: type[GenerationRequest]) -> Understood:
-        """The request's fields, checked, and the ids of its prompts."""
+        """The checked fields of a request, and the ids of its prompts."""
         body = await self._body(request)
-        lane, work = (self._small, self.understood) if len(body) <= SMALL else (self._large, self._rested)
+        lane, work = (self._small, self.parse_request) if len(body) <= SMALL else (self._large, self._rested)
         job = asyncio.get_running_loop().run_in_executor(lane, work, body, kind)
         job.add_done_callback(lambda _: self._release(len(body)))
         return await job
 
     def _rested(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
-        """`understood` of a large request; its thread alone calls this."""
+        """`parse_request` for a large request; only called in its thread."""
         time.sleep(max(0.0, self._rests - time.monotonic()))
         start = time.monotonic()
         try:
-            return self.understood(body, kind)
+            return self.parse_request(body, kind)
         finally:
             now = time.monotonic()
             self._rests = now + REST * (now - start)
 
-    def understood(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
-        """What a body asks for; runs in a thread."""
+    def parse_request(self, body: bytes, kind: type[GenerationRequest]) -> Understood:
+        """The checked fields and prompt ids of a body; runs in a thread."""
         asked: Any = read(kind, parse(body))
         self.known(asked.model)
         self._in_vocabulary(asked)
@@ -100,7 +99,7 @@ class Intake:
         return asked, [self._prompt(p) for p in asked.prompt]
 
     def known(self, name: str) -> None:
-        """Refusal of a model that is not served here."""
+        """Refuse a model that is not served here."""
         if name != self.served.name:
             raise Refusal(
                 f"there is no model {name!r} here, only {self.served.name!r}",
@@ -110,7 +109,7 @@ class Intake:
             )
 
     async def _body(self, request: web.Request) -> bytes:
-        """All of the body, within its time; its bytes are held until `_release`."""
+        """Read the whole body, within its time limit. Its bytes count as held until `_release`."""
         kept = bytearray()
         try:
             async with asyncio.timeout(self.limits.body_seconds):
@@ -175,18 +174,18 @@ class Intake:
         return self._ids(messages, "messages")
 
     def _ids(self, content: str | Sequence[Message], param: str) -> np.ndarray:
-        """A prompt as a rollout would show it to the policy."""
+        """The ids of a prompt, as a rollout would give them to the policy."""
         try:
             ids = self.served.renderer.prompt(content)
         except PosttrainError as error:
             raise Refusal(str(error), param=param) from None
-        except Exception as error:  # a tokenizer raises what it likes, such as at a character it has no token for
+        except Exception as error:  # a tokenizer may raise anything, for example at a character it has no token for
             raise Refusal(f"{param}: the tokenizer does not read this text ({error})", param=param) from None
         self._room(len(ids), param)
         return ids
 
     def _short(self, size: int, param: str) -> None:
-        """Refuse a text that cannot fit by its bytes, before it is tokenized."""
+        """Refuse a text that is too long by its bytes, before it is tokenized."""
         if size > self._most:
             most, context = self._most, self.served.sampler.context
             raise Refusal(
@@ -207,7 +206,7 @@ class Intake:
 
 
 def parse(body: bytes) -> Any:
-    """The JSON of a body. A name that stands twice in an object, and numbers that JSON does not have, are refused."""
+    """The JSON of a body. Refuses duplicate names in an object, and NaN and infinities."""
     try:
         return json.loads(body.decode("utf-8"), object_pairs_hook=_once, parse_constant=_no_number)
     except UnicodeDecodeError as error:

@@ -1,4 +1,4 @@
-"""What callers may take of the server, all together, from one address, and in time."""
+"""Limits on callers of the server: in total, per address, and in time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from posttrain.core.errors import ConfigError, nearest
 
 MIB = 1 << 20
 SPARE_FILES = 128
-"""Files that the process may open beside its connections."""
+"""Files kept free for the process beside its connections."""
 FEWEST = 16
-"""Connections that are held at least, whatever the limit on files."""
+"""Fewest connections that are accepted, whatever the limit on files."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,7 +64,7 @@ class CallerLimits:
 
 
 def read_limits(words: Iterable[str]) -> CallerLimits:
-    """Limits from `name=number` words; ConfigError naming one that is none."""
+    """Limits from `name=number` words. ConfigError names a word that is not valid."""
     kinds = {f.name: f.type for f in fields(CallerLimits)}
     given: dict[str, float] = {}
     for word in words:
@@ -82,7 +82,7 @@ def read_limits(words: Iterable[str]) -> CallerLimits:
 
 
 def most_connections(limits: CallerLimits) -> int:
-    """How many connections can be held: the limit, or what the limit on files leaves."""
+    """How many connections can be open at once: the limit, or fewer if the limit on files is lower."""
     import resource  # not on every system that has a command line
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)

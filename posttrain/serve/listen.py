@@ -1,7 +1,7 @@
-"""From an application to a listening server, and back to nothing: address, banner, Ctrl-C.
+"""Run the server: listening address, banner, and shutdown.
 
-The first SIGINT or SIGTERM stops accepting and lets what is being answered end, for `GRACE` seconds at most; a second
-one ends it at once.
+After the first SIGINT or SIGTERM no connection is accepted, and open requests have `GRACE` seconds to finish. A second
+signal ends them at once.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from posttrain.serve.quiet import quiet
 from posttrain.serve.served import ServedModel
 
 GRACE = 10.0
-"""Seconds that requests have to end after the first signal."""
+"""Seconds that requests have to finish after the first signal."""
 FLUSH = 1.0
-"""Seconds that a caller has to take what is left once its answers were ended."""
+"""Seconds that a caller has to read the rest after its answers were ended."""
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def check_address(host: str, token: str | None) -> None:
-    """ConfigError where everybody who can reach `host` would be served without a token."""
+    """ConfigError where other machines could use the server without a token."""
     if token is None and not loopback(host):
         raise ConfigError(
             f"--host {host} is reached from other machines, and --no-token would serve everybody: leave --no-token out,"
@@ -42,7 +42,7 @@ def check_address(host: str, token: str | None) -> None:
 
 
 def loopback(host: str) -> bool:
-    """Whether a listening address is reached from this machine only."""
+    """Whether a listening address can be reached only from this machine."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -51,10 +51,10 @@ def loopback(host: str) -> bool:
 
 @asynccontextmanager
 async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
-    """Listen; yields the base address. Leaving waits for what is being answered, `GRACE` seconds at most, then ends it.
+    """Listen; yields the base address. At the end of the block open requests have `GRACE` seconds to finish.
 
     Raises:
-        ConfigError: the address is taken, or not one of this machine.
+        ConfigError: the address is in use, or is not an address of this machine.
     """
     loop = asyncio.get_running_loop()
     runner = web.AppRunner(server.app(), handler_cancellation=True, access_log=None, shutdown_timeout=GRACE)
@@ -90,7 +90,7 @@ async def listening(server: Server, host: str, port: int) -> AsyncIterator[str]:
 
 @dataclass
 class Ending:
-    """Which signal came first; `again` once there was a second."""
+    """The first signal that arrived; `again` is set after a second one."""
 
     first: asyncio.Event
     number: int = 0
@@ -99,7 +99,7 @@ class Ending:
 
 @contextmanager
 def signals(cut: Callable[[], None]) -> Iterator[Ending]:
-    """Listen for signals in the running loop; the second one calls `cut`."""
+    """Handle signals in the running loop; the second one calls `cut`."""
     loop = asyncio.get_running_loop()
     ending = Ending(asyncio.Event())
 
@@ -129,8 +129,7 @@ async def serve(
     say: Callable[[str], None],
     limits: CallerLimits | None = None,
 ) -> int:
-    """Serve until a signal comes; returns the exit code that belongs to it. This process may open as many files as is
-    allowed.
+    """Serve until a signal arrives; returns its exit code. Raises this process's limit on open files to the maximum.
 
     Args:
         facts: lines about the model, for the banner.
@@ -152,7 +151,7 @@ async def serve(
 
 
 def capacity(limits: CallerLimits, files: int) -> str:
-    """How many callers are served at once, for the banner."""
+    """The banner's line about how many callers are served at once."""
     most = most_connections(limits)
     few = (
         f"; fewer than --limit connections={limits.connections}, as this process may open {files:,} files"
@@ -163,7 +162,7 @@ def capacity(limits: CallerLimits, files: int) -> str:
 
 
 def banner(served: ServedModel, url: str, host: str, facts: tuple[str, ...]) -> Iterator[str]:
-    """What is served, where, and how to try it."""
+    """Lines about the model, the address, and an example request."""
     yield from facts
     chat = bool(served.renderer.tokenizer.chat_template)
     paths = (

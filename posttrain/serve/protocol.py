@@ -1,6 +1,6 @@
-"""Requests as OpenAI's API writes them, and the contract each asks for. What is not understood is refused by name.
+"""Requests of OpenAI's API, and the sampling contract of each. Unknown fields are refused by name.
 
-Extensions have the names vLLM gives them: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `allowed_token_ids`,
+Extensions have vLLM's names: `top_k`, `min_p`, `repetition_penalty`, `min_tokens`, `allowed_token_ids`,
 `stop_token_ids`, `ignore_eos`, `return_token_ids`, `return_tokens_as_token_ids`, `prompt_logprobs`.
 """
 
@@ -18,9 +18,9 @@ from posttrain.core.types import Message
 from posttrain.serve.refusal import Refusal
 
 MOST_CHOICES = 1024
-"""Most answers of one request, over all its prompts."""
+"""Most answers to one request, over all its prompts."""
 MOST_NAMES = 64
-"""Most fields of an object that has fields: each that is not known would be a sentence."""
+"""Most fields of an object, because the refusal has a sentence for each unknown one."""
 MOST_STOPS = 16
 MOST_TOP = 20
 """Most alternatives shown beside a token."""
@@ -44,7 +44,7 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """`include_usage`: a last chunk with the token counts."""
+    """Options of a stream. `include_usage`: send a last chunk with the token counts."""
 
     include_usage: bool = False
 
@@ -56,12 +56,12 @@ def _one_or_many(stop: Any) -> Any:
 
 
 def _by_id(bias: Any) -> Any:
-    """JSON's keys are texts: `{"17": -2}`."""
+    """Convert the keys to token ids; in JSON they are text: `{"17": -2}`."""
     if not isinstance(bias, dict) or not all(isinstance(k, str) and k.isdecimal() for k in bias):
         raise ValueError('logit_bias is an object from token ids to numbers, such as {"17": -2.5}')
     made = {int(k): x for k, x in bias.items()}
     wrong = next((k for k, x in made.items() if type(x) not in (int, float) or not -100 <= x <= 100), None)
-    return made if wrong is None else {wrong: made[wrong]}  # one is told, whatever their number
+    return made if wrong is None else {wrong: made[wrong]}  # only one is reported, whatever their number
 
 
 Ids = Annotated[list[int], Field(fail_fast=True)]
@@ -69,7 +69,7 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
 class GenerationRequest(_Strict):
-    """What both kinds of request share."""
+    """Fields of both kinds of request."""
 
     model: str
     n: int = Field(1, ge=1, le=MOST_CHOICES)
@@ -90,7 +90,7 @@ class GenerationRequest(_Strict):
     return_token_ids: bool = False
     return_tokens_as_token_ids: bool = False
     user: str | None = None
-    """Names the caller's own user; nothing depends on it."""
+    """The caller's name for its user; it has no effect."""
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -104,7 +104,7 @@ class GenerationRequest(_Strict):
 
     @property
     def alternatives(self) -> int | None:
-        """How many alternatives to show beside each token; None: no log-probs at all."""
+        """How many alternatives to return per token; None: no log-probs at all."""
         raise NotImplementedError
 
     def limit(self, room: int) -> int:
@@ -133,7 +133,7 @@ class GenerationRequest(_Strict):
 
 
 def _prompt(prompt: Any) -> Any:
-    """A string, token ids, or a list of either; as a list of prompts."""
+    """A string, token ids, or a list of either, as a list of prompts."""
     if isinstance(prompt, str) or _ids(prompt):
         return [prompt]
     if (
@@ -189,11 +189,11 @@ def _content(given: Any) -> Content:
 
 
 class ChatMessage(_Strict):
-    """One message; which roles there are is up to the model's chat template."""
+    """One message. The model's chat template decides which roles are valid."""
 
     role: str
     content: Annotated[Any, BeforeValidator(_content)]
-    """Text, or parts of text as the model's chat template reads them (`core.content`)."""
+    """Text, or parts of text, as the model's chat template reads them (`core.content`)."""
 
     def plain(self) -> Message:
         return Message(role=self.role, content=self.content)
@@ -246,12 +246,12 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "modalities": ((["text"],), "this server writes text"),
     "store": ((False,), "nothing is stored"),
 }
-"""Parameters of OpenAI's API that are not served: values that ask for nothing and so are accepted, and why others are
-not."""
+"""Parameters of OpenAI's API that are not served: the values without effect, which are accepted, and why others are
+refused."""
 
 
 def read(kind: type[Any], body: Any) -> Any:
-    """A request from JSON, or `Refusal` naming the field at fault. null stands for a default, as in OpenAI's API."""
+    """A request from JSON. `Refusal` names the wrong field. null means the default, as in OpenAI's API."""
     if not isinstance(body, dict):
         raise Refusal("the body must be a JSON object")
     given = {k: v for k, v in body.items() if v is not None}
@@ -267,7 +267,7 @@ def read(kind: type[Any], body: Any) -> Any:
 
 
 def _refusal(kind: type[BaseModel], error: ValidationError) -> Refusal:
-    """The first thing pydantic found, in a sentence."""
+    """The first error of pydantic, as a sentence."""
     first = error.errors(include_url=False)[0]
     where = ".".join(str(part) for part in first["loc"] if not str(part).startswith("function-"))
     if first["type"] == "extra_forbidden":

@@ -1,4 +1,4 @@
-"""The server's log, which callers cannot fill."""
+"""The server's log, with a limited rate, so that callers cannot fill it."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import contextmanager
 from posttrain.core.net import LogRateLimit
 
 LOG = logging.getLogger("posttrain.serve")
-"""The server's own lines."""
+"""The server's own logger."""
 LOGGERS = (LOG, logging.getLogger("asyncio"), logging.getLogger("aiohttp.server"))
-"""What writes because of callers."""
+"""Loggers whose lines callers can cause."""
 
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Hold the rate of each of `LOGGERS` for as long as a server listens."""
+    """Limit the rate of each of `LOGGERS` inside the block."""
     kept = [(log, LogRateLimit()) for log in LOGGERS]
     for log, rate in kept:
         log.addFilter(rate)

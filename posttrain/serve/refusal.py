@@ -1,4 +1,4 @@
-"""What the server says no with: an HTTP status and an error in the shape OpenAI's clients read."""
+"""Refusals of the server: an HTTP status, and an error in the format of OpenAI's API."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from aiohttp import web
 from posttrain.core.errors import ConfigError, DataError, PosttrainError
 
 LONGEST = 1000
-"""Most characters of a message: it quotes what was sent, which may be long."""
+"""Most characters of a message; it quotes the request, which may be long."""
 SOON = {"Retry-After": "1"}
 _HEADERS: dict[int, Mapping[str, str]] = {401: {"WWW-Authenticate": "Bearer"}, 429: SOON, 503: SOON}
 
 
 class Refusal(Exception):
-    """A request that is not served. `param` names the field at fault, `code` the kind for programs."""
+    """A request that is not served. `param` names the wrong field; `code` is the kind of error for programs."""
 
     def __init__(self, message: str, *, status: int = 400, param: str | None = None, code: str | None = None) -> None:
         super().__init__(_cut(message))
@@ -36,7 +36,7 @@ class Refusal(Exception):
         }
 
     def bytes(self) -> bytes:
-        """The whole answer as it goes over the wire, after which the connection is closed."""
+        """The whole HTTP answer; the connection is closed after it."""
         body = json.dumps(self.body()).encode()
         headers = {
             **_HEADERS.get(self.status, {}),
@@ -54,7 +54,7 @@ class Refusal(Exception):
 
 
 def answer(refusal: Refusal, headers: Mapping[str, str] | None = None) -> web.Response:
-    """A refusal as a response, with the headers that belong to its status, and these."""
+    """A refusal as a response, with the headers of its status and the given ones."""
     return web.json_response(
         refusal.body(), status=refusal.status, headers={**_HEADERS.get(refusal.status, {}), **(headers or {})}
     )
@@ -72,7 +72,7 @@ def _cut(text: str) -> str:
 
 
 def refusal_of(error: PosttrainError) -> Refusal:
-    """What one of our own errors is to a client: its request's fault, or the server's."""
+    """The refusal for one of our own errors: the request's fault, or the server's."""
     if isinstance(error, DataError | ConfigError):
         return Refusal(str(error))
     return Refusal(str(error), status=500)

@@ -1,4 +1,4 @@
-"""What a server serves."""
+"""The model that a server serves."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from posttrain.serve.detokenize import TokenText
 
 @dataclass(frozen=True)
 class ServedModel:
-    """What is served, and to whom."""
+    """A served model with its engine, tokenizer and token."""
 
     sampler: Sampler
     renderer: Renderer
     words: TokenText
     vocabulary: int
-    """Ids the model has embeddings for."""
+    """Number of ids that the model has embeddings for."""
     name: str
     root: str
-    """Where the model came from."""
+    """The target that the model was loaded from."""
     fingerprint: str
     token: str | None
-    """What callers must bring; None: anybody on this machine is served."""
+    """The token callers must send; None: every caller on this machine is served."""
     created: int

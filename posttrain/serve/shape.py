@@ -1,4 +1,4 @@
-"""Answers as OpenAI's API writes them: whole ones, and the chunks of a stream."""
+"""Answers in the format of OpenAI's API: whole ones, and the chunks of a stream."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Shape:
         """The answer to a request without stream.
 
         Args:
-            scores: log-probs [T - 1] of each prompt, by `id` of its ids, where they were asked for.
+            scores: log-probs [T - 1] of each prompt, by Python `id` of its array of ids, where they were requested.
         """
         out = self._frame(
             "chat.completion" if self.chat else "text_completion", [self._choice(c, c.whole, c.finish) for c in choices]
@@ -47,7 +47,7 @@ class Shape:
         return out
 
     def first(self, choice: Choice) -> Json:
-        """The chunk that begins one choice's stream."""
+        """The first chunk of a choice."""
         out = self._chunk([self._choice(choice, TextChunk(), None, role=True)])
         if self.chat and self.request.return_token_ids:
             out["prompt_token_ids"] = choice.prompt.tolist()
@@ -57,7 +57,7 @@ class Shape:
         return self._chunk([self._choice(choice, piece, finish)])
 
     def last(self, choices: Sequence[Choice]) -> Json:
-        """The chunk with the token counts, where it was asked for."""
+        """The last chunk, with the token counts where they were requested."""
         return self._chunk([]) | {"usage": usage(choices)}
 
     def _chunk(self, choices: list[Json]) -> Json:
@@ -108,7 +108,7 @@ class Shape:
         }
 
     def _prompt(self, c: Choice, logp: Any) -> list[Json | None]:
-        """As vLLM writes them: nothing for the first token, then a table of one by token id."""
+        """Log-probs of a prompt in vLLM's format: null for the first token, then one table per token, by token id."""
         later = zip(c.prompt[1:].tolist(), logp.tolist(), strict=True)
         return [None, *({str(i): {"logprob": p, "rank": None, "decoded_token": self._name(i)}} for i, p in later)]
 
@@ -124,7 +124,7 @@ class Shape:
         }
 
     def _table(self, ids: Any, values: Any) -> Json:
-        """Alternatives by name; of several with one name, the most probable."""
+        """Alternatives by their text; of several with one text, the most probable."""
         out: Json = {}
         shown = self.request.alternatives
         for i, p in zip(ids.tolist()[:shown], values.tolist()[:shown], strict=True):
@@ -132,7 +132,7 @@ class Shape:
         return out
 
     def _name(self, token: int) -> str:
-        """A token in words; one that is half a character by its bytes, so that no two have one name."""
+        """A token as text. An incomplete character is written as its bytes, so that names are unique."""
         if self.request.return_tokens_as_token_ids:
             return f"token_id:{token}"
         raw = self.words.bytes(token)
@@ -141,7 +141,7 @@ class Shape:
 
 
 def usage(choices: Sequence[Choice]) -> Json:
-    """Token counts of a request: every prompt once, every answer."""
+    """Token counts of a request: each prompt once, and all answers."""
     prompts = {id(c.prompt): len(c.prompt) for c in choices}
     asked, said = sum(prompts.values()), sum(len(c.whole.ids) for c in choices)
     return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}

@@ -141,7 +141,7 @@ for _ in range(60):
     except OSError: pass
 print(n)
 '''
-    print(pool.run_sync(bomb, limits=Limits(processes=6)).said.strip())
+    print(pool.run_sync(bomb, limits=ProgramLimits(processes=6)).said.strip())
 import os, warnings
 warnings.simplefilter("ignore")
 try: open_sandbox("none")
@@ -149,7 +149,7 @@ except SandboxUnavailableError as error: print(error)
 os.environ["ALLOW_UNSANDBOXED_CODE"] = "1"
 with open_sandbox("none", packages=(), workers=1) as pool:
     done = pool.run_sync("import os; print(os.getuid())")
-    print(done.sandbox, done.said.strip(), pool.run_sync("while True: pass", limits=Limits(wall=0.5)).why)
+    print(done.sandbox, done.said.strip(), pool.run_sync("while True: pass", limits=ProgramLimits(wall=0.5)).why)
 """
     done = subprocess.run(
         [str(python), "-c", source, str(ROOT)],

@@ -15,7 +15,7 @@ import pytest
 from sandbox_parts import backend, made, patched
 
 import posttrain
-from posttrain.api.check import expected
+from posttrain.api.check import expected_rate
 from posttrain.cli import main
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
@@ -369,7 +369,7 @@ async def test_sandboxes_are_found_wherever_an_environment_holds_them() -> None:
 def test_a_run_is_checked_by_its_folder_against_the_rate_of_its_rollouts(tmp_path: Path) -> None:
     posttrain.run(only_rl(tiny_run(steps=2)), out=tmp_path / "run", quiet=True)
     done = [s for s in reader.steps(tmp_path / "run") if s.stage == "rl"]
-    assert expected(tmp_path / "run") == pytest.approx(2 * 16 / sum(s.clock["rollout"] for s in done))
-    assert expected("arithmetic") == RATE
+    assert expected_rate(tmp_path / "run") == pytest.approx(2 * 16 / sum(s.clock["rollout"] for s in done))
+    assert expected_rate("arithmetic") == RATE
     report = posttrain.check(tmp_path / "run", tasks=4, rate=1.0)
     assert report.passed and report.tasks == 4

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 
 from posttrain.api.endpoint import EndpointOptions
+from posttrain.api.session import RunOptions
 from posttrain.cli import main
 from posttrain.cli.ladder import one
 from posttrain.cli.parser import split_overrides
@@ -103,7 +104,7 @@ def test_overrides_stand_anywhere() -> None:
 
 @pytest.fixture
 def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """The recipe's functions, replaced by ones that remember their arguments."""
+    """The functions behind the commands, replaced by ones that remember their arguments."""
     calls: dict[str, Any] = {}
 
     def remember(name: str) -> Any:
@@ -113,17 +114,17 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         calls["played"] = True
 
     @contextmanager
-    def begun(*a: Any, **k: Any) -> Iterator[SimpleNamespace]:
-        calls["run"] = (a, k)
+    def open_session(*a: Any) -> Iterator[SimpleNamespace]:
+        calls["run"] = a
         yield SimpleNamespace(play=play)
 
     put(monkeypatch, "main", SimpleNamespace(**{name: remember(name) for name in ("evaluate", "export")}))
-    put(monkeypatch, "session", SimpleNamespace(begun=begun))
+    put(monkeypatch, "session", SimpleNamespace(RunOptions=RunOptions, open_session=open_session))
     return calls
 
 
 def put(monkeypatch: pytest.MonkeyPatch, name: str, fake: SimpleNamespace) -> None:
-    """A module of the api, replaced."""
+    """A module of `posttrain.api`, replaced."""
     import posttrain.api
 
     monkeypatch.setitem(sys.modules, f"posttrain.api.{name}", fake)
@@ -133,11 +134,12 @@ def put(monkeypatch: pytest.MonkeyPatch, name: str, fake: SimpleNamespace) -> No
 def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "ladder", "--out", "x", "seed=1", "clip.high=0.3"]) == 0
     assert called.pop("played") and called["run"] == (
-        ("ladder", "seed=1", "clip.high=0.3"),
-        {"out": "x", "resume": None, "allow_fault": False, "trust": False},
+        "ladder",
+        ["seed=1", "clip.high=0.3"],
+        RunOptions(out="x"),
     )
     assert main(["run", "--resume", "runs/x"]) == 0
-    assert called["run"] == (("",), {"out": None, "resume": "runs/x", "allow_fault": False, "trust": False})
+    assert called["run"] == ("", [], RunOptions(resume="runs/x"))
     assert main(["eval", "runs/x", "env.args.terms=4", "--samples", "3", "--temperature", "0.5"]) == 0
     assert called["evaluate"] == (
         ("runs/x", "env.args.terms=4"),
@@ -157,10 +159,10 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
 
 
 def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
-    def begun(*_: Any, **__: Any) -> None:
+    def open_session(*_: Any) -> None:
         raise error
 
-    put(monkeypatch, "session", SimpleNamespace(begun=begun))
+    put(monkeypatch, "session", SimpleNamespace(RunOptions=RunOptions, open_session=open_session))
     return main(["run", "ladder"])
 
 
@@ -184,9 +186,9 @@ def test_signals_outside_a_run_end_with_their_code(number: signal.Signals) -> No
 import signal, sys, time, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background hands down that Ctrl-C is ignored
 fake = types.ModuleType("posttrain.api.session")
-def begun(*a, **k):
+def open_session(*a):
     print("ready", flush=True); time.sleep(60)
-fake.begun = begun
+fake.RunOptions, fake.open_session = dict, open_session
 import posttrain.api; posttrain.api.session = fake; sys.modules["posttrain.api.session"] = fake
 from posttrain.cli import main
 from posttrain.cli.ladder import one

@@ -286,9 +286,9 @@ def test_no_sandbox_outlives_a_killed_harness() -> None:
     """H-30."""
     sandbox = backend("namespaces")
     source = (
-        "import time\nfrom posttrain.sandbox.backends import *\nfrom posttrain.sandbox.worker import *\nw ="
-        " Worker(Namespaces(()))\nprint(*w.pids, flush=True)\nw.run(Job(b'while True: pass', limits=Limits(wall=60,"
-        " cpu=60)))"
+        "import time\nfrom posttrain.sandbox.backends import *\nfrom posttrain.sandbox.worker import *\n"
+        "w = SandboxWorker(Namespaces(()))\nprint(*w.pids, flush=True)\n"
+        "w.run(Job(b'while True: pass', limits=ProgramLimits(wall=60, cpu=60)))"
     )
     harness = subprocess.Popen([sys.executable, "-c", source], stdout=subprocess.PIPE, cwd=Path(__file__).parents[2])
     assert harness.stdout is not None and sandbox.name == "namespaces"
