@@ -67,14 +67,8 @@ class Terminal:
     def _open(self, step: Step) -> None:
         self._close()
         now = time.monotonic()
-        self._stage, self._begun, self._first, self._printed, self._tokens, self._measured = (
-            step.stage,
-            now,
-            step.index,
-            0.0,
-            0.0,
-            "",
-        )
+        self._stage, self._begun, self._first = step.stage, now, step.index
+        self._printed, self._tokens, self._measured = 0.0, 0.0, ""
         if self.console.is_terminal:
             name, done, facts = (
                 _plain(w) for w in ("{task.description}", "{task.completed}/{task.total}", "{task.fields[facts]}")

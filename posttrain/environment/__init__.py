@@ -1,1 +1,1 @@
-"""Floor 1: tasks, turns, verifiers and rewards. Imports core only, and no torch."""
+"""Floor 1: tasks, turns and tools. It may import `verifier`, `sandbox` and `core`, and no torch."""

@@ -236,13 +236,8 @@ class DemonstrationTalk:
         chat: bool,
         task: str,
     ) -> None:
-        self._renderer, self._dialogue, self._turns, self._chat, self._task = (
-            renderer,
-            dialogue,
-            tuple(turns),
-            chat,
-            task,
-        )
+        self._renderer, self._dialogue, self._turns = renderer, dialogue, tuple(turns)
+        self._chat, self._task = chat, task
         self.transcript = Transcript(sampling)
         self.turns: list[str] = []
         self.paid: list[Judged] = []

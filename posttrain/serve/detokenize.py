@@ -26,11 +26,8 @@ class TokenText:
         self._backend = tokenizer.backend_tokenizer
         self._added = {i: t.content for i, t in tokenizer.added_tokens_decoder.items()}
         decoder = json.dumps(json.loads(self._backend.to_str()).get("decoder"), ensure_ascii=False)
-        self._byte_level, self._fallback, self._spaces = (
-            '"ByteLevel"' in decoder,
-            '"ByteFallback"' in decoder,
-            _SPACE in decoder,
-        )
+        self._byte_level, self._fallback = '"ByteLevel"' in decoder, '"ByteFallback"' in decoder
+        self._spaces = _SPACE in decoder
 
     @cached_property
     def longest(self) -> int:

@@ -13,7 +13,7 @@ from torch import Tensor
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Kept
-from posttrain.engine import logprob
+from posttrain.engine import logprob, transform
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable
 
 M, H, V = 7, 5, 11
@@ -155,8 +155,8 @@ def test_large_logits_stay_finite() -> None:
 def test_never_more_than_a_chunk_of_logits(monkeypatch: pytest.MonkeyPatch) -> None:
     """The widest matrix made, in forward and backward, has at most `chunk` rows."""
     seen: list[int] = []
-    whole = logprob.logits
-    monkeypatch.setattr(logprob, "logits", lambda h, *rest: seen.append(h.shape[0]) or whole(h, *rest))
+    whole = transform.logits
+    monkeypatch.setattr(transform, "logits", lambda h, *rest: seen.append(h.shape[0]) or whole(h, *rest))
     monkeypatch.setattr(logprob, "CHUNK_ELEMENTS", {"cpu": 4 * V})
     monkeypatch.setattr(logprob, "CHUNK_ROWS", 1)
     h, w, b = inputs()
@@ -215,7 +215,7 @@ def test_candidates_are_the_said_token_and_its_rivals(case: Case) -> None:
     got = candidates(h, w, b, rivals, **how)
     own, _ = logprobs(h, w, b, said, **how)
     assert torch.allclose(got[:, 0], own, atol=1e-12)
-    z = logprob.logits(h, w, b, case.scale, case.softcap) / case.temperature
+    z = transform.logits(h, w, b, case.scale, case.softcap) / case.temperature
     if how["kept"] is not None:
         outside = torch.ones_like(z, dtype=torch.bool)
         for row, ids in enumerate(how["kept"].sets()):
@@ -236,7 +236,7 @@ def test_most_probable_tokens_come_first(k: int) -> None:
     """The k largest log-probs of every position in descending order; 0 takes the vocabulary, which sums to 1."""
     h, w, b = inputs()
     found = most_probable(h, w, b, k, sampling=Sampling(temperature=0.7))
-    plain = torch.log_softmax(logprob.logits(h, w, b) / 0.7, 1).detach()
+    plain = torch.log_softmax(transform.logits(h, w, b) / 0.7, 1).detach()
     assert found.values.shape == (M, k or V)
     assert torch.allclose(found.values, plain.sort(1, descending=True).values[:, : k or V], atol=1e-12)
     assert torch.allclose(found.values, plain.gather(1, found.indices), atol=1e-12)
@@ -248,7 +248,7 @@ def test_energy_is_the_squared_gradient(case: Case, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(logprob, "_rows", lambda hidden, weight: 3)
     h, w, b = inputs(bias=case.bias)
     how = case.arguments()
-    z = (logprob.logits(h, w, b, case.scale, case.softcap) / case.temperature).detach()
+    z = (transform.logits(h, w, b, case.scale, case.softcap) / case.temperature).detach()
     if how["kept"] is not None:
         for row, ids in enumerate(how["kept"].sets()):
             z[row, [v for v in range(V) if v not in ids]] = float("-inf")

@@ -68,13 +68,8 @@ class Driver(ABC, Generic[S, T, A]):
         self, parts: RunParts, progress: Progress, stage: S, stopper: Stopper, checkpoint: Path | None = None
     ) -> None:
         """`checkpoint` holds its optimizer where it was cut in its middle."""
-        self.parts, self.progress, self.stage, self.stopper, self.checkpoint = (
-            parts,
-            progress,
-            stage,
-            stopper,
-            checkpoint,
-        )
+        self.parts, self.progress, self.stage = parts, progress, stage
+        self.stopper, self.checkpoint = stopper, checkpoint
         progress.running = progress.running or self.state_type()
         self.state = cast("T", progress.running)
         self.setting = parts.setting(stage)

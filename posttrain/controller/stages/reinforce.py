@@ -65,12 +65,8 @@ class ReinforceDriver(Driver[Reinforce, ReinforceState, Experience], stage=Reinf
 
     def remember(self, asked: Experience, step: Step) -> Step:
         state, prompts = self.state, asked.prompts
-        state.memory, state.cursor, state.rates, state.visits = (
-            self.roles.adaptive,
-            prompts.cursor,
-            dict(prompts.rates),
-            dict(prompts.visits),
-        )
+        state.memory, state.cursor = self.roles.adaptive, prompts.cursor
+        state.rates, state.visits = dict(prompts.rates), dict(prompts.visits)
         return self._refresh(step)
 
     def enough(self, report: EvaluationReport | None) -> str:

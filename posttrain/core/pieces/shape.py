@@ -145,7 +145,7 @@ class RateLength(Shaping):
 @dataclass(frozen=True, kw_only=True)
 class Cosine(Shaping):
     """Replaces the reward by half a cosine over length 0 ... max_tokens: solved 1 -> .5, not solved -1 -> -.5
-    (2503.03373, C04)."""
+    (2502.03373, C04)."""
 
     solved_short: float = 1.0
     solved_long: float = 0.5
