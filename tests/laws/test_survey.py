@@ -82,12 +82,13 @@ another convention: they have no case here.
 
 
 def named_cases() -> list[str]:
-    """Every string of the laws, f-strings by their fixed parts; ids and docstrings are among them."""
+    """Every string of the laws on one line, f-strings by their fixed parts; ids and docstrings are among them."""
     out: list[str] = []
     for path in sorted(Path(__file__).parent.glob("test_*.py")):
         if path != Path(__file__):
             tree = ast.parse(path.read_text(encoding="utf-8"))
-            out += [n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+            found = (n.value for n in ast.walk(tree) if isinstance(n, ast.Constant) and isinstance(n.value, str))
+            out += [" ".join(text.split()) for text in found]
     return out
 
 
