@@ -163,12 +163,12 @@ def test_a_run_with_tools_from_imitation_on(tmp_path: Path, name: str, style: st
 
 PAYS = """
 from dataclasses import dataclass
-from posttrain.environment.gallery.calculator import Calculator, is_request, result
+from posttrain.environment.gallery.calculator import CalculatorEnv, is_request, result
 from posttrain.core.types import Stop
 
 
 @dataclass(frozen=True, kw_only=True)
-class Pays(Calculator):
+class Pays(CalculatorEnv):
     async def play(self, task, talk):
         talk.see(task.prompt)
         for turn in range(3):

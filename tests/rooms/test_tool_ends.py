@@ -18,27 +18,27 @@ WORLD = """
 from dataclasses import dataclass
 from pathlib import Path
 
-from posttrain.core.stop import Limits
+from posttrain.core.stop import EpisodeLimits
 from posttrain.verifier.calling.parse import ToolCall
-from posttrain.environment.gallery.calculator import Calculator
-from posttrain.environment.tools.offered import Offered
+from posttrain.environment.gallery.calculator import CalculatorEnv
+from posttrain.environment.tools.offered import OfferedTools
 from posttrain.role.talk import Conversation
 
-TOOLS = Offered.of("python", seconds=3.0)
+TOOLS = OfferedTools.of("python", seconds=3.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class World(Calculator):
+class World(CalculatorEnv):
     async def play(self, task, talk):
         if not isinstance(talk, Conversation):  # the answers that are known play the task as it is
             return await super().play(task, talk)
         talk.see(task.prompt)
         async with TOOLS.box(task) as box:
             said = await talk.say()
-            first = await box.call(ToolCall("python", {"code": "kept = 6 * 7; print(kept)"}), Limits())
+            first = await box.call(ToolCall("python", {"code": "kept = 6 * 7; print(kept)"}), EpisodeLimits())
             assert first.text == "42", first
             Path(__file__).with_suffix(".at").touch()
-            await box.call(ToolCall("python", {"code": "while True: pass"}), Limits(tool_seconds=100))
+            await box.call(ToolCall("python", {"code": "while True: pass"}), EpisodeLimits(tool_seconds=100))
         return said.stop
 """
 
