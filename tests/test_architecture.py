@@ -167,7 +167,7 @@ def test_the_search_finds_circles() -> None:
 def test_files_and_functions_stay_small(path: Path) -> None:
     text = path.read_text()
     lines = text.count("\n")
-    assert lines <= FILE_LINES, f"{named(path)} has {lines} lines; cut it into rooms of at most {FILE_LINES}"
+    assert lines <= FILE_LINES, f"{named(path)} has {lines} lines; cut it into files of at most {FILE_LINES}"
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             long = (node.end_lineno or node.lineno) - node.lineno + 1

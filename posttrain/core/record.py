@@ -228,7 +228,7 @@ def _task_from_plain(data: dict[str, Any]) -> Task:
 
 def _message(written: dict[str, Any]) -> Message:
     parts = written.get("content")
-    return cast("Message", {**written, "content": content_of(parts)} if isinstance(parts, list) else written)
+    return cast("Message", written if parts is None else {**written, "content": content_of(parts)})
 
 
 class _Cut:

@@ -76,10 +76,12 @@ class AdapterOff:
 def _is_the_policy(policy: Policy, off: Off) -> bool:
     """Whether the model without its adapter computes the same bits as with it, and none of the
     weights it then uses train."""
+    if all(t.requires_grad for _, t in named_tensors(policy.module)):
+        return False
     training = policy.module.training
     policy.module.eval()
     try:
-        with off():
+        with torch.enable_grad(), off():
             base = _canary_logits(policy)
         return not base.requires_grad and torch.equal(base, _canary_logits(policy))
     finally:

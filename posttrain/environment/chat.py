@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Protocol, cast
 
-from posttrain.core.content import content_of, shown, text_of
+from posttrain.core.content import content_of, text_of
 from posttrain.core.errors import DataError, PosttrainError
 from posttrain.core.types import Message
 from posttrain.environment import parts, templates
@@ -152,7 +152,9 @@ class Chat:
 
     def _shielded(self, message: Message) -> Message:
         found = message.get("content")
-        if message["role"] == "assistant" or found is None or not any(s in shown(found) for s in self._specials):
+        if message["role"] == "assistant" or found is None or not self._specials:
+            return message
+        if isinstance(found, str) and not any(s in found for s in self._specials):
             return message
         return cast("Message", {**message, "content": parts.shielded(found, self._specials, SHIELD)})
 

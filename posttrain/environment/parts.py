@@ -28,7 +28,11 @@ def read_by(tokenizer: Any) -> bool:
 
 
 def shielded(found: Content, specials: Sequence[str], shield: str) -> Content:
-    """The content with `shield` inside each special token's name, also if the name spans two parts."""
+    """The content with `shield` inside each special token's name, also if the name spans two parts.
+
+    A template may trim each part, and so join what white space kept apart. So every later part begins with a `shield`,
+    behind its own white space, which is then trimmed as before.
+    """
 
     def cut(text: str) -> str:
         for special in specials:
@@ -43,6 +47,9 @@ def shielded(found: Content, specials: Sequence[str], shield: str) -> Content:
     for part in whole:
         at, joined = len(before), before + part.text
         meets = any(joined.find(s, max(0, at - len(s) + 1), at + len(s) - 1) >= 0 for s in specials)
+        if part.type == "text" and out:
+            body = part.text.lstrip()
+            part = ContentPart("text", part.text[: len(part.text) - len(body)] + shield + body)
         out.append(ContentPart("text", shield + part.text) if meets else part)
         before += out[-1].text
     return tuple(out)

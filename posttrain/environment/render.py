@@ -213,9 +213,11 @@ class Renderer:
 
     def written(self, message: Message) -> Message:
         """A message of the environment, with stand-ins for characters that have no token."""
-        words = {
-            k: mapped(content_of(v), self.writable.text) if k in ("content", "name") else v for k, v in message.items()
-        }
+        words: dict[str, Any] = dict(message)
+        if words.get("content") is not None:
+            words["content"] = mapped(content_of(words["content"]), self.writable.text)
+        if isinstance(words.get("name"), str):
+            words["name"] = self.writable.text(words["name"])
         return cast("Message", words)
 
     def _until_too_long(self, pieces: Iterable[str], most: int) -> np.ndarray | None:

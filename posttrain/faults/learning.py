@@ -27,7 +27,7 @@ TWICE = ("rl.minibatches=2", "rl.optimizer.lr=0.01")
     seam="posttrain.algorithm.credit:_std",
     what="the group's standard deviation divides by G instead of G - 1",
     harm="credit is too large, most of all in small groups: the effective learning rate depends on the group size",
-    source="house 3: group std is ddof 1",
+    source="docs/algorithms-notes.md: the group's standard deviation has ddof 1",
 )
 def _(real: Real) -> Real:
     return lambda rewards, *args, **kwargs: float(np.std(rewards))

@@ -15,7 +15,8 @@ from posttrain.core.sampling import Sampling
 from posttrain.core.types import Group, Task
 from posttrain.core.verdict import SOLVED, failed
 from posttrain.diagnose.gauges import unjudged_words
-from posttrain.role.rollout import Rollout, together
+from posttrain.role.concurrency import together
+from posttrain.role.rollout import Rollout
 
 Z95 = 1.959963984540054
 

@@ -16,6 +16,7 @@ from posttrain.core.ports import Attempt, Environment, EpisodeJudge
 from posttrain.core.redact import redacted
 from posttrain.core.types import Episode, Segment
 from posttrain.core.verdict import Judged, State, Verdict, failed
+from posttrain.role.concurrency import together
 
 JUDGE_RETRIES = 2
 UNCONTAINED = "sandbox=none"
@@ -84,16 +85,21 @@ async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode
     alike: dict[tuple[Any, ...], list[int]] = {}
     for i, e in enumerate(episodes):
         if not failed(e.verdicts):
-            alike.setdefault((i,) if e.state is not None else (e.stop, *_tokens(e.segments)), []).append(i)
+            alike.setdefault((i,) if e.state is not None else _as_judged(e), []).append(i)
     if not judges or not alike:
         return out
     asked = [episodes[same[0]] for same in alike.values()]
-    given = await asyncio.gather(*(_verdicts(judge, asked) for judge in judges))
+    given = await together([_verdicts(judge, asked) for judge in judges])
     for judge, found in zip(judges, given, strict=True):
         for same, verdicts in zip(alike.values(), found, strict=True):
             for i in same:
                 out[i] = _with(out[i], judge, verdicts)
     return out
+
+
+def _as_judged(e: Episode) -> tuple[Any, ...]:
+    """All that a judge can read of an episode without a state."""
+    return (e.stop, e.text, e.seats, e.verdicts, *_tokens(e.segments))
 
 
 async def _verdicts(judge: EpisodeJudge, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:

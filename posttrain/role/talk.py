@@ -14,7 +14,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from posttrain.core.content import content_of, mapped
+from posttrain.core.content import Content, ContentPart, content_of, mapped
 from posttrain.core.errors import ConfigError, DataError, InvariantError, nearest
 from posttrain.core.ports import Dialogue, PairRenderer, Sampler, Seat, Utterance
 from posttrain.core.redact import scrubbed
@@ -142,6 +142,10 @@ class OtherSeat(SeatTalk):
     ) -> None:
         super().__init__(player, task, spent, place)
         self._name, self._policy = name, policy
+
+    def see(self, content: str | Sequence[Message], tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Without secrets from the first word on: its prompt is written during the episode."""
+        super().see(without_secrets(content), tools)
 
     def _said(self, text: str, tokens: int) -> None:
         self._spent.others.append(SeatTurn(self._name, scrubbed(text), tokens, self._spent.trained, self._policy))
@@ -291,7 +295,18 @@ def without_secrets(content: str | Sequence[Message]) -> str | list[Message]:
     """An observation without secrets, since a tool's error may quote a key. It is applied before policy and record."""
     if isinstance(content, str):
         return scrubbed(content)
-    return [cast("Message", {**m, "content": mapped(content_of(m["content"]), scrubbed)}) for m in content]
+    return [cast("Message", {**m, "content": _without_secrets(content_of(m["content"]))}) for m in content]
+
+
+def _without_secrets(content: Content) -> Content:
+    """Parts are joined later, so a secret that is cut over several of them makes them one part."""
+    clean = mapped(content, scrubbed)
+    if isinstance(clean, str) or isinstance(content, str):
+        return clean
+    whole = scrubbed("".join(part.text for part in content))
+    if whole == "".join(part.text for part in clean):
+        return clean
+    return (ContentPart("text", whole), *(part for part in clean if part.type != "text"))
 
 
 def _shorter(sampling: Sampling, most: int) -> Sampling:

@@ -29,7 +29,11 @@ def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
     """
     done: set[str] = set()
     parts: dict[str, _Parts] = {}
+    empty: dict[str, Shard] = {}
     for shard in shards:
+        if not shard.tensor.numel() and not shard.whole:
+            empty.setdefault(shard.name, shard)
+            continue
         if shard.name in done:
             raise InvariantError(
                 f"weight {shard.name!r} was sent twice: a part came after all of it was there. Send every part once"
@@ -41,6 +45,9 @@ def whole_tensors(shards: Iterable[Shard]) -> Iterator[tuple[str, Tensor]]:
         if parts.setdefault(shard.name, _Parts(shard)).add(shard):
             done.add(shard.name)
             yield shard.name, parts.pop(shard.name).full
+    for name, shard in empty.items():
+        if name not in done:
+            parts.setdefault(name, _Parts(shard))
     for name, gathered in parts.items():
         raise InvariantError(
             f"weight {name!r} of shape {gathered.first.shape} is not whole: {gathered.count} of {gathered.full.numel()}"

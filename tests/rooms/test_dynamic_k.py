@@ -16,7 +16,7 @@ from posttrain.core.reader import steps as read_steps
 from posttrain.core.run import Optimizer
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Said
-from posttrain.role.rollout import settled
+from posttrain.role.concurrency import settled
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 

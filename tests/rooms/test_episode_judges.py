@@ -15,14 +15,15 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from posttrain.controller.parts import RunParts
 from posttrain.core import reader
-from posttrain.core.errors import InvariantError
+from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.ladder import GRPO
 from posttrain.core.pieces.baseline import TurnMean
 from posttrain.core.record import from_columns, read_columns
 from posttrain.core.request import RolloutRequest
+from posttrain.core.seats import SeatTurn
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import Judged, State, Verdict
-from posttrain.role.judging import JUDGE_RETRIES
+from posttrain.role.judging import JUDGE_RETRIES, with_judges
 from tests.tiny import only_rl, play, tiny_parts, tiny_run
 
 
@@ -192,3 +193,39 @@ def test_one_judge_that_fails_asks_only_about_its_own(tmp_path: Path) -> None:
     for e in both.episodes:
         assert [j.source for j in e.verdicts] == ["arithmetic", "a", "b"]
         assert e.reward == (e.verdicts[0].verdict.score or 0.0) + 6.0
+
+
+def test_equal_tokens_beside_another_seat_are_judged_apart(tmp_path: Path) -> None:
+    class Winner(Fluency):
+        async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+            won = ["resign" in e.seats[0].text for e in episodes]
+            return [(Judged(self.name, 1.0, Verdict.value(float(w))),) for w in won]
+
+    first = group(tmp_path / "run").episodes[0]
+    pair = [
+        replace(first, seats=(SeatTurn("other", words, 2, 1, False),))
+        for words in ("I resign", "checkmate", "I resign")
+    ]
+    judged = asyncio.run(with_judges((Winner(256),), pair))
+    assert [e.verdicts[-1].verdict.score for e in judged] == [1.0, 0.0, 1.0]
+
+
+def test_a_config_error_of_one_judge_ends_the_others(tmp_path: Path) -> None:
+    ended: list[str] = []
+
+    class Refuses(Fluency):
+        async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+            raise ConfigError("no")
+
+    class Waits(Fluency):
+        async def judge(self, episodes: Sequence[Episode]) -> list[tuple[Judged, ...]]:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                ended.append("ended")
+            return []
+
+    episodes = group(tmp_path / "run").episodes
+    with pytest.raises(ConfigError, match="no"):
+        asyncio.run(with_judges((Waits(256), Refuses(256)), episodes))
+    assert ended == ["ended"]

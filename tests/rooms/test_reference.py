@@ -135,3 +135,10 @@ def test_an_adapted_learner_is_published_and_its_reference_stays() -> None:
     assert asyncio.run(Sync(learner, engine, probe_ids(p)).push(1)) == learner.fingerprint()
     assert np.array_equal(reference.score(batch), before) and isinstance(reference, AdapterOff)
     assert asyncio.run(Sync(learner, engine, probe_ids(p)).push(2)) == learner.fingerprint()
+
+
+def test_where_no_gradient_is_kept_a_module_that_trains_is_still_copied() -> None:
+    learner = HFLearner(adapt(policy(), "q_proj"))
+    learner.policy.module.requires_grad_(True)
+    with torch.no_grad():
+        assert isinstance(freeze(learner), FrozenScorer)

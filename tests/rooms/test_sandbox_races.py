@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from posttrain.core.types import Task
-from posttrain.role.rollout import settled
+from posttrain.role.concurrency import settled
 from posttrain.sandbox.pool import Sandbox
 from posttrain.sandbox.port import ProgramLimits, Ran
 from posttrain.sandbox.worker import SandboxWorker

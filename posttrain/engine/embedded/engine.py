@@ -131,10 +131,11 @@ class EmbeddedEngine:
         """The line that a run prints about its engine: which kernels it uses, and why not the faster ones."""
         pool = self._pool
         if pool.kernel.form == "compiled":
-            return "engine: embedded, compiled kernels"
+            return "engine: embedded, compiled kernels" + ("" if self.fused else "; the decoder is the model's own")
         fastest = TABLE[pool.kernel.operation][0]
         why = fastest.unfit(pool.device, pool.dtype) if pool.kernels == "auto" else f"model.kernels={pool.kernels}"
-        return f"engine: embedded, torch's operations ({why})"
+        form = "the reference definitions" if pool.kernel.form == "reference" else "torch's operations"
+        return f"engine: embedded, {form} ({why})"
 
     @property
     def version(self) -> int:
