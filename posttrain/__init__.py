@@ -1,7 +1,9 @@
 """posttrain: RL post-training for language models, checked, from one laptop command to a cluster.
 
 >>> import posttrain
->>> result = posttrain.run("ladder", "rl.steps=10")   # also inside a notebook's running event loop
+>>> result = posttrain.run("ladder", "rl.steps=10")  # doctest: +SKIP
+
+It works inside a notebook's running event loop too.
 """
 
 from __future__ import annotations
