@@ -58,7 +58,7 @@ class RunParts:
     """The token sequences that spell a word."""
     text: Callable[[np.ndarray], str]
     freeze: Callable[[], Reference]
-    """A frozen copy of the learner as it is now."""
+    """A reference that scores as the learner does now and never changes: a copy, or its model without the adapter."""
     teacher: Callable[[str], Reference]
     """A frozen model from this directory. It must have the policy's tokenizer."""
     optimize: Callable[[OptimizerConfig], WeightOptimizer]
