@@ -1,0 +1,64 @@
+"""`posttrain eval`: held-out accuracy of a run, a model, or of what an address serves."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from posttrain.cli.command import Subparsers, add_command, add_trust
+
+
+def add(sub: Subparsers) -> None:
+    p = add_command(
+        sub,
+        "eval",
+        evaluate,
+        "held-out accuracy, mean reward and pass@k of a run, a model directory, a hub id, or of what is served at an "
+        "address",
+        "posttrain eval runs/mine --checkpoint best --samples 16\n"
+        "  posttrain eval my-model env=arithmetic env.args.terms=4\n"
+        "  posttrain eval http://127.0.0.1:8000/v1 env=arithmetic --tokenizer my-model --key-env MY_KEY",
+    )
+    p.usage = "posttrain eval TARGET [key=value ...] [options]"
+    p.add_argument(
+        "target", help="a run folder, a model directory, a hub id, or the address of an OpenAI-compatible endpoint"
+    )
+    p.add_argument("--samples", type=int, metavar="N", help="samples a prompt (default: those of the run)")
+    p.add_argument(
+        "--checkpoint",
+        default="last",
+        metavar="NAME",
+        help="of a run folder: last (default), best, or a checkpoint's name",
+    )
+    p.add_argument("--max-tokens", type=int, metavar="N", help="most tokens of an answer")
+    p.add_argument("--temperature", type=float, metavar="T", help="sampling temperature")
+    add_trust(p)
+    at = p.add_argument_group("at an address (slots=N: requests at once)")
+    at.add_argument("--model", metavar="NAME", help="which of its models (default: the only one)")
+    at.add_argument(
+        "--key-env", metavar="NAME", help="environment variable that holds the key; it is never written down"
+    )
+    at.add_argument(
+        "--tokenizer",
+        metavar="PATH",
+        help="send token ids of this tokenizer (vLLM, posttrain serve); default: text alone",
+    )
+    at.add_argument("--api", choices=("chat", "completions"), default="chat", help="how text is sent (default: chat)")
+    at.add_argument(
+        "--dialect", metavar="NAME", help="openai, compatible, vllm or posttrain (default: told from the model's owner)"
+    )
+
+
+def evaluate(o: Namespace) -> int:
+    from posttrain.api import main
+    from posttrain.api.endpoint import EndpointOptions
+
+    remote = EndpointOptions(model=o.model, key_env=o.key_env, tokenizer=o.tokenizer, api=o.api, dialect=o.dialect)
+    how = {
+        "samples": o.samples,
+        "checkpoint": o.checkpoint,
+        "max_tokens": o.max_tokens,
+        "temperature": o.temperature,
+        "trust": o.trust,
+    }
+    main.evaluate(o.target, *o.overrides, **how, remote=remote)
+    return 0

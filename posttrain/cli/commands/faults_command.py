@@ -1,0 +1,39 @@
+"""`posttrain faults`: bugs that can be planted to see them caught."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+
+from posttrain.cli.command import Subparsers, add_command
+from posttrain.core.visible import tell
+
+
+def add(sub: Subparsers) -> None:
+    p = add_command(
+        sub,
+        "faults",
+        faults,
+        "list the bugs that can be planted into a run to see them caught, or tell one in full",
+        "posttrain faults\n  posttrain faults std_ddof\n  posttrain run arithmetic fault=std_ddof --allow-fault",
+    )
+    p.add_argument("name", nargs="?", help="tell this fault in full")
+
+
+def faults(o: Namespace) -> int:
+    from posttrain.faults import FAULTS, find
+
+    if o.name is None:
+        width = max(map(len, FAULTS))
+        for f in FAULTS.values():
+            tell(f"{f.name:<{width}}  {f.what}")
+        return 0
+    f = find(o.name)
+    rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
+    for name, text in (
+        *rows,
+        ("to see it", " ".join(("posttrain run arithmetic", *f.shows, f"fault={f.name}", "--allow-fault"))),
+    ):
+        tell(f"{name:<10} {text}")
+    if f.needs:
+        tell(f"{'needs':<10} {f.needs}")
+    return 0
