@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.shell import command_line
+from posttrain.core.shell import command_line, with_reasons
 from posttrain.core.version import VERSION
 from posttrain.core.visible import tell
 
@@ -24,10 +24,8 @@ FIRST = (
 def welcome(o: argparse.Namespace) -> int:
     """Three commands to begin with. Exit code 0, because nothing is wrong."""
     tell(f"posttrain {VERSION}: RL post-training for language models. To begin:\n")
-    lines = [(command_line(*words), why) for words, why in FIRST]
-    width = max(len(line) for line, _ in lines)
-    for line, why in lines:
-        tell(f"  {line:<{width}}  # {why}")
+    for line in with_reasons((command_line(*words), why) for words, why in FIRST):
+        tell(f"  {line}")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""Commands that are printed for the user to type next. Each works as printed, in the shell that started this program."""
+"""Commands that are printed for the user to type next. Each works as printed in the shell that started this program."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import shlex
 import shutil
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 NAME = "posttrain"
@@ -20,19 +21,30 @@ def command_line(*words: str | os.PathLike[str]) -> str:
     return " ".join([program(), *(shlex.quote(os.fspath(w)) for w in words)])
 
 
+def with_reasons(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Commands under one another, each with what it is for as a comment.
+
+    >>> with_reasons([("ls", "files"), ("pwd", "this folder")])
+    ['ls   # files', 'pwd  # this folder']
+    """
+    kept = list(rows)
+    width = max((len(command) for command, _ in kept), default=0)
+    return [f"{command:<{width}}  # {why}" for command, why in kept]
+
+
 def program() -> str:
     """How this program is called from here: `posttrain` where that is found on the PATH and is of this environment,
     else the path of its script (`.venv/bin/posttrain`), else `python -m posttrain`."""
     started = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
     if started.name == "__main__.py" and started.parent.name in (NAME, "cli"):
-        return f"{_python()} -m {NAME}"
+        return f"{python()} -m {NAME}"
     script = started if started.name == NAME and started.is_file() else Path(sys.executable).parent / NAME
     if not script.is_file():
-        return f"{_python()} -m {NAME}"
+        return f"{python()} -m {NAME}"
     return _short(script)
 
 
-def _python() -> str:
+def python() -> str:
     """The interpreter, named as short as works."""
     python = Path(sys.executable)
     return next((n for n in ("python", "python3") if _found(n, python)), shlex.quote(_near(python)))
