@@ -415,8 +415,8 @@ def test_damage_is_named_with_the_way_out(book: Book, harm: str) -> None:
     with pytest.raises(
         RunFolderError,
         match=(
-            rf"checkpoint b: .*{target.name} is .*Go on from the newest one that is whole with: .*posttrain run --resume"
-            r" .*checkpoints/a"
+            rf"checkpoint b: .*{target.name} is .*Go on from the newest one that is whole with: .*"
+            r"posttrain run --resume .*checkpoints/a"
         ),
     ):
         Book.open_for_resume(folder)

@@ -84,8 +84,13 @@ def test_words_are_quoted(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_version_names_what_decides_the_numbers_and_imports_none_of_it() -> None:
-    code = "from posttrain.cli import main\ntry: main(['--version'])\nfinally: print(sorted({'torch', 'numpy'} & {*sys.modules}))"
-    done = subprocess.run([sys.executable, "-c", f"import sys\n{code}"], capture_output=True, text=True, check=True)
+    code = """
+import sys
+from posttrain.cli import main
+try: main(["--version"])
+finally: print(sorted({"torch", "numpy"} & {*sys.modules}))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     lines = done.stdout.splitlines()
     assert lines[0].startswith(f"posttrain {VERSION} (") and lines[-1] == "[]"
     names = ["python", "torch", "transformers", "tokenizers", "numpy", "platform"]
