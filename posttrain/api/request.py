@@ -20,6 +20,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Environment
 from posttrain.core.reader import folder_of, is_run
 from posttrain.core.run import BUILT_CONTEXT, Reinforce, Run
+from posttrain.core.shell import command_line
 from posttrain.engine.locate import check_source
 from posttrain.engine.vllm import installed
 from posttrain.recipe.recipes import listed
@@ -86,7 +87,9 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     if options.trust:
         raise ConfigError("--trust is about the folder of a run that somebody else made: give it with --resume RUN")
     if not recipe:
-        raise ConfigError(f"no recipe given: posttrain run RECIPE, or posttrain run --resume RUN\n{listed()}")
+        raise ConfigError(
+            f"no recipe given: {command_line('run', 'RECIPE')}, or {command_line('run', '--resume', 'RUN')}\n{listed()}"
+        )
     run = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
     if options.out is not None:
         Book.refuse(options.out)
