@@ -31,6 +31,7 @@ from posttrain.core.files import full
 from posttrain.core.reader import is_run
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.core.shell import command_line
 from posttrain.engine.learner import HFLearner
 from posttrain.environment.gallery import GALLERY
 from posttrain.role.evaluate import EvaluationReport
@@ -192,8 +193,8 @@ def with_environment(target: str, overrides: tuple[str, ...]) -> tuple[str, ...]
         return ("env=prompts", *overrides)
     raise ConfigError(
         f"{target} is a model, and a model has no tasks of its own: say what to evaluate it on.\n"
-        f"  posttrain eval {target} env.prompts=mine.jsonl env.rewards=exact\n"
-        f"  posttrain eval {target} env=arithmetic  # or another of the gallery: {', '.join(GALLERY)}\n"
+        f"  {command_line('eval', target, 'env.prompts=mine.jsonl', 'env.rewards=exact')}\n"
+        f"  {command_line('eval', target, 'env=arithmetic')}  # or another of the gallery: {', '.join(GALLERY)}\n"
         "posttrain new env writes an environment of your own (env=mine.py:Mine); a run folder has one already"
     )
 
