@@ -7,22 +7,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from posttrain import faults
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, edit_notes, missing_notes
-from posttrain.api.environments import distinct, make_environment, own_environments
+from posttrain.api.branch import pinned, run_source, was_built
+from posttrain.api.defaults import for_model, given_paths
+from posttrain.api.environments import check_environment, distinct, own_environments
 from posttrain.api.trackers import check_trackers
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError
 from posttrain.core.ports import Environment
-from posttrain.core.reader import folder_of, is_run
+from posttrain.core.reader import folder_of
 from posttrain.core.run import BUILT_CONTEXT, Reinforce, Run
 from posttrain.core.shell import command_line
 from posttrain.engine.locate import check_source
 from posttrain.engine.vllm import installed
+from posttrain.environment.make import environment as named_environment
 from posttrain.recipe.recipes import listed
 from posttrain.recipe.recipes import recipe as shipped
 
@@ -54,6 +58,11 @@ class RunRequest:
     """The environments of all stages, each once; the run's own first."""
     others: Mapping[str, Environment] = field(default_factory=dict[str, Environment])
     """The environments of stages that have their own, by the stage's name."""
+    recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What run.json records beside the settings: why some were chosen, and which run it is a branch of."""
+    given: frozenset[str] | None = None
+    """Full paths of the settings that the user gave with a recipe; the others may be chosen for a real model. None:
+    the whole run was given."""
 
     @property
     def environment(self) -> Environment:
@@ -73,12 +82,14 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
         faults.refuse_silent(run.fault, options.allow_fault)
         check_early(run)
         closing.enter_context(faults.planted(run.fault))
-        environment = make_environment(run)
+        environment = named_environment(run.env, run.seed)
         closing.callback(environment.close)
         others = own_environments(run, environment)
         environments = distinct(environment, others)
         for other in environments[1:]:
             closing.callback(other.close)
+        asked = settled(asked)
+        check_environment(environment, [s for s in asked.run.stages if s.env is None])
         yield replace(asked, quiet=options.quiet, environments=tuple(environments), others=others)
 
 
@@ -90,10 +101,22 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
         raise ConfigError(
             f"no recipe given: {command_line('run', 'RECIPE')}, or {command_line('run', '--resume', 'RUN')}\n{listed()}"
         )
-    run = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
     if options.out is not None:
         Book.refuse(options.out)
-    return RunRequest(run=run, out=Path(options.out) if options.out else None)
+    base = recipe if isinstance(recipe, Run) else shipped(recipe)
+    run, origin = pinned(dotted.apply(base, list(overrides)))
+    given = None if isinstance(recipe, Run) else given_paths(base, overrides)
+    return RunRequest(run=run, out=Path(options.out) if options.out else None, recorded=origin, given=given)
+
+
+def settled(request: RunRequest) -> RunRequest:
+    """The request with what the user left open chosen for the model that the user gave. This imports torch where there
+    is one, to look at the machine."""
+    if request.given is None:
+        return request
+    ready = for_model(request.run, request.given, trained=not was_built(request.run.model.path))
+    recorded = {"chosen": dict(ready.chosen), **request.recorded}
+    return replace(request, run=ready.run, notes=(*request.notes, *ready.lines), recorded=recorded)
 
 
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
@@ -116,10 +139,10 @@ def check_early(run: Run) -> None:
     check_trackers(run)
     check_installed(run)
     for path, model in _models(run):
-        check_source(path, model)
-    context = run.model.context or (BUILT_CONTEXT if run.model.path is None else None)
-    if context is not None:
-        check_lengths(run, context)
+        if run_source(model) is None:
+            check_source(path, model)
+    if run.model.path is None:
+        check_lengths(run, run.model.context or BUILT_CONTEXT)
 
 
 def check_installed(run: Run) -> None:
@@ -130,7 +153,7 @@ def check_installed(run: Run) -> None:
 
 def _models(run: Run) -> Iterator[tuple[str, str]]:
     """(path of the setting, model directory or hub id) of every model that the run loads."""
-    if run.model.path is not None and not is_run(run.model.path):
+    if run.model.path is not None:
         yield "model.path", run.model.path
     if isinstance(run.engine, Embedded) and run.engine.draft is not None:
         yield "engine.draft", run.engine.draft

@@ -97,12 +97,14 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     check_drivers(run)
     check_engine(run)
     threads = use_threads(run.threads)
-    policy = make_policy(run, request.environment, request.others)
+    policy = make_policy(
+        run, request.environment, request.others, own=None if request.book is None else request.book.folder
+    )
     notes = request.notes
     if book is None:
         folder = request.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
-        book = Book.create(folder, run, facts(policy, threads, tuple(contained)))
+        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **request.recorded})
         cleanup.callback(book.close)
         notes = (*notes, *remember_run(folder, run))
     trackers = start_trackers(run, policy, book)
