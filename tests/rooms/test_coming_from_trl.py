@@ -17,13 +17,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from page_parts import SPAN, cells, settable
 from run_parts import model_at
 
 import posttrain
-from posttrain.api import overrides
 from posttrain.core.errors import ConfigError
-from posttrain.core.run import Run
-from posttrain.environment.prompts import PromptsEnv
 from posttrain.recipe.recipes import recipe
 
 ROOT = Path(__file__).parents[2]
@@ -31,8 +29,6 @@ PAGE = ROOT / "docs" / "coming-from-trl.md"
 RECORDED = ROOT / "tests" / "golden" / "trl_fields.json"
 TABLES = {"GRPOConfig": "grpo", "SFTConfig": "sft", "TrainingArguments": "grpo"}
 """The first word of a table's head: the class whose fields it lists, and the recipe whose settings it names."""
-SPAN = re.compile(r"`([^`]+)`")
-SETTING = re.compile(r"[a-z_]+(\.\w+)*(=\S+)?")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +48,13 @@ class Row:
 def rows(text: str) -> Iterator[Row]:
     table = ""
     for line in text.splitlines():
-        cells = [c.strip() for c in line.strip("|").split("|")] if line.startswith("|") else []
-        if len(cells) != 3:
+        row = cells(line)
+        if len(row) != 3:
             table = ""
-        elif (head := cells[0].strip("`")) in TABLES and cells[1] == "here":
+        elif (head := row[0].strip("`")) in TABLES and row[1] == "here":
             table = head
-        elif table and not cells[0].startswith("---"):
-            yield Row(table, tuple(SPAN.findall(cells[0])), cells[1], cells[2])
+        elif table and not row[0].startswith("---"):
+            yield Row(table, tuple(SPAN.findall(row[0])), row[1], row[2])
 
 
 ROWS = list(rows(PAGE.read_text(encoding="utf-8")))
@@ -82,7 +78,12 @@ def installed() -> dict[str, Any] | None:
 
     base = names(TrainingArguments)
     own = {c.__name__: [n for n in names(c) if n not in base] for c in (GRPOConfig, SFTConfig)}
-    return {"trl": version, "transformers": importlib.metadata.version("transformers"), **own, "TrainingArguments": base}
+    return {
+        "trl": version,
+        "transformers": importlib.metadata.version("transformers"),
+        **own,
+        "TrainingArguments": base,
+    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -98,7 +99,9 @@ def against(wanted: dict[str, Any]) -> list[str]:
     for table in TABLES:
         listed = [f for row in ROWS if row.table == table for f in row.fields]
         out += [f"{table}.{f} is not on the page" for f in sorted({*wanted[table]} - {*listed})]
-        out += [f"{table}.{f} is on the page and not in TRL {wanted['trl']}" for f in sorted({*listed} - {*wanted[table]})]
+        out += [
+            f"{table}.{f} is on the page and not in TRL {wanted['trl']}" for f in sorted({*listed} - {*wanted[table]})
+        ]
         out += [f"{table}.{f} is on the page twice" for f in sorted({f for f in listed if listed.count(f) > 1})]
     return out
 
@@ -125,24 +128,6 @@ def test_the_page_has_every_field_of_the_installed_trl() -> None:
 
 def test_every_row_says_why() -> None:
     assert [r for r in ROWS if not r.fields or not r.why or (r.here != "none" and not r.spans)] == []
-
-
-def settable(run: Run, words: str) -> None:
-    """Raises where a code span of the second column is no setting, or no value of it."""
-    paths = {path for path, _ in overrides.surface(run)} | {f"env.args.{name}" for name in PromptsEnv.settings()}
-    given = words.split()
-    for word in given:
-        assert SETTING.fullmatch(word), f"{word!r} is no setting"
-        path = ".".join(overrides.address(run, word.partition("=")[0]))
-        assert path in paths, f"{path} is no setting of {run.recipe}"
-    if all("=" in word for word in given):
-        overrides.apply(run, [w.replace("...", "127.0.0.1:8000") for w in _with_engine(given)])
-    else:
-        assert len(given) == 1, f"{words!r}: give each a value"
-
-
-def _with_engine(given: list[str]) -> list[str]:
-    return [*(["engine=vllm"] if any(w.startswith("engine.") for w in given) else []), *given]
 
 
 @pytest.mark.parametrize("row", ROWS, ids=lambda r: r.fields[0])
@@ -184,7 +169,7 @@ def test_the_command_line_runs_as_printed(there: Path) -> None:
     for line in blocks("sh")[0].strip().splitlines():
         words = shlex.split(line)
         assert words[0] == "posttrain"
-        toy = [w for w in TOY] if words[1] == "run" else []
+        toy = list(TOY) if words[1] == "run" else []
         given = [w for w in words[1:] if w.partition("=")[0] not in {t.partition("=")[0] for t in toy}]
         assert main([*given, *toy]) == 0
     assert (there / "trained" / "config.json").exists()
