@@ -23,7 +23,8 @@ def make_small(table: dict) -> None:
         stages = [s.name for s in recipe.stages] if isinstance(recipe, Run) else None
         added = [o for o in table.get(name, ()) if stages is None or o.split(".")[0] in (*stages, "env", "evaluation")]
         print(f"[toy] posttrain.run({name!r}, ...) with {' '.join(added)}")
-        return full(recipe, *overrides, *added, **named)
+        kept = [o for o in overrides if o.split("=")[0] not in {a.split("=")[0] for a in added}]
+        return full(recipe, *kept, *added, **named)
 
     run.__doc__ = full.__doc__
     posttrain.run = run

@@ -8,25 +8,29 @@ import sys
 import time
 from pathlib import Path
 
+OTHERS = {".git", ".venv", ".venv-vllm", "runs", "build", "dist", "__pycache__", ".pytest_cache", ".ruff_cache"}
 EXTRAS = ("gym", "data", "math", "verifiers", "serve")
 
 
-def wheel(root: Path, folder: Path) -> Path:
-    """Build the wheel of a tree, from a copy of what is under version control, so that nothing else gets in."""
-    shutil.rmtree(folder, ignore_errors=True)
-    source = folder / "source"
-    source.mkdir(parents=True)
+def source(root: Path) -> list[Path]:
+    """The files of a tree that are its own, relative to it: not what is ignored, built or left by runs."""
     listed = subprocess.run(["git", "ls-files", "-z", "-co", "--exclude-standard"], cwd=root, capture_output=True)
-    if listed.returncode == 0:
-        names = [n.decode() for n in listed.stdout.split(b"\0") if n]
+    if listed.returncode == 0 and listed.stdout:
+        names = [Path(n.decode()) for n in listed.stdout.split(b"\0") if n]
     else:
-        names = [str(p.relative_to(root)) for p in root.rglob("*") if ".venv" not in p.parts and "runs" not in p.parts]
-    for name in names:
-        if (root / name).is_file():
-            (source / name).parent.mkdir(parents=True, exist_ok=True)
-            (source / name).write_bytes((root / name).read_bytes())
-    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--quiet", "--no-deps"]
-    subprocess.run([*pip, "--wheel-dir", str(folder), str(source)], check=True)
+        names = [p.relative_to(root) for p in root.rglob("*") if not OTHERS & {*p.relative_to(root).parts}]
+    return sorted(p for p in set(names) if (root / p).is_file() and p.suffix != ".pyc")
+
+
+def wheel(root: Path, folder: Path) -> Path:
+    """Build the wheel of a tree, from a copy of its own files, so that nothing else gets in."""
+    shutil.rmtree(folder, ignore_errors=True)
+    for name in source(root):
+        copy = folder / "source" / name
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        copy.write_bytes((root / name).read_bytes())
+    pip = [sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "-qq", "--no-deps"]
+    subprocess.run([*pip, "--wheel-dir", str(folder), str(folder / "source")], check=True)
     return next(folder.glob("posttrain-*.whl"))
 
 

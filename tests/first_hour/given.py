@@ -22,7 +22,10 @@ def kept(prompts, completions, state, want, **_):
     return [float(s["files"] == w) for s, w in zip(state, want)]
 '''
 POSTTRAIN = (str(Path(sys.executable).with_name("posttrain")),)
-SIZES = ("env.heldout=8", "sft.steps=30", "rl.steps=20", "rl.prompts=4", "rl.siblings=4", "rl.checkpoint_every=2")
+SIZES = (
+    *("env.heldout=8", "evaluation.samples=2", "sft.steps=10", "sft.batch=16", "rl.steps=20", "rl.prompts=4"),
+    *("rl.siblings=4", "rl.eval_every=0", "rl.checkpoint_every=2"),
+)
 
 
 def files() -> None:

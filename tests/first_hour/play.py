@@ -12,7 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +58,12 @@ class Hour:
     environ: dict[str, str] = field(default_factory=dict)
 
 
-def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = print) -> Hour:
+def flushed(line: str) -> None:
+    """Print a line at once."""
+    print(line, flush=True)
+
+
+def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = flushed) -> Hour:
     """Make the environment and what the pages take for granted."""
     made = fresh.wheel(root, folder / "wheel")
     say(f"{made.name}: {made.stat().st_size / 1024:.0f} KiB")
@@ -85,7 +90,7 @@ def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = 
     code = [str(venv / "bin/python"), str(HERE / "given.py")]
     subprocess.run(code, cwd=given, env=environ, check=True, stdout=subprocess.DEVNULL)
     say(f"my-model, mine.jsonl, mine.py, runs/mine: {time.monotonic() - begun:.0f} s")
-    return Hour(root, folder, venv, whole, 1200.0 if whole else 150.0, environ=environ)
+    return Hour(root, folder, venv, whole, 1200.0 if whole else 300.0, environ=environ)
 
 
 class Serving:
@@ -143,9 +148,11 @@ class Page:
         self._exported = ""
         self._python: subprocess.Popen[str] | None = None
 
-    def play(self) -> list[Played]:
+    def play(self) -> Iterator[Played]:
+        """Each step, when it ended."""
         try:
-            return [self._play(s) for s in steps(self.path, self.hour.root)]
+            for step in steps(self.path, self.hour.root):
+                yield self._play(step)
         finally:
             if self._python is not None:
                 self._python.kill()
@@ -215,7 +222,7 @@ class Page:
         return "python block", int(answer or "1"), output.read_text(errors="replace")
 
 
-def play(hour: Hour, chosen: Sequence[Path], jobs: int, say: Callable[[str], None] = print) -> list[Played]:
+def play(hour: Hour, chosen: Sequence[Path], jobs: int, say: Callable[[str], None] = flushed) -> list[Played]:
     """Play pages, `jobs` of them at once; returns every step."""
     server = Serving("posttrain serve my-model --port 0 --no-token", hour.folder / "given", hour.environ)
     if not server.listens(120.0):
@@ -225,10 +232,9 @@ def play(hour: Hour, chosen: Sequence[Path], jobs: int, say: Callable[[str], Non
     lock = threading.Lock()
 
     def one(path: Path) -> None:
-        played = Page(hour, path).play()
-        with lock:
-            out.extend(played)
-            for p in played:
+        for p in Page(hour, path).play():
+            with lock:
+                out.append(p)
                 say(told(p))
 
     try:

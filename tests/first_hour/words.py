@@ -95,8 +95,7 @@ RESUMED = 4
 
 
 def smaller(command: str) -> str:
-    """The command with toy sizes: a run's stages, a check's tasks, an evaluation's samples. What a command ends with
-    counts, so the sizes stand at its end."""
+    """The command with toy sizes: a run's stages, a check's tasks, an evaluation's samples."""
     words = shlex.split(command, comments=True)
     if words[:2] == ["posttrain", "run"] and "--help" not in words:
         if "--resume" in words:
@@ -130,5 +129,10 @@ def _of(stage: object) -> Iterator[str]:
 
 
 def _with(command: str, words: list[str]) -> str:
+    """The command with these words at its end; a setting that it has already gets the new value where it stands."""
     body, mark, comment = command.partition("  #")
-    return f"{body.rstrip()} {shlex.join(words)}{mark}{comment}" if words else command
+    for word in words:
+        key, _, value = word.partition("=")
+        body, there = re.subn(rf"(?<= {re.escape(key)}=)\S+", value, body) if value else (body, 0)
+        body = body if there else f"{body.rstrip()} {shlex.quote(word)}"
+    return f"{body.rstrip()}{mark}{comment}"
