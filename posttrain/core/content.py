@@ -139,6 +139,16 @@ def conversation(prompt: str | Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(_message(m) for m in prompt)
 
 
+def prompt_words(prompt: str | Sequence[Mapping[str, Any]], most: int = 80) -> str:
+    """A prompt in a message of ours, in quotes: the conversation, of a long one its beginning and its end.
+
+    >>> prompt_words([{"role": "user", "content": "2+2"}])
+    "'2+2'"
+    """
+    text = conversation(prompt)
+    return repr(text if len(text) <= most else f"{text[: most // 3]}...{text[-(most // 2) :]}")
+
+
 def _message(message: Mapping[str, Any]) -> str:
     calls = [c.get("function", c) for c in message.get("tool_calls") or ()]
     called = [f"[calls {c.get('name')} {c.get('arguments')}]" for c in calls]
