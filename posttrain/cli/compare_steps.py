@@ -9,7 +9,7 @@ import numpy as np
 
 from posttrain.cli.fold import fold, folded, screen_width
 from posttrain.cli.paint import number, paint
-from posttrain.cli.show import PROMPT_LINES, SAID_LINES, ShowOptions, choose_stage, is_wrong
+from posttrain.cli.shown_episodes import PROMPT_LINES, SAID_LINES, ShowOptions, choose_stage, is_wrong
 from posttrain.core.content import conversation
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import EpisodeFile, read_episodes

@@ -79,8 +79,8 @@ def folded(text: str, width: int, most: int = 0, hint: str = "") -> Iterator[str
 def hanging(lead: str, text: str, width: int) -> Iterator[str]:
     """A text behind its lead; further lines begin below the text.
 
-    >>> list(hanging("said: ", "one two three", 16))
-    ['said: one two', '      three']
+    >>> list(hanging("said: ", "one two three four five", 26))
+    ['said: one two three four', '      five']
     """
     room = max(NARROWEST // 2, width - cells(lead))
     for i, line in enumerate(folded(text, room)):

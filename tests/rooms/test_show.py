@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from posttrain.cli import main
-from posttrain.cli.show import ShowOptions, lines
+from posttrain.cli.show import lines
+from posttrain.cli.shown_episodes import ShowOptions
 from posttrain.core.book import Book
 from posttrain.core.errors import ConfigError
 from posttrain.core.run import Reinforce, Run, Supervised
