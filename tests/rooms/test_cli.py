@@ -17,7 +17,7 @@ import pytest
 from posttrain.api.endpoint import EndpointOptions
 from posttrain.api.session import RunOptions
 from posttrain.cli import main
-from posttrain.cli.ladder import one
+from posttrain.cli.ladder import diff, one
 from posttrain.cli.parser import split_overrides
 from posttrain.core import tree
 from posttrain.core.algorithm import CHOICES, Algorithm
@@ -51,7 +51,7 @@ def test_light_commands_import_no_torch(words: list[str]) -> None:
 import sys, time
 begun = time.perf_counter()
 from posttrain.cli import main
-from posttrain.cli.ladder import one
+from posttrain.cli.ladder import diff, one
 try: main({words!r})
 except SystemExit: pass
 print(sorted(m for m in sys.modules if m in ("torch", "transformers", "tokenizers", "safetensors", "rich") or m == \
@@ -180,7 +180,7 @@ def open_session(*a):
 fake.RunOptions, fake.open_session = dict, open_session
 import posttrain.api; posttrain.api.session = fake; sys.modules["posttrain.api.session"] = fake
 from posttrain.cli import main
-from posttrain.cli.ladder import one
+from posttrain.cli.ladder import diff, one
 sys.exit(main(["run", "ladder"]))
 """
     with subprocess.Popen(
@@ -202,7 +202,10 @@ def test_usage_errors_are_code_2() -> None:
 # --- ladder -----------------------------------------------------------------------------------------------------------
 
 
-def test_ladder_prints_tree_one_and_difference(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ladder_prints_tree_one_and_difference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
     assert main(["ladder"]) == 0
     text = capsys.readouterr().out
     assert set(LADDER) <= set(text.split()) and "2402.03300" in text and "Williams 1992" in text
@@ -218,6 +221,16 @@ def test_ladder_prints_tree_one_and_difference(capsys: pytest.CaptureFixture[str
     assert "biased" in text and "a copy of the weights" in text and "ddof 1" in text
     assert main(["ladder", "--diff", "grpo", "grpo"]) == 0
     assert main(["ladder", "grop"]) == 2 and "did you mean 'grpo'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("columns", [60, 80, 200])
+def test_the_difference_of_two_fits_the_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    for pair in (("grpo", "dapo"), ("reinforce", "vapo"), ("ppo", "luffy")):
+        shown = diff(*pair)
+        assert max(map(len, shown.splitlines())) <= columns, pair
+    assert ("clip(low=0.2, high=0.28, cap=none)" in diff("grpo", "dapo")) == (columns == 200)
+    assert max(len(line) for line in one("vapo").splitlines()) <= max(columns, 100)
 
 
 def test_every_choice_of_the_ladder_has_a_formula() -> None:

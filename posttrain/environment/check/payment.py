@@ -172,6 +172,8 @@ async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tup
 
 
 def _losses(found: Mapping[str, VariantCount], example: str) -> Answer:
+    if not found:
+        return Mark.SKIP, "no other spelling of these answers is known"
     lost = [f"{kind} ({n.lost} of {n.tried})" for kind, n in found.items() if n.lost]
     less = [kind for kind, n in found.items() if n.less and not n.lost]
     full = [kind for kind, n in found.items() if not n.less and not n.lost]
