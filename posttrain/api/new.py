@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.shell import command_line, python
 
 DATA = Path(__file__).parent / "data"
 EXAMPLES = tuple((a, b) for a in range(10, 90, 10) for b in range(1, 9))
@@ -79,30 +80,27 @@ def class_name(name: str) -> str:
 
 def next_steps(path: Path, test: Path, cls: str, tools: bool = False) -> list[str]:
     """What to try next with an environment: each command below a line that says what it does."""
-    env = shlex.quote(f"{path}:{cls}")
-    train = f"posttrain run shop env={env}" if tools else f"posttrain run arithmetic env={env} sft.style=answer"
+    env = f"{path}:{cls}"
+    train = ("run", "shop", f"env={env}") if tools else ("run", "arithmetic", f"env={env}", "sft.style=answer")
     return _listed(
-        {
-            f"posttrain check {env}": "try it and its verifier",
-            f"python {shlex.quote(str(test))}": "its own test (or: pytest)",
-            train: "train a small model from scratch on it",
-            f"posttrain run grpo model=MODEL env={env}": "train a model that you have: put its path for MODEL",
-        }
+        (command_line("check", env), "try it and its verifier"),
+        (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
+        (command_line(*train), "train a small model from scratch on it"),
+        (command_line("run", "grpo", "model=MODEL", f"env={env}"), "train a model that you have: its path for MODEL"),
     )
 
 
 def reward_steps(path: Path, test: Path, rows: Path, name: str) -> list[str]:
     """What to try next with a reward function."""
-    use = f"env.prompts={shlex.quote(str(rows))} env.rewards={shlex.quote(f'{path}:{name}')}"
+    use = (f"env.prompts={rows}", f"env.rewards={path}:{name}")
     return _listed(
-        {
-            f"posttrain check prompts {use}": "try it on the rows",
-            f"python {shlex.quote(str(test))}": "its own test (or: pytest)",
-            f"posttrain run grpo {use}": "train a small model from scratch on it",
-            f"posttrain run grpo model=MODEL {use}": "train a model that you have: put its path for MODEL",
-        }
+        (command_line("check", "prompts", *use), "try it on the rows"),
+        (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
+        (command_line("run", "grpo", *use), "train a small model from scratch on it"),
+        (command_line("run", "grpo", "model=MODEL", *use), "train a model that you have: its path for MODEL"),
     )
 
 
-def _listed(commands: Mapping[str, str]) -> list[str]:
-    return [line for command, why in commands.items() for line in (f"# {why}", command)]
+def _listed(*steps: tuple[str, str]) -> list[str]:
+    """Each command below its reason, because together they are longer than a line."""
+    return [line for command, why in steps for line in (f"# {why}", command)]

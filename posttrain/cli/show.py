@@ -18,6 +18,7 @@ from posttrain.core.content import conversation
 from posttrain.core.errors import ConfigError
 from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file
 from posttrain.core.record import Recorded
+from posttrain.core.shell import command_line
 from posttrain.core.verdict import State
 from posttrain.core.visible import visible
 
@@ -104,10 +105,8 @@ def _list(
         yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
     flag = " --eval" if chosen.kind == "eval" else ""
     yield "token by token:"
-    yield (
-        f"  posttrain show {visible(str(folder))} --stage {visible(chosen.stage)} --step"
-        f" {chosen.index}{flag} --episode {shown[0][0]}"
-    )
+    command = command_line("show", folder, "--stage", chosen.stage, "--step", str(chosen.index))
+    yield f"  {visible(command)}{flag} --episode {shown[0][0]}"
 
 
 def _row(i: int, r: Recorded, full: bool, width: int, on: bool) -> Iterator[str]:

@@ -19,7 +19,7 @@ from posttrain.api.session import RunOptions
 from posttrain.cli import main
 from posttrain.cli.ladder import diff, one
 from posttrain.cli.parser import split_overrides
-from posttrain.core import tree
+from posttrain.core import shell, tree
 from posttrain.core.algorithm import CHOICES, Algorithm
 from posttrain.core.errors import ConfigError, DataError, RewardError
 from posttrain.core.formula import formula, formulas
@@ -193,7 +193,7 @@ sys.exit(main(["run", "ladder"]))
 
 
 def test_usage_errors_are_code_2() -> None:
-    for words in (["nonsense"], ["eval"], ["show"], ["ladder", "--nope"], []):
+    for words in (["nonsense"], ["eval"], ["show"], ["ladder", "--nope"]):
         with pytest.raises(SystemExit) as error:
             main(words)
         assert error.value.code == 2
@@ -206,6 +206,7 @@ def test_ladder_prints_tree_one_and_difference(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(shell, "program", lambda: "posttrain")
     assert main(["ladder"]) == 0
     text = capsys.readouterr().out
     assert set(LADDER) <= set(text.split()) and "2402.03300" in text and "Williams 1992" in text

@@ -12,7 +12,7 @@ import pytest
 import posttrain
 from posttrain.api.new import new_env, new_reward
 from posttrain.cli import main
-from posttrain.core import reader
+from posttrain.core import reader, shell
 from posttrain.core.errors import ConfigError
 from posttrain.recipe.recipes import recipe
 
@@ -40,7 +40,7 @@ def test_it_writes_two_files_and_says_what_next(tmp_path: Path, capsys: pytest.C
     assert main(["new", "env", "sort_letters", "--folder", str(tmp_path / "mine")]) == 0
     said = capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["sort_letters.py", "test_sort_letters.py"]
-    assert f"posttrain check {tmp_path}/mine/sort_letters.py:SortLetters" in said and "sft.style=answer" in said
+    assert f"check {tmp_path}/mine/sort_letters.py:SortLetters" in said and "sft.style=answer" in said
     assert "__" not in (tmp_path / "mine" / "sort_letters.py").read_text().replace("__future__", "").replace(
         "__post_init__", ""
     )
@@ -77,8 +77,10 @@ def test_it_is_trained_on_by_its_path(tmp_path: Path) -> None:
 
 
 def said_steps(said: str) -> list[list[str]]:
-    """The printed commands, as words."""
-    return [shlex.split(x) for x in said.splitlines() if x.startswith("  ") and not x.strip().startswith("#")]
+    """The printed commands, as words: the program in one word, then what it is given."""
+    commands = [x.strip() for x in said.splitlines() if x.startswith("  ") and not x.strip().startswith("#")]
+    start = shell.program()
+    return [[start, *shlex.split(x.removeprefix(start))] if x.startswith(start) else shlex.split(x) for x in commands]
 
 
 def test_tools_and_several_turns_work_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -91,7 +91,7 @@ def test_show_lists_the_last_training_step(folder: Path) -> None:
     assert shown.startswith("rl step 2: 3 episodes of 1 prompt, mean reward 0.600, 1 not judged (--failed)")
     assert shown.splitlines().count("  2+2=") == 1  # the prompt once, what was said three times
     assert len([x for x in shown.splitlines() if x.startswith("           it is \\x1b[31m")]) == 3
-    assert f"posttrain show {folder} --stage rl --step 2 --episode 0" in shown and "\x1b" not in shown
+    assert f"show {folder} --stage rl --step 2 --episode 0" in shown and "\x1b" not in shown
 
 
 def test_show_filters_and_orders(folder: Path) -> None:
