@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import resource
 import select
 import shutil
 import signal
@@ -28,6 +29,8 @@ ENDS_WITH = (
     (r"posttrain check ", (0, 1)),  # 1: a probe failed, which the page shows
 )
 """Exit codes other than 0 that a page documents."""
+EXPORTS = re.compile(r"posttrain export \S+ ([\w./-]+)")
+"""A folder that is given makes room for the exported one, and is given again afterwards."""
 LISTENS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
@@ -96,9 +99,9 @@ def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = 
 class Serving:
     """`posttrain serve` in the background, until it says where it listens; ended with Ctrl-C."""
 
-    def __init__(self, command: str, folder: Path, environ: dict[str, str]) -> None:
+    def __init__(self, command: str, folder: Path, environ: dict[str, str], before: str = "") -> None:
         self.process = subprocess.Popen(
-            ["bash", "-c", f"exec {command}"],
+            ["bash", "-c", f"{before}exec {command}"],
             cwd=folder,
             env=environ,
             stdout=subprocess.PIPE,
@@ -181,6 +184,17 @@ class Page:
         if re.search(r"reference_server", typed):
             return self._serve(typed)
         environ = {**self.hour.environ, "SERVED": self.hour.served}
+        target = EXPORTS.match(typed)
+        if target and (self.hour.folder / "given" / target[1]).is_dir():
+            shutil.rmtree(self.folder / target[1])
+        try:
+            return self._ran(typed, environ)
+        finally:
+            if target and (self.hour.folder / "given" / target[1]).is_dir():
+                shutil.rmtree(self.folder / target[1], ignore_errors=True)
+                shutil.copytree(self.hour.folder / "given" / target[1], self.folder / target[1])
+
+    def _ran(self, typed: str, environ: dict[str, str]) -> tuple[str, int, str]:
         try:
             done = subprocess.run(
                 ["bash", "-c", f"{self._exported}{typed}"],
@@ -196,7 +210,7 @@ class Page:
         return typed, done.returncode, done.stdout.decode(errors="replace")
 
     def _serve(self, typed: str) -> tuple[str, int, str]:
-        server = Serving(self._exported + typed if not self._exported else typed, self.folder, self.hour.environ)
+        server = Serving(typed, self.folder, self.hour.environ, self._exported)
         heard = server.listens(self.hour.limit)
         code = server.end()
         return typed, 0 if heard and code in (0, 130) else code or 1, server.said
@@ -273,7 +287,8 @@ def main(words: Sequence[str]) -> int:
     wrong = [p for p in played if p.wrong]
     skipped = sum(bool(p.skipped) for p in played)
     print(f"{len(played)} steps of {len(chosen)} pages, {skipped} not played, {len(wrong)} wrong")
-    print(f"{time.monotonic() - begun:.0f} s")
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    print(f"{time.monotonic() - begun:.0f} s; processor time {spent.ru_utime + spent.ru_stime:.0f} s")
     for p in wrong:
         print(told(p))
     return 1 if wrong else 0

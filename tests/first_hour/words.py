@@ -89,7 +89,7 @@ def _newest(runs: Path, name: str) -> str:
 # --- sizes ------------------------------------------------------------------------------------------------------------
 
 SUPERVISED = {"steps": 4, "batch": 8}
-REINFORCE = {"steps": 2, "prompts": 4, "siblings": 4, "eval_every": 0}
+REINFORCE = {"steps": 2, "prompts": 4, "siblings": 4, "eval_every": 0, "sampling.max_tokens": 8}
 RESUMED = 4
 """Steps that a run which goes on is given in place of the printed number."""
 
