@@ -23,6 +23,7 @@ from posttrain.core.abilities import declared
 from posttrain.core.book import Book
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.given import Given
 from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Run
@@ -181,14 +182,14 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     return FrozenScorer(other)
 
 
-def make_environment(run: Run) -> Environment:
-    """The run's environment, used by all stages that have none of their own."""
-    env = environment(run.env, run.seed)
+def make_environment(run: Run, given: Given = Given()) -> Environment:
+    """The run's environment, used by all stages that have none of their own. `given`: what a program handed."""
+    env = environment(run.env, run.seed, given)
     check_environment(env, [s for s in run.stages if s.env is None])
     return env
 
 
-def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
+def own_environments(run: Run, env: Environment, given: Given = Given()) -> dict[str, Environment]:
     """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
     also with `env`."""
     built: list[tuple[Env, Environment]] = [(run.env, env)]
@@ -200,7 +201,7 @@ def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
             found = next((e for known, e in built if known == stage.env), None)
             if found is None:
                 with errors_with_path(f"{stage.name}.env"):
-                    found = environment(stage.env, run.seed)
+                    found = environment(stage.env, run.seed, given)
                 built.append((stage.env, found))
             out[stage.name] = found
             check_environment(found, [stage])

@@ -22,6 +22,7 @@ from posttrain.api.build import (
     words_in_tokens,
 )
 from posttrain.api.engines import check_engine
+from posttrain.api.handed import given_again, given_notes, object_notes, recorded
 from posttrain.api.proofs import prove_start
 from posttrain.api.summary import planted_lines, show
 from posttrain.api.target import keep_policy
@@ -34,6 +35,7 @@ from posttrain.controller.stages.progress import StageResult
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.errors import ConfigError
+from posttrain.core.given import DATA, Given
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.ports import Environment, Tracker
 from posttrain.core.reader import damage_is_named, folder_of
@@ -54,6 +56,8 @@ class RunOptions:
     quiet: bool = False
     allow_fault: bool = False
     trust: bool = False
+    given: Given = Given()
+    """Objects that a Python program handed to the run."""
 
 
 @contextmanager
@@ -81,6 +85,8 @@ class RunRequest:
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
     """Lines about the run folder, printed at the start."""
+    given: Given = Given()
+    """Objects that a Python program handed to the run."""
 
     def refuse_faults(self, allowed: bool) -> None:
         """ConfigError where the run plants a fault and this was not allowed."""
@@ -99,7 +105,7 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     if not recipe:
         raise ConfigError(f"no recipe given: posttrain run RECIPE, or posttrain run --resume RUN\n{listed()}")
     run = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
-    return RunRequest(run, Path(options.out) if options.out else None)
+    return RunRequest(run, Path(options.out) if options.out else None, notes=tuple(object_notes(options.given)), given=options.given)
 
 
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
@@ -107,9 +113,12 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     assert options.resume is not None
     if recipe or overrides or options.out:
         raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
-    admitted(folder_of(options.resume)[0], allow=options.trust, links=True)
+    folder = folder_of(options.resume)[0]
+    admitted(folder, allow=options.trust, links=True)
+    given = given_again(folder, options.given)
     book, checkpoint = Book.open_for_resume(Path(options.resume))
-    return RunRequest(book.run, None, book, checkpoint, (*edit_notes(book.folder), *missing_notes(book.folder)))
+    notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, given))
+    return RunRequest(book.run, None, book, checkpoint, notes, given)
 
 
 @dataclass
@@ -175,9 +184,9 @@ def _build(request: RunRequest, quiet: bool, cleanup: ExitStack) -> RunSession:
     check_trackers(run)
     check_engine(run)
     threads = use_threads(run.threads)
-    environment = make_environment(run)
+    environment = make_environment(run, request.given)
     cleanup.callback(environment.close)
-    others = own_environments(run, environment)
+    others = own_environments(run, environment, request.given)
     environments = distinct(environment, others)
     for other in environments[1:]:
         cleanup.callback(other.close)
@@ -186,8 +195,10 @@ def _build(request: RunRequest, quiet: bool, cleanup: ExitStack) -> RunSession:
     if book is None:
         folder = request.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         contained = dict.fromkeys(x for e in environments for x in e.abilities.contained)
-        book = Book.create(folder, run, facts(policy, threads, tuple(contained)))
+        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **recorded(request.given)})
         cleanup.callback(book.close)
+        if request.given.data:
+            book.beside(DATA, request.given.write_data)
         notes = (*notes, *remember_run(folder, run))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)

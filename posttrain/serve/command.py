@@ -16,7 +16,7 @@ import torch
 from posttrain.api import overrides as dotted
 from posttrain.api.build import use_threads
 from posttrain.api.engines import check_engine, embedded_engine
-from posttrain.api.main import wait
+from posttrain.api.waiting import wait
 from posttrain.api.target import built_policy, model_run, target_run
 from posttrain.core import seeds
 from posttrain.core.engines import Embedded
