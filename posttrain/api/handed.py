@@ -121,9 +121,7 @@ def _with_env(run: Run, env: Any, given: Given) -> tuple[Run, Given]:
     data = env if isinstance(env, PromptData) else prompts(env)
     before = run.env
     kept = before.rewards if before.name == "prompts" else ()
-    placed = replace(
-        data.env, rewards=kept, heldout=before.heldout, limits=before.limits, sandbox=before.sandbox
-    )
+    placed = replace(data.env, rewards=kept, heldout=before.heldout, limits=before.limits, sandbox=before.sandbox)
     return replace(run, env=placed), replace(given, data=data.data)
 
 
@@ -228,7 +226,7 @@ def _setting(value: Any, name: str) -> str:
     if hasattr(value, "item"):
         return str(value.item())
     raise ConfigError(
-        f"{name}: a {type(value).__name__} is no setting; give text, a number, true or false, a list, or a dict of these"
+        f"{name}: a {type(value).__name__} is no setting; give text, a number, true or false, a list, or a dict"
     )
 
 
@@ -251,10 +249,8 @@ def given_again(folder: Path, given: Given) -> Given:
     envs = [run.env, *(s.env for s in run.stages if s.env is not None)]
     rewards = [r.function for e in envs for r in e.rewards if is_inline(r.function)]
     places = [e.name for e in envs if is_inline(e.name)]
-    for name in rewards:
-        found.reward(name)
-    for name in places:
-        found.environment(name)
+    if why := found.lacking(rewards, places):
+        raise ConfigError(why)
     named = {n.removeprefix(INLINE) for n in (*rewards, *places)}
     if strange := [n for n in (*given.rewards, *given.environments) if n not in named]:
         raise ConfigError(
@@ -268,7 +264,9 @@ def given_again(folder: Path, given: Given) -> Given:
 def given_notes(folder: Path, given: Given) -> Iterator[str]:
     """Lines about objects that differ from those the run was begun with."""
     then: Any = run_file(folder).facts.get(OBJECTS)
-    before = {str(o.get("name")): o.get("digest") for o in then if isinstance(o, dict)} if isinstance(then, list) else {}
+    before = (
+        {str(o.get("name")): o.get("digest") for o in then if isinstance(o, dict)} if isinstance(then, list) else {}
+    )
     for note in given.notes():
         if note.kind != "piece" and before.get(note.name) not in (None, note.digest):
             yield (

@@ -36,6 +36,7 @@ from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.evaluate import evaluate as measure
 from posttrain.role.weights import load_weights
 
+
 def run(
     recipe: str | Run = "",
     *overrides: str,

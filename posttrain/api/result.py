@@ -100,7 +100,8 @@ def _table(rows: Sequence[tuple[str, str]]) -> str:
     """Names and texts as an HTML table. All text is escaped."""
     cells = "".join(
         "<tr><th style='text-align:left;vertical-align:top'>"
-        f"{html.escape(visible_lines(name))}</th><td style='text-align:left'><pre style='margin:0;white-space:pre-wrap'>"
+        f"{html.escape(visible_lines(name))}</th><td style='text-align:left'>"
+        "<pre style='margin:0;white-space:pre-wrap'>"
         f"{html.escape(visible_lines(text))}</pre></td></tr>"
         for name, text in rows
     )
@@ -212,7 +213,9 @@ class Result:
             return of_stage[-1]
         if step not in there:
             near = min(there, key=lambda i: abs(i - step))
-            raise ConfigError(f"rollouts: no episodes of step {step}; the nearest is {near} (of {there[0]} to {there[-1]})")
+            raise ConfigError(
+                f"rollouts: no episodes of step {step}; the nearest is {near} (of {there[0]} to {there[-1]})"
+            )
         return of_stage[there.index(step)]
 
 

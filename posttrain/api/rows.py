@@ -65,8 +65,10 @@ def _frame(frame: Any) -> Iterator[dict[str, Any]]:
 
 
 def _missing(value: Any) -> bool:
-    return value is None or type(value).__name__ in ("NAType", "NaTType") or (
-        isinstance(value, float) and math.isnan(value)
+    return (
+        value is None
+        or type(value).__name__ in ("NAType", "NaTType")
+        or (isinstance(value, float) and math.isnan(value))
     )
 
 

@@ -35,8 +35,8 @@ from posttrain.controller.stages.progress import StageResult
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.errors import ConfigError
-from posttrain.core.given import DATA, Given
 from posttrain.core.files import disk_full_is_reported
+from posttrain.core.given import DATA, Given
 from posttrain.core.ports import Environment, Tracker
 from posttrain.core.reader import damage_is_named, folder_of
 from posttrain.core.run import Run
@@ -105,7 +105,9 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     if not recipe:
         raise ConfigError(f"no recipe given: posttrain run RECIPE, or posttrain run --resume RUN\n{listed()}")
     run = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
-    return RunRequest(run, Path(options.out) if options.out else None, notes=tuple(object_notes(options.given)), given=options.given)
+    return RunRequest(
+        run, Path(options.out) if options.out else None, notes=tuple(object_notes(options.given)), given=options.given
+    )
 
 
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:

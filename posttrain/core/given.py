@@ -20,6 +20,7 @@ from typing import Any
 
 from posttrain.core import foreign
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, nearest
+from posttrain.core.redact import scrubbed
 
 INLINE = "inline:"
 """Begins a name in the tree that stands for an object handed by a program."""
@@ -71,7 +72,7 @@ class ObjectNote:
             "name": self.name,
             "kind": self.kind,
             "digest": self.digest,
-            "source": self.source,
+            "source": scrubbed(self.source),
             "closes_over": list(self.closes_over),
         }
 
@@ -115,13 +116,28 @@ class Given:
 
     def _missing(self, what: str, name: str, keyword: str, known: Mapping[str, Any]) -> str:
         there = f" ({nearest(name, known)})" if known else ""
-        where = f"{str(self.folder)!r}" if self.folder is not None else "FOLDER"
+        where = "FOLDER" if self.folder is None else repr(str(self.folder))
         return (
             f"{what} {name!r} was handed to this run by a Python program, and a run folder keeps its source text but"
             f" runs no code of it{there}. Hand it again from Python: posttrain.run(resume={where}, {keyword}), or"
             f" posttrain.evaluate({where}, {keyword}). To use it from the command line, put it into a file and name it"
             " path.py:NAME"
         )
+
+    def lacking(self, rewards: Sequence[str], environments: Sequence[str]) -> str:
+        """What is missing of these names of the tree, and the way to hand all of them; '' where nothing is."""
+        ways: list[str] = []
+        if environments:
+            ways.append(f"env={_word(environments[0].removeprefix(INLINE))}")
+        if rewards:
+            ways.append(f"rewards=[{', '.join(_word(r.removeprefix(INLINE)) for r in rewards)}]")
+        for name in rewards:
+            if (short := name.removeprefix(INLINE)) not in self.rewards:
+                return self._missing("reward function", short, ", ".join(ways), self.rewards)
+        for name in environments:
+            if (short := name.removeprefix(INLINE)) not in self.environments:
+                return self._missing("environment", short, ", ".join(ways), self.environments)
+        return ""
 
     def rows(self, name: str) -> Iterator[tuple[str, Any]]:
         """The lines of the rows of a name in the tree as (place, parsed JSON).

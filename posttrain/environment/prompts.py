@@ -11,8 +11,8 @@ import numpy as np
 
 from posttrain.core.abilities import Abilities
 from posttrain.core.errors import ConfigError, DataError, nearest
-from posttrain.core.given import Given, is_inline
 from posttrain.core.gauge import Gauges, merge
+from posttrain.core.given import Given, is_inline
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
 from posttrain.core.types import Message, Stop, Task
@@ -217,9 +217,7 @@ def read(path: str, columns: PromptsEnv | None = None, given: Given = Given()) -
     places: dict[str, Place] = {}
     repeats: dict[str, int] = {}
     answered: dict[str, PromptRow] = {}
-    for place, data in (
-        given.rows(path) if is_inline(path) else source_rows(path, columns.split)
-    ):
+    for place, data in given.rows(path) if is_inline(path) else source_rows(path, columns.split):
         row = row_of(place, data, columns)
         if row.task.answer is not None:
             _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
