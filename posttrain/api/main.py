@@ -9,6 +9,7 @@ from typing import Any
 
 from posttrain.api import overrides as dotted
 from posttrain.api.build import (
+    PolicyRoles,
     make_environment,
     make_policy,
     make_roles,
@@ -27,8 +28,9 @@ from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.files import full
 from posttrain.core.given import Given
+from posttrain.core.ports import Environment
 from posttrain.core.reader import folder_of, is_run, run_file
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Evaluation, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.engine.learner import HFLearner
 from posttrain.recipe.recipes import recipe as shipped
@@ -134,19 +136,20 @@ def evaluate(
     if weights is not None:
         load_weights(weights, roles.learner)
 
-    async def work() -> EvaluationReport:
-        await roles.sync.push(roles.engine.version + 1)
-        return await measure(
-            roles.rollout, environment.heldout, contract.resolve(policy.stop_ids, roles.renderer.spell), how
-        )
-
     try:
-        report = wait(work())
+        report = wait(_measured(roles, environment, contract.resolve(policy.stop_ids, roles.renderer.spell), how))
     finally:
         roles.close()
         environment.close()
     show_report(console, str(target), environment.name, report)
     return report
+
+
+async def _measured(
+    roles: PolicyRoles, environment: Environment, sampling: Sampling, how: Evaluation
+) -> EvaluationReport:
+    await roles.sync.push(roles.engine.version + 1)
+    return await measure(roles.rollout, environment.heldout, sampling, how)
 
 
 class _Handed:

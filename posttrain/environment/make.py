@@ -12,7 +12,6 @@ from typing import Any, get_type_hints
 from posttrain.core.env import Scalar
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.given import Given, is_inline
-from posttrain.core.ports import Environment
 from posttrain.core.run import Env
 from posttrain.core.spread import RESOLUTION
 from posttrain.environment.gallery import GALLERY, gallery_class
@@ -71,7 +70,7 @@ def environment(config: Env, seed: int, given: Given = Given()) -> Any:
     return cls(**checked(config.name, cls, config.args), **common)
 
 
-def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Environment | SingleTurn:
+def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
     """An environment that a program handed: a class of `SingleTurn`, an object of one, or any other environment.
 
     Settings of a `SingleTurn` come from the tree, so that `env.args` and `env.heldout` change them.
