@@ -107,6 +107,28 @@ def place(
     return run, given
 
 
+@dataclass(frozen=True)
+class Handed:
+    """What a program hands to a run or an evaluation: the arguments `env`, `rewards` and `algorithm` that are no
+    text."""
+
+    env: Any = None
+    rewards: Any = None
+    algorithm: Algorithm | None = None
+
+    def place(self, run: Run) -> tuple[Run, Given]:
+        """The run with these objects named in its tree, and the objects."""
+        return place(run, self.env, self.rewards, self.algorithm)
+
+    @property
+    def paths(self) -> frozenset[str]:
+        """The settings of a run that these objects are."""
+        return frozenset(
+            ({"env.name", "env.prompts"} if self.env is not None else set[str]())
+            | ({"env.rewards"} if self.rewards is not None else set[str]())
+        )
+
+
 def _with_env(run: Run, env: Any, given: Given) -> tuple[Run, Given]:
     """`env=`: an `Env`, `prompts(...)`, rows, or an environment of the program."""
     if isinstance(env, Env):

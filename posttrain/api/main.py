@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from posttrain.api import overrides as dotted
+from posttrain.api.admit import to_stderr
+from posttrain.api.branch import TOKENIZER
 from posttrain.api.build import (
     PolicyRoles,
     make_environment,
@@ -17,11 +20,11 @@ from posttrain.api.build import (
 )
 from posttrain.api.console import PlainConsole
 from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
-from posttrain.api.handed import place, setting_words
+from posttrain.api.handed import Handed, setting_words
 from posttrain.api.result import Result
 from posttrain.api.session import RunOptions, open_session
 from posttrain.api.summary import show_report
-from posttrain.api.target import TOKENIZER, kept_policy, target_run
+from posttrain.api.target import kept_policy, run_and_checkpoint, target_run
 from posttrain.api.waiting import wait
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.checkpoint import find
@@ -29,11 +32,12 @@ from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.files import full
 from posttrain.core.given import Given
 from posttrain.core.ports import Environment
-from posttrain.core.reader import folder_of, is_run, run_file
+from posttrain.core.reader import is_run
 from posttrain.core.run import Evaluation, Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.core.shell import command_line
 from posttrain.engine.learner import HFLearner
-from posttrain.recipe.recipes import recipe as shipped
+from posttrain.environment.gallery import GALLERY
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.evaluate import evaluate as measure
 from posttrain.role.weights import load_weights
@@ -71,14 +75,9 @@ def run(
     """
     named = {"env": env, "algorithm": algorithm}
     words = [*overrides, *setting_words({n: v for n, v in named.items() if isinstance(v, str)} | settings)]
-    objects = None if isinstance(env, str) else env
     own = algorithm if isinstance(algorithm, Algorithm) else None
-    given = Given()
-    if resume is not None:
-        _, given = place(run_file(folder_of(resume)[0]).run, objects, rewards, own)
-    elif recipe and not (objects is None and rewards is None and own is None):
-        recipe, given = place(recipe if isinstance(recipe, Run) else shipped(recipe), objects, rewards, own)
-    options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, given=given)
+    handed = Handed(None if isinstance(env, str) else env, rewards, own)
+    options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, handed=handed)
     with open_session(recipe, words, options) as session:
         wait(session.play(), session.stopper)
     return Result(session.book.folder, session.run, session.results)
@@ -100,8 +99,8 @@ def evaluate(
     """Held-out accuracy, mean reward and pass@k of a run, a model directory or hub id, or the model at an address.
 
     Args:
-        target: a run folder, a model, or the address of an OpenAI-compatible endpoint. The last two are evaluated on
-            the `arithmetic` environment unless an override `env=...` names another.
+        target: a run folder or one of its checkpoints, a model, or the address of an OpenAI-compatible endpoint. For
+            the last two an override names the environment: `env=arithmetic`, or `env.prompts=` and `env.rewards=`.
         overrides: dotted changes of `env.*`, `seed`, `slots` (of an endpoint: requests at once), `threads`.
         samples: samples per prompt; by default the run's own number.
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
@@ -109,20 +108,16 @@ def evaluate(
         trust: allow what a run folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
         env, rewards: as in `run`. A run that was handed objects needs its functions again.
     """
-    handed, words = _handing(target, env, rewards)
-    overrides = (*overrides, *words)
-    if is_url(target):
-        run, weights = dotted.apply(handed.change(remote_run(str(target))), list(overrides)), None
-    else:
-        run, weights = target_run(
-            target, checkpoint, *overrides, parts=("model", "env", "engine"), allow=trust, change=handed.change
-        )
+    target, checkpoint = run_and_checkpoint(target, checkpoint)
+    objects = Handed(None if isinstance(env, str) else env, rewards)
+    words = [f"env={env}"] if isinstance(env, str) else []
+    run, weights, given = _asked_run(target, checkpoint, (*words, *overrides), objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
-    environment = make_environment(run, handed.given)
+    environment = make_environment(run, given)
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
     console = PlainConsole(soft_wrap=True, quiet=quiet)
@@ -131,7 +126,7 @@ def evaluate(
         show_report(console, str(target), environment.name, report)
         return report
     refuse(remote)
-    policy = make_policy(run, environment, written=written)
+    policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
     roles = make_roles(run, policy, environment)
     if weights is not None:
         load_weights(weights, roles.learner)
@@ -152,24 +147,41 @@ async def _measured(
     return await measure(roles.rollout, environment.heldout, sampling, how)
 
 
-class _Handed:
-    """What a program hands to an evaluation. `change` names it in the tree and keeps the objects in `given`."""
+def _asked_run(
+    target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: Handed, quiet: bool, trust: bool
+) -> tuple[Run, Path | None, Given]:
+    """(the run whose environment and model are evaluated, the weights to load into its policy or None, the objects)."""
+    kept: list[Given] = []
 
-    def __init__(self, env: Any, rewards: Any, folder: Path | None) -> None:
-        self._env, self._rewards = env, rewards
-        self.given = Given(folder=folder)
-
-    def change(self, run: Run) -> Run:
-        run, given = place(run, self._env, self._rewards)
-        self.given = replace(given, folder=self.given.folder)
+    def change(run: Run) -> Run:
+        run, given = handed.place(run)
+        kept.append(given)
         return run
 
+    if not is_run(target):
+        alone = ("env=prompts",) if handed.env is not None else ()
+        overrides = with_environment(str(target), (*alone, *overrides))
+    if is_url(target):
+        return dotted.apply(change(remote_run(str(target))), list(overrides[len(alone) :])), None, kept[0]
+    say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
+    parts = ("model", "env", "engine")
+    run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
+    return run, weights, replace(kept[-1], folder=Path(target)) if is_run(target) else kept[-1]
 
-def _handing(target: str | Path, env: Any, rewards: Any) -> tuple[_Handed, list[str]]:
-    """The objects handed to an evaluation, and `env=NAME` as an override."""
-    words = [f"env={env}"] if isinstance(env, str) else []
-    folder = Path(target) if is_run(target) else None
-    return _Handed(None if isinstance(env, str) else env, rewards, folder), words
+
+def with_environment(target: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """The overrides with `env=prompts` where they give prompts alone. ConfigError where they name no environment."""
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    if keys & {"env", "env.name"}:
+        return overrides
+    if "env.prompts" in keys:
+        return ("env=prompts", *overrides)
+    raise ConfigError(
+        f"{target} is a model, and a model has no tasks of its own: say what to evaluate it on.\n"
+        f"  {command_line('eval', target, 'env.prompts=mine.jsonl', 'env.rewards=exact')}\n"
+        f"  {command_line('eval', target, 'env=arithmetic')}  # or another of the gallery: {', '.join(GALLERY)}\n"
+        "posttrain new env writes an environment of your own (env=mine.py:Mine); a run folder has one already"
+    )
 
 
 def _evaluated(run: Run, contract: Sampling) -> Run:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from posttrain import faults
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, edit_notes, missing_notes, remember_run
+from posttrain.api.branch import pinned, was_built
 from posttrain.api.build import (
     distinct,
     facts,
@@ -21,8 +23,9 @@ from posttrain.api.build import (
     use_threads,
     words_in_tokens,
 )
+from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.engines import check_engine
-from posttrain.api.handed import given_again, given_notes, object_notes, recorded
+from posttrain.api.handed import Handed, given_again, given_notes, object_notes, recorded
 from posttrain.api.proofs import prove_start
 from posttrain.api.summary import planted_lines, show
 from posttrain.api.target import keep_policy
@@ -38,7 +41,7 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.given import DATA, Given
 from posttrain.core.ports import Environment, Tracker
-from posttrain.core.reader import damage_is_named, folder_of
+from posttrain.core.reader import damage_is_named, folder_of, run_file
 from posttrain.core.run import Run
 from posttrain.core.shell import command_line
 from posttrain.engine.embedded import EmbeddedEngine
@@ -57,8 +60,8 @@ class RunOptions:
     quiet: bool = False
     allow_fault: bool = False
     trust: bool = False
-    given: Given = Given()
-    """Objects that a Python program handed to the run."""
+    handed: Handed = Handed()
+    """Objects of the Python program that starts it."""
 
 
 @contextmanager
@@ -85,7 +88,9 @@ class RunRequest:
     book: Book | None = None
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
-    """Lines about the run folder, printed at the start."""
+    """Lines about its settings and its folder, printed at the start."""
+    recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What run.json records beside the settings: why some were chosen, and which run it is a branch of."""
     given: Given = Given()
     """Objects that a Python program handed to the run."""
 
@@ -107,10 +112,17 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
         raise ConfigError(
             f"no recipe given: {command_line('run', 'RECIPE')}, or {command_line('run', '--resume', 'RUN')}\n{listed()}"
         )
-    run = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
-    return RunRequest(
-        run, Path(options.out) if options.out else None, notes=tuple(object_notes(options.given)), given=options.given
-    )
+    out = Path(options.out) if options.out else None
+    named = isinstance(recipe, str)
+    base, given = options.handed.place(shipped(recipe) if named else recipe)
+    run, origin = pinned(dotted.apply(base, list(overrides)))
+    notes = tuple(object_notes(given))
+    if not named:
+        return RunRequest(run, out, notes=notes, recorded=origin, given=given)
+    paths = given_paths(base, overrides) | options.handed.paths
+    ready = for_model(run, paths, trained=not was_built(run.model.path), objects=given)
+    chosen = {"chosen": dict(ready.chosen), **origin}
+    return RunRequest(ready.run, out, notes=(*ready.lines, *notes), recorded=chosen, given=given)
 
 
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
@@ -120,10 +132,10 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
         raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
     folder = folder_of(options.resume)[0]
     admitted(folder, allow=options.trust, links=True)
-    given = given_again(folder, options.given)
+    given = given_again(folder, options.handed.place(run_file(folder).run)[1])
     book, checkpoint = Book.open_for_resume(Path(options.resume))
     notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, given))
-    return RunRequest(book.run, None, book, checkpoint, notes, given)
+    return RunRequest(book.run, None, book, checkpoint, notes, given=given)
 
 
 @dataclass
@@ -195,12 +207,13 @@ def _build(request: RunRequest, quiet: bool, cleanup: ExitStack) -> RunSession:
     environments = distinct(environment, others)
     for other in environments[1:]:
         cleanup.callback(other.close)
-    policy = make_policy(run, environment, others)
+    policy = make_policy(run, environment, others, own=None if book is None else book.folder)
     notes = request.notes
     if book is None:
         folder = request.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         contained = dict.fromkeys(x for e in environments for x in e.abilities.contained)
-        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **recorded(request.given)})
+        about = {**request.recorded, **recorded(request.given)}
+        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **about})
         cleanup.callback(book.close)
         if request.given.data:
             book.beside(DATA, request.given.write_data)

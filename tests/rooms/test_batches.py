@@ -44,7 +44,8 @@ def test_one_call_has_every_answer_and_every_argument() -> None:
         log_metric("mean_length", 1.75)
         log_extra("first", [c[0] for c in completions])
         return [
-            float(c == a) * trainer_state.global_step / trainer_state.max_steps for c, a in zip(completions, answer)
+            float(c == a) * trainer_state.global_step / trainer_state.max_steps
+            for c, a in zip(completions, answer, strict=True)
         ]
 
     judged, logged = batch(f)
