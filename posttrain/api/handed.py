@@ -108,7 +108,7 @@ def place(
 
 
 @dataclass(frozen=True)
-class Handed:
+class HandedObjects:
     """What a program hands to a run or an evaluation: the arguments `env`, `rewards` and `algorithm` that are no
     text."""
 

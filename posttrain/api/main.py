@@ -20,7 +20,7 @@ from posttrain.api.build import (
 )
 from posttrain.api.console import PlainConsole
 from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
-from posttrain.api.handed import Handed, setting_words
+from posttrain.api.handed import HandedObjects, setting_words
 from posttrain.api.result import Result
 from posttrain.api.session import RunOptions, open_session
 from posttrain.api.summary import show_report
@@ -76,7 +76,7 @@ def run(
     named = {"env": env, "algorithm": algorithm}
     words = [*overrides, *setting_words({n: v for n, v in named.items() if isinstance(v, str)} | settings)]
     own = algorithm if isinstance(algorithm, Algorithm) else None
-    handed = Handed(None if isinstance(env, str) else env, rewards, own)
+    handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
     options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, handed=handed)
     with open_session(recipe, words, options) as session:
         wait(session.play(), session.stopper)
@@ -109,7 +109,7 @@ def evaluate(
         env, rewards: as in `run`. A run that was handed objects needs its functions again.
     """
     target, checkpoint = run_and_checkpoint(target, checkpoint)
-    objects = Handed(None if isinstance(env, str) else env, rewards)
+    objects = HandedObjects(None if isinstance(env, str) else env, rewards)
     words = [f"env={env}"] if isinstance(env, str) else []
     run, weights, given = _asked_run(target, checkpoint, (*words, *overrides), objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
@@ -148,7 +148,7 @@ async def _measured(
 
 
 def _asked_run(
-    target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: Handed, quiet: bool, trust: bool
+    target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: HandedObjects, quiet: bool, trust: bool
 ) -> tuple[Run, Path | None, Given]:
     """(the run whose environment and model are evaluated, the weights to load into its policy or None, the objects)."""
     kept: list[Given] = []

@@ -25,7 +25,7 @@ from posttrain.api.build import (
 )
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.engines import check_engine
-from posttrain.api.handed import Handed, given_again, given_notes, object_notes, recorded
+from posttrain.api.handed import HandedObjects, given_again, given_notes, object_notes, recorded
 from posttrain.api.proofs import prove_start
 from posttrain.api.summary import planted_lines, show
 from posttrain.api.target import keep_policy
@@ -60,7 +60,7 @@ class RunOptions:
     quiet: bool = False
     allow_fault: bool = False
     trust: bool = False
-    handed: Handed = Handed()
+    handed: HandedObjects = HandedObjects()
     """Objects of the Python program that starts it."""
 
 
