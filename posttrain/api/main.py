@@ -11,18 +11,14 @@ from typing import Any
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import to_stderr
 from posttrain.api.branch import TOKENIZER
-from posttrain.api.build import (
-    PolicyRoles,
-    make_environment,
-    make_policy,
-    make_roles,
-    use_threads,
-)
+from posttrain.api.build import PolicyRoles, make_policy, make_roles, use_threads
 from posttrain.api.console import PlainConsole
 from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
+from posttrain.api.environments import make_environment
 from posttrain.api.handed import HandedObjects, setting_words
+from posttrain.api.request import RunOptions, requested
 from posttrain.api.result import Result
-from posttrain.api.session import RunOptions, open_session
+from posttrain.api.session import open_session
 from posttrain.api.summary import show_report
 from posttrain.api.target import kept_policy, run_and_checkpoint, target_run
 from posttrain.api.waiting import wait
@@ -78,7 +74,7 @@ def run(
     own = algorithm if isinstance(algorithm, Algorithm) else None
     handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
     options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, handed=handed)
-    with open_session(recipe, words, options) as session:
+    with requested(recipe, words, options) as request, open_session(request) as session:
         wait(session.play(), session.stopper)
     return Result(session.book.folder, session.run, session.results)
 
