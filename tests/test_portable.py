@@ -123,6 +123,7 @@ TOY = ("env.heldout=4", "evaluation.samples=1", "pretrain.steps=2", "sft.steps=2
 SMALL = ("pretrain.batch=4", "sft.batch=4", "cot.batch=4", "rl.prompts=2", "rl.siblings=2", "sft_continued=none")
 
 
+@pytest.mark.prove
 def test_the_first_recipe_runs_elsewhere(tmp_path: Path) -> None:
     done = elsewhere(tmp_path, "run", "ladder", *TOY, *SMALL, "threads=0", "--out", "run")
     assert done.returncode == 0, done.stdout + done.stderr
@@ -131,6 +132,7 @@ def test_the_first_recipe_runs_elsewhere(tmp_path: Path) -> None:
     assert shown.returncode == 0 and "episode" in shown.stdout, shown.stderr
 
 
+@pytest.mark.prove
 def test_workers_of_a_users_reward_run_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("def reward(task, text):\n    return float(task.answer == text)\n")
     words = ("env.rewards=mine.py:reward", "env.heldout=4", "evaluation.samples=1", "rl.steps=1", "rl.prompts=2")
@@ -138,6 +140,7 @@ def test_workers_of_a_users_reward_run_elsewhere(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.prove
 def test_a_sandbox_is_refused_elsewhere_with_what_still_works(tmp_path: Path) -> None:
     done = elsewhere(tmp_path, "run", "programs", "--out", "run")
     assert done.returncode != 0 and "Traceback" not in done.stderr
