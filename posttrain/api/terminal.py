@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from posttrain.api.console import PlainConsole
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
+from posttrain.diagnose.said import RULE, SaidOnce
 
 PLAIN_EVERY = 5.0
 """Seconds between two plain lines of the same stage."""
@@ -31,6 +32,7 @@ class Terminal:
     _printed: float = 0.0
     _tokens: float = 0.0
     _measured: str = ""
+    _once: SaidOnce = field(default_factory=SaidOnce)
 
     def log(self, step: Step) -> None:
         if step.stage != self._stage:
@@ -54,8 +56,8 @@ class Terminal:
             self._printed = time.monotonic()
             of = "" if self._open_ended(step) else f"/{total}"
             self.console.print(f"{step.stage} {step.index}{of}  {self._facts(step)}{self._left(step, total)}")
-        for note in step.notes:
-            self.say(f"  note: {note}")
+        for note in self._once.new(step):
+            self.say(f"  note: {note.removeprefix(RULE)}")
 
     def say(self, line: str) -> None:
         self._close()
