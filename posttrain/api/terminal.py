@@ -57,7 +57,7 @@ class Terminal:
             of = "" if self._open_ended(step) else f"/{total}"
             self.console.print(f"{step.stage} {step.index}{of}  {self._facts(step)}{self._left(step, total)}")
         for note in self._once.new(step):
-            self.say(f"  note: {note.removeprefix(RULE)}")
+            self.say(f"  {noted(step, note)}")
 
     def say(self, line: str) -> None:
         self._close()
@@ -114,6 +114,14 @@ class Terminal:
         if not done or step.index >= total or self._open_ended(step):
             return ""
         return f"  {(time.monotonic() - self._begun) / done * (total - step.index):.0f} s left"
+
+
+def noted(step: Step, note: str) -> str:
+    """A note of a step as it is printed. The name of a rule stands before what it found (docs/diagnosis.md)."""
+    if not note.startswith(RULE):
+        return f"note: step {step.index}: {note}"
+    name, _, message = note.removeprefix(RULE).partition(": ")
+    return f"note: step {step.index}, {name}: {message}"
 
 
 def _plain(form: str) -> TextColumn:

@@ -40,7 +40,9 @@ class LiveRules(Observer):
     def on_line(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         self._history.add(step)
         self._history.trim()
-        return ObserverReport(notes=tuple(f"{RULE}{f.rule}: {f.message}" for f in findings(self._history.steps, roles.stage)))
+        return ObserverReport(
+            notes=tuple(f"{RULE}{f.rule}: {f.message}" for f in findings(self._history.steps, roles.stage))
+        )
 
 
 def _marked(tokenizer: object) -> list[int]:

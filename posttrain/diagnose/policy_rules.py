@@ -42,7 +42,10 @@ def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     if len(history) < 2 or (now := mean(history[-1], "rollout/reward")) is None:
         return ""
     for i in range(max(0, len(history) - 4), len(history) - 1):
-        far, was = mean(history[i], "policy/kl_step") or 0.0, average(known(history[max(0, i - 4) : i + 1], "rollout/reward"))
+        far, was = (
+            mean(history[i], "policy/kl_step") or 0.0,
+            average(known(history[max(0, i - 4) : i + 1], "rollout/reward")),
+        )
         if far >= FAR and now < 0.5 * was and was > 0.02:
             return _collapsed(history, stage, was, now, history[i].index, far)
     before = known(history[:-2], "rollout/reward")[-12:]
@@ -80,14 +83,14 @@ def _collapsed(history: Sequence[Step], stage: Reinforce, was: float, now: float
 def update_too_large(history: Sequence[Step], stage: Reinforce) -> str:
     """Two of the last three steps change the policy by more than 0.75 nats a token each."""
     far = [s for s in history[-3:] if (mean(s, "policy/kl_step") or 0.0) >= FAR]
-    if len(far) < 2:
+    if len(far) < 2 or collapse(history, stage):
         return ""
     distance = average(known(far, "policy/kl_step"))
     lr, update = mean(far[-1], "optim/lr") or 0.0, mean(far[-1], "optim/update")
     size = f" (weights by {update:.1%})" if update is not None else ""
     return (
-        f"the learning rate is far too high: at {lr:.2g} a step changes the policy by {distance:.2g} nats a token{size};"
-        f" healthy steps stay below 0.05. Set {better_lr(stage, distance)}; if it is as meant, use fewer"
+        f"the learning rate is far too high: at {lr:.2g} a step changes the policy by {distance:.2g} nats a"
+        f" token{size}; healthy steps stay below 0.05. Set {better_lr(stage, distance)}; if it is as meant, use fewer"
         f" {stage.name}.minibatches and {stage.name}.epochs"
     )
 
@@ -100,7 +103,10 @@ def update_too_small(history: Sequence[Step], stage: Reinforce) -> str:
     near = last(history, "policy/kl_step", STILL)
     if not near or max(near) >= NEAR or not all(warm(stage, s) and mean(s, "credit/advantage_abs") for s in recent):
         return ""
-    if min(last(history, "optim/grad_norm", STILL), default=0.0) <= 1e-6 or average(last(history, "credit/silent", 8)) > 0.9:
+    if (
+        min(last(history, "optim/grad_norm", STILL), default=0.0) <= 1e-6
+        or average(last(history, "credit/silent", 8)) > 0.9
+    ):
         return ""
     update = mean(history[-1], "optim/update")
     size = f" (weights by {update:.1g} of their size)" if update is not None else ""
@@ -133,6 +139,8 @@ def entropy_collapses(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     if (risen := trend(history, "rollout/reward", 12)) is not None and risen.sure > 3:
         return ""
+    if max(known(history, "policy/kl_step"), default=0.0) >= FAR:
+        return ""  # too large a step broke the policy: that is said
     return (
         f"the entropy has collapsed: {average(began):.2g} nats a token at first, {now[-1]:.1g} now, and"
         f" {1 - solved:.0%} of the answers are wrong. The policy repeats itself and tries nothing new. In order: lower"
@@ -155,7 +163,8 @@ def length_drifts(history: Sequence[Step], stage: Reinforce) -> str:
     shorter = max(now) <= 0.4 * was and was >= 4
     if not longer and not shorter:
         return ""
-    how = f"{cut_now:.0%} are cut off at {stage.name}.sampling.max_tokens={stage.sampling.max_tokens}, {cut_then:.0%} at first"
+    limit = f"{stage.name}.sampling.max_tokens={stage.sampling.max_tokens}"
+    how = f"{cut_now:.0%} are cut off at {limit}, {cut_then:.0%} at first"
     return (
         f"answers have become {'longer' if longer else 'shorter'}: {was:.3g} tokens at first, {is_:.3g} now"
         f"{f' ({how})' if longer else ''}, and the reward does not rise with it ({reward.before:.3g} to"

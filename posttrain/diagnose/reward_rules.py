@@ -83,6 +83,8 @@ def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
     cut, solved = last(history, "rollout/truncated", 4), last(history, "rollout/solved", 4)
     if len(cut) < 4 or min(cut) < MOST_CUT or max(solved, default=1) > 0.05 or _past_an_end(history):
         return ""
+    if _moved(history) or average(known(history[:3], "rollout/truncated")) < 0.5 * MOST_CUT:
+        return ""
     return (
         f"{cut[-1]:.0%} of the answers are cut off at max_tokens={stage.sampling.max_tokens} and {solved[-1]:.0%} are"
         f" right: the limit is graded, not the answer. Raise it: {stage.name}.sampling.max_tokens="
@@ -99,9 +101,9 @@ def never_stops(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     special = average(last(history, "rollout/special", 4))
     return (
-        f"{cut[-1]:.0%} of the answers never stop, and {special:.0%} of them go on after a special token that is not one"
-        " of the stop ids: the stop id is wrong. The model ends its turns with another token; add it to eos_token_id in"
-        " its generation_config.json (the start of the run prints the stop ids)"
+        f"{cut[-1]:.0%} of the answers never stop, and {special:.0%} of them go on after a special token that is not"
+        " one of the stop ids: the stop id is wrong. The model ends its turns with another token; add it to eos_token_id"
+        " in its generation_config.json (the start of the run prints the stop ids)"
     )
 
 
@@ -133,7 +135,9 @@ def reward_without_quality(history: Sequence[Step], stage: Reinforce) -> str:
 def heldout_falls(history: Sequence[Step], stage: Reinforce) -> str:
     """The held-out reward is lower than at an earlier evaluation by more than 3 standard errors, while the training
     reward rises by more than 3."""
-    measured = [(s, s.gauges["eval/reward"]) for s in history if "eval/reward" in s.gauges and s.gauges["eval/reward"].count]
+    measured = [
+        (s, s.gauges["eval/reward"]) for s in history if "eval/reward" in s.gauges and s.gauges["eval/reward"].count
+    ]
     if len(measured) < 2 or measured[-1][0] is not history[-1]:
         return ""
     (now, e_now), (best, e_best) = measured[-1], max(measured, key=lambda m: m[1].mean)
@@ -192,7 +196,9 @@ def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
     if 0 < far < 20 * NEAR:
         out.append(f"a step changes the policy by only {far:.1g} nats a token ({better_lr(stage, far)})")
     if far > 0.05:
-        out.append(f"a step changes the policy by {far:.1g} nats a token, too much to go anywhere ({better_lr(stage, far)})")
+        out.append(
+            f"a step changes the policy by {far:.1g} nats a token, too much to go anywhere ({better_lr(stage, far)})"
+        )
     return [
         *out,
         "the reward does not depend on what the policy can change (look at rewards beside answers: posttrain show RUN)",
