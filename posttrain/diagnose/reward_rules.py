@@ -102,8 +102,8 @@ def never_stops(history: Sequence[Step], stage: Reinforce) -> str:
     special = average(last(history, "rollout/special", 4))
     return (
         f"{cut[-1]:.0%} of the answers never stop, and {special:.0%} of them go on after a special token that is not"
-        " one of the stop ids: the stop id is wrong. The model ends its turns with another token; add it to eos_token_id"
-        " in its generation_config.json (the start of the run prints the stop ids)"
+        " one of the stop ids: the stop id is wrong. The model ends its turns with another token; add it to"
+        " eos_token_id in its generation_config.json (the start of the run prints the stop ids)"
     )
 
 
