@@ -134,7 +134,7 @@ class Stage:
             f"model.ffn={2 * s.hidden}",
             "model.layers=2",
             f"model.heads={heads}",
-            "model.kv_heads=2",
+            f"model.kv_heads={heads if s.arch == 'gpt2' else 2}",
             "model.context=64",
         )
         done = posttrain.run(

@@ -90,7 +90,7 @@ PUBLIC = {
     "posttrain.core.record": "Recorded",
     "posttrain.diagnose.gauges": "Definition",
     "posttrain.diagnose.rule": "Finding",
-    "posttrain.diagnose.said": "Said findings_of",
+    "posttrain.diagnose.said": "RepeatedNote findings_of",
     "posttrain.faults.registry": "Fault",
 }
 """Module -> the names that users depend on. The algorithms of `posttrain.core.ladder` are public too."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
@@ -79,7 +80,7 @@ class Trend:
 def trend(history: Sequence[Step], name: str, least: int) -> Trend | None:
     """The trend over the steps that follow one another up to now; None where fewer than `least` have the gauge.
 
-    The error comes from the scatter of single steps inside the two thirds, so a slow drift inside them widens it.
+    The scatter of single steps is read from the differences of neighbours, so that a drift does not count as noise.
     """
     steps = list(history)
     for i in range(len(steps) - 1, 0, -1):
@@ -91,8 +92,8 @@ def trend(history: Sequence[Step], name: str, least: int) -> Trend | None:
         return None
     n = len(values) // 3
     a, b = values[:n], values[-n:]
-    scatter = sum((x - average(a)) ** 2 for x in a) + sum((x - average(b)) ** 2 for x in b)
-    return Trend(average(a), average(b), (scatter / (2 * n - 2) * 2 / n) ** 0.5, len(values))
+    scatter = average([(y - x) ** 2 for x, y in pairwise(values)]) / 2
+    return Trend(average(a), average(b), (scatter * 2 / n) ** 0.5, len(values))
 
 
 def rounded(lr: float) -> str:

@@ -22,7 +22,7 @@ def kind_of(note: str) -> str:
 
 
 @dataclass(frozen=True)
-class Said:
+class RepeatedNote:
     """What one rule, or one kind of note, said in a stage."""
 
     stage: str
@@ -40,23 +40,23 @@ class Said:
         return f"{self.stage}: {self.message} [step{'s' if len(self.steps) > 1 else ''} {shown}{often}]"
 
 
-def findings_of(steps: Iterable[Step]) -> list[Said]:
+def findings_of(steps: Iterable[Step]) -> list[RepeatedNote]:
     """The findings of live rules in a record, each rule of a stage once, in the order in which they came."""
     return [s for s in notes_of(steps) if s.rule]
 
 
-def notes_of(steps: Iterable[Step]) -> list[Said]:
+def notes_of(steps: Iterable[Step]) -> list[RepeatedNote]:
     """All notes of a record, each kind of a stage once, in the order in which they came."""
     kinds: dict[tuple[str, str], list[tuple[int, str]]] = {}
     for step in steps:
         for note in step.notes:
             kinds.setdefault((step.stage, kind_of(note)), []).append((step.index, note))
-    out: list[Said] = []
+    out: list[RepeatedNote] = []
     for (stage, kind), seen in kinds.items():
         note = seen[0][1]
         is_rule = note.startswith(RULE)
         message = note.removeprefix(RULE).partition(": ")[2] if is_rule else note
-        out.append(Said(stage, kind if is_rule else "", message, tuple(dict.fromkeys(i for i, _ in seen))))
+        out.append(RepeatedNote(stage, kind if is_rule else "", message, tuple(dict.fromkeys(i for i, _ in seen))))
     return out
 
 
