@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 
+from posttrain.api.request import check_installed
+from posttrain.api.target import open_policy
 from posttrain.core import files
 from posttrain.core.engines import GIB, VLLM, Embedded
 from posttrain.core.errors import ConfigError
@@ -17,8 +19,7 @@ from posttrain.core.run import Run
 from posttrain.engine.embedded import EmbeddedEngine, native
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
-from posttrain.engine.models import Policy, load_policy
-from posttrain.engine.vllm import installed
+from posttrain.engine.models import Policy
 from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.server import ROLE, VLLMServer
@@ -41,8 +42,7 @@ def check_engine(run: Run) -> None:
 
     Called before the run folder is made, so that such a run leaves no folder.
     """
-    if isinstance(run.engine, VLLM) and run.engine.url is None:
-        installed()
+    check_installed(run)
     if run.model.kernels == "compiled" and (why := native.missing()):
         raise ConfigError(
             f"model.kernels=compiled, but there are no compiled kernels: {why}. Leave it out to compute with torch's"
@@ -105,7 +105,7 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
         return Lookup(how.lookup)
     if how.draft is None:
         return None
-    small = load_policy(replace(run.model, path=how.draft, context=None), None, run.seed, most=policy.context)
+    small = open_policy(replace(run.model, path=how.draft, context=None), run.seed, policy.context)
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"

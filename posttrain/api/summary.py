@@ -1,4 +1,4 @@
-"""The summary printed at the end of a run: what each stage added, seconds per role, commands to try next."""
+"""The summary printed at the end of a run: what each stage added, and seconds per role."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from rich.table import Table
 
 from posttrain.api.console import PlainConsole
+from posttrain.api.next_steps import next_steps
 from posttrain.controller.stages import StageResult
 from posttrain.core import reader
 from posttrain.core.gauge import Gauge, merge
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Run
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.faults import find
-from posttrain.recipe.recipes import RECIPES
 from posttrain.role.evaluate import EvaluationReport, interval
 
 
@@ -95,21 +95,6 @@ def roles(results: Sequence[StageResult]) -> Table:
     for r in results:
         out.add_row(r.name, *(f"{r.roles[n]:.1f}" if n in r.roles else "-" for n in names))
     return out
-
-
-def next_steps(run: Run, folder: Path) -> list[str]:
-    """Commands worth trying now."""
-    out = [
-        (f"posttrain show {folder}", "read what it said, token by token"),
-        (f"posttrain eval {folder} --samples 16", "accuracy and pass@k on more samples"),
-        (f"posttrain export {folder} my-model", "a plain Hugging Face directory"),
-    ]
-    used = [s.algorithm.name for s in run.stages if isinstance(s, Reinforce)]
-    if len(used) == 1 and run.recipe in RECIPES:
-        other = "grpo" if not used[0].startswith("grpo") else "dapo"
-        out.append((f"posttrain run {run.recipe} algorithm={other}", "another algorithm; posttrain ladder lists them"))
-    width = max(len(command) for command, _ in out)
-    return [f"{command:<{width}}  # {why}" for command, why in out]
 
 
 def planted_lines(run: Run) -> list[str]:

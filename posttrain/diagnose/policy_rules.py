@@ -35,6 +35,11 @@ def warm(stage: Reinforce, step: Step) -> bool:
     return (mean(step, "optim/lr") or 0.0) >= 0.99 * stage.optimizer.lr
 
 
+def broken(history: Sequence[Step]) -> bool:
+    """Whether a step was so large that it may have broken the policy. Then other symptoms follow from it."""
+    return max(known(history, "policy/kl_step"), default=0.0) >= FAR
+
+
 @rule
 def collapse(history: Sequence[Step], stage: Reinforce) -> str:
     """One step changes the policy by more than 0.75 nats a token, and the reward falls to less than half; or the reward
@@ -139,8 +144,8 @@ def entropy_collapses(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     if (risen := trend(history, "rollout/reward", 12)) is not None and risen.sure > 3:
         return ""
-    if max(known(history, "policy/kl_step"), default=0.0) >= FAR:
-        return ""  # too large a step broke the policy: that is said
+    if broken(history):
+        return ""
     return (
         f"the entropy has collapsed: {average(began):.2g} nats a token at first, {now[-1]:.1g} now, and"
         f" {1 - solved:.0%} of the answers are wrong. The policy repeats itself and tries nothing new. In order: lower"
@@ -156,7 +161,7 @@ def length_drifts(history: Sequence[Step], stage: Reinforce) -> str:
     began, now = first(history, "rollout/tokens", 4), last(history, "rollout/tokens", 6)
     cut_then, cut_now = average(first(history, "rollout/truncated", 4)), average(last(history, "rollout/truncated", 6))
     reward = trend(history, "rollout/reward", 16)
-    if not began or not now or reward is None or reward.sure > 1:
+    if not began or not now or reward is None or reward.sure > 1 or broken(history):
         return ""
     was, is_ = average(began), average(now)
     longer = min(now) >= 2 * was and cut_now >= cut_then + 0.25

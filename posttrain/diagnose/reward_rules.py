@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
-from posttrain.diagnose.policy_rules import NEAR, better_lr
+from posttrain.diagnose.policy_rules import NEAR, better_lr, broken
 from posttrain.diagnose.rule import average, first, known, last, mean, rule, trend
 
 SAME = 6
@@ -69,8 +69,8 @@ def too_easy(history: Sequence[Step], stage: Reinforce) -> str:
 
 
 def _moved(history: Sequence[Step]) -> bool:
-    """Whether more answers were right in the first steps: then the policy broke, and the tasks are not at fault."""
-    return average(known(history[:3], "rollout/solved")) > 3 * HARD
+    """Whether the policy was better or a step broke it: then tasks and limits are not at fault."""
+    return broken(history) or average(known(history[:3], "rollout/solved")) > 3 * HARD
 
 
 MOST_CUT = 0.8
@@ -160,7 +160,7 @@ def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
     seen = trend(history, "rollout/reward", FLAT)
     if seen is None or average(last(history, "rollout/solved", SAME)) > 0.85 or seen.gain > 0.5 * seen.error:
         return ""
-    if seen.error > 0.125 * max(abs(seen.before), abs(seen.after)) or too_hard(history, stage):
+    if broken(history) or seen.error > 0.125 * max(abs(seen.before), abs(seen.after)) or too_hard(history, stage):
         return ""
     if cut_off_before_the_answer(history, stage) or never_stops(history, stage) or reward_is_constant(history, stage):
         return ""

@@ -16,8 +16,8 @@ import pytest
 from http_parts import QUICK, reply, server
 from serve_parts import TOKEN, Up, save_model, up
 
-from posttrain.api.build import make_environment
 from posttrain.api.endpoint import EndpointOptions, remote_rollout, remote_run
+from posttrain.api.environments import make_environment
 from posttrain.api.main import evaluate
 from posttrain.cli import main as cli
 from posttrain.core import seeds
@@ -257,7 +257,14 @@ def serving(model: Path) -> Iterator[str]:
 def test_an_address_is_evaluated_like_the_model_behind_it(
     serving: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("env.heldout=6", "env.args.max_terms=2", "env.args.max_operand=4", "slots=8", "threads=1")
+    words = (
+        "env=arithmetic",
+        "env.heldout=6",
+        "env.args.max_terms=2",
+        "env.args.max_operand=4",
+        "slots=8",
+        "threads=1",
+    )
     here = evaluate(model, *words, samples=2, max_tokens=8, quiet=True)
     there = evaluate(
         serving,

@@ -258,7 +258,7 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
     "no stage": (2, ["show", "RUN", "--stage", HOSTILE]),
     "no step": (2, ["show", "RUN", "--step", "77"]),
     "no folder": (5, ["show", HOSTILE]),
-    "no model": (2, ["eval", HOSTILE]),
+    "no model": (2, ["eval", HOSTILE, "env=arithmetic"]),
     "no environment": (2, ["check", HOSTILE]),
     "no setting": (2, ["run", "arithmetic", f"{HOSTILE}=1".replace("=http", "http")]),
     "no fault": (2, ["faults", HOSTILE]),
@@ -351,11 +351,11 @@ def test_a_model_with_hostile_words_is_described_as_text(tmp_path: Path, capfd: 
         )
     )
     capfd.readouterr()  # bars of what wrote the model
-    main(["eval", str(model), "env.heldout=2", "--samples", "1", "--max-tokens", "4"])
+    main(["eval", str(model), "env=arithmetic", "env.heldout=2", "--samples", "1", "--max-tokens", "4"])
     said = capfd.readouterr()
     clean(said.out + said.err)
     (model / "config.json").write_text(json.dumps({**config, "model_type": HOSTILE}))
-    assert main(["eval", str(model)]) == 4
+    assert main(["eval", str(model), "env=arithmetic"]) == 4
     said = capfd.readouterr()
     clean(said.out + said.err)
     assert "\\x1b[2J" in said.err
@@ -399,14 +399,15 @@ def test_a_bug_and_a_warning_are_told_as_text() -> None:
     """At top level, in a thread, and as a warning: in a process of its own, as the program runs."""
     code = f"""
 import threading, warnings
-from posttrain.cli import main, commands
+from posttrain.cli import main
+from posttrain.cli.commands import faults_command
 H = {HOSTILE!r}
 def bug(o):
     warnings.warn(H)
     t = threading.Thread(target=lambda: 1 / len([]) if False else (_ for _ in ()).throw(ValueError(H)))
     t.start(); t.join()
     raise RuntimeError(H)
-commands.faults = bug
+faults_command.faults = bug
 main(["faults"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
