@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from posttrain.api.endpoint import EndpointOptions
-from posttrain.api.session import RunOptions
+from posttrain.api.request import RunOptions
 from posttrain.cli import main
 from posttrain.cli.ladder import one
 from posttrain.cli.parser import split_overrides
@@ -114,12 +114,18 @@ def called(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         calls["played"] = True
 
     @contextmanager
-    def open_session(*a: Any) -> Iterator[SimpleNamespace]:
+    def requested(*a: Any) -> Iterator[str]:
         calls["run"] = a
+        yield "request"
+
+    @contextmanager
+    def open_session(request: str) -> Iterator[SimpleNamespace]:
+        assert request == "request"
         yield SimpleNamespace(play=play)
 
     put(monkeypatch, "main", SimpleNamespace(**{name: remember(name) for name in ("evaluate", "export")}))
-    put(monkeypatch, "session", SimpleNamespace(RunOptions=RunOptions, open_session=open_session))
+    put(monkeypatch, "request", SimpleNamespace(RunOptions=RunOptions, requested=requested))
+    put(monkeypatch, "session", SimpleNamespace(open_session=open_session))
     return calls
 
 
@@ -159,10 +165,10 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
 
 
 def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
-    def open_session(*_: Any) -> None:
+    def requested(*_: Any) -> None:
         raise error
 
-    put(monkeypatch, "session", SimpleNamespace(RunOptions=RunOptions, open_session=open_session))
+    put(monkeypatch, "request", SimpleNamespace(RunOptions=RunOptions, requested=requested))
     return main(["run", "ladder"])
 
 
@@ -185,11 +191,11 @@ def test_signals_outside_a_run_end_with_their_code(number: signal.Signals) -> No
     code = """
 import signal, sys, time, types
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a parent in the background hands down that Ctrl-C is ignored
-fake = types.ModuleType("posttrain.api.session")
-def open_session(*a):
+fake = types.ModuleType("posttrain.api.request")
+def requested(*a):
     print("ready", flush=True); time.sleep(60)
-fake.RunOptions, fake.open_session = dict, open_session
-import posttrain.api; posttrain.api.session = fake; sys.modules["posttrain.api.session"] = fake
+fake.RunOptions, fake.requested = dict, requested
+import posttrain.api; posttrain.api.request = fake; sys.modules["posttrain.api.request"] = fake
 from posttrain.cli import main
 from posttrain.cli.ladder import one
 sys.exit(main(["run", "ladder"]))
