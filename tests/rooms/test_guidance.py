@@ -7,6 +7,7 @@ import inspect
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_parts import SETTING, SPAN, cells, commands, settable
@@ -14,6 +15,7 @@ from page_parts import SETTING, SPAN, cells, commands, settable
 from posttrain.api import overrides
 from posttrain.cli.parser import parser, split_overrides
 from posttrain.core.run import Run
+from posttrain.core.types import Task
 from posttrain.diagnose.gauges import REGISTRY
 from posttrain.diagnose.rules import RULES
 from posttrain.recipe.recipes import RECIPES, recipe
@@ -174,3 +176,11 @@ def test_links_lead_to_sections(page: Path) -> None:
     for path, section in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
         there = (page.parent / path).resolve() if path else page
         assert section in anchors(there), f"{page.name}: {path}#{section}: there is no such section"
+
+
+def test_a_reward_of_verl_works_as_the_page_wraps_it() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "coming-from-verl.md").read_text(), re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(compile(block, "coming-from-verl.md", "exec"), space)
+    task = Task(id="t", prompt="3+4=", answer="7", info={"data_source": "sums"})
+    assert [space["reward"](task, text) for text in (" 7 ", "8")] == [1.0, 0.0]
