@@ -65,6 +65,8 @@ class Terminal:
 
     def close(self, summary: Mapping[str, float]) -> None:
         self._close()
+        for count in self._once.take_counts():
+            self.console.print(f"note: {count}")
 
     def _open(self, step: Step) -> None:
         self._close()
