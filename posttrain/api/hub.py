@@ -85,7 +85,7 @@ def _token() -> str | None:
 
 
 def _refused(name: str, error: Any) -> str:
-    status = getattr(getattr(error, "response", None), "status_code", None)
+    status = int(getattr(getattr(error, "response", None), "status_code", 0) or 0)
     why = {
         401: "the token is not valid: run `hf auth login` again, or correct HF_TOKEN",
         403: f"the token may not write to {name}: use one with write access, or your own user name",

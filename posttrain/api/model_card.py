@@ -76,7 +76,7 @@ def code(text: object) -> str:
     >>> code("a|b`<script>")
     "`a\\\\|b'<script>`"
     """
-    shown = visible(str(text)).replace("`", "'").replace("|", "\\|").strip()
+    shown = visible(_home(str(text))).replace("`", "'").replace("|", "\\|").strip()
     return f"`{shown}`" if shown else "-"
 
 
@@ -230,7 +230,7 @@ def _data(run: Run, used: Sequence[Stage]) -> list[str]:
     ]
     for s in used:
         env = run.env_of(s)
-        rewards = ", ".join(f"{r.name} (weight {r.weight:g})" for r in env.rewards)
+        rewards = ", ".join(f"{r.function} (weight {r.weight:g})" for r in env.rewards)
         out.append(
             f"| {code(s.name)} | {code(env.name)} | {code(env.prompts or '')} | {code(rewards)} | {env.heldout} |"
         )

@@ -53,6 +53,17 @@ def test_the_result_is_that_of_the_record_with_its_interval(run: Path) -> None:
     assert 0 <= low <= value <= high <= 1 and low < high
 
 
+def test_rewards_and_prompts_are_named(run: Path, tmp_path: Path) -> None:
+    rows = tmp_path / "mine.jsonl"
+    rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(9)))
+    tiny = ("model.hidden=32", "model.ffn=64", "model.heads=2", "model.kv_heads=1", "slots=4", "rl.steps=1")
+    small = ("rl.prompts=2", "rl.siblings=2", "rl.eval_every=0", "rl.sampling.max_tokens=4", "env.heldout=2")
+    data = (f"env.prompts={rows}", "env.rewards=exact")
+    posttrain.run("grpo", *tiny, *small, *data, out=tmp_path / "run", quiet=True)
+    card = model_card(tmp_path / "run", find(tmp_path / "run"), "mine")
+    assert f"`{rows}` | `exact (weight 1)`" in card
+
+
 HOSTILE = "x`|\n<script>alert(1)</script> ![](http://a/b) \x1b[2J"
 
 
