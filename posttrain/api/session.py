@@ -25,6 +25,7 @@ from posttrain.api.build import (
 )
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.engines import check_engine
+from posttrain.api.extend import Extension, begin, check_changes, extension
 from posttrain.api.proofs import prove_start
 from posttrain.api.summary import planted_lines, show
 from posttrain.api.target import keep_policy
@@ -39,7 +40,7 @@ from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.errors import ConfigError
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.ports import Environment, Tracker
-from posttrain.core.reader import damage_is_named, folder_of
+from posttrain.core.reader import damage_is_named, folder_of, run_file
 from posttrain.core.run import Run
 from posttrain.core.shell import command_line
 from posttrain.engine.embedded import EmbeddedEngine
@@ -85,6 +86,8 @@ class RunRequest:
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
     """Lines about its settings and its folder, printed at the start."""
+    longer: Extension | None = None
+    """Set where a run goes on with other settings."""
     recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What run.json records beside the settings: why some were chosen, and which run it is a branch of."""
 
@@ -117,13 +120,28 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
 
 
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
-    """A run that was cut, with the settings that were recorded."""
+    """A run that was cut or is finished, with the settings that were recorded and those that change now."""
     assert options.resume is not None
-    if recipe or overrides or options.out:
-        raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
-    admitted(folder_of(options.resume)[0], allow=options.trust, links=True)
+    if isinstance(recipe, str) and "=" in recipe:
+        recipe, overrides = "", (recipe, *overrides)
+    if recipe or options.out:
+        raise ConfigError(
+            "--resume goes on with the run as it was written: leave out recipe and --out. Settings may follow that"
+            " make it longer, such as rl.steps=200"
+        )
+    run = admitted(folder_of(options.resume)[0], *overrides, allow=options.trust, links=True)
+    folder = folder_of(options.resume)[0]
+    check_changes(folder, run_file(folder).run, run)
     book, checkpoint = Book.open_for_resume(Path(options.resume))
-    return RunRequest(book.run, None, book, checkpoint, (*edit_notes(book.folder), *missing_notes(book.folder)))
+    notes = (*edit_notes(book.folder), *missing_notes(book.folder))
+    if not overrides:
+        return RunRequest(run, None, book, checkpoint, notes)
+    try:
+        longer = extension(book, checkpoint, run)
+    except BaseException:
+        book.close()
+        raise
+    return RunRequest(run, None, book, checkpoint, (*notes, *longer.lines), longer=longer if longer.changes else None)
 
 
 @dataclass
@@ -219,19 +237,24 @@ def _build(request: RunRequest, quiet: bool, cleanup: ExitStack) -> RunSession:
     cleanup.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine):
         terminal.say(parts.sampler.describe())
-    progress = restore_progress(run, parts, request.checkpoint)
-    if request.checkpoint is not None and not quiet:
+    checkpoint = request.checkpoint
+    if request.longer is not None:
+        checkpoint = begin(request.longer, book, checkpoint)
+    progress = restore_progress(run, parts, checkpoint, request.longer)
+    if checkpoint is not None and not quiet:
         terminal.say(resume_line(run, progress))
-    kept = request.checkpoint.folder if request.checkpoint is not None else None
+    kept = checkpoint.folder if checkpoint is not None else None
     return RunSession(run, book, parts, policy, tuple(environments), terminal, progress, kept, quiet, Stopper())
 
 
-def restore_progress(run: Run, parts: RunParts, checkpoint: Checkpoint | None) -> Progress:
+def restore_progress(
+    run: Run, parts: RunParts, checkpoint: Checkpoint | None, longer: Extension | None = None
+) -> Progress:
     """The progress that a checkpoint records; its weights are loaded into the learner."""
     if checkpoint is None:
         return Progress()
     with damage_is_named(f"{checkpoint.folder}/state.json"):
-        progress = where(run, checkpoint.state)
+        progress = where(run, checkpoint.state if longer is None or longer.state is None else longer.state)
     load_weights(checkpoint.folder, parts.learner)
     parts.version = progress.version
     return progress
