@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from posttrain.api import overrides as dotted
 from posttrain.core import provenance
 from posttrain.core.asks import Ask, asks, values
 from posttrain.core.book import Book
@@ -90,25 +91,48 @@ def changes(old: Run, new: Run) -> tuple[Change, ...]:
     )
 
 
-def check_changes(folder: Path, old: Run, new: Run) -> tuple[Change, ...]:
-    """The changes, if the table allows them all. ConfigError names those that it does not, and the way to them."""
+MAY = (
+    "its length (steps, wall_time, target), how it is measured and kept (eval_every, checkpoint_every,"
+    " evaluation.samples, trackers), and what changes no result (threads, slots, micro_tokens, the cache)"
+)
+"""The table in words."""
+
+
+def check_changes(folder: Path, old: Run, new: Run, words: Sequence[str] = ()) -> tuple[Change, ...]:
+    """The changes, if the table allows them all. ConfigError names those that it does not, and the way to them.
+
+    `words`: the overrides as the user wrote them.
+    """
     if [s.name for s in old.stages] != [s.name for s in new.stages]:
-        raise ConfigError(f"a run goes on with the stages it was begun with. {_branch(folder, old, 'STAGE=none')}")
+        raise ConfigError(f"a run goes on with the stages it was begun with.\n{_branch(folder, old, words)}")
     made = changes(old, new)
-    for c in (c for c in made if c.field not in ALLOWED):
+    for c in made:
+        if c.field in ALLOWED:
+            continue
         why = REFUSED.get(c.field) or REFUSED.get(c.field.partition(".")[0]) or "the steps so far were taken with it"
+        near = (c.path, c.path.rpartition(".")[0])
+        said = next((w for w in words if _path(old, w).startswith(near) or c.path.startswith(_path(old, w))), "")
+        said = said or f"{c.path}={c.after}"
         raise ConfigError(
-            f"{c.path}={c.after} cannot change in a run that goes on: {why} ({c.before}). Without it the run goes on,"
-            f" and may change {', '.join(sorted({f.rpartition('.')[2] for f in ALLOWED}))}."
-            f" {_branch(folder, old, f'{c.path}={c.after}')}"
+            f"{said} cannot change in a run that goes on: {why} ({c.before}). What may change is {MAY}.\n"
+            f"{_branch(folder, old, [said], c.path)}"
         )
     return made
 
 
-def _branch(folder: Path, run: Run, word: str) -> str:
+def _path(run: Run, word: str) -> str:
+    return ".".join(dotted.address(run, word.partition("=")[0].strip()))
+
+
+def _branch(folder: Path, run: Run, words: Sequence[str], path: str = "") -> str:
+    """The command of a new run that begins with the weights of this one, at the stage of a path or at the last one."""
+    names = [s.name for s in run.stages]
+    head = path.partition(".")[0]
+    before = names[: names.index(head) if head in names else len(names) - 1]
+    left = [f"{name}=none" for name in before if f"{name}=none" not in words]
     return (
-        "A new run may begin with its weights and change anything:"
-        f" {command_line('run', run.recipe, f'model={folder}', word)}"
+        "A new run may begin with its weights and change anything:\n"
+        f"  {command_line('run', run.recipe, f'model={folder}', *left, *words)}"
     )
 
 
@@ -146,7 +170,7 @@ def extension(book: Book, checkpoint: Checkpoint | None, new: Run) -> Extension:
         name = over[0].name
         raise ConfigError(
             f"{name} is over, and a later stage has begun: only the last stage of a run, or one that is not over, can"
-            f" be longer. {_branch(book.folder, new, f'{name}.steps={over[0].steps}')}"
+            f" be longer.\n{_branch(book.folder, new, [f'{name}.steps={over[0].steps}'], name)}"
         )
     if not over:
         running: Any = state.get("running") or {}
@@ -171,7 +195,7 @@ def _reopened(book: Book, checkpoint: Checkpoint, new: Run, made: tuple[Change, 
         )
         raise ConfigError(
             f"{book.folder} is finished, and {why}. Go on from a checkpoint inside the stage (--resume"
-            f" {book.folder}/checkpoints/NAME). {_branch(book.folder, new, f'{last.name}.steps={last.steps}')}"
+            f" {book.folder}/checkpoints/NAME).\n{_branch(book.folder, new, [f'{last.name}.steps={last.steps}'])}"
         )
     with damage_is_named(f"{checkpoint.folder}/state.json"):
         state = dict(reopening["progress"])

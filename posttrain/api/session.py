@@ -43,6 +43,7 @@ from posttrain.core.ports import Environment, Tracker
 from posttrain.core.reader import damage_is_named, folder_of, run_file
 from posttrain.core.run import Run
 from posttrain.core.shell import command_line
+from posttrain.core.stage import START
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.models import Policy
 from posttrain.recipe.recipes import listed
@@ -131,7 +132,7 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
         )
     run = admitted(folder_of(options.resume)[0], *overrides, allow=options.trust, links=True)
     folder = folder_of(options.resume)[0]
-    check_changes(folder, run_file(folder).run, run)
+    check_changes(folder, run_file(folder).run, run, overrides)
     book, checkpoint = Book.open_for_resume(Path(options.resume))
     notes = (*edit_notes(book.folder), *missing_notes(book.folder))
     if not overrides:
@@ -213,7 +214,8 @@ def _build(request: RunRequest, quiet: bool, cleanup: ExitStack) -> RunSession:
     environments = distinct(environment, others)
     for other in environments[1:]:
         cleanup.callback(other.close)
-    policy = make_policy(run, environment, others, own=None if book is None else book.folder)
+    began = (request.checkpoint.folder if request.checkpoint is not None else kept_start(book)) if book else None
+    policy = make_policy(run, environment, others, own=book.folder if book is not None and began is not None else None)
     notes = request.notes
     if book is None:
         folder = request.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -242,9 +244,14 @@ def _build(request: RunRequest, quiet: bool, cleanup: ExitStack) -> RunSession:
         checkpoint = begin(request.longer, book, checkpoint)
     progress = restore_progress(run, parts, checkpoint, request.longer)
     if checkpoint is not None and not quiet:
-        terminal.say(resume_line(run, progress))
+        terminal.say(resume_line(run, progress, book.folder))
     kept = checkpoint.folder if checkpoint is not None else None
     return RunSession(run, book, parts, policy, tuple(environments), terminal, progress, kept, quiet, Stopper())
+
+
+def kept_start(book: Book) -> Path | None:
+    """The folder of the weights that a run began with; None where it was cut before they were kept."""
+    return book.kept(START) if (book.folder / "kept" / START).is_dir() else None
 
 
 def restore_progress(
@@ -252,6 +259,8 @@ def restore_progress(
 ) -> Progress:
     """The progress that a checkpoint records; its weights are loaded into the learner."""
     if checkpoint is None:
+        if (start := kept_start(parts.book)) is not None and "branched_from" in run_file(parts.book.folder).facts:
+            load_weights(start, parts.learner)
         return Progress()
     with damage_is_named(f"{checkpoint.folder}/state.json"):
         progress = where(run, checkpoint.state if longer is None or longer.state is None else longer.state)
@@ -273,10 +282,12 @@ def start_trackers(run: Run, policy: Policy, book: Book) -> list[Tracker]:
         return [*make_trackers(run, book.folder)]
 
 
-def resume_line(run: Run, p: Progress) -> str:
+def resume_line(run: Run, p: Progress, folder: Path) -> str:
     """At which stage and step a resumed run continues, as a line of text."""
     if p.stage >= len(run.stages):
-        return "this run is finished: nothing is left to do"
+        last = run.stages[-1]
+        longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}")
+        return "this run is finished: nothing is left to do" + (f". Longer: {longer}" if p.reopening else "")
     stage = run.stages[p.stage]
     return (
         f"resuming at stage {p.stage + 1} of {len(run.stages)}: {stage.name}, after"
