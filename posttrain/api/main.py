@@ -95,13 +95,14 @@ def run(
     allow_fault: bool = False,
     trust: bool = False,
 ) -> Result:
-    """Run a recipe, or resume a run that was cut.
+    """Run a recipe, or go on with a run that was cut or that shall be longer.
 
     Args:
         recipe: name of a shipped recipe, or a `Run` of your own.
         overrides: dotted `key=value` changes.
         out: run folder; default runs/RECIPE-DATE-TIME.
-        resume: an existing run folder to continue; then no recipe and no overrides are given.
+        resume: an existing run folder, or a checkpoint in it, to go on with. No recipe is given then, and only
+            settings that change no past step: `run("rl.steps=200", resume="runs/mine")`.
         allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
         trust: allow what a folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
     """

@@ -12,7 +12,7 @@ from typing import Any
 from posttrain import faults
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, edit_notes, missing_notes
-from posttrain.api.branch import pinned, run_source, was_built
+from posttrain.api.branch import is_branch, pinned, run_source, was_built
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.environments import check_environment, distinct, own_environments
 from posttrain.api.extend import Extension, check_changes, extension
@@ -83,7 +83,7 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
             closing.callback(asked.book.close)
         run = asked.run
         faults.refuse_silent(run.fault, options.allow_fault)
-        check_early(run)
+        check_early(run, own=None if asked.book is None else asked.book.folder)
         closing.enter_context(faults.planted(run.fault))
         environment = named_environment(run.env, run.seed)
         closing.callback(environment.close)
@@ -148,16 +148,19 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=(*notes, *longer.lines), longer=going)
 
 
-def check_early(run: Run) -> None:
+def check_early(run: Run, own: Path | None = None) -> None:
     """ConfigError or DataError for what is wrong beyond a single setting: packages that are missing, models that are
     not there, answers longer than the context.
 
     What is checked after this needs torch: the files of a model, its tokenizer, the device, the engine.
+
+    Args:
+        own: the folder of a run that goes on. A branch keeps there what it began with.
     """
     check_trackers(run)
     check_installed(run)
     for path, model in _models(run):
-        if run_source(model) is None:
+        if run_source(model) is None and not (path == "model.path" and own is not None and is_branch(own)):
             check_source(path, model)
     if run.model.path is None:
         check_lengths(run, run.model.context or BUILT_CONTEXT)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.api.admit import remember_run
+from posttrain.api.branch import is_branch
 from posttrain.api.build import facts, make_parts, make_policy, use_threads, words_in_tokens
 from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
@@ -26,7 +27,7 @@ from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.ports import Tracker
-from posttrain.core.reader import damage_is_named, run_file
+from posttrain.core.reader import damage_is_named
 from posttrain.core.run import Run
 from posttrain.core.shell import command_line
 from posttrain.core.stage import START
@@ -147,7 +148,7 @@ def restore_progress(
 ) -> Progress:
     """The progress that a checkpoint records; its weights are loaded into the learner."""
     if checkpoint is None:
-        if (start := kept_start(parts.book)) is not None and "branched_from" in run_file(parts.book.folder).facts:
+        if (start := kept_start(parts.book)) is not None and is_branch(parts.book.folder):
             load_weights(start, parts.learner)
         return Progress()
     with damage_is_named(f"{checkpoint.folder}/state.json"):
