@@ -32,6 +32,7 @@ from posttrain.core.run import Run
 from posttrain.core.shell import command_line
 from posttrain.core.stage import START
 from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.role.weights import load_weights
 
@@ -101,9 +102,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     check_drivers(run)
     check_engine(run)
     threads = use_threads(run.threads)
-    began = (request.checkpoint.folder if request.checkpoint is not None else kept_start(book)) if book else None
-    own = book.folder if book is not None and began is not None else None
-    policy = make_policy(run, request.environment, request.others, own=own)
+    policy = session_policy(request)
     notes = request.notes
     if book is None:
         folder = request.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -138,9 +137,18 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     return RunSession(run, book, parts, policy, terminal, progress, kept, quiet, Stopper(), cleanup)
 
 
-def kept_start(book: Book) -> Path | None:
-    """The folder of the weights that a run began with; None where it was cut before they were kept."""
-    return book.kept(START) if (book.folder / "kept" / START).is_dir() else None
+def session_policy(request: RunRequest) -> Policy:
+    """The policy of the run. A branch that goes on has all of it in its own folder, but where it was cut before it
+    kept the weights that it began with."""
+    run, book, checkpoint = request.run, request.book, request.checkpoint
+    if book is None or not is_branch(book.folder):
+        return make_policy(run, request.environment, request.others)
+    kept = (book.folder / "kept" / START).is_dir()
+    own = book.folder if checkpoint is not None or kept else None
+    policy = make_policy(run, request.environment, request.others, own=own)
+    if checkpoint is None and kept:
+        load_weights(book.kept(START), HFLearner(policy))
+    return policy
 
 
 def restore_progress(
@@ -148,8 +156,6 @@ def restore_progress(
 ) -> Progress:
     """The progress that a checkpoint records; its weights are loaded into the learner."""
     if checkpoint is None:
-        if (start := kept_start(parts.book)) is not None and is_branch(parts.book.folder):
-            load_weights(start, parts.learner)
         return Progress()
     with damage_is_named(f"{checkpoint.folder}/state.json"):
         progress = where(run, checkpoint.state if longer is None or longer.state is None else longer.state)
