@@ -14,6 +14,8 @@ from posttrain.core import reader
 from posttrain.core.checkpoint import find, scan
 from posttrain.core.errors import RunFolderError
 
+pytestmark = pytest.mark.prove
+
 TASKS = ("arithmetic", "env.heldout=4", "slots=16", "threads=1", "evaluation.samples=1")
 RL = ("rl.prompts=2", "rl.siblings=4", "rl.eval_every=0", "rl.checkpoint_every=1", "rl.sampling.max_tokens=6")
 

@@ -18,6 +18,8 @@ from posttrain.core.checkpoint import find, scan
 from posttrain.core.errors import ConfigError
 from posttrain.recipe.recipes import RECIPES
 
+pytestmark = pytest.mark.prove
+
 WORDS = (
     *("arithmetic", *SMALL, "deterministic=true", "env.heldout=6", "sft.steps=2", "sft.batch=8"),
     *("rl.prompts=4", "rl.siblings=4", "rl.eval_every=2", "rl.checkpoint_every=3", "rl.sampling.max_tokens=6"),

@@ -22,6 +22,8 @@ from posttrain.core import reader
 from posttrain.core.types import Task
 from posttrain.engine.vocabulary import train_byte_level
 
+pytestmark = pytest.mark.prove
+
 EXAMPLE = Path(__file__).parents[2] / "examples" / "gsm8k"
 MODEL, DATA = "Qwen/Qwen2.5-0.5B-Instruct", "openai/gsm8k"
 TOY = {
