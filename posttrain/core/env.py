@@ -16,7 +16,9 @@ class Reward:
     """A reward source: a builtin name of the environment, or `path.py:function`."""
 
     function: str
+    """A verifier of posttrain (exact, last_integer, contains, math, code), or `path.py:function`."""
     weight: float = 1.0
+    """Factor of its score in the sum of all rewards."""
     workers: int = 0
     """Processes that run it, for `path.py:function` and `math`. One that hangs is killed. 0: a function runs in a
     thread of the trainer, which cannot be killed; `math` uses two processes."""
