@@ -15,6 +15,7 @@ from posttrain.api.admit import admitted, edit_notes, missing_notes
 from posttrain.api.branch import pinned, run_source, was_built
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.environments import check_environment, distinct, own_environments
+from posttrain.api.run_file import code_notes, is_recipe, run_of
 from posttrain.api.trackers import check_trackers
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
@@ -28,7 +29,6 @@ from posttrain.engine.locate import check_source
 from posttrain.engine.vllm import installed
 from posttrain.environment.make import environment as named_environment
 from posttrain.recipe.recipes import listed
-from posttrain.recipe.recipes import recipe as shipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,10 +103,11 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
         )
     if options.out is not None:
         Book.refuse(options.out)
-    base = recipe if isinstance(recipe, Run) else shipped(recipe)
+    base = run_of(recipe)
     run, origin = pinned(dotted.apply(base, list(overrides)))
-    given = None if isinstance(recipe, Run) else given_paths(base, overrides)
-    return RunRequest(run=run, out=Path(options.out) if options.out else None, recorded=origin, given=given)
+    given = given_paths(base, overrides) if is_recipe(recipe) else None
+    out, notes = Path(options.out) if options.out else None, code_notes(recipe, run)
+    return RunRequest(run=run, out=out, recorded=origin, given=given, notes=notes)
 
 
 def settled(request: RunRequest) -> RunRequest:

@@ -68,7 +68,8 @@ class Env:
     prompts: str | None = None
     """With name=prompts: a JSONL file or a `datasets` dataset (local directory or hub id)."""
     rewards: tuple[Reward, ...] = ()
-    """With name=prompts at least one. For other environments they are added to the environment's own."""
+    """What judges an answer: verifiers by their names, or `path.py:function`; several with commas. With name=prompts at
+    least one. For other environments they are added to the environment's own."""
     heldout: int = 200
     """Held-out tasks. 0: train without measuring."""
     limits: EpisodeLimits = EpisodeLimits()

@@ -30,8 +30,8 @@ class Model:
     """The policy: any Hugging Face causal LM by `path`, or, without one, a small config built on the spot."""
 
     path: str | None = None
-    """Local directory or hub id. None: build `arch` at the sizes below, with random weights and a tokenizer of the
-    environment's alphabet."""
+    """The model to train: a local directory or hub id. None: build `arch` at the sizes below, with random weights and a
+    tokenizer of the environment's alphabet."""
     trust_remote_code: bool = False
     """Run the Python code that comes with the model at `path`."""
     arch: Literal["qwen3", "llama", "gpt2", "gemma"] = "qwen3"
