@@ -15,6 +15,7 @@ from posttrain.api.admit import admitted, edit_notes, missing_notes
 from posttrain.api.branch import pinned, run_source, was_built
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.environments import check_environment, distinct, own_environments
+from posttrain.api.next_steps import asked_words
 from posttrain.api.run_file import code_notes, is_recipe, run_of
 from posttrain.api.trackers import check_trackers
 from posttrain.core.book import Book
@@ -107,7 +108,8 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     run, origin = pinned(dotted.apply(base, list(overrides)))
     given = given_paths(base, overrides) if is_recipe(recipe) else None
     out, notes = Path(options.out) if options.out else None, code_notes(recipe, run)
-    return RunRequest(run=run, out=out, recorded=origin, given=given, notes=notes)
+    recorded = {**asked_words(recipe, overrides), **origin}
+    return RunRequest(run=run, out=out, recorded=recorded, given=given, notes=notes)
 
 
 def settled(request: RunRequest) -> RunRequest:

@@ -71,7 +71,7 @@ class Alternative:
 
 
 @dataclass(frozen=True)
-class Group:
+class SettingGroup:
     """Settings under one title. `names`: by which of them `--help=NAME` finds the group."""
 
     names: tuple[str, ...]
@@ -93,22 +93,22 @@ def plain_word(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else word(value)
 
 
-def groups(run: Run) -> tuple[Group, ...]:
+def groups(run: Run) -> tuple[SettingGroup, ...]:
     """All settings of a run: the run's own, the model, the environment, the engine, then each kind of stage."""
     top = [*_settings((run,), "", MAIN[Run])]
     heads = ("model", "env", "engine")
     out = [
-        Group((h,), h, tuple(s for s in top if s.path.partition(".")[0] == h), tuple(_alternatives(run, h)))
+        SettingGroup((h,), h, tuple(s for s in top if s.path.partition(".")[0] == h), tuple(_alternatives(run, h)))
         for h in heads
     ]
     rest = tuple(s for s in top if s.path.partition(".")[0] not in heads)
-    out.insert(0, Group(("run", "evaluation"), "run", rest))
+    out.insert(0, SettingGroup(("run", "evaluation"), "run", rest))
     for kind in dict.fromkeys(type(s) for s in run.stages):
         out += _stage_groups(tuple(s for s in run.stages if type(s) is kind))
     return tuple(out)
 
 
-def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[Group]:
+def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[SettingGroup]:
     kind = type(stages[0])
     names = tuple(s.name for s in stages)
     label = names[0] if len(names) == 1 else "STAGE"
@@ -123,7 +123,7 @@ def _stage_groups(stages: tuple[Stage, ...]) -> Iterator[Group]:
         if settings:
             others = tuple(_other_pieces(stages, label)) if part == "algorithm" else ()
             own = tuple(f"{n}.{part}" for n in names) if part else ()
-            yield Group(
+            yield SettingGroup(
                 ((part, *own) if part else names), f"{title}: {part}" if part else title, tuple(settings), others
             )
 
@@ -159,10 +159,11 @@ def _below(values: tuple[Any, ...], path: str, main: tuple[str, ...], within: st
         for key in dict.fromkeys(k for v in values for k in cast("Mapping[str, Any]", v)):
             yield Setting(f"{path}.{key}", tuple(v[key] for v in values if key in v), "", "")
         return
-    if isinstance(values[0], tuple):
+    first: Any = values[0]
+    if isinstance(first, tuple):
         if len(values) > 1:
             return
-        elements = cast("tuple[Any, ...]", values[0])
+        elements = cast("tuple[Any, ...]", first)
         kinds = {type(x) for x in elements}
         if kinds == {Reward}:
             yield from _settings(elements, f"{path}.{'0' if len(elements) == 1 else 'N'}", main, within)

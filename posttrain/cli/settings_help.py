@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from posttrain.api.settings import Alternative, Group, Setting, groups
+from posttrain.api.settings import Alternative, SettingGroup, Setting, groups
 from posttrain.core.errors import ConfigError, closest
 from posttrain.core.meanings import sentence
 from posttrain.core.run import Run
@@ -55,7 +55,7 @@ def settings_text(run: Run, topic: str, columns: int) -> str:
     raise ConfigError(f"--help {name}: {_unknown(run, found, name)}")
 
 
-def _unknown(run: Run, found: tuple[Group, ...], name: str) -> str:
+def _unknown(run: Run, found: tuple[SettingGroup, ...], name: str) -> str:
     """What to ask for instead."""
     paths = {p for g in found for s in g.settings for p in _names(run, s)}
     tails = {p.rpartition(".")[2]: p for p in sorted(paths, reverse=True)}
@@ -81,7 +81,7 @@ def _title(run: Run, columns: int) -> list[str]:
     return _wrapped(text, columns, "")
 
 
-def _main(run: Run, found: tuple[Group, ...], columns: int) -> Iterator[str]:
+def _main(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
     yield from _title(run, columns)
     stages = {s.name for s in run.stages}
     shared = [s for g in found for s in g.settings if s.main and not _of_stage(s, stages)]
@@ -107,7 +107,7 @@ def _of_stage(s: Setting, stages: Iterable[str]) -> bool:
     return head == "STAGE" or head in stages
 
 
-def _group(g: Group, columns: int) -> Iterator[str]:
+def _group(g: SettingGroup, columns: int) -> Iterator[str]:
     yield from ("", g.title)
     yield from _lines(g.settings, columns)
     if g.others:
