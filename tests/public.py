@@ -15,7 +15,9 @@ ROOT = Path(__file__).parent.parent
 
 PUBLIC = {
     # what a program calls
-    "posttrain.api.main": "run evaluate export Result",
+    "posttrain.api.main": "run evaluate export",
+    "posttrain.api.handed": "prompts PromptData",
+    "posttrain.api.result": "load Result RolloutView",
     "posttrain.api.check": "check",
     "posttrain.api.ablate": "ablate Ablation AblationRow",
     # a run as data
@@ -41,7 +43,7 @@ PUBLIC = {
     "posttrain.core.content": "ContentPart",
     "posttrain.core.seats": "SeatTurn",
     "posttrain.core.verdict": "State Verdict Judged outcome",
-    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Verify Write",
+    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow StepNumber Together Verify Write",
     "posttrain.environment.make": "environment",
     "posttrain.environment.single": "SingleTurn Generated Listed require",
     "posttrain.environment.generated": "GeneratedTasks",
@@ -90,7 +92,8 @@ PUBLIC = {
     "posttrain.core.reader": "RunFile EpisodeFile is_run run_file steps episode_files episodes",
     "posttrain.core.record": "Recorded",
     "posttrain.diagnose.gauges": "Definition",
-    "posttrain.diagnose.rules": "Finding",
+    "posttrain.diagnose.rule": "Finding",
+    "posttrain.diagnose.said": "RepeatedNote findings_of",
     "posttrain.faults.registry": "Fault",
 }
 """Module -> the names that users depend on. The algorithms of `posttrain.core.ladder` are public too."""

@@ -11,7 +11,7 @@ import shutil
 import textwrap
 from collections.abc import Iterable, Iterator
 
-from posttrain.api.settings import Alternative, SettingGroup, Setting, groups
+from posttrain.api.settings import Alternative, Setting, SettingGroup, groups
 from posttrain.core.errors import ConfigError, closest
 from posttrain.core.meanings import sentence
 from posttrain.core.run import Run
