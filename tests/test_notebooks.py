@@ -50,6 +50,7 @@ def client(notebook: Any, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return made
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
 def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     nbformat = pytest.importorskip("nbformat")
@@ -78,6 +79,7 @@ print("LEFT", [t.name for t in threading.enumerate() if t.name == "posttrain"])
 """
 
 
+@pytest.mark.prove
 def test_an_interrupt_of_the_kernel_ends_the_run_after_its_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
