@@ -92,7 +92,8 @@ PUBLIC = {
     "posttrain.core.reader": "RunFile EpisodeFile is_run run_file steps episode_files episodes",
     "posttrain.core.record": "Recorded",
     "posttrain.diagnose.gauges": "Definition",
-    "posttrain.diagnose.rules": "Finding",
+    "posttrain.diagnose.rule": "Finding",
+    "posttrain.diagnose.said": "RepeatedNote findings_of",
     "posttrain.faults.registry": "Fault",
 }
 """Module -> the names that users depend on. The algorithms of `posttrain.core.ladder` are public too."""

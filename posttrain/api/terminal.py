@@ -13,6 +13,7 @@ from posttrain.api.console import PlainConsole
 from posttrain.api.notebook import NotebookLine, in_kernel
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
+from posttrain.diagnose.said import RULE, SaidOnce
 
 PLAIN_EVERY = 5.0
 """Seconds between two plain lines of the same stage."""
@@ -35,6 +36,7 @@ class Terminal:
     _printed: float = 0.0
     _tokens: float = 0.0
     _measured: str = ""
+    _once: SaidOnce = field(default_factory=SaidOnce)
 
     def log(self, step: Step) -> None:
         if step.stage != self._stage:
@@ -57,8 +59,8 @@ class Terminal:
             self._printed = time.monotonic()
             count = _count(step.index, known)
             self.console.print(f"{step.stage} {count}  {self._facts(step)}{self._left(step, total)}")
-        for note in step.notes:
-            self.say(f"  note: {note}")
+        for note in self._once.new(step):
+            self.say(f"  {noted(step, note)}")
 
     def say(self, line: str) -> None:
         self._close()
@@ -126,6 +128,14 @@ class Terminal:
 
 def _count(done: int, total: int | None) -> str:
     return f"{done}" if total is None else f"{done}/{total}"
+
+
+def noted(step: Step, note: str) -> str:
+    """A note of a step as it is printed. The name of a rule stands before what it found (docs/diagnosis.md)."""
+    if not note.startswith(RULE):
+        return f"note: step {step.index}: {note}"
+    name, _, message = note.removeprefix(RULE).partition(": ")
+    return f"note: step {step.index}, {name}: {message}"
 
 
 def _plain(form: str) -> TextColumn:

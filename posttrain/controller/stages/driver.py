@@ -193,7 +193,7 @@ class Driver(ABC, Generic[S, T, A]):
             self.report = report = await self.evaluate()
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
-        self.parts.tell(step)
+        self.parts.tell(self.watch.line(step))
         s.ended = self.enough(report)
         self._border(report)
         return not s.ended
