@@ -93,9 +93,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     >>> nearest("grop", ["grpo", "rloo"])
     "did you mean 'grpo'? (valid: grpo, rloo)"
     >>> nearest("nope", ["shop", "rloo"])
-    '(valid: shop, rloo)'
+    'use one of shop, rloo'
     """
     options = list(valid)
     close = closest(name, options)
-    everything = f"(valid: {', '.join(options)})"
-    return f"did you mean '{close}'? {everything}" if close else everything
+    if not options:
+        return "there is none"
+    listed = ", ".join(options)
+    return f"did you mean '{close}'? (valid: {listed})" if close else f"use one of {listed}"
