@@ -30,7 +30,7 @@ def prepare(table: dict) -> None:
         kept = [o for o in overrides if o.split("=")[0] not in {a.split("=")[0] for a in added}]
         if named.get("out"):
             shutil.rmtree(named["out"], ignore_errors=True)
-        return full(recipe, *kept, *added, **named)
+        return full(recipe, *kept, *added, **without(named, {a.split("=")[0] for a in added}))
 
     def exported(target, folder, *rest, **named):
         if "://" not in str(folder) and not str(folder).startswith("hub:"):
@@ -39,6 +39,15 @@ def prepare(table: dict) -> None:
 
     run.__doc__, exported.__doc__ = full.__doc__, export.__doc__
     posttrain.run, posttrain.export = run, exported
+
+
+def without(named: dict, paths: set[str], prefix: str = "") -> dict:
+    """Keyword settings, nested ones too (`rl={"steps": 60}`), without those at these dotted paths."""
+    return {
+        name: without(value, paths, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in named.items()
+        if f"{prefix}{name}" not in paths
+    }
 
 
 def execute(text: str, name: str, space: dict) -> None:
