@@ -81,7 +81,7 @@ PUBLIC = {
     "posttrain.role.talk": "Player",
     "posttrain.role.trainer": "Trainer WeightOptimizer",
     "posttrain.role.sync": "Sync",
-    "posttrain.role.evaluate": "EvaluationReport Score",
+    "posttrain.role.evaluate": "EvaluationReport",
     "posttrain.role.events": "PlayedEvent ScoredEvent PackedEvent DifferentiatedEvent LearnedEvent PushedEvent"
     " EvaluatedEvent RestoredEvent Observer ObserverReport",
     "posttrain.role.passes": "Needs Passes",

@@ -23,11 +23,11 @@ from posttrain.api.build import (
 )
 from posttrain.api.engines import check_engine
 from posttrain.api.proofs import prove_start
-from posttrain.api.summary import planted_lines, show
+from posttrain.api.summary import conclude, planted_lines
 from posttrain.api.target import keep_policy
 from posttrain.api.terminal import Terminal
-from posttrain.api.trackers import check_trackers, make_trackers
-from posttrain.controller.interrupt import Stopper
+from posttrain.api.trackers import check_trackers, make_trackers, tracker_lines
+from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import RunParts
 from posttrain.controller.stages import Progress, Stages, check_drivers, where
 from posttrain.controller.stages.progress import StageResult
@@ -58,17 +58,21 @@ class RunOptions:
 
 @contextmanager
 def open_session(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunSession]:
-    """A run that is ready for its first step. At the end of the block its parts are closed and its summary is shown."""
+    """A run that is ready for its first step. At the end of the block its parts are closed. Then its
+    summary is written, and shown unless it is quiet or an error ended the run."""
     request = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
     request.refuse_faults(options.allow_fault)
-    with faults.planted(request.run.fault):
+    with ExitStack() as after, faults.planted(request.run.fault):  # what `after` holds is done without the fault
         session = build_session(request, options.quiet)
         try:
             yield session
+            after.callback(conclude, session.book.folder, None if options.quiet else session.terminal.console)
+        except BaseException as error:
+            told = isinstance(error, Interrupted) and not options.quiet
+            after.callback(conclude, session.book.folder, session.terminal.console if told else None)
+            raise
         finally:
             session.close()
-    if not options.quiet:
-        show(session.terminal.console, session.run, session.results, session.book.folder)
 
 
 @dataclass(frozen=True)
@@ -199,6 +203,7 @@ def _build(request: RunRequest, quiet: bool, cleanup: ExitStack) -> RunSession:
             *words_in_tokens(run, policy),
             *notes,
             f"run folder: {book.folder}",
+            *tracker_lines(trackers),
         ):
             terminal.say(line)
     parts = make_parts(run, policy, environment, book, trackers, others)

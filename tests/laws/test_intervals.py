@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.role.evaluate import Z95, Score, pass_at_k
+from posttrain.core.interval import Z95, Score
+from posttrain.role.evaluate import pass_at_k
 
 REPEATS = 1500
 Draw = Callable[[np.random.Generator, int], np.ndarray]
