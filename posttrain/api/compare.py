@@ -6,14 +6,13 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from rich import box
 from rich.table import Table
 
 from posttrain.api.console import PlainConsole
-from posttrain.api.summary import WIDTH, short
+from posttrain.api.summary import WIDTH, bare_table, short
 from posttrain.diagnose.compared import Comparison, GroupGain, RunGroup, compare_runs
 
-LONGEST = 28
+LONGEST = 24
 """Most characters of a setting's value in the table."""
 
 
@@ -38,6 +37,7 @@ def show_comparison(console: PlainConsole, c: Comparison) -> None:
     console.print(_runs(c))
     if len(c.groups) > 1:
         console.print(_settings(c.groups))
+    console.print()
     for note in c.notes:
         for line in textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="  ", break_long_words=False):
             console.print(line)
@@ -46,13 +46,9 @@ def show_comparison(console: PlainConsole, c: Comparison) -> None:
             console.print(part)
 
 
-def _table(title: str) -> Table:
-    return Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1))
-
-
 def _runs(c: Comparison) -> Table:
     what = "accuracy" if c.what == "accuracy" else "mean reward"
-    table = _table(f"held-out {what} of each run")
+    table = bare_table(f"held-out {what} of each run")
     for name in ("", "run", "seed", "stage", "at step", f"{what} [95 %]"):
         left = name in ("", "run", "stage")
         table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name != "run")
@@ -71,7 +67,7 @@ def _runs(c: Comparison) -> Table:
 
 
 def _settings(groups: Sequence[RunGroup]) -> Table:
-    table = _table("settings that differ")
+    table = bare_table("settings that differ")
     table.add_column("setting", overflow="fold")
     for group in groups:
         table.add_column(group.letter, overflow="fold")

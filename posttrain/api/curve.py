@@ -77,7 +77,7 @@ def _columns(line: CurveLine, last: int, width: int) -> list[tuple[int, float]]:
 
 def _ends(low: float, high: float) -> tuple[float, float]:
     """The scale: [0, 1] where the values are in it and use a good part of it, else a little wider than the values."""
-    if low >= 0 and high <= 1 and high - low > 0.2:
+    if low >= 0 and high <= 1 and (high - low > 0.2 or high == low):
         return 0.0, 1.0
     if low >= 0 and low < (high - low):
         low = 0.0

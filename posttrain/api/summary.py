@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich import box
 from rich.table import Table
 
 from posttrain.api.console import PlainConsole
@@ -36,7 +35,7 @@ WIDTH = 80
 """Columns that the report keeps to, where a path or a command does not need more."""
 SUMMARY, PICTURE = "summary.md", "summary.svg"
 """Files of a run folder."""
-HEADER = ("stage", "at step", "{} [95 %]", "gain, paired [95 %]", "greedy", "seconds")
+HEADER = ("stage", "at step", "{} [95 %]", "gain [95 %]", "greedy", "seconds")
 
 
 def score_rows(of: Outcome, what: str) -> list[list[str]]:
@@ -77,18 +76,24 @@ def short(mean: float, low: float, high: float, sign: str = "") -> str:
 def tables(of: Outcome) -> list[Table]:
     """Held-out accuracy (share of right answers) after each stage. Where a reward gives partial credit, its mean
     too."""
-    named = [("accuracy", "held-out accuracy after each stage")]
+    gains = ", and the gain over the same prompts"
+    named = [("accuracy", "held-out accuracy after each stage" + gains)]
     if any(s.graded for s in of.stages):
-        named.append(("reward", "held-out mean reward after each stage"))
+        named.append(("reward", "held-out mean reward after each stage" + gains))
     out: list[Table] = []
     for what, title in named:
-        table = Table(title=title, title_justify="left", box=box.SIMPLE, pad_edge=False, padding=(0, 1))
+        table = bare_table(title)
         for name in HEADER:
             table.add_column(name.format(what), justify="left" if name == "stage" else "right", no_wrap=True)
         for row in score_rows(of, what):
             table.add_row(*row)
         out.append(table)
     return out
+
+
+def bare_table(title: str) -> Table:
+    """A table without lines, which is narrow and reads well in a log file."""
+    return Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
 def footnote(of: Outcome) -> str:
@@ -165,11 +170,11 @@ def answer_lines(of: Outcome, said: Learning) -> list[str]:
 
 def show(console: PlainConsole, of: Outcome) -> None:
     """Print the report of a run."""
-    console.print()
     for line in planted_lines(of.run):
         console.print(line, style="bold red")
     for table in tables(of) if of.stages else ():
         console.print(table)
+    console.print()
     for line in (*filter(None, [footnote(of)]), *role_lines(of), *unjudged(of)):
         console.print(line)
     curve = of.drawn

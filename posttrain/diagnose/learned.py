@@ -54,6 +54,9 @@ def stage_learned(run: Run, s: StageOutcome, folder: str) -> Learning:
         return Learning(
             "cannot be told", f"cannot be told whether {s.name} learned: {s.unpaired}", _how_to_tell(run, s, folder)
         )
+    if s.steps and not s.updates:
+        none = f"{s.name} did not learn: none of its {s.steps} steps changed the weights"
+        return Learning("did not learn", none, _after_nothing(run, s, folder))
     by_accuracy = not s.graded or max(s.accuracy.before, s.accuracy.after) > 0
     gain, what = (s.accuracy, "accuracy") if by_accuracy else (s.reward, "mean reward")
     word = _word(gain, 1.0 if by_accuracy else _width(s))

@@ -6,7 +6,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,8 @@ class StageOutcome:
     greedy: float | None = None
     seconds: float | None = None
     roles: Mapping[str, float] = field(default_factory=dict[str, float])
+    updates: int = 0
+    """Optimizer steps that its steps took. A step without credit takes none."""
     time_of: str | None = None
     began: str = START
     """Name of the weights it started from."""
@@ -150,7 +152,8 @@ def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
 def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, known: Mapping[str, Any]) -> StageOutcome:
     done = bool(known.get("done"))
     taken = max((s.index for s in steps), default=0)
-    start, end = reading.start(stage), reading.end(stage, taken)
+    start = reading.start(stage)
+    end = _still(stage, steps, start, reading.end(stage)) if done else reading.end(stage)
     with reader.damage_is_named("the state of the newest checkpoint"):
         if end is None and done and known.get("accuracy") and known.get("reward"):  # no episodes were recorded
             end = Measurement(
@@ -179,9 +182,26 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
         greedy=greedy,
         seconds=seconds,
         roles=roles,
+        updates=_updates(steps),
         time_of=stage.time_of,
         began=starts(run.stages, stage),
     )
+
+
+def _updates(steps: Sequence[Step]) -> int:
+    return sum(int(s.gauges["optim/steps"].sum) for s in steps if "optim/steps" in s.gauges)
+
+
+def _still(
+    stage: Stage, steps: Sequence[Step], start: Measurement | None, end: Measurement | None
+) -> Measurement | None:
+    """The last measurement as one of the stage's last step, where no step since then changed the weights. Such weights
+    are not evaluated again."""
+    last, taken = end or start, max((s.index for s in steps), default=0)
+    since = [s for s in steps if s.index > (end.step if end is not None else 0)]
+    if last is None or not stage.eval or not since or _updates(since) or "optim/steps" not in since[-1].gauges:
+        return end
+    return replace(last, stage=stage.name, step=taken)
 
 
 def paid_gain(before: Measurement, after: Measurement) -> Gain:
@@ -250,14 +270,14 @@ class _Reading:
         began = starts(self.run.stages, stage)
         same = [s for s in self.run.stages if self.run.env_of(s) == self.run.env_of(stage) and s.name != stage.name]
         for other in same:
-            if other.name == began and (found := self.end(other, 0)) is not None:
+            if other.name == began and (found := self.end(other)) is not None:
                 return found
         for other in same:
             if starts(self.run.stages, other) == began and (other.name, 0) in self.files:
                 return self._at(other.name, 0)
         return None
 
-    def end(self, stage: Stage, taken: int) -> Measurement | None:
+    def end(self, stage: Stage) -> Measurement | None:
         """The last evaluation of a stage after its first step."""
         after = [index for name, index in self.files if name == stage.name and index > 0]
         return self._at(stage.name, max(after)) if after else None
