@@ -39,9 +39,9 @@ FILES = sorted(ROOT.rglob("*.py"))
 
 
 def room(path: Path) -> str:
-    """The room a file lies in; '' for the package's own `__init__`."""
+    """The room a file lies in; '' for the package's own `__init__` and `__main__`."""
     parts = path.relative_to(ROOT).with_suffix("").parts
-    return parts[0] if parts[0] != "__init__" else ""
+    return parts[0] if len(parts) > 1 or parts[0] not in ("__init__", "__main__") else ""
 
 
 def imports(path: Path, text: str | None = None, only_run: bool = False) -> Iterator[tuple[int, str]]:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import keyword
+import shlex
 from pathlib import Path
 
 from posttrain.core.errors import ConfigError
+from posttrain.core.shell import command_line, python, with_reasons
 
 DATA = Path(__file__).parent / "data"
 
@@ -50,11 +52,11 @@ def class_name(name: str) -> str:
 
 def next_steps(path: Path, test: Path, cls: str) -> list[str]:
     """Commands to try next, one per line."""
+    env = f"{path}:{cls}"
     steps = [
-        (f"posttrain check {path}:{cls}", "try it and its verifier"),
-        (f"python {test}", "its own test (or: pytest)"),
-        (f"posttrain run arithmetic env={path}:{cls} sft.style=answer", "train a small model from scratch on it"),
-        (f"posttrain run grpo model=MODEL env={path}:{cls}", "train a model that you have"),
+        (command_line("check", env), "try it and its verifier"),
+        (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
+        (command_line("run", "arithmetic", f"env={env}", "sft.style=answer"), "train a small model from scratch on it"),
+        (command_line("run", "grpo", "model=MODEL", f"env={env}"), "train a model that you have"),
     ]
-    width = max(len(command) for command, _ in steps)
-    return [f"{command:<{width}}  # {why}" for command, why in steps]
+    return with_reasons(steps)

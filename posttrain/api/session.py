@@ -38,6 +38,7 @@ from posttrain.core.files import disk_full_is_reported
 from posttrain.core.ports import Environment, Tracker
 from posttrain.core.reader import damage_is_named, folder_of
 from posttrain.core.run import Run
+from posttrain.core.shell import command_line
 from posttrain.engine.embedded import EmbeddedEngine
 from posttrain.engine.models import Policy
 from posttrain.recipe.recipes import listed
@@ -101,7 +102,9 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     if options.trust:
         raise ConfigError("--trust is about the folder of a run that somebody else made: give it with --resume RUN")
     if not recipe:
-        raise ConfigError(f"no recipe given: posttrain run RECIPE, or posttrain run --resume RUN\n{listed()}")
+        raise ConfigError(
+            f"no recipe given: {command_line('run', 'RECIPE')}, or {command_line('run', '--resume', 'RUN')}\n{listed()}"
+        )
     run = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
     return RunRequest(run, Path(options.out) if options.out else None)
 

@@ -9,6 +9,7 @@ from posttrain.checks.rejudge import RejudgedAnswers
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Step
+from posttrain.core.shell import command_line
 from posttrain.core.types import Group
 from posttrain.core.verdict import State, failed
 from posttrain.diagnose.gauges import components, unjudged_words
@@ -69,7 +70,7 @@ class VerifierCheck(Observer):
                 " They are no wrong answers, so they were left out, and more than"
                 f" {roles.stage.name}.max_failed={roles.stage.max_failed:g} of a step is too many to go on. Mend"
                 f" {', '.join(r.function for r in roles.run.env_of(roles.stage).rewards) or 'the environment'}, then"
-                f" resume: posttrain run --resume {roles.book.folder}"
+                f" resume: {command_line('run', '--resume', roles.book.folder)}"
             )
 
     def _unjudged(self, e: Experience) -> tuple[str, ...]:

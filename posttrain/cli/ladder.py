@@ -9,15 +9,18 @@ from posttrain.core.cost import anchor, cost, reads
 from posttrain.core.formula import FORM, compact, credit_words, formula, formulas, patches, source, word
 from posttrain.core.formula.picture import WIDTH, picture, wrapped
 from posttrain.core.ladder import LADDER, algorithm
+from posttrain.core.shell import command_line, with_reasons
 
 
 def tree() -> str:
     """The tree of algorithms: each below the one it patches, with its changes."""
-    more = (
-        "posttrain ladder NAME           one in full: formulas, numbers, what it reads and costs",
-        "posttrain ladder --table        all in one table: baseline, trust region, anchor, cost",
-        "posttrain ladder --diff A B     the choices in which two differ",
-        "posttrain ladder --on RUN       what each would do with the batches of one of your runs",
+    more = with_reasons(
+        (
+            (command_line("ladder", "NAME"), "one in full: formulas, numbers, what it reads and costs"),
+            (command_line("ladder", "--table"), "all in one table: baseline, trust region, anchor, cost"),
+            (command_line("ladder", "--diff", "A", "B"), "the choices in which two differ"),
+            (command_line("ladder", "--on", "RUN"), "what each would do with the batches of one of your runs"),
+        )
     )
     return "\n".join(
         [FORM, "", *picture(), "", f"{len(LADDER)} algorithms; numbers that are off are not printed.", *more]

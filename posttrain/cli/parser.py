@@ -22,6 +22,7 @@ from posttrain.cli.commands import (
     show_command,
     summary_command,
 )
+from posttrain.cli.welcome import ShowVersion, welcome
 from posttrain.core.visible import visible
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
@@ -76,7 +77,9 @@ def _parsers() -> tuple[ArgumentParser, Subparsers]:
         epilog=f"example:\n  posttrain run ladder seed=1 algorithm=dapo rl.steps=40\n\n{EXIT_CODES}",
         formatter_class=RawDescriptionHelpFormatter,
     )
-    sub = top.add_subparsers(required=True, metavar="COMMAND")
+    top.add_argument("--version", action=ShowVersion, help="versions of posttrain, Python and what a run computes with")
+    top.set_defaults(command=welcome)
+    sub = top.add_subparsers(metavar="COMMAND")
     for command in COMMANDS:
         command.add(sub)
     return top, sub

@@ -16,6 +16,7 @@ from posttrain.core.content import shown as prompted
 from posttrain.core.errors import ConfigError, RunFolderError, nearest
 from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file
 from posttrain.core.record import Recorded
+from posttrain.core.shell import command_line
 from posttrain.core.types import Segment
 from posttrain.core.visible import visible
 
@@ -136,8 +137,8 @@ def _table(
         yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
     flag = " --eval" if chosen.kind == "eval" else ""
     yield paint(
-        f"token by token: posttrain show {visible(str(folder))} --stage {visible(chosen.stage)} --step"
-        f" {chosen.index}{flag} --episode {shown[0][0]}",
+        f"token by token: {visible(command_line('show', folder, '--stage', chosen.stage, '--step', str(chosen.index)))}"
+        f"{flag} --episode {shown[0][0]}",
         "dim",
         on,
     )

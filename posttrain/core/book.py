@@ -27,6 +27,7 @@ from posttrain.core.errors import InvariantError, RunFolderError, nearest
 from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.scored import Credit
+from posttrain.core.shell import command_line
 from posttrain.core.tree import to_plain
 from posttrain.core.types import Group
 
@@ -150,8 +151,8 @@ class Book:
         """What is wrong with a checkpoint, and the command that goes on from the newest undamaged one before it."""
         if good := newest_good(older):
             return (
-                f"checkpoint {name}: {wrong}. Go on from the newest one that is whole with: posttrain run --resume"
-                f" {good.folder}"
+                f"checkpoint {name}: {wrong}. Go on from the newest one that is whole with:"
+                f" {command_line('run', '--resume', good.folder)}"
             )
         return (
             f"checkpoint {name}: {wrong}. No checkpoint before it is whole: remove {self.folder / 'checkpoints' / name}"

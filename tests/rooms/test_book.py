@@ -415,8 +415,8 @@ def test_damage_is_named_with_the_way_out(book: Book, harm: str) -> None:
     with pytest.raises(
         RunFolderError,
         match=(
-            rf"checkpoint b: .*{target.name} is .*Go on from the newest one that is whole with: posttrain run --resume"
-            r" .*checkpoints/a"
+            rf"checkpoint b: .*{target.name} is .*Go on from the newest one that is whole with: .*"
+            r"posttrain run --resume .*checkpoints/a"
         ),
     ):
         Book.open_for_resume(folder)
@@ -682,7 +682,7 @@ def test_a_damaged_state_of_the_newest_checkpoint_names_the_newest_good_one(tmp_
     ):
         cp.find(folder)
     with pytest.raises(
-        RunFolderError, match=rf"checkpoint 00000003-c: .*state\.json .*with: posttrain run --resume {good}$"
+        RunFolderError, match=rf"checkpoint 00000003-c: .*state\.json .*with: .*posttrain run --resume {good}$"
     ):
         Book.open_for_resume(folder)
     again, checkpoint = Book.open_for_resume(good)

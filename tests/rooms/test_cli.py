@@ -23,7 +23,7 @@ from posttrain.cli import main
 from posttrain.cli.ladder import one
 from posttrain.cli.parser import split_overrides
 from posttrain.cli.show import ShowOptions, lines, visible
-from posttrain.core import tree
+from posttrain.core import shell, tree
 from posttrain.core.algorithm import CHOICES, Algorithm
 from posttrain.core.book import Book
 from posttrain.core.errors import ConfigError, DataError, RewardError
@@ -204,7 +204,7 @@ sys.exit(main(["run", "ladder"]))
 
 
 def test_usage_errors_are_code_2() -> None:
-    for words in (["nonsense"], ["eval"], ["show"], ["ladder", "--nope"], []):
+    for words in (["nonsense"], ["eval"], ["show"], ["ladder", "--nope"]):
         with pytest.raises(SystemExit) as error:
             main(words)
         assert error.value.code == 2
@@ -213,7 +213,10 @@ def test_usage_errors_are_code_2() -> None:
 # --- ladder -----------------------------------------------------------------------------------------------------------
 
 
-def test_ladder_prints_tree_one_and_difference(capsys: pytest.CaptureFixture[str]) -> None:
+def test_ladder_prints_tree_one_and_difference(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shell, "program", lambda: "posttrain")
     assert main(["ladder"]) == 0
     text = capsys.readouterr().out
     assert set(LADDER) <= set(text.split()) and "2402.03300" in text and "Williams 1992" in text

@@ -399,14 +399,15 @@ def test_a_bug_and_a_warning_are_told_as_text() -> None:
     """At top level, in a thread, and as a warning: in a process of its own, as the program runs."""
     code = f"""
 import threading, warnings
-from posttrain.cli import main, commands
+from posttrain.cli import main
+from posttrain.cli.commands import faults_command
 H = {HOSTILE!r}
 def bug(o):
     warnings.warn(H)
     t = threading.Thread(target=lambda: 1 / len([]) if False else (_ for _ in ()).throw(ValueError(H)))
     t.start(); t.join()
     raise RuntimeError(H)
-commands.faults = bug
+faults_command.faults = bug
 main(["faults"])
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from argparse import Namespace
 
 from posttrain.cli.command import Subparsers, add_command
+from posttrain.core.shell import command_line
 from posttrain.core.visible import tell
 
 
@@ -31,7 +32,7 @@ def faults(o: Namespace) -> int:
     rows = (("what", f.what), ("harm", f.harm), ("from", f.source), ("replaces", f.seam))
     for name, text in (
         *rows,
-        ("to see it", " ".join(("posttrain run arithmetic", *f.shows, f"fault={f.name}", "--allow-fault"))),
+        ("to see it", command_line("run", "arithmetic", *f.shows, f"fault={f.name}", "--allow-fault")),
     ):
         tell(f"{name:<10} {text}")
     if f.needs:

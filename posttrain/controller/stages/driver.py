@@ -21,6 +21,7 @@ from posttrain.controller.stages.progress import Progress, StageResult, StageSta
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step, merge
+from posttrain.core.shell import command_line
 from posttrain.core.stage import Stage, come_to, starts
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
@@ -262,8 +263,8 @@ class Driver(ABC, Generic[S, T, A]):
             )
             raise Interrupted(
                 self.stopper.number,
-                f"stopped at {stage.name} step {step}; {kept}. Go on with: posttrain run --resume"
-                f" {self.parts.book.folder}",
+                f"stopped at {stage.name} step {step}; {kept}. Go on with:"
+                f" {command_line('run', '--resume', self.parts.book.folder)}",
             )
 
     def _checkpoint(self, metric: float | None) -> None:

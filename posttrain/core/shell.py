@@ -1,0 +1,68 @@
+"""Commands that are printed for the user to type next. Each works as printed in the shell that started this program."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+NAME = "posttrain"
+
+
+def command_line(*words: str | os.PathLike[str]) -> str:
+    """`posttrain` with these words, quoted where a shell needs it.
+
+    >>> command_line("show", "runs/my run").endswith("posttrain show 'runs/my run'")
+    True
+    """
+    return " ".join([program(), *(shlex.quote(os.fspath(w)) for w in words)])
+
+
+def with_reasons(rows: Iterable[tuple[str, str]]) -> list[str]:
+    """Commands under one another, each with what it is for as a comment.
+
+    >>> with_reasons([("ls", "files"), ("pwd", "this folder")])
+    ['ls   # files', 'pwd  # this folder']
+    """
+    kept = list(rows)
+    width = max((len(command) for command, _ in kept), default=0)
+    return [f"{command:<{width}}  # {why}" for command, why in kept]
+
+
+def program() -> str:
+    """How this program is called from here: `posttrain` where that is found on the PATH and is of this environment,
+    else the path of its script (`.venv/bin/posttrain`), else `python -m posttrain`."""
+    started = Path(sys.argv[0]) if sys.argv and sys.argv[0] else Path()
+    if started.name == "__main__.py" and started.parent.name in (NAME, "cli"):
+        return f"{python()} -m {NAME}"
+    script = started if started.name == NAME and started.is_file() else Path(sys.executable).parent / NAME
+    if not script.is_file():
+        return f"{python()} -m {NAME}"
+    return _short(script)
+
+
+def python() -> str:
+    """The interpreter, named as short as works."""
+    python = Path(sys.executable)
+    return next((n for n in ("python", "python3") if _found(n, python)), shlex.quote(_near(python)))
+
+
+def _short(script: Path) -> str:
+    return NAME if _found(NAME, script) else shlex.quote(_near(script))
+
+
+def _found(name: str, file: Path) -> bool:
+    """Whether the shell finds this very file under the name. Links are not followed: the Python of a virtual
+    environment is a link to another one, which knows none of its packages."""
+    found = shutil.which(name)
+    return found is not None and os.path.abspath(found) == os.path.abspath(file)
+
+
+def _near(file: Path) -> str:
+    """The path from the current folder where the file lies in it, else the whole path."""
+    whole = os.path.abspath(file)
+    near = os.path.relpath(whole)
+    return whole if near.startswith(os.pardir) else near if os.sep in near else os.path.join(os.curdir, near)
