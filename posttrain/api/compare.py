@@ -10,13 +10,13 @@ from rich.table import Table
 
 from posttrain.api.console import PlainConsole
 from posttrain.api.summary import WIDTH, bare_table, short
-from posttrain.diagnose.compared import Comparison, GroupGain, RunGroup, compare_runs
+from posttrain.diagnose.compared import GroupGain, RunComparison, RunGroup, compare_runs
 
 LONGEST = 24
 """Most characters of a setting's value in the table."""
 
 
-def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False) -> Comparison:
+def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False) -> RunComparison:
     """Compare runs by held-out score, paired by prompt, the first run's settings against each of the others.
 
     Runs that differ in nothing but their seed make one group.
@@ -32,7 +32,7 @@ def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False)
     return found
 
 
-def show_comparison(console: PlainConsole, c: Comparison) -> None:
+def show_comparison(console: PlainConsole, c: RunComparison) -> None:
     """Print a comparison."""
     console.print(_runs(c))
     if len(c.groups) > 1:
@@ -46,7 +46,7 @@ def show_comparison(console: PlainConsole, c: Comparison) -> None:
             console.print(part)
 
 
-def _runs(c: Comparison) -> Table:
+def _runs(c: RunComparison) -> Table:
     what = "accuracy" if c.what == "accuracy" else "mean reward"
     table = bare_table(f"held-out {what} of each run")
     for name in ("", "run", "seed", "stage", "at step", f"{what} [95 %]"):
@@ -81,7 +81,7 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else "..." + text[3 - LONGEST :]
 
 
-def sentences(c: Comparison) -> list[str]:
+def sentences(c: RunComparison) -> list[str]:
     """What the comparison says, a sentence for each group after the first."""
     if len(c.groups) == 1:
         runs = c.groups[0].runs
@@ -94,11 +94,11 @@ def sentences(c: Comparison) -> list[str]:
     return [_sentence(c, g) for g in c.gains]
 
 
-def _word(c: Comparison) -> str:
+def _word(c: RunComparison) -> str:
     return "accuracy" if c.what == "accuracy" else "mean reward"
 
 
-def _sentence(c: Comparison, g: GroupGain) -> str:
+def _sentence(c: RunComparison, g: GroupGain) -> str:
     first, other, over = c.groups[0].letter, g.group.letter, g.over_prompts
     seeds = f"{len(c.groups[0].runs)} and {len(g.group.runs)} seeds"
     figures = f"held-out {_word(c)} {over.before:.3f} -> {over.after:.3f}, gain {over}, paired over"

@@ -17,7 +17,7 @@ from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.run import Reinforce
 from posttrain.core.visible import visible
-from posttrain.diagnose.outcome import Curve, Outcome, StageOutcome, outcome
+from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome, outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -80,7 +80,7 @@ def plot(
     return figure
 
 
-def summary_picture(of: Outcome) -> bytes | None:
+def summary_picture(of: RunOutcome) -> bytes | None:
     """The picture of summary.md as SVG: what the stage that is drawn was paid, and its held-out score with intervals.
     None where it took fewer than two steps.
 
@@ -132,7 +132,7 @@ def smooth(curve: Curve, share: float = 0.1) -> Curve:
     return tuple((x, math.fsum(part) / len(part)) for (x, _), part in zip(curve, parts, strict=True))
 
 
-def _whole(of: Outcome, gauge: str) -> tuple[Curve, list[tuple[int, str]]]:
+def _whole(of: RunOutcome, gauge: str) -> tuple[Curve, list[tuple[int, str]]]:
     """A gauge over all stages on one axis of steps, and (step at which a stage begins, its name)."""
     points: list[tuple[int, float]] = []
     begins: list[tuple[int, str]] = []
@@ -150,7 +150,7 @@ def _whole(of: Outcome, gauge: str) -> tuple[Curve, list[tuple[int, str]]]:
 
 
 def _panel(
-    axis: Axes, gauge: str, runs: Sequence[Outcome], curves: Sequence[tuple[Curve, list[tuple[int, str]]]]
+    axis: Axes, gauge: str, runs: Sequence[RunOutcome], curves: Sequence[tuple[Curve, list[tuple[int, str]]]]
 ) -> None:
     for i, (of, (points, begins)) in enumerate(zip(runs, curves, strict=True)):
         colour = COLOURS[i % len(COLOURS)]

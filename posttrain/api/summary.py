@@ -25,7 +25,7 @@ from posttrain.core.run import Reinforce, Run
 from posttrain.core.visible import visible
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.diagnose.learned import Learning, learned
-from posttrain.diagnose.outcome import Outcome, StageOutcome, outcome
+from posttrain.diagnose.outcome import RunOutcome, StageOutcome, outcome
 from posttrain.faults import find
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ SUMMARY, PICTURE = "summary.md", "summary.svg"
 HEADER = ("stage", "at step", "{} [95 %]", "gain [95 %]", "greedy", "seconds")
 
 
-def score_rows(of: Outcome, what: str) -> list[list[str]]:
+def score_rows(of: RunOutcome, what: str) -> list[list[str]]:
     """A row for each stage: the step of its last held-out evaluation, the score (`accuracy` or `reward`), and the gain
     since the weights it started from."""
     out: list[list[str]] = []
@@ -73,7 +73,7 @@ def short(mean: float, low: float, high: float, sign: str = "") -> str:
     return f"{mean:{sign}.3f} [{', '.join(ends)}]"
 
 
-def tables(of: Outcome) -> list[Table]:
+def tables(of: RunOutcome) -> list[Table]:
     """Held-out accuracy (share of right answers) after each stage. Where a reward gives partial credit, its mean
     too."""
     gains = ", and the gain over the same prompts"
@@ -96,7 +96,7 @@ def bare_table(title: str) -> Table:
     return Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
 
 
-def footnote(of: Outcome) -> str:
+def footnote(of: RunOutcome) -> str:
     """What to compare the stages with whose weights the run did not go on with; '' where there is none."""
     compared = [_compared(s, of.stages) for s in of.stages if not s.stage.hands_on]
     return "* " + "; ".join(compared) if compared else ""
@@ -110,7 +110,7 @@ def _compared(s: StageOutcome, stages: Sequence[StageOutcome]) -> str:
     return f"from the weights of {s.began}{time}, handed to nobody"
 
 
-def unjudged(of: Outcome) -> list[str]:
+def unjudged(of: RunOutcome) -> list[str]:
     """Lines about samples without a verdict, by stage: those a source failed to judge, and those all sources abstained
     from."""
     out: list[str] = []
@@ -133,7 +133,7 @@ def unjudged(of: Outcome) -> list[str]:
     return out
 
 
-def role_lines(of: Outcome) -> list[str]:
+def role_lines(of: RunOutcome) -> list[str]:
     """Seconds by role, a line a stage, the slowest role first."""
     timed = [s for s in of.stages if s.roles]
     width = max((len(s.name) for s in timed), default=0)
@@ -152,14 +152,14 @@ def planted_lines(run: Run) -> list[str]:
     return [f"PLANTED FAULT {run.fault}: {find(run.fault).what}. No number of this run means anything"]
 
 
-def answer_lines(of: Outcome, said: Learning) -> list[str]:
+def answer_lines(of: RunOutcome, said: Learning) -> list[str]:
     """The sentence, and what to try: a command stays on one line, so that it can be copied."""
     last, state = of.last, ""
     if last is not None and not of.finished:
         state = f" (not finished: {last.name} took {last.steps} of {last.stage.steps} steps)"
     out = textwrap.wrap(f"Did it learn? {said.text}{state}.", WIDTH, break_on_hyphens=False)
     for advice in said.advice:
-        if advice.startswith("posttrain "):
+        if "  # " in advice:
             out.append(f"  {advice}")
         else:
             out += textwrap.wrap(
@@ -168,7 +168,7 @@ def answer_lines(of: Outcome, said: Learning) -> list[str]:
     return out
 
 
-def show(console: PlainConsole, of: Outcome) -> None:
+def show(console: PlainConsole, of: RunOutcome) -> None:
     """Print the report of a run."""
     for line in planted_lines(of.run):
         console.print(line, style="bold red")
@@ -196,14 +196,14 @@ def show(console: PlainConsole, of: Outcome) -> None:
 # --- summary.md ------------------------------------------------------------------------------------------------------
 
 
-def markdown(of: Outcome, drawn_in: str = "") -> str:
+def markdown(of: RunOutcome, drawn_in: str = "") -> str:
     """The report as a page. `drawn_in` is the file of its picture, '' where there is none."""
     said = learned(of)
     out = [f"# {_plain(of.run.recipe)}: {said.word}", "", f"Did it learn? {_plain(said.text)}.", ""]
     out += [f"**{_plain(line)}**\n" for line in planted_lines(of.run)]
     if not of.finished:
         done = ", ".join(f"{s.name} {s.steps} of {s.stage.steps} steps" for s in of.stages) or "no step was taken"
-        out += [f"The run is not finished: {_plain(done)}. `posttrain run --resume` goes on with it.", ""]
+        out += [f"The run is not finished: {_plain(done)}. `posttrain run --resume RUN` goes on with it.", ""]
     if drawn_in:
         out += [f"![reward and held-out score by step]({drawn_in})", ""]
     graded = any(s.graded for s in of.stages)
@@ -240,7 +240,7 @@ def _plain(text: str) -> str:
     return "".join(f"\\{c}" if c in "\\`*_{}[]<>#|!$" else c for c in visible(text))
 
 
-def write_summary(of: Outcome) -> list[str]:
+def write_summary(of: RunOutcome) -> list[str]:
     """Write summary.md and its picture into the run folder. Returns what could not be written, as lines."""
     from posttrain.api.plots import NO_MATPLOTLIB, summary_picture
 

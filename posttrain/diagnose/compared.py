@@ -15,7 +15,7 @@ from posttrain.core.asks import values
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.interval import Z95, Gain, Score
 from posttrain.core.run import Run
-from posttrain.diagnose.outcome import Measurement, Outcome, StageOutcome, outcome
+from posttrain.diagnose.outcome import Measurement, RunOutcome, StageOutcome, outcome
 
 OF_THE_MACHINE = ("threads", "trackers", "keep_checkpoints", "slots", "deterministic")
 """Settings that do not make two runs different kinds of run: they change speed, files or the last bits."""
@@ -28,7 +28,7 @@ LETTERS = "ABCDEFGHIJKL"
 class ComparedRun:
     """One run of a comparison: its last held-out measurement."""
 
-    of: Outcome
+    of: RunOutcome
     stage: StageOutcome
     measured: Measurement
 
@@ -63,7 +63,7 @@ class GroupGain:
 
 
 @dataclass(frozen=True)
-class Comparison:
+class RunComparison:
     """Groups of runs, and what each is better by than the first."""
 
     groups: tuple[RunGroup, ...]
@@ -76,7 +76,7 @@ class Comparison:
     """What a reader must know before believing the figures."""
 
 
-def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Comparison:
+def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> RunComparison:
     """Compare runs by their last held-out measurement, or by that of one stage.
 
     Raises:
@@ -95,7 +95,7 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Com
         "accuracy" if any(r.measured.accuracy.mean > 0 for r in runs) or not _graded(runs) else "reward"
     )
     gains = tuple(_gain(groups[0], g, what, shared) for g in groups[1:])
-    return Comparison(groups, gains, what, len(shared), tuple(_notes(runs, shared)))
+    return RunComparison(groups, gains, what, len(shared), tuple(_notes(runs, shared)))
 
 
 def run_mean(run: ComparedRun, what: str, prompts: Sequence[Hashable]) -> float:
@@ -112,7 +112,7 @@ def _graded(runs: Sequence[ComparedRun]) -> bool:
     return any(r.measured.graded for r in runs)
 
 
-def _measured(of: Outcome, stage: str | None) -> ComparedRun:
+def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
     found = of.last
     if stage is not None:
         there = {s.name: s for s in of.stages}
@@ -130,7 +130,7 @@ def _measured(of: Outcome, stage: str | None) -> ComparedRun:
     return ComparedRun(of, found, found.end)
 
 
-def _remedy(of: Outcome, found: StageOutcome | None) -> str:
+def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
     if found is not None and not of.run.env_of(found.stage).heldout:
         return "Start it with env.heldout=100"
     if found is not None and not found.stage.eval:

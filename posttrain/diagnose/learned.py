@@ -10,7 +10,8 @@ import numpy as np
 
 from posttrain.core.interval import Gain
 from posttrain.core.run import Reinforce, Run
-from posttrain.diagnose.outcome import Curve, Outcome, StageOutcome
+from posttrain.core.shell import command_line
+from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome
 
 WORTH = 0.05
 """The smallest gain that a run is worth, as a share of the scale. An interval that holds 0 and stays below this says
@@ -29,17 +30,17 @@ class Learning:
     text: str
     """One sentence, with the figures, the steps they were measured at, and the number of prompts."""
     advice: tuple[str, ...] = ()
-    """What to try, the first thing first."""
+    """What to try, the first thing first. One with `#` is a command and why."""
 
 
-def learned(of: Outcome) -> Learning:
+def learned(of: RunOutcome) -> Learning:
     """The answer for a run: that of the last stage whose weights it goes on with."""
     last = of.last
     if last is None:
         return Learning(
             "cannot be told",
             "cannot be told whether it learned: no step was taken",
-            (f"posttrain run --resume {of.folder}",),
+            (f"{command_line('run', '--resume', of.folder)}  # takes its first steps",),
         )
     return stage_learned(of.run, last, str(of.folder))
 
@@ -66,7 +67,7 @@ def stage_learned(run: Run, s: StageOutcome, folder: str) -> Learning:
             f"{s.name} is paid more, but not more often right: held-out reward {s.reward.before:.3f} ->"
             f" {s.reward.after:.3f}, gain {s.reward}; accuracy {_figures(s, s.accuracy)}",
             (
-                f"posttrain show {folder} --stage {s.name} --eval --best  # what is paid now, and is it what you want?",
+                f"{_show(s, folder, '--eval', '--best')}  # what is paid now, and is it what you want?",
                 "lower the weights of the rewards that do not ask for a right answer (env.rewards.N.weight)",
             ),
         )
@@ -117,19 +118,21 @@ def _how_to_tell(run: Run, s: StageOutcome, folder: str) -> tuple[str, ...]:
     if not run.record_episodes:
         return ("record the answers: record_episodes=true",)
     if s.end is None or s.end.step == 0:
-        out = [f"posttrain run --resume {folder}  # goes on from the last checkpoint, and measures at the end"]
+        out = [
+            f"{command_line('run', '--resume', folder)}  # goes on from the last checkpoint, and measures at the end"
+        ]
         if not s.stage.eval_every:
             out.append(f"measure on the way too: {s.name}.eval_every={max(1, s.stage.steps // 5)}")
         return tuple(out)
     if s.start is None and s.began == "start":
         model = run.model.path
         first = (
-            f"posttrain eval {model}  # with this run's env.* settings: the score before, to compare by hand"
+            f"{command_line('eval', model)}  # with this run's env.* settings: the score before, to compare by hand"
             if model
             else "the model began with random weights, so its score before is that of guessing"
         )
         return (first,)
-    return (f"posttrain show {folder} --stage {s.name} --eval  # what was said, and what the rewards said of it",)
+    return (f"{_show(s, folder, '--eval')}  # what was said, and what the rewards said of it",)
 
 
 def _more_prompts(run: Run, s: StageOutcome, gain: Gain) -> str:
@@ -172,7 +175,7 @@ def _after_nothing(run: Run, s: StageOutcome, folder: str) -> tuple[str, ...]:
     faster = f"{s.name}.optimizer.lr={s.stage.optimizer.lr * 3:.1g}"
     if not isinstance(s.stage, Reinforce):
         return (f"more steps or a higher learning rate: {s.name}.steps={2 * s.stage.steps} {faster}",)
-    look = f"posttrain show {folder} --stage {s.name}  # read what it says, and what it is paid for"
+    look = f"{_show(s, folder)}  # read what it says, and what it is paid for"
     rewards = [x for _, x in s.rewards]
     if rewards and max(rewards) == min(rewards):
         level = "no answer earned anything" if max(rewards) == 0 else f"every answer earned {rewards[0]:g}"
@@ -185,6 +188,10 @@ def _after_nothing(run: Run, s: StageOutcome, folder: str) -> tuple[str, ...]:
             look,
         )
     return (f"training reward is flat: a higher learning rate or more steps ({faster})", look)
+
+
+def _show(s: StageOutcome, folder: str, *words: str) -> str:
+    return command_line("show", folder, "--stage", s.name, *words)
 
 
 def _rose(curve: Curve) -> float:

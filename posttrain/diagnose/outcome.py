@@ -89,7 +89,7 @@ class StageOutcome:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RunOutcome:
     """What a run came to, stage by stage. Stages that took no step are left out."""
 
     folder: Path
@@ -116,7 +116,7 @@ class Outcome:
         return next((s for s in reversed(used) if isinstance(s.stage, Reinforce)), used[-1] if used else None)
 
 
-def outcome(folder: Path | str) -> Outcome:
+def outcome(folder: Path | str) -> RunOutcome:
     """Read a run folder.
 
     Raises:
@@ -132,7 +132,7 @@ def outcome(folder: Path | str) -> Outcome:
         for stage in file.run.stages
         if any(s.stage == stage.name for s in steps) or any(f.stage == stage.name for f in evaluations)
     ]
-    return Outcome(folder, file, tuple(out))
+    return RunOutcome(folder, file, tuple(out))
 
 
 def _state(folder: Path) -> dict[str, Mapping[str, Any]]:
