@@ -19,12 +19,17 @@ from tests.test_architecture import FLOOR
 ROOT = public.ROOT
 PAGES = sorted(
     p
-    for p in [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "tour").glob("*.md")]
+    for p in [
+        *ROOT.glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
+        *(ROOT / "tour").glob("*.md"),
+        *(ROOT / "examples").rglob("*.md"),
+    ]
     if p.name not in ("LOG.md",)
 )
-TOP = ("posttrain", "tests", "docs", "tour", "scripts", "benchmarks", ".ci")
-THEIRS = {"SingleTurnEnv", "MultiTurnEnv", "ToolEnv", "StatefulToolEnv", "None", "True", "False"}
-"""Words written as classes of ours are, and of others: PrimeIntellect's verifiers, Python."""
+TOP = ("posttrain", "tests", "docs", "tour", "scripts", "benchmarks", "examples", ".ci")
+THEIRS = {"TrainingArguments", "SingleTurnEnv", "MultiTurnEnv", "ToolEnv", "StatefulToolEnv", "None", "True", "False"}
+"""Words written as classes of ours are, and of others: transformers, PrimeIntellect's verifiers, Python."""
 
 FILE = re.compile(rf"(?<![\w/.-])(?:{'|'.join(map(re.escape, (*TOP, *FLOOR)))})/[\w/*{{}},.\[\]!-]*\w(?:/(?!\w)|\*)?")
 DOTTED = re.compile(r"(?<![\w./-])posttrain(?:\.\w+)+")

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 import transformers
 
+from posttrain.api.branch import begun_with, run_source
 from posttrain.api.engines import keep_timeline, make_engine
+from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
 from posttrain.controller.parts import RunParts, StageSetting
 from posttrain.core import seeds
@@ -144,7 +146,11 @@ def check_prompts(run: Run, env: Environment, policy: Policy, stages: Sequence[S
 
 
 def make_policy(
-    run: Run, env: Environment, others: Mapping[str, Environment] | None = None, written: Path | None = None
+    run: Run,
+    env: Environment,
+    others: Mapping[str, Environment] | None = None,
+    written: Path | None = None,
+    own: Path | None = None,
 ) -> Policy:
     """The policy of a run.
 
@@ -152,13 +158,19 @@ def make_policy(
         env: the environment of all stages but those named in `others` (`own_environments`).
         written: tokenizer files in a run folder. Without them, a tokenizer that is built has the characters of all
             environments.
+        own: the run's folder, where there is one. A branched run keeps there what it began with, and its weights are
+            not loaded.
     """
     others = others or {}
     alphabets: list[str | None] = [declared(e).alphabet for e in (env, *others.values())]
     known = alphabets[0]
     if others:
         known = None if None in alphabets else "".join(dict.fromkeys("".join(a or "" for a in alphabets)))
-    policy = load_policy(run.model, known, run.seed, tokenizer_files=written)
+    policy = begun_with(own, run) if own is not None else None
+    if policy is None and run_source(run.model.path) is not None:
+        policy = open_policy(run.model, run.seed)
+    if policy is None:
+        policy = load_policy(run.model, known, run.seed, tokenizer_files=written)
     check_lengths(run, policy)
     check_tokens(run, policy)
     for one in distinct(env, others):
@@ -168,7 +180,7 @@ def make_policy(
 
 def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
     """A frozen model (teacher or named reference) from a directory or hub id. It must share the policy's tokenizer."""
-    other = load_policy(replace(run.model, path=path, context=None), None, run.seed, most=policy.context)
+    other = open_policy(replace(run.model, path=path, context=None), run.seed, policy.context)
     if other.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"reference={path}: its tokenizer differs from the policy's, so their tokens cannot be compared. Use a"

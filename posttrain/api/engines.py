@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from posttrain.api.target import open_policy
 from posttrain.core import files
 from posttrain.core.engines import GIB, VLLM, Embedded
 from posttrain.core.errors import ConfigError
@@ -17,7 +18,7 @@ from posttrain.core.run import Run
 from posttrain.engine.embedded import EmbeddedEngine, native
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
-from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.models import Policy
 from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
@@ -105,7 +106,7 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
         return Lookup(how.lookup)
     if how.draft is None:
         return None
-    small = load_policy(replace(run.model, path=how.draft, context=None), None, run.seed, most=policy.context)
+    small = open_policy(replace(run.model, path=how.draft, context=None), run.seed, policy.context)
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import shutil
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from posttrain.api import overrides as dotted
+from posttrain.api.admit import to_stderr
+from posttrain.api.branch import TOKENIZER
 from posttrain.api.build import (
     make_environment,
     make_policy,
@@ -21,14 +23,17 @@ from posttrain.api.console import PlainConsole
 from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
 from posttrain.api.session import RunOptions, open_session
 from posttrain.api.summary import show_report
-from posttrain.api.target import TOKENIZER, kept_policy, target_run
+from posttrain.api.target import kept_policy, run_and_checkpoint, target_run
 from posttrain.controller.stages import StageResult
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.files import full
+from posttrain.core.reader import is_run
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.sampling import Sampling
+from posttrain.core.shell import command_line
 from posttrain.engine.learner import HFLearner
+from posttrain.environment.gallery import GALLERY
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.evaluate import evaluate as measure
 from posttrain.role.weights import load_weights
@@ -123,18 +128,16 @@ def evaluate(
     """Held-out accuracy, mean reward and pass@k of a run, a model directory or hub id, or the model at an address.
 
     Args:
-        target: a run folder, a model, or the address of an OpenAI-compatible endpoint. The last two are evaluated on
-            the `arithmetic` environment unless an override `env=...` names another.
+        target: a run folder or one of its checkpoints, a model, or the address of an OpenAI-compatible endpoint. For
+            the last two an override names the environment: `env=arithmetic`, or `env.prompts=` and `env.rewards=`.
         overrides: dotted changes of `env.*`, `seed`, `slots` (of an endpoint: requests at once), `threads`.
         samples: samples per prompt; by default the run's own number.
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
         remote: how to reach an endpoint and what to ask it.
         trust: allow what a run folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
     """
-    if is_url(target):
-        run, weights = dotted.apply(remote_run(str(target)), list(overrides)), None
-    else:
-        run, weights = target_run(target, checkpoint, *overrides, parts=("model", "env", "engine"), allow=trust)
+    target, checkpoint = run_and_checkpoint(target, checkpoint)
+    run, weights = _asked_run(target, checkpoint, overrides, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
     use_threads(run.threads)
@@ -149,7 +152,7 @@ def evaluate(
         show_report(console, str(target), environment.name, report)
         return report
     refuse(remote)
-    policy = make_policy(run, environment, written=written)
+    policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
     roles = make_roles(run, policy, environment)
     if weights is not None:
         load_weights(weights, roles.learner)
@@ -167,6 +170,33 @@ def evaluate(
         environment.close()
     show_report(console, str(target), environment.name, report)
     return report
+
+
+def _asked_run(
+    target: str | Path, checkpoint: str, overrides: tuple[str, ...], quiet: bool, trust: bool
+) -> tuple[Run, Path | None]:
+    """(the run whose environment and model are evaluated, the weights to load into its policy or None)."""
+    if not is_run(target):
+        overrides = with_environment(str(target), overrides)
+    if is_url(target):
+        return dotted.apply(remote_run(str(target)), list(overrides)), None
+    say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
+    return target_run(target, checkpoint, *overrides, parts=("model", "env", "engine"), allow=trust, say=say)
+
+
+def with_environment(target: str, overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """The overrides with `env=prompts` where they give prompts alone. ConfigError where they name no environment."""
+    keys = {text.partition("=")[0].strip() for text in overrides}
+    if keys & {"env", "env.name"}:
+        return overrides
+    if "env.prompts" in keys:
+        return ("env=prompts", *overrides)
+    raise ConfigError(
+        f"{target} is a model, and a model has no tasks of its own: say what to evaluate it on.\n"
+        f"  {command_line('eval', target, 'env.prompts=mine.jsonl', 'env.rewards=exact')}\n"
+        f"  {command_line('eval', target, 'env=arithmetic')}  # or another of the gallery: {', '.join(GALLERY)}\n"
+        "posttrain new env writes an environment of your own (env=mine.py:Mine); a run folder has one already"
+    )
 
 
 def _evaluated(run: Run, contract: Sampling) -> Run:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from posttrain import faults
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, edit_notes, missing_notes, remember_run
+from posttrain.api.branch import pinned, was_built
 from posttrain.api.build import (
     distinct,
     facts,
@@ -21,6 +23,7 @@ from posttrain.api.build import (
     use_threads,
     words_in_tokens,
 )
+from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.engines import check_engine
 from posttrain.api.proofs import prove_start
 from posttrain.api.summary import conclude, planted_lines
@@ -85,7 +88,9 @@ class RunRequest:
     book: Book | None = None
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
-    """Lines about the run folder, printed at the start."""
+    """Lines about its settings and its folder, printed at the start."""
+    recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What run.json records beside the settings: why some were chosen, and which run it is a branch of."""
 
     def refuse_faults(self, allowed: bool) -> None:
         """ConfigError where the run plants a fault and this was not allowed."""
@@ -105,8 +110,14 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
         raise ConfigError(
             f"no recipe given: {command_line('run', 'RECIPE')}, or {command_line('run', '--resume', 'RUN')}\n{listed()}"
         )
-    run = dotted.apply(recipe if isinstance(recipe, Run) else shipped(recipe), list(overrides))
-    return RunRequest(run, Path(options.out) if options.out else None)
+    out = Path(options.out) if options.out else None
+    if isinstance(recipe, Run):
+        run, origin = pinned(dotted.apply(recipe, list(overrides)))
+        return RunRequest(run, out, recorded=origin)
+    base = shipped(recipe)
+    run, origin = pinned(dotted.apply(base, list(overrides)))
+    ready = for_model(run, given_paths(base, overrides), trained=not was_built(run.model.path))
+    return RunRequest(ready.run, out, notes=ready.lines, recorded={"chosen": dict(ready.chosen), **origin})
 
 
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
@@ -188,12 +199,12 @@ def _build(request: RunRequest, quiet: bool, cleanup: ExitStack) -> RunSession:
     environments = distinct(environment, others)
     for other in environments[1:]:
         cleanup.callback(other.close)
-    policy = make_policy(run, environment, others)
+    policy = make_policy(run, environment, others, own=None if book is None else book.folder)
     notes = request.notes
     if book is None:
         folder = request.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
         contained = dict.fromkeys(x for e in environments for x in e.abilities.contained)
-        book = Book.create(folder, run, facts(policy, threads, tuple(contained)))
+        book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **request.recorded})
         cleanup.callback(book.close)
         notes = (*notes, *remember_run(folder, run))
     trackers = start_trackers(run, policy, book)

@@ -7,17 +7,16 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api import overrides as dotted
-from posttrain.api.admit import admitted
+from posttrain.api.admit import admitted, to_stderr
+from posttrain.api.branch import MODEL, TOKENIZER, begun_with, branched_policy, run_source, was_built
+from posttrain.api.defaults import for_model, given_paths
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import find
-from posttrain.core.errors import DataError, RunFolderError, UntrustedError
+from posttrain.core.errors import ConfigError, DataError, RunFolderError, UntrustedError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
 from posttrain.engine.kept import kept, write_config
 from posttrain.engine.models import Policy, load_policy
-
-MODEL, TOKENIZER = "model", "tokenizer"
-"""Folders inside a run folder, with the policy's model configuration and tokenizer at the start of the run."""
 
 
 def target_run(
@@ -27,16 +26,38 @@ def target_run(
     parts: Sequence[str],
     allow: bool,
     change: Callable[[Run], Run] = lambda run: run,
+    say: Callable[[str], None] = to_stderr,
 ) -> tuple[Run, Path | None]:
     """(the run of a target with overrides applied, the weights to load into its policy or None).
 
     Args:
         parts, allow, change: see `admit.admitted`. A model directory or hub id needs no permission: the user named it.
+        say: gets a line for each setting that is chosen for a model directory or hub id.
     """
     if is_run(target):
         run = admitted(target, *overrides, parts=parts, allow=allow, change=change)
         return run, find(Path(target), checkpoint).folder
-    return change(dotted.apply(model_run(target), list(overrides))), None
+    base = model_run(target)
+    run = dotted.apply(base, list(overrides))
+    given = given_paths(base, overrides) | {"model"}
+    ready = for_model(run, given, trained=not was_built(run.model.path), only=(*parts, "threads", "slots", "sampling"))
+    for line in ready.lines:
+        say(line)
+    return change(ready.run), None
+
+
+def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path, str]:
+    """A target that is a checkpoint inside a run (`RUN/checkpoints/NAME`) as that run and the checkpoint's name.
+
+    Raises:
+        ConfigError: another checkpoint is named beside it.
+    """
+    source = run_source(target)
+    if source is None or is_run(target):
+        return target, checkpoint
+    if checkpoint not in ("last", source[1]):
+        raise ConfigError(f"{target} is a checkpoint, and --checkpoint {checkpoint} names another: keep one of them")
+    return source
 
 
 def model_run(target: str | Path) -> Run:
@@ -76,13 +97,22 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     return policy
 
 
+def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
+    """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints."""
+    if run_source(model.path) is not None:
+        return branched_policy(model, most)
+    return load_policy(model, None, seed, most=most)
+
+
 def built_policy(folder: Path, run: Run) -> Policy:
     """The policy of a run folder, as `run.model` describes it.
 
     A model that was built by the run gets its tokenizer from the folder, so no environment is needed for its alphabet.
     """
+    if (branched := begun_with(folder, run)) is not None:
+        return branched
     if run.model.path is not None:
-        return load_policy(run.model, None, run.seed)
+        return open_policy(run.model, run.seed)
     if not (folder / TOKENIZER).is_dir():
         raise RunFolderError(
             f"{folder} has no {TOKENIZER}/, which a run writes before its first step: copy the whole folder again"

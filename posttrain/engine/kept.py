@@ -29,12 +29,15 @@ def write_config(policy: Policy, folder: Path) -> None:
         policy.module.generation_config.to_json_file(folder / GENERATION)
 
 
-def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | None) -> Policy:
+def kept(
+    model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | None, most: int | None = None
+) -> Policy:
     """The policy of a run folder. Its parameters are not loaded yet. No code of the model's own is run,
     whatever its files contain.
 
     Args:
         stop_ids: the ids that the run recorded; None: they are resolved again.
+        most: see `load_policy`.
 
     Raises:
         DataError: the files are missing or damaged, or the architecture needs its own code, or it has buffers, which no
@@ -66,4 +69,4 @@ def kept(model: Model, config: Path, tokenizer: Path, stop_ids: Sequence[int] | 
             f"{config}: checkpoints of a run hold no buffers, and this model keeps some: {', '.join(buffers[:3])}"
         )
     stops = tuple(stop_ids) if stop_ids else resolve_stops(words, module.generation_config)
-    return prepared(model, module, words, stops, f"kept in {config.parent}", [])
+    return prepared(model, module, words, stops, f"kept in {config.parent}", [], most)

@@ -17,7 +17,7 @@ from posttrain.api import overrides as dotted
 from posttrain.api.build import use_threads
 from posttrain.api.engines import check_engine, embedded_engine
 from posttrain.api.main import wait
-from posttrain.api.target import built_policy, model_run, target_run
+from posttrain.api.target import built_policy, model_run, open_policy, run_and_checkpoint, target_run
 from posttrain.core import seeds
 from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError
@@ -26,7 +26,7 @@ from posttrain.core.run import Run
 from posttrain.core.visible import guard_logs, tell
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.learner import HFLearner
-from posttrain.engine.models import Policy, load_policy, named_tensors
+from posttrain.engine.models import Policy, named_tensors
 from posttrain.environment.render import Renderer
 from posttrain.role.weights import load_weights
 from posttrain.serve.limits import CallerLimits
@@ -149,6 +149,7 @@ def make_served(
     from posttrain.serve.detokenize import TokenText
     from posttrain.serve.served import ServedModel
 
+    target, checkpoint = run_and_checkpoint(target, checkpoint)
     stored = run_file(target).run if is_run(target) else model_run(target)
     for text in overrides:
         head = dotted.address(stored, *(w.strip() for w in text.partition("=")[::2]))[0]
@@ -163,7 +164,7 @@ def make_served(
     )
     use_threads(run.threads)
     torch.manual_seed(seeds.torch_seed(run.seed, "torch"))
-    policy: Policy = built_policy(Path(target), run) if is_run(target) else load_policy(run.model, None, run.seed)
+    policy: Policy = built_policy(Path(target), run) if is_run(target) else open_policy(run.model, run.seed)
     if weights is not None:
         load_weights(weights, HFLearner(policy))
     digest = fingerprint(named_tensors(policy.module))

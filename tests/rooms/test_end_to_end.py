@@ -76,7 +76,20 @@ def test_show_eval_and_export(ladder: tuple[Path, str], tmp_path: Path, capsys: 
     )
     assert main(["export", str(folder), str(model)]) == 0
     assert (
-        main(["eval", str(model), "--samples", "4", "--max-tokens", "6", "threads=1", "slots=16", "env.heldout=20"])
+        main(
+            [
+                "eval",
+                str(model),
+                "env=arithmetic",
+                "--samples",
+                "4",
+                "--max-tokens",
+                "6",
+                "threads=1",
+                "slots=16",
+                "env.heldout=20",
+            ]
+        )
         == 0
     )
     exported = capsys.readouterr().out

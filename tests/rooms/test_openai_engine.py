@@ -257,7 +257,14 @@ def serving(model: Path) -> Iterator[str]:
 def test_an_address_is_evaluated_like_the_model_behind_it(
     serving: str, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ("env.heldout=6", "env.args.max_terms=2", "env.args.max_operand=4", "slots=8", "threads=1")
+    words = (
+        "env=arithmetic",
+        "env.heldout=6",
+        "env.args.max_terms=2",
+        "env.args.max_operand=4",
+        "slots=8",
+        "threads=1",
+    )
     here = evaluate(model, *words, samples=2, max_tokens=8, quiet=True)
     there = evaluate(
         serving,

@@ -258,7 +258,7 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
     "no stage": (2, ["show", "RUN", "--stage", HOSTILE]),
     "no step": (2, ["show", "RUN", "--step", "77"]),
     "no folder": (5, ["show", HOSTILE]),
-    "no model": (2, ["eval", HOSTILE]),
+    "no model": (2, ["eval", HOSTILE, "env=arithmetic"]),
     "no environment": (2, ["check", HOSTILE]),
     "no setting": (2, ["run", "arithmetic", f"{HOSTILE}=1".replace("=http", "http")]),
     "no fault": (2, ["faults", HOSTILE]),
@@ -351,11 +351,11 @@ def test_a_model_with_hostile_words_is_described_as_text(tmp_path: Path, capfd: 
         )
     )
     capfd.readouterr()  # bars of what wrote the model
-    main(["eval", str(model), "env.heldout=2", "--samples", "1", "--max-tokens", "4"])
+    main(["eval", str(model), "env=arithmetic", "env.heldout=2", "--samples", "1", "--max-tokens", "4"])
     said = capfd.readouterr()
     clean(said.out + said.err)
     (model / "config.json").write_text(json.dumps({**config, "model_type": HOSTILE}))
-    assert main(["eval", str(model)]) == 4
+    assert main(["eval", str(model), "env=arithmetic"]) == 4
     said = capfd.readouterr()
     clean(said.out + said.err)
     assert "\\x1b[2J" in said.err

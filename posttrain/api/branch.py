@@ -1,0 +1,104 @@
+"""A run that begins with the weights of another one: `model=runs/X`, or of one checkpoint,
+`model=runs/X/checkpoints/NAME`.
+
+Model configuration, tokenizer and weights come from that folder alone. The checkpoint's name is put into the new run's
+settings, and the new folder keeps a copy of what it began with, so that it goes on also where the other run is gone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.checkpoint import find
+from posttrain.core.errors import DataError
+from posttrain.core.reader import folder_of, is_run, run_file
+from posttrain.core.run import Model, Run
+
+MODEL, TOKENIZER = "model", "tokenizer"
+"""Folders inside a run folder, with the policy's model configuration and tokenizer at the start of the run."""
+MOST = 32
+"""Most runs of one line of branches that are looked at."""
+
+
+def run_source(path: str | Path | None) -> tuple[Path, str] | None:
+    """(run folder, name of the checkpoint: `last` where none is named) of a path; None where it is no run."""
+    if path is None:
+        return None
+    folder, inside = folder_of(Path(path).expanduser())
+    return (folder, inside or "last") if is_run(folder) else None
+
+
+def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
+    """The run with the checkpoint named that it begins with, and what run.json records about it.
+
+    Raises:
+        RunFolderError: there is no checkpoint yet, or it is damaged.
+    """
+    source = run_source(run.model.path)
+    if source is None:
+        return run, {}
+    folder, which = source
+    checkpoint, found = find(folder, which), run_file(folder)
+    origin = {
+        "run": str(folder),
+        "identity": found.identity,
+        "recipe": found.run.recipe,
+        "checkpoint": checkpoint.name,
+        "version": checkpoint.state.get("version"),
+        "weights": checkpoint.state.get("weights"),
+        "before": found.facts.get("branched_from"),
+    }
+    path = str(folder / "checkpoints" / checkpoint.name)
+    return replace(run, model=replace(run.model, path=path)), {"branched_from": origin}
+
+
+def was_built(path: str | Path | None) -> bool:
+    """Whether the weights at a path go back to a model that a run built, over any number of branches."""
+    for _ in range(MOST):
+        source = run_source(path)
+        if source is None:
+            return False
+        path = run_file(source[0]).run.model.path
+        if path is None:
+            return True
+    return False
+
+
+def branched_policy(model: Model, most: int | None = None) -> Any:
+    """The policy at `model.path`, a run or one of its checkpoints: an `engine.models.Policy` with those weights.
+
+    Raises:
+        DataError: the model needs code of its own, so its folder is not enough.
+    """
+    from posttrain.engine.learner import HFLearner
+    from posttrain.role.weights import load_weights
+
+    source = run_source(model.path)
+    assert source is not None
+    checkpoint = find(*source)
+    try:
+        policy = kept_in(source[0], model, most)
+    except DataError as error:
+        raise DataError(
+            f"{error}. To begin with its weights, write them as a plain model first: posttrain export {source[0]}"
+            f" MODEL --checkpoint {checkpoint.name}, then model=MODEL"
+        ) from error
+    load_weights(checkpoint.folder, HFLearner(policy))
+    return replace(policy, source=f"from {model.path}")
+
+
+def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
+    """The policy that a run folder keeps, with the context, dtype and device of `model`; its weights are not loaded."""
+    from posttrain.engine.kept import kept
+
+    stops: Any = run_file(folder).facts.get("stop_ids")
+    return kept(model, folder / MODEL, folder / TOKENIZER, stops, most)
+
+
+def begun_with(folder: Path, run: Run) -> Any:
+    """The policy of a branched run from its own folder, without its weights; None for another run, or where the folder
+    does not keep it."""
+    branched = "checkpoints" in Path(run.model.path or "").parts and run_file(folder).facts.get("branched_from")
+    return kept_in(folder, run.model) if branched and (folder / MODEL).is_dir() else None

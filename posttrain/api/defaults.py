@@ -1,0 +1,290 @@
+"""Settings for a real model. A recipe holds values for the tiny model that it builds; where the user gives a model,
+every setting that the user leaves open is chosen for that one, and each choice is printed with its reason.
+
+    Choices(run, given).made()     path -> (value, reason)
+    for_model(run, given)          the run with them, and the lines to print
+
+The model is known by config.json and the sizes of its files, the data by the lengths of its texts (`api.measure`). What
+is chosen is part of the run tree, so run.json holds what ran. A run that was written down is never changed by it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from posttrain.api import overrides as dotted
+from posttrain.api.measure import GIB, DataSize, Machine, ModelSize, data_size, machine, model_size
+from posttrain.core.engines import Embedded
+from posttrain.core.run import Reinforce, Run, Supervised
+from posttrain.core.stage import Stage
+
+TRAINED = 1_000_000
+"""A model with fewer parameters is as small as those that recipes build, and the recipe's settings are for it."""
+LR = {Reinforce: 1e-6, Supervised: 1e-5}
+"""Learning rates of full weights of a trained model: GRPO, DAPO and Dr. GRPO use 1e-6 for RL; 1e-5 is usual for SFT."""
+PROMPTS = {True: 128, False: 16}
+"""Prompts of a step, by whether there is an accelerator. With 8 siblings 128 are the 1,024 samples a step of GRPO
+(2402.03300) and Dr. GRPO (2503.20783), for which their learning rate was chosen."""
+SIBLINGS = 8
+STEPS = 100
+PASSES = 2
+"""Passes of SFT over its completions."""
+ANSWER = 1024
+"""Most tokens of an answer where the data does not show how long answers are."""
+USUAL = 4096
+"""Tokens of a sequence where neither the data nor the user bounds it; only memory is planned by it."""
+TEMPLATE = 256
+"""Room for what a chat template adds to a prompt, in tokens."""
+ACTIVATIONS = 0.25
+"""Share of the free memory that one forward and backward pass may take."""
+CACHE = 0.3
+"""Share of the free memory that the key-value cache may take."""
+
+Value = str | int | float | bool
+Choice = tuple[Value, str]
+
+
+@dataclass(frozen=True)
+class Choices:
+    """The choices for one run. `given`: full paths of the settings that the user gave; these are left alone."""
+
+    run: Run
+    given: frozenset[str]
+    data: DataSize | None = None
+    size: ModelSize | None = None
+    where: Machine = field(default_factory=machine)
+
+    def made(self) -> dict[str, Choice]:
+        """Every choice by its path, in the order in which they are printed."""
+        out: dict[str, Choice] = dict(self._machine())
+        for stage in self.run.stages:
+            out |= {f"{stage.name}.{name}": choice for name, choice in self._stage(stage)}
+        out |= self._memory()
+        return {path: choice for path, choice in out.items() if not self._is_given(path)}
+
+    def _is_given(self, path: str) -> bool:
+        return any(path == g or path.startswith(f"{g}.") for g in self.given if g not in ("model", "env"))
+
+    # --- the machine -------------------------------------------------------------------------------------------------
+
+    def _machine(self) -> Iterator[tuple[str, Choice]]:
+        where = self.where
+        yield "model.device", (where.device, where.why)
+        yield "model.dtype", (self.dtype, _dtype_reason(where))
+        yield "threads", (0, f"all {where.cores} cores")
+
+    @property
+    def dtype(self) -> str:
+        if self._is_given("model.dtype"):
+            return self.run.model.dtype
+        return "bfloat16" if self.where.device.startswith("cuda") else "float32"
+
+    # --- stages ------------------------------------------------------------------------------------------------------
+
+    def _stage(self, stage: Stage) -> Iterator[tuple[str, Choice]]:
+        if isinstance(stage, Reinforce):
+            yield from self._reinforce(stage)
+        elif isinstance(stage, Supervised):
+            yield from self._supervised(stage)
+
+    def _reinforce(self, stage: Reinforce) -> Iterator[tuple[str, Choice]]:
+        yield "optimizer.lr", (LR[Reinforce], "full weights of a trained model")
+        yield "sampling.max_tokens", self._answer(stage)
+        rows, cut = self.data.rows if self.data is not None else None, stage.minibatches
+        wanted = PROMPTS[self.where.accelerated]
+        why = (
+            f"{PROMPTS[True] * SIBLINGS:,} samples a step, as GRPO and Dr. GRPO"
+            if self.where.accelerated
+            else f"this is a CPU; published runs take {PROMPTS[True]} and more, on GPUs"
+        )
+        if rows is not None and rows < wanted:
+            wanted, why = rows, f"the data has {rows:,} rows"
+        yield "prompts", (max(cut, wanted // cut * cut), why)
+        yield "siblings", (SIBLINGS, "usual for a prompt; more where few answers are right")
+        yield "steps", (STEPS, f"shows whether it learns; --resume RUN {stage.name}.steps=N goes on")
+        if stage.eval_every:
+            yield "eval_every", (20, f"{STEPS // 20} points of a curve")
+
+    def _answer(self, stage: Reinforce) -> Choice:
+        """Most tokens of an answer."""
+        room = self._positions
+        imitated = any(isinstance(s, Supervised) and s.style == "completion" for s in self.run.stages)
+        longest = self.data.longest_completion if self.data is not None and imitated else 0
+        most, why = ANSWER, "room to reason; most answers end earlier"
+        if longest:
+            most = max(128, _power(longest // 2))
+            why = f"the longest completion has {longest:,} characters"
+        if room is not None and most > room // 2:
+            most, why = room // 2, f"half of the model's context of {room:,} tokens"
+        return most, why
+
+    @property
+    def _positions(self) -> int | None:
+        return self.run.model.context or (self.size.positions if self.size is not None else None)
+
+    def _supervised(self, stage: Supervised) -> Iterator[tuple[str, Choice]]:
+        yield "optimizer.lr", (LR[Supervised], "full weights of a trained model")
+        if self.data is not None and self.data.completions:
+            steps = max(1, round(PASSES * self.data.completions / stage.batch))
+            yield "steps", (steps, f"{PASSES} passes over {self.data.completions:,} completions, {stage.batch} a step")
+
+    # --- memory ------------------------------------------------------------------------------------------------------
+
+    def _memory(self) -> dict[str, Choice]:
+        """What depends on the sizes: the context, the tokens of a pass, the cache and its slots."""
+        out: dict[str, Choice] = {}
+        longest = self._longest()
+        if longest is not None and self.run.model.context is None:
+            out["model.context"] = (longest, "the longest prompt of the data with its answer")
+        if self.size is None:
+            return out
+        context = self.run.model.context or longest or min(self.size.positions or USUAL, USUAL)
+        free = self.free
+        micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(False))
+        if micro < context and self.where.accelerated:
+            out["model.gradient_checkpointing"] = (True, "saves memory: a pass is computed twice")
+            micro = _floor_power(free * ACTIVATIONS * GIB / self._pass_bytes(True))
+        micro = min(max(micro, 512), 32_768 if self.where.accelerated else 4096)
+        for stage in self.run.stages:
+            out[f"{stage.name}.micro_tokens"] = (micro, "what fits in memory at once; it changes no result")
+        if not isinstance(self.run.engine, Embedded) or not any(isinstance(s, Reinforce) for s in self.run.stages):
+            return out
+        row = 4 * self.size.layers * self.size.cache_width
+        cache = round(max(0.5, min(free * CACHE, 64.0 if self.where.accelerated else 4.0)), 1)
+        out["engine.cache_gib"] = (cache, f"{CACHE:.0%} of the {free:.0f} GiB that the weights leave")
+        slots = max(8, min(_floor_power(2 * cache * GIB / (row * context)), 512 if self.where.accelerated else 256))
+        out["slots"] = (slots, f"sequences of {context // 2:,} tokens that fit in the cache")
+        return out
+
+    def _longest(self) -> int | None:
+        """Most tokens of a sequence: a token has at least one byte. None: not known, so all positions are used."""
+        if self.data is None or self.run.env.args.get("tools"):
+            return None
+        made = [self._tokens_of(s) for s in self.run.stages if isinstance(s, Reinforce)]
+        need = max([self.data.longest_prompt + max(made, default=0), self.data.longest])
+        need = -(-(need + TEMPLATE) // 256) * 256
+        bound = self.size.positions if self.size is not None else None
+        return need if bound is not None and need < bound else None
+
+    def _tokens_of(self, stage: Reinforce) -> int:
+        given = self._is_given(f"{stage.name}.sampling.max_tokens")
+        return stage.sampling.max_tokens if given else int(self._answer(stage)[0])
+
+    @cached_property
+    def needed(self) -> float:
+        """GiB of the weights, of their copies, and of the optimizer's moments."""
+        assert self.size is not None
+        each = 2 if self.dtype == "bfloat16" else 4
+        reads = any(isinstance(s, Reinforce) and s.algorithm.reads & {"reference"} for s in self.run.stages)
+        sampler = any(isinstance(s, Reinforce) for s in self.run.stages)
+        # weights, gradients, two moments; a float32 master with its gradient below float32; sampler; reference
+        per = each * (2 + sampler + reads) + 8 + (8 if each < 4 else 0)
+        return per * self.size.parameters / GIB
+
+    @property
+    def free(self) -> float:
+        return max(1.0, 0.9 * self.where.memory - self.needed)
+
+    def _pass_bytes(self, again: bool) -> float:
+        """Bytes that a token takes in a forward and backward pass: about 16 hidden states and 4 inner ones a layer, or
+        with gradient checkpointing one hidden state a layer beside one whole layer."""
+        assert self.size is not None
+        layer = 16 * self.size.hidden + 4 * self.size.ffn
+        kept = layer * self.size.layers if not again else layer + self.size.hidden * self.size.layers
+        return kept * (2 if self.dtype == "bfloat16" else 4)
+
+    def warning(self) -> str:
+        """A line where the model does not seem to fit; '' where it does."""
+        if self.size is None or self.needed < 0.9 * self.where.memory:
+            return ""
+        return (
+            f"note: training {self.size.parameters / 1e9:.2g} billion parameters takes about {self.needed:.0f} GiB for"
+            f" weights and optimizer alone, and {self.where.device} has {self.where.memory:.0f} GiB: use a smaller"
+            " model or a larger machine"
+        )
+
+
+def _dtype_reason(where: Machine) -> str:
+    if where.device.startswith("cuda"):
+        return "optimizer, head and losses stay float32"
+    if where.device == "cpu":
+        return "the compiled kernels for CPUs are float32; bfloat16 is slower"
+    return "bfloat16 was not measured on this device"
+
+
+def _power(number: float) -> int:
+    """The smallest power of two that is not smaller."""
+    return 1 << max(0, int(number) - 1).bit_length()
+
+
+def _floor_power(number: float) -> int:
+    """The largest power of two that is not larger, at least 1."""
+    return 1 << max(0, int(number).bit_length() - 1)
+
+
+@dataclass(frozen=True)
+class ForModel:
+    """A run with its choices. `chosen`: the reason of each, by path, for run.json."""
+
+    run: Run
+    lines: tuple[str, ...] = ()
+    chosen: Mapping[str, str] = field(default_factory=dict[str, str])
+
+
+def given_paths(run: Run, overrides: Iterable[str]) -> frozenset[str]:
+    """Full paths of the settings that these overrides give."""
+    return frozenset(".".join(dotted.address(run, text.partition("=")[0].strip())) for text in overrides if "=" in text)
+
+
+def for_model(run: Run, given: frozenset[str], *, trained: bool = True, only: Collection[str] = ()) -> ForModel:
+    """The run with everything chosen that was not given. Without `model.path`, and for a model as small as a recipe's
+    own (`trained`), only the stages are looked at.
+
+    Args:
+        given: full paths of the user's settings (`given_paths`).
+        trained: False where the weights are of a run that built its model.
+        only: first words of the paths to choose (of a stage's, the word after its name); empty: all.
+    """
+    data = data_size(run.env) if {"env.prompts", "model", "model.path"} & given else None
+    run, lines = without_completions(run, given, data)
+    chosen = {"stages": "; ".join(lines)} if lines else {}
+    if run.model.path is None:
+        return ForModel(run, tuple(lines), chosen)
+    size = model_size(run.model.path) if trained else None
+    if only and (not trained or (size is not None and size.parameters < TRAINED)):
+        return ForModel(run)
+    if not trained or (size is not None and size.parameters < TRAINED):
+        count = f"{size.parameters:,} parameters" if size is not None else "a model that a recipe built"
+        lines.append(f"settings: {run.model.path} is as small as a recipe's own ({count}): those of the recipe stay")
+        return ForModel(run, tuple(lines), chosen)
+    asked = run.model.device if "model.device" in given else None
+    choices = Choices(run, given, data, size, machine(asked))
+    made = {path: c for path, c in choices.made().items() if not only or {*path.split(".")[:2]} & {*only}}
+    words = [f"{path}={str(value).lower() if isinstance(value, bool) else value}" for path, (value, _) in made.items()]
+    lines += [f"settings chosen for {run.model.path} (give any of them yourself):"]
+    lines += [f"  {path} = {word(value)}: {why}" for path, (value, why) in made.items()]
+    lines += [w for w in (choices.warning(),) if w]
+    return ForModel(dotted.apply(run, words), tuple(lines), chosen | {path: why for path, (_, why) in made.items()})
+
+
+def word(value: Value) -> str:
+    return str(value).lower() if isinstance(value, bool) else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def without_completions(run: Run, given: frozenset[str], data: DataSize | None) -> tuple[Run, list[str]]:
+    """The run without stages that imitate completions, where the data has none and others are left."""
+    if data is None or data.completions:
+        return run, []
+    out = [
+        s
+        for s in run.stages
+        if isinstance(s, Supervised) and s.env is None and s.style == "completion"
+        if not any(g == s.name or g.startswith(f"{s.name}.") for g in given)
+    ]
+    left = tuple(s for s in run.stages if s not in out)
+    if not out or not left:
+        return run, []
+    lines = [f"{s.name}: left out, because {run.env.prompts} has no completions to imitate" for s in out]
+    return replace(run, stages=left), lines

@@ -1,0 +1,182 @@
+"""What can be known of a model, of the data and of the machine before anything is loaded: `api.defaults` chooses by it.
+
+Of a model only config.json and the sizes of its files are read, of the data only the lengths of its texts.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from posttrain.core import foreign
+from posttrain.core.env import Env
+from posttrain.core.errors import DataError
+
+GIB = 1 << 30
+LARGEST_CONFIG = 16 * foreign.MiB
+WEIGHTS = (".safetensors", ".bin")
+STORED_BYTES = {"float32": 4, "float64": 8}
+"""Bytes of a stored weight by the dtype that config.json names; any other dtype has 2."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSize:
+    """Sizes of a model, as config.json and its files have them. None: it does not say."""
+
+    parameters: int
+    positions: int | None
+    hidden: int
+    layers: int
+    ffn: int
+    cache_width: int
+    """Numbers that one token adds to the key-value cache in one layer."""
+
+
+def model_size(path: str) -> ModelSize | None:
+    """The sizes of a model directory or hub id; None where its config.json cannot be read, or describes no decoder.
+
+    What is wrong with it is reported where the model is loaded.
+    """
+    config = _config(Path(path).expanduser(), path)
+    if config is None:
+        return None
+    inner = config.get("text_config")
+    config = {**config, **inner} if isinstance(inner, dict) else config
+    hidden, layers = _whole(config, "hidden_size", "n_embd"), _whole(config, "num_hidden_layers", "n_layer")
+    heads = _whole(config, "num_attention_heads", "n_head")
+    if hidden is None or layers is None or heads is None:
+        return None
+    ffn = _whole(config, "intermediate_size", "n_inner") or 4 * hidden
+    kv_heads = _whole(config, "num_key_value_heads") or heads
+    head_dim = _whole(config, "head_dim") or hidden // heads
+    vocabulary = _whole(config, "vocab_size") or 0
+    stored = STORED_BYTES.get(str(config.get("dtype") or config.get("torch_dtype") or ""), 2)
+    tables = 1 if config.get("tie_word_embeddings") else 2
+    block = 2 * hidden * heads * head_dim + 2 * hidden * kv_heads * head_dim + 3 * hidden * ffn
+    return ModelSize(
+        parameters=_weight_bytes(Path(path).expanduser()) // stored or tables * vocabulary * hidden + layers * block,
+        positions=_whole(config, "max_position_embeddings", "n_positions"),
+        hidden=hidden,
+        layers=layers,
+        ffn=ffn,
+        cache_width=2 * kv_heads * head_dim,
+    )
+
+
+def _config(folder: Path, path: str) -> dict[str, Any] | None:
+    """config.json as an object. Of a hub id it is fetched alone, and nothing else is."""
+    file = folder / "config.json"
+    if not folder.is_dir():
+        if folder.exists() or (found := _fetched(path)) is None:
+            return None
+        file = found
+    try:
+        return foreign.parse_object(foreign.read_bytes(file, LARGEST_CONFIG, DataError), str(file), DataError)
+    except (DataError, OSError):
+        return None
+
+
+def _fetched(path: str) -> Path | None:
+    """config.json of a hub id, from the cache of the hub or from the hub itself."""
+    import huggingface_hub as hub
+
+    try:
+        known = hub.try_to_load_from_cache(path, "config.json")
+        return Path(known if isinstance(known, str) else hub.hf_hub_download(path, "config.json", etag_timeout=5))
+    except Exception:  # the network, the hub, a name that is no id: loading the model says which
+        return None
+
+
+def _whole(config: Mapping[str, Any], *names: str) -> int | None:
+    found = next((config[n] for n in names if isinstance(config.get(n), int)), None)
+    return found if found is not None and found > 0 else None
+
+
+def _weight_bytes(folder: Path) -> int:
+    files = [f for f in folder.iterdir() if f.suffix in WEIGHTS] if folder.is_dir() else []
+    kind = next((k for k in WEIGHTS if any(f.suffix == k for f in files)), "")
+    return sum(f.stat().st_size for f in files if f.suffix == kind)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataSize:
+    """Lengths in the user's prompts, in characters. A token has at least one, and about four in English."""
+
+    rows: int
+    completions: int
+    longest_prompt: int
+    longest_completion: int
+    longest: int
+    """The longest prompt together with its completion."""
+
+
+def data_size(env: Env) -> DataSize | None:
+    """The size of the user's data; None where the environment makes its tasks itself.
+
+    Raises:
+        DataError, ConfigError: the data cannot be read; the message names the row.
+    """
+    if env.name != "prompts" or env.prompts is None:
+        return None
+    from posttrain.environment.make import checked
+    from posttrain.environment.prompts import PromptsEnv
+    from posttrain.environment.rows import row_of, source_rows, texts_of
+
+    columns = PromptsEnv(**checked(env.name, PromptsEnv, env.args))
+    rows = completions = prompt = completion = both = 0
+    for place, data in source_rows(env.prompts, columns.split):
+        row = row_of(place, data, columns)
+        asked = sum(len(t.encode()) for t in texts_of(row.task.prompt))
+        said = len((row.completion or "").encode())
+        rows, completions = rows + 1, completions + (row.completion is not None)
+        prompt, completion, both = max(prompt, asked), max(completion, said), max(both, asked + said)
+    return DataSize(
+        rows=rows, completions=completions, longest_prompt=prompt, longest_completion=completion, longest=both
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """Where a run computes. `device` is the one to use, and `why` says so."""
+
+    device: str
+    why: str
+    memory: float
+    """GiB of the device; of the machine where it is the CPU."""
+    cores: int
+
+    @property
+    def accelerated(self) -> bool:
+        return self.device != "cpu"
+
+
+def machine(asked: str | None = None) -> Machine:
+    """This machine. `asked`: the device that the user set; None: the best one."""
+    import torch
+
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    device, why = (asked, "") if asked is not None else _best_device(torch)
+    if device.startswith("cuda") and torch.cuda.is_available():
+        which = torch.device(device).index or 0
+        memory = torch.cuda.get_device_properties(which).total_memory / GIB
+        why = f"one GPU: {torch.cuda.get_device_name(which)}, {memory:.0f} GiB"
+        return Machine(device=device, why=why, memory=memory, cores=cores)
+    pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
+    return Machine(device=device, why=why, memory=pages / GIB, cores=cores)
+
+
+def _best_device(torch: Any) -> tuple[str, str]:
+    if torch.cuda.is_available():
+        return "cuda", ""
+    mps = getattr(torch.backends, "mps", None)
+    if mps is not None and mps.is_available():
+        try:
+            torch.zeros(1, dtype=torch.float64, device="mps")
+        except (TypeError, RuntimeError):
+            return "cpu", "torch's MPS has no float64, by which tokens are drawn and weights are checked"
+        return "mps", "the GPU of this Mac"
+    built = "" if getattr(torch.version, "cuda", None) else " (it is built without CUDA)"
+    return "cpu", f"torch sees no GPU here{built}"

@@ -1,0 +1,189 @@
+"""docs/coming-from-trl.md has every field of TRL's configurations, and each name of ours on it can be set.
+
+`tests/golden/trl_fields.json` holds the fields of the TRL release that the page was written for. Where TRL can be
+imported, the installed one is compared as well; `POSTTRAIN_UPDATE=1` then writes the file anew.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import json
+import os
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_parts import SPAN, cells, settable
+from run_parts import model_at
+
+import posttrain
+from posttrain.core.errors import ConfigError
+from posttrain.recipe.recipes import recipe
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "coming-from-trl.md"
+RECORDED = ROOT / "tests" / "golden" / "trl_fields.json"
+TABLES = {"GRPOConfig": "grpo", "SFTConfig": "sft", "TrainingArguments": "grpo"}
+"""The first word of a table's head: the class whose fields it lists, and the recipe whose settings it names."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A row of the page: fields of TRL, what the second column says, and why."""
+
+    table: str
+    fields: tuple[str, ...]
+    here: str
+    why: str
+
+    @property
+    def spans(self) -> list[str]:
+        return SPAN.findall(self.here)
+
+
+def rows(text: str) -> Iterator[Row]:
+    table = ""
+    for line in text.splitlines():
+        row = cells(line)
+        if len(row) != 3:
+            table = ""
+        elif (head := row[0].strip("`")) in TABLES and row[1] == "here":
+            table = head
+        elif table and not row[0].startswith("---"):
+            yield Row(table, tuple(SPAN.findall(row[0])), row[1], row[2])
+
+
+ROWS = list(rows(PAGE.read_text(encoding="utf-8")))
+
+
+def recorded() -> dict[str, Any]:
+    return json.loads(RECORDED.read_text(encoding="utf-8"))
+
+
+def installed() -> dict[str, Any] | None:
+    """The fields of the installed TRL, or None where there is none."""
+    try:
+        version = importlib.metadata.version("trl")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    from transformers import TrainingArguments
+    from trl import GRPOConfig, SFTConfig  # pyright: ignore[reportMissingImports]
+
+    def names(cls: Any) -> list[str]:
+        return sorted(f.name for f in dataclasses.fields(cls))
+
+    base = names(TrainingArguments)
+    own = {c.__name__: [n for n in names(c) if n not in base] for c in (GRPOConfig, SFTConfig)}
+    return {
+        "trl": version,
+        "transformers": importlib.metadata.version("transformers"),
+        **own,
+        "TrainingArguments": base,
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def updated() -> None:
+    found = installed()
+    if os.environ.get("POSTTRAIN_UPDATE") and found is not None:
+        RECORDED.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+def against(wanted: dict[str, Any]) -> list[str]:
+    """What the page lacks, has twice, or has although TRL does not."""
+    out = list[str]()
+    for table in TABLES:
+        listed = [f for row in ROWS if row.table == table for f in row.fields]
+        out += [f"{table}.{f} is not on the page" for f in sorted({*wanted[table]} - {*listed})]
+        out += [
+            f"{table}.{f} is on the page and not in TRL {wanted['trl']}" for f in sorted({*listed} - {*wanted[table]})
+        ]
+        out += [f"{table}.{f} is on the page twice" for f in sorted({f for f in listed if listed.count(f) > 1})]
+    return out
+
+
+def test_the_page_has_every_recorded_field() -> None:
+    assert against(recorded()) == []
+
+
+def test_the_recorded_release_is_the_pinned_one_and_the_one_on_the_page() -> None:
+    pinned = re.search(r"^trl==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    assert pinned is not None and recorded()["trl"] == pinned[1]
+    assert f"TRL {pinned[1]}" in PAGE.read_text(encoding="utf-8")
+
+
+def test_the_page_has_every_field_of_the_installed_trl() -> None:
+    """Without TRL the record stands for it, so nothing is skipped."""
+    found = installed()
+    assert against(found or recorded()) == []
+    if found is not None and found["trl"] == recorded()["trl"]:
+        assert {k: found[k] for k in TABLES if k != "TrainingArguments"} == {
+            k: recorded()[k] for k in TABLES if k != "TrainingArguments"
+        }
+
+
+def test_every_row_says_why() -> None:
+    assert [r for r in ROWS if not r.fields or not r.why or (r.here != "none" and not r.spans)] == []
+
+
+@pytest.mark.parametrize("row", ROWS, ids=lambda r: r.fields[0])
+def test_every_name_of_ours_can_be_set(row: Row) -> None:
+    run = recipe(TABLES[row.table])
+    for words in row.spans:
+        settable(run, words)
+
+
+def test_the_check_refuses_what_cannot_be_set() -> None:
+    for words in ("rl.nonsense", "rl.prompts=many", "pull.nothing", "posttrain run"):
+        with pytest.raises((AssertionError, ConfigError)):
+            settable(recipe("grpo"), words)
+
+
+# --- the whole run, side by side --------------------------------------------------------------------------------------
+
+TOY = ("rl.steps=1", "rl.prompts=2", "rl.siblings=2", "rl.sampling.max_tokens=4", "env.heldout=1", "threads=1")
+
+
+def blocks(kind: str) -> list[str]:
+    return re.findall(rf"```{kind}\n(.*?)```", PAGE.read_text(encoding="utf-8"), re.DOTALL)
+
+
+@pytest.fixture
+def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the page's data, its reward, and a tiny model called my-model."""
+    monkeypatch.chdir(tmp_path)
+    lines = blocks("json")[0].strip().splitlines()
+    Path("mine.jsonl").write_text("\n".join([*lines, *(x.replace("What is", "And") for x in lines)]) + "\n")
+    Path("mine.py").write_text(next(b for b in blocks("python") if b.startswith("# mine.py")))
+    model_at(tmp_path / "my-model", tokenizer="byte_level")
+    return tmp_path
+
+
+def test_the_command_line_runs_as_printed(there: Path) -> None:
+    from posttrain.cli import main
+
+    for line in blocks("sh")[0].strip().splitlines():
+        words = shlex.split(line)
+        assert words[0] == "posttrain"
+        toy = list(TOY) if words[1] == "run" else []
+        given = [w for w in words[1:] if w.partition("=")[0] not in {t.partition("=")[0] for t in toy}]
+        assert main([*given, *toy]) == 0
+    assert (there / "trained" / "config.json").exists()
+
+
+def test_the_program_runs_as_printed(there: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = next(b for b in blocks("python") if "posttrain.run(" in b)
+    real = posttrain.run
+
+    def small(recipe: str, *words: str, **more: Any) -> Any:
+        kept = [w for w in words if w.partition("=")[0] not in {t.partition("=")[0] for t in TOY}]
+        return real(recipe, *kept, *TOY, quiet=True, **more)
+
+    monkeypatch.setattr(posttrain, "run", small)
+    space: dict[str, Any] = {}
+    exec(compile(text, str(PAGE), "exec"), space)
+    assert (there / "runs" / "mine" / "run.json").exists() and space["result"].run.recipe == "grpo"

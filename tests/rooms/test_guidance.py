@@ -1,0 +1,105 @@
+"""The pages of guidance: their commands can be given as printed, and the settings they name exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from page_parts import SETTING, SPAN, cells, commands, settable
+
+from posttrain.api import overrides
+from posttrain.cli.parser import parser, split_overrides
+from posttrain.core.run import Run
+from posttrain.diagnose.gauges import REGISTRY
+from posttrain.recipe.recipes import RECIPES, recipe
+
+ROOT = Path(__file__).parents[2]
+NAMES = (
+    "which-algorithm",
+    "batch-sizes",
+    "reward-is-flat",
+    "reward-rises-quality-does-not",
+    "out-of-memory",
+    "slow",
+    "coming-from-trl",
+    "coming-from-verl",
+    "troubleshooting",
+)
+PAGES = [ROOT / "docs" / f"{name}.md" for name in NAMES]
+HEADS = ("rl.", "sft.", "env.", "model.", "engine.", "evaluation.", "pull.", "clip.", "correction.", "sampling.")
+"""How a setting begins where it stands in a sentence; longer names of other frameworks begin otherwise."""
+
+
+def runs() -> list[Run]:
+    return [recipe(name) for name in RECIPES]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_commands_are_accepted(page: Path) -> None:
+    """Each is parsed, and the settings of a run are put together, without starting it."""
+    for words in commands(page.read_text(encoding="utf-8")):
+        rest, settings = split_overrides(words[1:])
+        parser().parse_args(rest)
+        if words[1] == "run" and "--resume" not in words:
+            assert words[2] in RECIPES, f"{words[2]}: no recipe of that name"
+            overrides.apply(recipe(words[2]), settings)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_settings_that_sentences_name_exist(page: Path) -> None:
+    """In a table of another framework the first column is theirs."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for line in lines:
+        row = cells(line)
+        text = " ".join(row[1:]) if len(row) > 2 and page.stem.startswith("coming-from") else line
+        for span in SPAN.findall(text):
+            for word in span.split():
+                name = word.partition("=")[0]
+                if not SETTING.fullmatch(word) or not (name.startswith(HEADS) or "=" in word):
+                    continue
+                if not any(_has(run, name) for run in runs()) and word not in THEIRS:
+                    raise AssertionError(f"{page.name}: {span!r}: {name} is no setting")
+
+
+THEIRS = {"beta=0", "use_kl_loss=false", 'loss_type="dapo"'}
+"""Spans that look like settings of ours and are told of another framework."""
+
+
+def _has(run: Run, name: str) -> bool:
+    if name in (s.name for s in run.stages):
+        return True
+    try:
+        settable(run, name)
+    except Exception:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.stem)
+def test_gauges_that_a_page_names_exist(page: Path) -> None:
+    families = {x.partition("/")[0] for x in REGISTRY}
+    for span in SPAN.findall(page.read_text(encoding="utf-8")):
+        if re.fullmatch(r"[a-z]+/[a-zA-Z_]+", span) and span.partition("/")[0] in families:
+            assert span in REGISTRY, f"{page.name}: no gauge is called {span}"
+
+
+def verl() -> list[tuple[str, str]]:
+    text = (ROOT / "docs" / "coming-from-verl.md").read_text(encoding="utf-8")
+    rows = [cells(line) for line in text.splitlines() if len(cells(line)) == 3]
+    return [(r[0], r[1]) for r in rows if r[1] != "here" and not r[0].startswith("---")]
+
+
+@pytest.mark.parametrize("row", verl(), ids=lambda r: r[0])
+def test_the_settings_beside_verls_can_be_set(row: tuple[str, str]) -> None:
+    for words in SPAN.findall(row[1]):
+        settable(recipe("grpo"), words)
+
+
+def test_every_page_is_in_the_index_and_read_from_the_readme() -> None:
+    index = (ROOT / "docs" / "README.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"\]\(([\w-]+\.md)\)", index))
+    there = {p.name for p in (ROOT / "docs").glob("*.md")} - {"README.md"}
+    assert there - listed == set()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert {f"docs/{name}.md" for name in NAMES} - set(re.findall(r"\]\((docs/[\w-]+\.md)\)", readme)) == set()
