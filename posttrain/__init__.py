@@ -15,9 +15,12 @@ from posttrain.core.version import VERSION as __version__
 if TYPE_CHECKING:
     from posttrain.api.ablate import ablate
     from posttrain.api.check import check
+    from posttrain.api.compare import compare
     from posttrain.api.main import evaluate, export, run
+    from posttrain.api.plots import plot
+    from posttrain.api.summary import summarize
 
-__all__ = ["__version__", "ablate", "check", "evaluate", "export", "run"]
+__all__ = ["__version__", "ablate", "check", "compare", "evaluate", "export", "plot", "run", "summarize"]
 
 
 def __getattr__(name: str) -> Any:
@@ -34,4 +37,16 @@ def __getattr__(name: str) -> Any:
         from posttrain.api.check import check
 
         return check
+    if name == "compare":
+        from posttrain.api.compare import compare
+
+        return compare
+    if name == "plot":
+        from posttrain.api.plots import plot
+
+        return plot
+    if name == "summarize":
+        from posttrain.api.summary import summarize
+
+        return summarize
     raise AttributeError(f"module 'posttrain' has no attribute {name!r}")

@@ -18,6 +18,9 @@ PUBLIC = {
     "posttrain.api.main": "run evaluate export Result",
     "posttrain.api.check": "check",
     "posttrain.api.ablate": "ablate Ablation AblationRow",
+    "posttrain.api.summary": "summarize",
+    "posttrain.api.compare": "compare",
+    "posttrain.api.plots": "plot",
     # a run as data
     "posttrain.core.run": "Run Model Supervised Reinforce Evaluation",
     "posttrain.core.stage": "Stage Optimizer",
@@ -88,6 +91,9 @@ PUBLIC = {
     # what reads a run folder
     "posttrain.core.reader": "RunFile EpisodeFile is_run run_file steps episode_files episodes",
     "posttrain.core.record": "Recorded",
+    "posttrain.core.interval": "Score Gain",
+    "posttrain.diagnose.outcome": "RunOutcome read_outcome",
+    "posttrain.diagnose.compared": "RunComparison",
     "posttrain.diagnose.gauges": "Definition",
     "posttrain.diagnose.rules": "Finding",
     "posttrain.faults.registry": "Fault",

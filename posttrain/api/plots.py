@@ -11,13 +11,13 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.run import Reinforce
 from posttrain.core.visible import visible
-from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome, outcome
+from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome, read_outcome
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -55,7 +55,7 @@ def plot(
         raise ConfigError(f"plot draws 1 to {MOST_RUNS} runs: {len(given)} were given")
     if out is not None and Path(out).suffix not in FORMATS:
         raise ConfigError(f"--out {out}: its ending says what is written; use one of {', '.join(FORMATS)}")
-    runs = [outcome(f) for f in given]
+    runs = [read_outcome(f) for f in given]
     drawn = {gauge: [_whole(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
     for gauge in [g for g, curves in drawn.items() if not any(points for points, _ in curves)]:
         if gauge in DEFAULT and len(drawn) > 1:  # a run that only imitates has no reward
@@ -184,7 +184,7 @@ def _matplotlib() -> Iterator[None]:
     """matplotlib with our settings for the length of the block; characters that no font has are drawn as boxes."""
     import matplotlib
 
-    with matplotlib.rc_context(dict[str, Any](STYLE)), warnings.catch_warnings():
+    with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         yield
 

@@ -25,7 +25,7 @@ from posttrain.core.run import Reinforce, Run
 from posttrain.core.visible import visible
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.diagnose.learned import Learning, learned
-from posttrain.diagnose.outcome import RunOutcome, StageOutcome, outcome
+from posttrain.diagnose.outcome import RunOutcome, StageOutcome, read_outcome
 from posttrain.faults import find
 
 if TYPE_CHECKING:
@@ -258,7 +258,7 @@ def write_summary(of: RunOutcome) -> list[str]:
 
 def summarize(folder: str | Path, as_markdown: bool = False) -> None:
     """Print the report of a run folder, finished or not, as `posttrain summary` does. Nothing is written."""
-    of = outcome(folder)
+    of = read_outcome(folder)
     console = PlainConsole(soft_wrap=True)
     if as_markdown:
         console.print(markdown(of))
@@ -274,7 +274,7 @@ def conclude(folder: Path, console: PlainConsole | None) -> None:
     A summary that cannot be made is said and never hides how the run ended.
     """
     try:
-        of = outcome(folder)
+        of = read_outcome(folder)
         if console is not None:
             show(console, of)
         if of.stages:

@@ -15,7 +15,7 @@ from posttrain.core.asks import values
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.interval import Z95, Gain, Score
 from posttrain.core.run import Run
-from posttrain.diagnose.outcome import Measurement, RunOutcome, StageOutcome, outcome
+from posttrain.diagnose.outcome import Measurement, RunOutcome, StageOutcome, read_outcome
 
 OF_THE_MACHINE = ("threads", "trackers", "keep_checkpoints", "slots", "deterministic")
 """Settings that do not make two runs different kinds of run: they change speed, files or the last bits."""
@@ -87,7 +87,7 @@ def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> Run
         raise ConfigError("compare takes two runs or more: posttrain compare RUN RUN ...")
     if len({p.resolve() for p in paths}) < len(paths):
         raise ConfigError("a run is given twice; compare it with another one")
-    runs = [_measured(outcome(p), stage) for p in paths]
+    runs = [_measured(read_outcome(p), stage) for p in paths]
     _refuse(runs)
     groups = _groups(runs)
     shared = _shared(runs)
@@ -242,8 +242,8 @@ def _over_seeds(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[H
 
 
 def student95(freedom: float) -> float:
-    """The 97.5 % point of Student's t: exact for 1 to 4 degrees of freedom, between them by interpolation, and by
-    Cornish and Fisher's expansion above (error below 0.002).
+    """The 97.5 % point of Student's t: exact for 1 to 4 degrees of freedom, up to 20 % too large between
+    them, and by Cornish and Fisher's expansion above (error below 0.2 %).
 
     >>> round(student95(2), 3), round(student95(9), 3)
     (4.303, 2.262)

@@ -116,7 +116,7 @@ class RunOutcome:
         return next((s for s in reversed(used) if isinstance(s.stage, Reinforce)), used[-1] if used else None)
 
 
-def outcome(folder: Path | str) -> RunOutcome:
+def read_outcome(folder: Path | str) -> RunOutcome:
     """Read a run folder.
 
     Raises:
