@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,13 +16,14 @@ import transformers
 
 from posttrain.api.branch import begun_with, run_source
 from posttrain.api.engines import keep_timeline, make_engine
+from posttrain.api.environments import distinct
+from posttrain.api.request import check_lengths
 from posttrain.api.target import open_policy
 from posttrain.checks.watch import observers, of_run
 from posttrain.controller.parts import RunParts, StageSetting
 from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
-from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
@@ -35,7 +35,6 @@ from posttrain.engine.models import Policy, load_policy
 from posttrain.engine.optimizer import AdamW
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze
-from posttrain.environment.make import environment
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.environment.rows import placed
 from posttrain.role.rollout import Rollout
@@ -75,26 +74,6 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
         "sandboxes": list(sandboxes),
         "argv": scrubbed_data(sys.argv),
     }
-
-
-def check_environment(env: Environment, stages: Sequence[Stage]) -> None:
-    """ConfigError for a stage that needs demonstrations which the environment cannot write."""
-    texts = declared(env).demonstrations
-    styles = texts.styles if texts is not None else ()
-    for stage in stages:
-        if why := stage.refuses(env.name, styles):
-            raise ConfigError(why)
-
-
-def check_lengths(run: Run, policy: Policy) -> None:
-    """ConfigError for a stage whose longest answer leaves no room for a prompt in the context."""
-    for stage in run.stages:
-        if stage.contract is not None and stage.contract.max_tokens >= policy.context:
-            raise ConfigError(
-                f"{stage.name}.sampling.max_tokens={stage.contract.max_tokens} leaves no room for a prompt in a context"
-                f" of {policy.context} tokens; lower it (posttrain eval: --max-tokens N), or raise model.context where"
-                " the model has more positions"
-            )
 
 
 def check_tokens(run: Run, policy: Policy) -> None:
@@ -171,7 +150,7 @@ def make_policy(
         policy = open_policy(run.model, run.seed)
     if policy is None:
         policy = load_policy(run.model, known, run.seed, tokenizer_files=written)
-    check_lengths(run, policy)
+    check_lengths(run, policy.context)
     check_tokens(run, policy)
     for one in distinct(env, others):
         check_prompts(run, one, policy, [s for s in run.stages if others.get(s.name, env) is one])
@@ -191,50 +170,6 @@ def make_teacher(run: Run, path: str, policy: Policy) -> FrozenScorer:
             f"reference={path}: its context of {other.context} tokens is shorter than the policy's {policy.context}"
         )
     return FrozenScorer(other)
-
-
-def make_environment(run: Run) -> Environment:
-    """The run's environment, used by all stages that have none of their own."""
-    env = environment(run.env, run.seed)
-    check_environment(env, [s for s in run.stages if s.env is None])
-    return env
-
-
-def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
-    """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
-    also with `env`."""
-    built: list[tuple[Env, Environment]] = [(run.env, env)]
-    out: dict[str, Environment] = {}
-    try:
-        for stage in run.stages:
-            if stage.env is None:
-                continue
-            found = next((e for known, e in built if known == stage.env), None)
-            if found is None:
-                with errors_with_path(f"{stage.name}.env"):
-                    found = environment(stage.env, run.seed)
-                built.append((stage.env, found))
-            out[stage.name] = found
-            check_environment(found, [stage])
-    except BaseException:
-        for _, one in built[1:]:
-            one.close()
-        raise
-    return out
-
-
-@contextmanager
-def errors_with_path(path: str) -> Generator[None]:
-    """Put a stage's path before errors of its own environment, whose messages call the environment `env`."""
-    try:
-        yield
-    except (ConfigError, DataError) as error:
-        raise type(error)(f"{path} (called env here): {error}") from error
-
-
-def distinct(env: Environment, others: Mapping[str, Environment]) -> list[Environment]:
-    """Every environment of a run once, the run's own first."""
-    return list({id(e): e for e in (env, *others.values())}.values())
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,8 @@ from posttrain.environment.single import SingleTurn
 from posttrain.recipe.recipes import recipe as shipped
 
 COLOURS = {Mark.OK: "green", Mark.WARN: "yellow", Mark.FAIL: "bold red", Mark.SKIP: "dim"}
+WIDEST_NAME = 24
+"""Columns of a probe's name in the table."""
 
 
 def check(
@@ -128,6 +130,8 @@ def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: 
             target, *overrides, tasks=tasks, rate=rate, progress=lambda name: status.update(Text(name)), trust=trust
         )
     console.print(table(report))
+    for reason, names in skipped(report).items():
+        console.print(Text("skipped ", COLOURS[Mark.SKIP]) + Text(f"{', '.join(names)}: {reason}"))
     for finding in report.findings:
         if finding.advice:
             console.print(
@@ -143,11 +147,23 @@ def show(target: str, *overrides: str, tasks: int, rate: float | None, as_json: 
     return 1 if failed else 0
 
 
-def table(report: CheckReport) -> Table:
-    """One row per probe."""
-    out = Table(title=f"{report.env}: {report.tasks} tasks, judged by {', '.join(report.sources)}")
-    for name in ("", "probe", "what was seen"):
-        out.add_column(name, overflow="fold")
+def skipped(report: CheckReport) -> dict[str, list[str]]:
+    """The probes that were not asked, by the reason."""
+    out: dict[str, list[str]] = {}
     for f in report.findings:
-        out.add_row(Text(f.mark.value, COLOURS[f.mark]), f.probe, f.detail)
+        if f.mark is Mark.SKIP:
+            out.setdefault(f.detail, []).append(f.probe)
+    return out
+
+
+def table(report: CheckReport) -> Table:
+    """One row per probe that was asked."""
+    sources = f", judged by {', '.join(report.sources)}" if report.sources else ""
+    out = Table(title=f"{report.env}: {report.tasks} tasks{sources}", title_justify="left")
+    out.add_column("", no_wrap=True)
+    out.add_column("probe", overflow="fold", max_width=WIDEST_NAME)
+    out.add_column("what was seen", overflow="fold")
+    for f in report.findings:
+        if f.mark is not Mark.SKIP:
+            out.add_row(Text(f.mark.value, COLOURS[f.mark]), f.probe, f.detail)
     return out

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from posttrain.api.request import check_installed
 from posttrain.api.target import open_policy
 from posttrain.core import files
 from posttrain.core.engines import GIB, VLLM, Embedded
@@ -19,7 +20,6 @@ from posttrain.engine.embedded import EmbeddedEngine, native
 from posttrain.engine.embedded.speculate import Draft, Lookup
 from posttrain.engine.endpoint import Endpoint, Patience
 from posttrain.engine.models import Policy
-from posttrain.engine.vllm import installed
 from posttrain.engine.vllm.contract import check
 from posttrain.engine.vllm.inprocess import VLLMEngine
 from posttrain.engine.vllm.server import ROLE, VLLMServer
@@ -42,8 +42,7 @@ def check_engine(run: Run) -> None:
 
     Called before the run folder is made, so that such a run leaves no folder.
     """
-    if isinstance(run.engine, VLLM) and run.engine.url is None:
-        installed()
+    check_installed(run)
     if run.model.kernels == "compiled" and (why := native.missing()):
         raise ConfigError(
             f"model.kernels=compiled, but there are no compiled kernels: {why}. Leave it out to compute with torch's"

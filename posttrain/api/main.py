@@ -13,15 +13,12 @@ from typing import Any, TypeVar
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import to_stderr
 from posttrain.api.branch import TOKENIZER
-from posttrain.api.build import (
-    make_environment,
-    make_policy,
-    make_roles,
-    use_threads,
-)
+from posttrain.api.build import make_policy, make_roles, use_threads
 from posttrain.api.console import PlainConsole
 from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
-from posttrain.api.session import RunOptions, open_session
+from posttrain.api.environments import make_environment
+from posttrain.api.request import RunOptions, requested
+from posttrain.api.session import open_session
 from posttrain.api.summary import show_report
 from posttrain.api.target import kept_policy, run_and_checkpoint, target_run
 from posttrain.controller.stages import StageResult
@@ -109,7 +106,7 @@ def run(
         trust: allow what a folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
     """
     options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust)
-    with open_session(recipe, overrides, options) as session:
+    with requested(recipe, overrides, options) as request, open_session(request) as session:
         wait(session.play())
     return Result(session.book.folder, session.run, session.results)
 

@@ -1,44 +1,72 @@
-"""`posttrain new env NAME`: writes a working environment to change, and a test of it."""
+"""`posttrain new`: writes a working environment or reward function to change, and a test of it."""
 
 from __future__ import annotations
 
+import json
 import keyword
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 
 from posttrain.core.errors import ConfigError
-from posttrain.core.shell import command_line, python, with_reasons
+from posttrain.core.shell import command_line, python
 
 DATA = Path(__file__).parent / "data"
+EXAMPLES = tuple((a, b) for a in range(10, 90, 10) for b in range(1, 9))
+"""The sums in the rows that a new reward function comes with."""
 
 
-def new_env(name: str, folder: Path | str = ".") -> tuple[Path, Path]:
+def new_env(name: str, folder: Path | str = ".", tools: bool = False) -> tuple[Path, Path]:
     """Write NAME.py and test_NAME.py into a folder; returns both paths. A missing folder is made.
+
+    Args:
+        tools: an environment with tools and several turns.
 
     Raises:
         ConfigError: NAME is not a name for a Python file, or one of the files exists.
     """
+    kind = "tools" if tools else "env"
+    one, two = _write(name, folder, {f"{name}.py": f"new_{kind}.txt", f"test_{name}.py": f"new_{kind}_test.txt"})
+    return one, two
+
+
+def new_reward(name: str, folder: Path | str = ".") -> tuple[Path, Path, Path]:
+    """Write NAME.py with a reward function, test_NAME.py, and NAME.jsonl with rows to try it on; returns the paths.
+
+    Raises:
+        ConfigError: as `new_env`.
+    """
+    rows = [{"prompt": f"{a} + {b} =", "answer": str(a + b)} for a, b in EXAMPLES]
+    files = {f"{name}.py": "new_reward.txt", f"test_{name}.py": "new_reward_test.txt"}
+    one, two = _write(name, folder, files, {f"{name}.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
+    return one, two, Path(folder) / f"{name}.jsonl"
+
+
+def _write(
+    name: str, folder: Path | str, templates: Mapping[str, str], texts: Mapping[str, str] | None = None
+) -> list[Path]:
+    """The paths of the files made from templates. Nothing is written where one of the files exists."""
     if not name.isidentifier() or keyword.iskeyword(name) or name != name.lower():
         raise ConfigError(
             f"{name!r} cannot name a Python file: use lower-case letters, digits and _, for example sort_letters"
         )
     if name.startswith("test_"):
         raise ConfigError(f"{name!r} would be taken for a test: leave out test_")
-    files = {Path(folder) / f"{name}.py": "new_env.txt", Path(folder) / f"test_{name}.py": "new_env_test.txt"}
-    if there := [str(p) for p in files if p.exists()]:
+    if there := [str(p) for f in (*templates, *(texts or {})) if (p := Path(folder) / f).exists()]:
         raise ConfigError(
             f"{' and '.join(there)} exist{'s' if len(there) == 1 else ''}: nothing is overwritten. Choose another name"
             " or --folder"
         )
     words = {"__NAME__": name, "__CLASS__": class_name(name), "__WORDS__": name.replace("_", " ").capitalize()}
     Path(folder).mkdir(parents=True, exist_ok=True)
-    for path, template in files.items():
+    for file, template in templates.items():
         text = (DATA / template).read_text(encoding="utf-8")
         for mark, word in words.items():
             text = text.replace(mark, word)
-        path.write_text(text, encoding="utf-8")
-    one, two = files
-    return one, two
+        (Path(folder) / file).write_text(text, encoding="utf-8")
+    for file, text in (texts or {}).items():
+        (Path(folder) / file).write_text(text, encoding="utf-8")
+    return [Path(folder) / file for file in templates]
 
 
 def class_name(name: str) -> str:
@@ -50,13 +78,29 @@ def class_name(name: str) -> str:
     return "".join(part.capitalize() for part in name.split("_"))
 
 
-def next_steps(path: Path, test: Path, cls: str) -> list[str]:
-    """Commands to try next, one per line."""
+def next_steps(path: Path, test: Path, cls: str, tools: bool = False) -> list[str]:
+    """What to try next with an environment: each command below a line that says what it does."""
     env = f"{path}:{cls}"
-    steps = [
+    train = ("run", "shop", f"env={env}") if tools else ("run", "arithmetic", f"env={env}", "sft.style=answer")
+    return _listed(
         (command_line("check", env), "try it and its verifier"),
         (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
-        (command_line("run", "arithmetic", f"env={env}", "sft.style=answer"), "train a small model from scratch on it"),
-        (command_line("run", "grpo", "model=MODEL", f"env={env}"), "train a model that you have"),
-    ]
-    return with_reasons(steps)
+        (command_line(*train), "train a small model from scratch on it"),
+        (command_line("run", "grpo", "model=MODEL", f"env={env}"), "train a model that you have: its path for MODEL"),
+    )
+
+
+def reward_steps(path: Path, test: Path, rows: Path, name: str) -> list[str]:
+    """What to try next with a reward function."""
+    use = (f"env.prompts={rows}", f"env.rewards={path}:{name}")
+    return _listed(
+        (command_line("check", "prompts", *use), "try it on the rows"),
+        (f"{python()} {shlex.quote(str(test))}", "its own test (or: pytest)"),
+        (command_line("run", "grpo", *use), "train a small model from scratch on it"),
+        (command_line("run", "grpo", "model=MODEL", *use), "train a model that you have: its path for MODEL"),
+    )
+
+
+def _listed(*steps: tuple[str, str]) -> list[str]:
+    """Each command below its reason, because together they are longer than a line."""
+    return [line for command, why in steps for line in (f"# {why}", command)]

@@ -12,7 +12,6 @@ gets its defaults (`baseline=others`, `pull=kl`, `shape=signed,overlong`). `STAG
 from __future__ import annotations
 
 import dataclasses
-import difflib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, cast
@@ -21,7 +20,7 @@ from posttrain.api.values import read
 from posttrain.core import ladder, tree
 from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
 from posttrain.core.env import Env
-from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.errors import ConfigError, closest, nearest
 from posttrain.core.run import Model, Run
 from posttrain.core.stage import Stage
 
@@ -104,18 +103,19 @@ def _inside(stage: Stage, parts: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _suggest(run: Run, key: str) -> str:
-    """Suggest full paths with the same last word, else the nearest full path, else the first words of all paths."""
+    """Suggest full paths with the same last word or a close one, else the nearest full path, else the first words of
+    all paths."""
     full = [path for path, _ in surface(run)]
+    ends: dict[str, list[str]] = {}
+    for path in sorted(full, key=lambda p: p.count(".")):
+        ends.setdefault(path.rpartition(".")[2], []).append(path)
     last = key.rpartition(".")[2]
-    if same := sorted((p for p in full if p.rpartition(".")[2] == last), key=lambda p: p.count(".")):
-        return f"did you mean {', '.join(same[:6])}?"
-    heads = {p.partition(".")[0] for p in full}
-    tails = {p.rpartition(".")[2]: p for p in reversed(full)}
-    if close := difflib.get_close_matches(key, full, n=1, cutoff=0.75):
-        return f"did you mean {close[0]}?"
-    if close := difflib.get_close_matches(last, tails, n=1, cutoff=0.6):
-        return f"did you mean {tails[close[0]]}?"
-    return f"settings begin with one of {', '.join(sorted(heads))}"
+    if last not in ends and "." in key and (close := closest(key, full)):
+        return f"did you mean {close}?"
+    if (close := last if last in ends else closest(last, ends)) is not None:
+        shortest = [p for p in ends[close] if p.count(".") == ends[close][0].count(".")]
+        return f"did you mean {', '.join(shortest[:6])}?"
+    return f"settings begin with one of {', '.join(sorted({p.partition('.')[0] for p in full}))}"
 
 
 # --- rebuilding ------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import numpy as np
 
 from posttrain.checks.data import as_written, sameness
 from posttrain.controller.parts import RunParts, StageSetting
+from posttrain.core.content import prompt_words
 from posttrain.core.errors import DataError, InvariantError, PosttrainError
 from posttrain.core.ports import Attempt, Environment, Seat, Utterance
 from posttrain.core.sampling import Sampling
@@ -118,8 +119,9 @@ async def gold_is_paid(env: Environment, tasks: Sequence[Task]) -> None:
         own = await gold.verdict(await _play(env, task, right))
         if own.score != 1.0:
             raise InvariantError(
-                f"verifier {env.name!r} scores the right answer {right} to task {task.id!r} ({task.prompt!r:.80})"
-                f" {own.score} ({own.why or own.kind}), not 1: the policy could never be right. Mend verify() or gold()"
+                f"verifier {env.name!r} scores the right answer {right} to task {task.id!r}"
+                f" ({prompt_words(task.prompt)}) {own.score} ({own.why or own.kind}), not 1: the policy could never be"
+                " right. Mend verify() or gold()"
             )
 
 
@@ -138,8 +140,8 @@ async def near_misses_are_not(env: Environment, tasks: Sequence[Task]) -> None:
             if own.score != 0.0 and not (gold.pays_parts and own.score is not None and own.score < 1):
                 raise InvariantError(
                     f"verifier {env.name!r} pays {own.score} for {list(turns)}, which is no answer to task {task.id!r}"
-                    f" ({task.prompt!r:.80}; right: {right}). The policy will find this out sooner than you: mend"
-                    " verify()"
+                    f" ({prompt_words(task.prompt)}; right: {right}). The policy will find this out sooner"
+                    " than you: mend verify()"
                 )
 
 
@@ -241,8 +243,8 @@ def split_is_clean(env: Environment, others: Sequence[Environment] = ()) -> None
     for task in _first_tasks(env.train, LEAKS):
         if (twin := held.get(same(task), elsewhere.get(as_written(task)))) is not None:
             raise InvariantError(
-                f"training task {task.id!r} ({task.prompt!r:.80}) is held-out task {twin!r}: held-out accuracy would"
-                " measure memory. Take it out of one of the two"
+                f"training task {task.id!r} ({prompt_words(task.prompt)}) is held-out task {twin!r}: held-out accuracy"
+                " would measure memory. Take it out of one of the two"
             )
         if time.perf_counter() - begun > SECONDS:
             return

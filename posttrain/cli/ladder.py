@@ -1,15 +1,19 @@
-"""`posttrain ladder`: the tree of patches, a table, one algorithm, or the difference of two, in 100 columns."""
+"""`posttrain ladder`: the tree of patches, a table, one algorithm, or the difference of two in the terminal's width."""
 
 from __future__ import annotations
 
 import textwrap
+from itertools import zip_longest
 
+from posttrain.cli.fold import fold, screen_width
 from posttrain.core.algorithm import CHOICES, Algorithm, differences
 from posttrain.core.cost import anchor, cost, reads
 from posttrain.core.formula import FORM, compact, credit_words, formula, formulas, patches, source, word
 from posttrain.core.formula.picture import WIDTH, picture, wrapped
 from posttrain.core.ladder import LADDER, algorithm
 from posttrain.core.shell import command_line, with_reasons
+
+BETWEEN = "   "
 
 
 def tree() -> str:
@@ -91,22 +95,41 @@ def one(name: str) -> str:
             out.append(typed)
             lead = " " * (wide + 5)
         out += _prose(lead, formula(f, getattr(a, f)))
-    steps = [line for p in a.lineage() for line in wrapped(f"  {p.name:<21}  ", patches(p), " " * 25)]
+    steps = [line for p in a.lineage() for line in wrapped(f"  {p.name:<21}  ", patches(p), " " * 25, _width())]
     return "\n".join([*out, "", "lineage:", *steps])
 
 
 def _prose(lead: str, text: str) -> list[str]:
     return textwrap.wrap(
-        text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False
+        text, _width(), initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False
     ) or [lead.rstrip()]
 
 
+def _width() -> int:
+    """Columns of an algorithm in full: those of the terminal, and 100 at most."""
+    return min(WIDTH, screen_width())
+
+
 def diff(left: str, right: str) -> str:
-    """The choices in which two algorithms differ."""
+    """The choices in which two algorithms differ, in the columns of the terminal; what is longer is wrapped."""
     a, b = algorithm(left), algorithm(right)
     rows = [(f, word(x), word(y)) for f, (x, y) in differences(a, b).items()]
     if not rows:
         return f"{a.name} and {b.name} make the same choices"
     table = [("", a.name, b.name), *rows]
-    w0, w1 = (max(len(r[i]) for r in table) for i in (0, 1))
-    return "\n".join(f"{f:<{w0}}   {x:<{w1}}   {y}".rstrip() for f, x, y in table)
+    w0, w1, w2 = (max(len(r[i]) for r in table) for i in range(3))
+    room = screen_width() - w0 - 2 * len(BETWEEN)
+    w1, w2 = (w1, w2) if w1 + w2 <= room else _shared(w1, w2, room)
+    lines: list[str] = []
+    for f, x, y in table:
+        cells = zip_longest([f], fold(x, w1), fold(y, w2), fillvalue="")
+        lines += [f"{c0:<{w0}}{BETWEEN}{c1:<{w1}}{BETWEEN}{c2}".rstrip() for c0, c1, c2 in cells]
+    return "\n".join(lines)
+
+
+def _shared(one: int, two: int, room: int) -> tuple[int, int]:
+    """Widths of two columns that want `one` and `two` and have `room` together: half each, or more for one where the
+    other needs less."""
+    half = room // 2
+    first = min(one, max(half, room - two))
+    return first, room - first

@@ -64,6 +64,21 @@ class Book:
         self._written = {row.path.name for row in reader.episode_files(folder)}
 
     @staticmethod
+    def refuse(folder: Path | str) -> None:
+        """RunFolderError where no run can begin: there is a file, a run, or a folder with other files in it."""
+        folder = Path(folder)
+        if not folder.exists():
+            return
+        if not folder.is_dir():
+            raise RunFolderError(f"cannot create run folder {folder}: it is a file. Choose another --out")
+        if (folder / "run.json").exists():
+            raise RunFolderError(
+                f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out"
+            )
+        if others := sorted(p.name for p in folder.iterdir() if p.name != "lock" and not files.is_temporary(p)):
+            raise RunFolderError(f"{folder} is not empty ({', '.join(others[:3])}). Choose another --out")
+
+    @staticmethod
     def create(folder: Path | str, run: Run, facts: Mapping[str, Any]) -> Book:
         """A new run folder. `facts` (versions, machine, digests, argv) are written into run.json beside the tree.
 
@@ -77,13 +92,8 @@ class Book:
         except OSError as error:
             raise RunFolderError(f"cannot create run folder {folder}: {error.strerror}") from error
         try:
-            if (folder / "run.json").exists():
-                raise RunFolderError(
-                    f"{folder} already holds a run. Go on with it by --resume {folder}, or choose another --out"
-                )
             files.sweep(folder)
-            if foreign := sorted(p.name for p in folder.iterdir() if p.name != "lock"):
-                raise RunFolderError(f"{folder} is not empty ({', '.join(foreign[:3])}). Choose another --out")
+            Book.refuse(folder)
             lineages = {s.name: lineage(s.algorithm) for s in run.stages if isinstance(s, Reinforce)}
             data = {
                 "schema": reader.SCHEMA,

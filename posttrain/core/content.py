@@ -123,3 +123,33 @@ def mapped(value: Content, change: Callable[[str], str]) -> Content:
     if isinstance(value, str):
         return change(value)
     return tuple(ContentPart("text", change(p.text)) if p.type == "text" else p for p in value)
+
+
+def conversation(prompt: str | Sequence[Mapping[str, Any]]) -> str:
+    """A prompt for people to read. Text and a single message of the user are shown as they are; of other messages each
+    begins with its role.
+
+    >>> conversation([{"role": "system", "content": "Be brief."}, {"role": "user", "content": "2+2"}])
+    'system: Be brief.\\nuser: 2+2'
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if len(prompt) == 1 and prompt[0].get("role") == "user":
+        return shown(prompt[0]["content"])
+    return "\n".join(_message(m) for m in prompt)
+
+
+def prompt_words(prompt: str | Sequence[Mapping[str, Any]], most: int = 80) -> str:
+    """A prompt in a message of ours, in quotes: the conversation, of a long one its beginning and its end.
+
+    >>> prompt_words([{"role": "user", "content": "2+2"}])
+    "'2+2'"
+    """
+    text = conversation(prompt)
+    return repr(text if len(text) <= most else f"{text[: most // 3]}...{text[-(most // 2) :]}")
+
+
+def _message(message: Mapping[str, Any]) -> str:
+    calls = [c.get("function", c) for c in message.get("tool_calls") or ()]
+    called = [f"[calls {c.get('name')} {c.get('arguments')}]" for c in calls]
+    return f"{message.get('role')}: {' '.join(x for x in (shown(message.get('content') or ''), *called) if x)}"

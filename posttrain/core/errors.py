@@ -75,13 +75,27 @@ class RewardError(PosttrainError):
     exit_code = 7
 
 
+CLOSE = 0.66
+"""How like a valid name a wrong one must be to be taken for a misspelling of it: twice the characters in common, over
+the characters of both. `dapoo` is taken for `dapo` (0.89); `nope` is not taken for `shop` (0.5)."""
+
+
+def closest(name: str, valid: Iterable[str]) -> str | None:
+    """The valid name that `name` is probably a misspelling of, whatever its case; None where none is close."""
+    by_word = {option.lower(): option for option in reversed([*valid])}
+    found = difflib.get_close_matches(name.lower(), by_word, n=1, cutoff=CLOSE)
+    return by_word[found[0]] if found else None
+
+
 def nearest(name: str, valid: Iterable[str]) -> str:
-    """The end of an 'unknown name' message: the nearest valid name, then all of them.
+    """The end of an 'unknown name' message: the nearest valid name where one is close, then all of them.
 
     >>> nearest("grop", ["grpo", "rloo"])
     "did you mean 'grpo'? (valid: grpo, rloo)"
+    >>> nearest("nope", ["shop", "rloo"])
+    '(valid: shop, rloo)'
     """
     options = list(valid)
-    close = difflib.get_close_matches(name, options, n=1, cutoff=0.5)
+    close = closest(name, options)
     everything = f"(valid: {', '.join(options)})"
-    return f"did you mean '{close[0]}'? {everything}" if close else everything
+    return f"did you mean '{close}'? {everything}" if close else everything

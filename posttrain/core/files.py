@@ -161,10 +161,14 @@ def remove_directory(path: Path) -> None:
 def sweep(folder: Path) -> None:
     """Remove temporary files of killed processes."""
     for path in folder.glob(".*"):
-        if path.name.startswith((".staged-", ".trash-")) and path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        elif path.name.startswith((".staged-", ".trash-")) or (path.name.endswith(".part") and not path.is_dir()):
-            path.unlink()
+        if is_temporary(path):
+            shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+
+
+def is_temporary(path: Path) -> bool:
+    """Whether a killed process may have left this file or directory, which `sweep` removes."""
+    begun = path.name.startswith((".staged-", ".trash-"))
+    return begun or (path.name.startswith(".") and path.name.endswith(".part") and not path.is_dir())
 
 
 def damage(folder: Path) -> str:

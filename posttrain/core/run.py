@@ -57,6 +57,31 @@ class Model:
     append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
     it was then written."""
 
+    def __post_init__(self) -> None:
+        if self.path is None:
+            self._check_sizes()
+
+    def _check_sizes(self) -> None:
+        """ConfigError where no model of `arch` can be built at these sizes."""
+        for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context"):
+            if (size := getattr(self, name)) is not None and size < 1:
+                raise ConfigError(f"model.{name}={size}: must be >= 1")
+        if self.hidden % self.heads:
+            raise ConfigError(
+                f"model.hidden={self.hidden} cannot be split over model.heads={self.heads}: use a multiple of"
+                f" {self.heads}"
+            )
+        if self.heads % self.kv_heads:
+            raise ConfigError(
+                f"model.heads={self.heads} cannot share model.kv_heads={self.kv_heads}: use a divisor of {self.heads}"
+            )
+        if self.arch == "gpt2" and self.kv_heads != self.heads:
+            raise ConfigError(
+                f"gpt2 has no shared key-value heads: set model.kv_heads={self.heads}, or model.arch=llama"
+            )
+        if self.arch != "gpt2" and (self.hidden // self.heads) % 2:
+            raise ConfigError(f"{self.arch} rotates pairs: hidden / heads = {self.hidden // self.heads} must be even")
+
 
 @dataclass(frozen=True, kw_only=True)
 class Supervised(Stage):

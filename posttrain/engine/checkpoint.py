@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pickle
-import re
 from pathlib import Path
 from typing import Any
 
@@ -21,19 +20,9 @@ from transformers import (
 from posttrain.core.errors import ConfigError, DataError, EngineError, PosttrainError
 from posttrain.engine import attention
 from posttrain.engine.adopt import WANTED, implementation
-from posttrain.engine.folder import check_layers, examine
+from posttrain.engine.folder import examine
+from posttrain.engine.locate import locate
 from posttrain.engine.vocabulary import quiet
-
-TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer.model",
-    "vocab.json",
-    "vocab.txt",
-    "spiece.model",
-    "sentencepiece.bpe.model",
-    "tekken.json",
-)
-HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w.-]+)?")
 
 
 def read_pretrained(
@@ -44,7 +33,7 @@ def read_pretrained(
     Nothing is downloaded where `path` is a directory. Missing weights are refused; transformers would
     initialize them randomly.
     """
-    where = _locate(path)
+    where = locate(path)
     attention.register()
     with quiet():
         config = _config(where, trust_remote_code)
@@ -61,53 +50,12 @@ def read_tokenizer(
     folder = Path(path).expanduser()
     if folder.is_dir():
         examine(folder)
-    where = str(folder.resolve()) if folder.is_dir() else _locate(path)
+    where = str(folder.resolve()) if folder.is_dir() else locate(path)
     tokenizer = _tokenizer(where, trust_remote_code)
     try:
         return tokenizer, GenerationConfig.from_pretrained(where)
     except OSError:
         return tokenizer, None
-
-
-def _locate(path: str) -> str:
-    """The directory as an absolute path, or the hub id."""
-    folder = Path(path).expanduser()
-    if folder.is_dir():
-        has = {f.name for f in folder.iterdir()}
-        if {"config.json", "adapter_config.json"} <= has:
-            raise DataError(
-                f"model.path={path}: a PEFT adapter lies beside the model. Where peft is installed, another model would"
-                " be loaded: the one that adapter_config.json names. Merge the adapter (merge_and_unload,"
-                " save_pretrained), or take adapter_config.json away"
-            )
-        if "config.json" not in has:
-            adapter = ""
-            if "adapter_config.json" in has:
-                adapter = (
-                    " It holds a PEFT adapter: merge it into its base model first (merge_and_unload, save_pretrained)."
-                )
-            raise DataError(
-                f"model.path={path}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"
-                " folder save_pretrained wrote"
-            )
-        if not has.intersection(TOKENIZER_FILES):
-            raise DataError(
-                f"model.path={path}: a model without a tokenizer (none of {', '.join(TOKENIZER_FILES)}). Save the"
-                " tokenizer there too: tokenizer.save_pretrained"
-            )
-        examine(folder)
-        check_layers(folder)
-        return str(folder.resolve())
-    if folder.is_file():
-        raise ConfigError(
-            f"model.path={path} is a file: give the directory that holds config.json, the weights and the tokenizer"
-        )
-    if not HUB_ID.fullmatch(path) or ("/" in path and folder.parent.is_dir()):
-        raise ConfigError(
-            f"model.path={path}: no such directory. Give a directory written by save_pretrained, or a hub id such as"
-            " Qwen/Qwen3-0.6B"
-        )
-    return path
 
 
 def _config(where: str, trust: bool) -> PreTrainedConfig:

@@ -18,7 +18,6 @@ from transformers import (
 )
 
 from posttrain.core import seeds
-from posttrain.core.errors import ConfigError
 from posttrain.core.run import BUILT_CONTEXT, Model
 from posttrain.engine import attention
 
@@ -42,7 +41,6 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
     The standard deviation of the initial weights is 0.5 / sqrt(hidden). At these widths transformers' 0.02 is so small
     that the first hundred steps learn little.
     """
-    _check(model)
     context = BUILT_CONTEXT if model.context is None else model.context
     tokens = {
         "vocab_size": len(tokenizer),
@@ -75,25 +73,6 @@ def config(model: Model, tokenizer: PreTrainedTokenizerFast) -> PreTrainedConfig
         tie_word_embeddings=model.arch != "llama",
         **tokens,
     )
-
-
-def _check(model: Model) -> None:
-    for name in ("hidden", "layers", "heads", "kv_heads", "ffn", "context"):
-        if (size := getattr(model, name)) is not None and size < 1:
-            raise ConfigError(f"model.{name}={getattr(model, name)}: must be >= 1")
-    if model.hidden % model.heads:
-        raise ConfigError(
-            f"model.hidden={model.hidden} cannot be split over model.heads={model.heads}: use a multiple of"
-            f" {model.heads}"
-        )
-    if model.heads % model.kv_heads:
-        raise ConfigError(
-            f"model.heads={model.heads} cannot share model.kv_heads={model.kv_heads}: use a divisor of {model.heads}"
-        )
-    if model.arch == "gpt2" and model.kv_heads != model.heads:
-        raise ConfigError(f"gpt2 has no shared key-value heads: set model.kv_heads={model.heads}, or model.arch=llama")
-    if model.arch != "gpt2" and (model.hidden // model.heads) % 2:
-        raise ConfigError(f"{model.arch} rotates pairs: hidden / heads = {model.hidden // model.heads} must be even")
 
 
 @contextmanager

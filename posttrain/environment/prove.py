@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+from posttrain.core.content import prompt_words
 from posttrain.core.ports import Environment
 from posttrain.core.seeds import generator
 from posttrain.core.types import Task
@@ -86,7 +87,7 @@ async def _scores(
     for task, said in zip(tasks, turns, strict=True):
         got = await reward(env, task, said)
         if got is None or not fits(got):
-            return Check(name, False, f"task {task.id!r} ({task.prompt!r}): {list(said)} scored {got}")
+            return Check(name, False, f"task {task.id!r} ({prompt_words(task.prompt)}): {list(said)} scored {got}")
     return Check(name, bool(tasks), f"{len(tasks)} tasks")
 
 
@@ -124,7 +125,7 @@ def _disjoint(env: SingleTurn, held: Sequence[Task], train: Sequence[Task]) -> C
         "held-out is disjoint from train",
         not both,
         f"{len(train)} training tasks, {len(both)} of them held out"
-        + (f", such as {both[0].prompt!r}" if both else ""),
+        + (f", such as {prompt_words(both[0].prompt)}" if both else ""),
         "held-out accuracy would measure memory: draw training tasks again where key() is that of a held-out one",
     )
 
@@ -175,5 +176,5 @@ async def _demonstrations(env: SingleTurn, style: str, tasks: Sequence[Task], wr
         if set("".join(turns)) - set(env.alphabet):
             return Check(name, False, f"{text!r} leaves the alphabet")
         if prompt and (got := await reward(env, task, turns)) != 1.0 - wrong:
-            return Check(name, False, f"{prompt!r} -> {text!r} scored {got}")
+            return Check(name, False, f"{prompt_words(prompt)} -> {text!r} scored {got}")
     return Check(name, True, f"{len(tasks)} texts")

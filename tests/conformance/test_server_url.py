@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from posttrain.api.build import make_environment, make_policy
+from posttrain.api.build import make_policy
+from posttrain.api.environments import make_environment
 from posttrain.core.engines import VLLM
 from posttrain.core.reader import steps as read_steps
 from posttrain.engine.vllm.spawn import Spawned

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 from posttrain.api import proofs
-from posttrain.api.build import check_environment, facts, make_parts, make_policy, own_environments
+from posttrain.api.build import facts, make_parts, make_policy
+from posttrain.api.environments import check_environment, own_environments
 from posttrain.checks.data import sameness
 from posttrain.checks.rejudge import RejudgedAnswers
 from posttrain.core import reader

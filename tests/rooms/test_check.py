@@ -8,6 +8,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -223,6 +224,90 @@ async def test_a_shaping_reward_is_told_apart_and_must_not_outweigh_the_answer()
     assert badly.marked(Mark.FAIL) == ("order",)
 
 
+# --- rewards that are graded, or look elsewhere -----------------------------------------------------------------------
+
+
+def target_length(task: Task, text: str) -> float:
+    """A graded reward of length: it never looks at the answer."""
+    return max(0.0, 1 - abs(len(text) - 20) / 20)
+
+
+def thinks(task: Task, text: str) -> float:
+    return float("<think>" in text)
+
+
+def close(task: Task, text: str) -> float:
+    """Partial credit by the distance of a number."""
+    try:
+        return 1 / (1 + abs(float(text.strip()) - int(task.answer)))
+    except (ValueError, OverflowError):
+        return 0.0
+
+
+def overlap(task: Task, text: str) -> float:
+    """Partial credit for common words."""
+    said, wanted = set(text.split()), set(str(task.answer).split())
+    return 2 * len(said & wanted) / (len(said) + len(wanted)) if said and wanted else 0.0
+
+
+def right_and_brief(task: Task, text: str) -> float:
+    return float(text.strip() == task.answer) + 0.2 / (1 + len(text) / 50)
+
+
+@pytest.mark.parametrize("judge", [close, overlap, right_and_brief])
+async def test_partial_credit_is_not_failed(judge: Judge) -> None:
+    report = await tried(judge)
+    assert report.passed, [f for f in report.findings if f.mark is Mark.FAIL]
+    assert {"gold", "silence", "constant"} <= set(report.marked(Mark.OK))
+
+
+async def test_what_a_graded_reward_pays_less_is_not_called_unpaid() -> None:
+    found = await asked("paraphrase", overlap)
+    assert "paid less: after words, after a thought" in found.detail
+    spelt = await asked("gold variants", right_and_brief)
+    assert spelt.mark is Mark.WARN and "paid less: space before" in spelt.detail
+
+
+@pytest.mark.parametrize("judge", [target_length, brief, thinks])
+async def test_a_reward_of_the_text_alone_is_not_failed_and_what_is_left_out_is_said(judge: Judge) -> None:
+    report = await tried(judge)
+    assert report.passed and not report.marked(Mark.WARN)
+    gold = next(f for f in report.findings if f.probe == "gold")
+    assert gold.mark is Mark.SKIP and "reads the text alone" in gold.detail
+    left = [f for f in report.findings if f.probe in ("order", "silence", "constant", "templates")]
+    assert {f.detail for f in left} == {"no reward looks at the answer, so no text is right or wrong"}
+
+
+async def test_a_reward_that_looks_at_another_column_is_not_failed() -> None:
+    def long_enough(task: Task, text: str) -> float:
+        return min(1.0, len(text) / task.info["wanted"])
+
+    with_column = tuple(replace(r, task=replace(r.task, info={"wanted": 10 + i})) for i, r in enumerate(rows()))
+    env = PromptsEnv(rows=with_column, rewards=(source(long_enough, name="long_enough"),))
+    report = await check(env, tasks=16, rate=1.0)
+    gold = next(f for f in report.findings if f.probe == "gold")
+    assert report.passed and "reads other columns" in gold.detail and "completion" in gold.detail
+
+
+async def test_one_that_pays_everything_alike_fails_and_says_what_it_may_want() -> None:
+    def own_form(task: Task, text: str) -> float:
+        return float(text == f"ANS: {task.answer}")
+
+    for judge in (pays_all, own_form):
+        found = await asked("gold", judge)
+        assert found.mark is Mark.FAIL and "pays every text that was tried the same" in found.detail
+
+
+async def test_a_prompt_is_shown_as_the_conversation() -> None:
+    chat = tuple(
+        replace(r, task=replace(r.task, prompt=({"role": "user", "content": f"Say {r.task.answer}."},))) for r in rows()
+    )
+    env = PromptsEnv(rows=chat, rewards=(source(one_more, name="one_more"),))
+    report = await check(env, tasks=16, rate=1.0)
+    told = " ".join(f.detail for f in report.findings)
+    assert "'Say " in told and "role" not in told and "content" not in told
+
+
 # --- environments with a verifier of their own ------------------------------------------------------------------------
 
 
@@ -325,6 +410,7 @@ def test_the_command_prints_a_table_and_fails_with_1(tmp_path: Path, capsys: pyt
     code = main(["check", "prompts", f"env.prompts={file}", "env.rewards=contains", "--tasks", "8", "--rate", "1"])
     text = capsys.readouterr().out
     assert code == 1 and "several answers" in text and "1 of " in text and "To do:" in text
+    assert "skipped sandbox: nothing here runs programs" in text and "│ skip" not in text
 
 
 @pytest.mark.parametrize(

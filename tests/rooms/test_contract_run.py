@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from posttrain.api.build import check_tokens, make_environment, make_policy
+from posttrain.api.build import check_tokens, make_policy
+from posttrain.api.environments import make_environment
 from posttrain.api.overrides import apply, surface
 from posttrain.checks.sampler import stops_are_true
 from posttrain.cli import main

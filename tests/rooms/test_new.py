@@ -1,8 +1,8 @@
-"""`posttrain new env NAME`: what it writes passes its own test, the check and two steps of training, and overwrites
-nothing."""
+"""`posttrain new`: what it writes passes its own test, the check and two steps of training, and overwrites nothing."""
 
 from __future__ import annotations
 
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 import posttrain
-from posttrain.api.new import new_env
+from posttrain.api.new import new_env, new_reward
 from posttrain.cli import main
-from posttrain.core import reader
+from posttrain.core import reader, shell
 from posttrain.core.errors import ConfigError
 from posttrain.recipe.recipes import recipe
 
@@ -40,7 +40,7 @@ def test_it_writes_two_files_and_says_what_next(tmp_path: Path, capsys: pytest.C
     assert main(["new", "env", "sort_letters", "--folder", str(tmp_path / "mine")]) == 0
     said = capsys.readouterr().out
     assert sorted(p.name for p in (tmp_path / "mine").iterdir()) == ["sort_letters.py", "test_sort_letters.py"]
-    assert f"posttrain check {tmp_path}/mine/sort_letters.py:SortLetters" in said and "sft.style=answer" in said
+    assert f"check {tmp_path}/mine/sort_letters.py:SortLetters" in said and "sft.style=answer" in said
     assert "__" not in (tmp_path / "mine" / "sort_letters.py").read_text().replace("__future__", "").replace(
         "__post_init__", ""
     )
@@ -73,10 +73,83 @@ def test_it_is_trained_on_by_its_path(tmp_path: Path) -> None:
     assert reader.run_file(tmp_path / "run").run.env.name.endswith("sort_letters.py:SortLetters")
 
 
+# --- with tools ------------------------------------------------------------------------------------------------------
+
+
+def said_steps(said: str) -> list[list[str]]:
+    """The printed commands, as words: the program in one word, then what it is given."""
+    commands = [x.strip() for x in said.splitlines() if x.startswith("  ") and not x.strip().startswith("#")]
+    start = shell.program()
+    return [[start, *shlex.split(x.removeprefix(start))] if x.startswith(start) else shlex.split(x) for x in commands]
+
+
+def test_tools_and_several_turns_work_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Every printed command that needs no model of the user's is run as printed, training at toy size."""
+    assert main(["new", "env", "stock_room", "--tools", "--folder", str(tmp_path / "my files")]) == 0
+    check, own, train, _ = said_steps(capsys.readouterr().out)
+    done = subprocess.run([sys.executable, *own[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count(": passed") == 4, done.stderr
+    assert main([*check[1:], "--tasks", "4", "--rate", "1"]) == 0
+    out = ["--out", str(tmp_path / "run"), "env.heldout=4", "model.context=128"]
+    assert main([*train[1:], *SMALL, *RL[:-1], "rl.sampling.max_tokens=24", *out]) == 0
+    played = [r for f in reader.episode_files(tmp_path / "run") for r in reader.read_episodes(f.path)]
+    assert played and reader.run_file(tmp_path / "run").run.env.name.endswith("stock_room.py:StockRoom")
+
+
+def test_the_test_of_tools_finds_a_verifier_that_reads_words(tmp_path: Path) -> None:
+    env, test = new_env("stock_room", tmp_path, tools=True)
+    env.write_text(env.read_text().replace("attempt.state == attempt.task.answer", '"done" in attempt.text'))
+    broken = subprocess.run([sys.executable, str(test)], capture_output=True, text=True, check=False)
+    assert broken.returncode != 0 and "AssertionError" in broken.stderr
+
+
+# --- a reward function ------------------------------------------------------------------------------------------------
+
+
+def test_a_reward_function_works_as_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "reward", "close_enough", "--folder", str(tmp_path)]) == 0
+    check, own, train, with_model = said_steps(capsys.readouterr().out)
+    assert sorted(p.name for p in tmp_path.iterdir()) == [
+        "close_enough.jsonl",
+        "close_enough.py",
+        "test_close_enough.py",
+    ]
+    done = subprocess.run([sys.executable, *own[1:]], capture_output=True, text=True, check=False)
+    assert done.returncode == 0 and done.stdout.count(": passed") == 2, done.stderr
+    assert main([*check[1:], "--tasks", "4", "--rate", "1"]) == 0
+    small = [w for w in (*SMALL, *RL) if not w.startswith("sft.")]
+    assert main([*train[1:], *small, "env.heldout=4", "--out", str(tmp_path / "run")]) == 0
+    episodes = [r.episode for f in reader.episode_files(tmp_path / "run") for r in reader.read_episodes(f.path)]
+    assert {j.source for e in episodes for j in e.verdicts} == {"close_enough"}
+    assert "model=MODEL" in with_model and with_model[-2:] == train[-2:]
+
+
+def test_the_test_of_a_reward_finds_one_that_pays_everybody(tmp_path: Path) -> None:
+    reward, test, _ = new_reward("close_enough", tmp_path)
+    reward.write_text(reward.read_text().replace("return 0.0", "return 1.0"))
+    broken = subprocess.run([sys.executable, str(test)], capture_output=True, text=True, check=False)
+    assert broken.returncode != 0 and "AssertionError" in broken.stderr
+
+
+def test_tools_belong_to_an_environment(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new", "reward", "mine", "--tools"]) == 2
+    assert "posttrain new env NAME --tools" in capsys.readouterr().err
+
+
+# --- refused ----------------------------------------------------------------------------------------------------------
+
+
 def test_nothing_is_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "test_mine.py").write_text("mine")
     assert main(["new", "env", "mine", "--folder", str(tmp_path)]) == 2
     assert "nothing is overwritten" in capsys.readouterr().err
+    assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
+
+
+def test_rows_of_a_reward_are_not_overwritten_either(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.jsonl").write_text("mine")
+    assert main(["new", "reward", "mine", "--folder", str(tmp_path)]) == 2
+    assert "mine.jsonl exists: nothing is overwritten" in capsys.readouterr().err
     assert [p.read_text() for p in tmp_path.iterdir()] == ["mine"]
 
 

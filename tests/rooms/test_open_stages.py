@@ -17,7 +17,7 @@ import torch
 from safetensors.torch import load_file
 
 import posttrain
-from posttrain.api.build import distinct, make_environment, own_environments
+from posttrain.api.environments import distinct, make_environment, own_environments
 from posttrain.api.overrides import apply, surface
 from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.stages import Progress, Stages, where

@@ -16,8 +16,8 @@ import pytest
 from http_parts import QUICK, reply, server
 from serve_parts import TOKEN, Up, save_model, up
 
-from posttrain.api.build import make_environment
 from posttrain.api.endpoint import EndpointOptions, remote_rollout, remote_run
+from posttrain.api.environments import make_environment
 from posttrain.api.main import evaluate
 from posttrain.cli import main as cli
 from posttrain.core import seeds

@@ -153,7 +153,7 @@ def test_everything_is_checked_once_together() -> None:
     ("override", "message"),
     [
         ("prompts", "'prompts' is not an override: write key=value"),
-        ("promts=4", "promts=4: no such setting; did you mean rl.prompts?"),
+        ("promts=4", "promts=4: no such setting; did you mean rl.prompts, env.prompts?"),
         ("rl.promts=4", "rl.promts: Reinforce has no such setting; did you mean 'prompts'?"),
         ("temperature=1", "did you mean rl.sampling.temperature?"),
         ("lr=1", "did you mean pretrain.optimizer.lr, sft.optimizer.lr, rl.optimizer.lr?"),

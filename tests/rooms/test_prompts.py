@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from posttrain.api import overrides
-from posttrain.api.build import make_environment, make_policy
+from posttrain.api.build import make_policy
+from posttrain.api.environments import make_environment
 from posttrain.core.env import Reward
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.run import Env

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from posttrain.api.build import make_engine, make_policy
-from posttrain.cli.show import episode_lines
+from posttrain.cli.token_view import episode_lines
 from posttrain.controller.parts import RunParts
 from posttrain.core import reader, seeds
 from posttrain.core.errors import ConfigError, DataError

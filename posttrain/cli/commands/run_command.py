@@ -45,11 +45,14 @@ def run(o: Namespace) -> int:
         tell(o.text())
         tell(_settings(o.recipe, o.overrides) if o.recipe else listed())
         return 0
-    from posttrain.api.session import RunOptions, open_session
+    from posttrain.api.request import RunOptions, requested
 
     options = RunOptions(out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust)
-    with open_session(o.recipe or "", o.overrides, options) as session:
-        asyncio.run(session.play())
+    with requested(o.recipe or "", o.overrides, options) as request:
+        from posttrain.api.session import open_session  # imports torch: only now, so that a wrong setting is told first
+
+        with open_session(request) as session:
+            asyncio.run(session.play())
     return 0
 
 

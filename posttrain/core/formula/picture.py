@@ -12,15 +12,15 @@ from posttrain.core.ladder import LADDER
 WIDTH = 100
 
 
-def wrapped(lead: str, words: Sequence[str], below: str) -> Iterator[str]:
+def wrapped(lead: str, words: Sequence[str], below: str, width: int = WIDTH) -> Iterator[str]:
     """Lines with `words` after `lead`; further lines begin with `below`.
     Only a word too long for a line is cut, at a comma."""
     line, empty = lead, True
     for text in words:
-        whole = len(below) + len(text) <= WIDTH
+        whole = len(below) + len(text) <= width
         for n, part in enumerate([text] if whole else re.findall(r".*?, |.+$", text)):
             between = "  " if n == 0 else ""
-            if not empty and len((line + between + part).rstrip()) > WIDTH:
+            if not empty and len((line + between + part).rstrip()) > width:
                 yield line.rstrip()
                 line, empty = below, True
             line, empty = line + ("" if empty else between) + part, False

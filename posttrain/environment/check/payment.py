@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 
-from posttrain.core.content import shown
+from posttrain.core.content import prompt_words, shown
 from posttrain.core.types import Task
 from posttrain.environment.check.answers import PARAPHRASES, PHRASES, SHAPES, SILENCE, WORDS, lists, noise, spellings
 from posttrain.environment.check.probe import Answer, Mark, Probe
@@ -17,6 +17,7 @@ NOTHING_KNOWN: Answer = (
     Mark.SKIP,
     "no right answer is known here: give the tasks an answer, or the rows a column completion",
 )
+NOTHING_RIGHT: Answer = (Mark.SKIP, "no reward looks at the answer, so no text is right or wrong")
 NOTHING_PAID: Answer = (Mark.SKIP, "no right answer is paid, so nothing can be compared with it")
 
 
@@ -35,12 +36,14 @@ async def gold(s: Subject) -> Answer:
             ),
         )
     if not s.sources:
+        if aside := _text_alone(s):
+            return aside
         told = next(iter(s.gold.values()))
         return (
             Mark.FAIL,
             (
-                f"no source pays a right answer more than a wrong one; {told.said} to {told.task.prompt!r:.60} earned"
-                f" {dict(told.scores)}"
+                f"no source pays a right answer more than a wrong one; {told.said} to {prompt_words(told.task.prompt)}"
+                f" earned {dict(told.scores)}"
             ),
         )
     if s.env.vouches_for_gold and (less := [t for t in s.gold.values() if t.scores.get(s.env.name) != 1.0]):
@@ -48,7 +51,7 @@ async def gold(s: Subject) -> Answer:
         return (
             Mark.FAIL,
             (
-                f"{told.said} is right for {told.task.prompt!r:.60}, and the environment pays"
+                f"{told.said} is right for {prompt_words(told.task.prompt)}, and the environment pays"
                 f" {told.scores.get(s.env.name)}, not 1"
             ),
         )
@@ -64,7 +67,7 @@ async def gold(s: Subject) -> Answer:
             Mark.FAIL,
             (
                 f"{source} pays {len(lost)} of {len(s.gold)} right answers no more than a wrong one, such as"
-                f" {told.said} to {told.task.prompt!r:.60} ({told.scores[source]:g})"
+                f" {told.said} to {prompt_words(told.task.prompt)} ({told.scores[source]:g})"
             ),
         )
     form = (
@@ -78,24 +81,57 @@ async def gold(s: Subject) -> Answer:
     return Mark.OK, f"{len(s.gold)} right answers paid by {', '.join(s.sources)}{form}{aside}"
 
 
+def _text_alone(s: Subject) -> Answer | None:
+    """The mark where no source looks at the answer; None where one does, or where it cannot be known."""
+    if not s.depends or any(d.on_answer for d in s.depends.values()):
+        return None
+    graded = {name: d for name, d in s.depends.items() if not d.constant}
+    if not graded:
+        name, d = next(iter(s.depends.items()))
+        return (
+            Mark.FAIL,
+            f"{name} pays every text that was tried the same ({d.lowest:g}), right answers in {len(SHAPES)} forms among"
+            " them: nothing can be learned from it. If it wants another form, give the rows a column completion that"
+            " has it",
+        )
+    said = ", ".join(f"{name} ({d.lowest:.3g} to {d.highest:.3g})" for name, d in graded.items())
+    what = "other columns" if any(d.on_task for d in graded.values()) else "the text alone"
+    return (
+        Mark.SKIP,
+        f"{said} read{'s' * (len(graded) == 1)} {what}: with another answer of the task the same is paid. So no text is"
+        " right or wrong here, and what compares them is left out"
+        + ("; give the rows a column completion that is right" if what == "other columns" else ""),
+    )
+
+
+def _nothing_paid(s: Subject) -> Answer:
+    """Why a probe that compares right with wrong cannot be asked."""
+    if s.gold and _text_alone(s) is not None and _text_alone(s)[0] is Mark.SKIP:  # type: ignore[index]
+        return NOTHING_RIGHT
+    return NOTHING_PAID if s.gold else NOTHING_KNOWN
+
+
 async def distractor(s: Subject) -> Answer:
     if not s.gold:
         return NOTHING_KNOWN
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
     best = {source: max(t.scores.get(source, 0.0) for t in s.gold.values()) for source in s.sources}
     for told in s.wrong.values():
         for source in s.sources:
             score = told.scores.get(source, 0.0)
             if source not in s.deciding(told.task) or (score >= best[source] and best[source] > 0):
-                return Mark.FAIL, f"{told.said} to {told.task.prompt!r:.60} is wrong and earns {score:g} with {source}"
+                return (
+                    Mark.FAIL,
+                    f"{told.said} to {prompt_words(told.task.prompt)} is wrong and earns {score:g} with {source}",
+                )
     return Mark.OK, f"{len(s.wrong)} wrong answers that look right earn less"
 
 
 async def order(s: Subject) -> Answer:
     """Compares the weighted sum of all sources, which is the reward that the policy is trained on."""
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
     for task in s.known:
         right, wrong = s.gold[task.id].outcome, s.wrong[task.id].outcome
         silent = (await s.judge(task, ("",), repeat=True)).outcome
@@ -103,41 +139,60 @@ async def order(s: Subject) -> Answer:
             if right is not None and other is not None and other >= right:
                 return (
                     Mark.FAIL,
-                    f"to {task.prompt!r:.60} the right answer earns {right:g} in all, and {name} {other:g}",
+                    f"to {prompt_words(task.prompt)} the right answer earns {right:g} in all, and {name} {other:g}",
                 )
     return Mark.OK, f"over {len(s.known)} tasks, all sources added up"
 
 
-async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tuple[Mapping[str, tuple[int, int]], str]:
-    """For each kind of answer (number lost, number tried), and an example of a loss."""
+@dataclass
+class VariantCount:
+    """One kind of answer: how often it was tried, paid less than the right one, and paid no more than a wrong one."""
+
+    tried: int = 0
+    less: int = 0
+    lost: int = 0
+
+
+async def _variants(s: Subject, say: Callable[[Task], Mapping[str, str]]) -> tuple[Mapping[str, VariantCount], str]:
+    """What each kind of answer earned, and an example of a loss."""
     asked = [(t, kind, text) for t in s.known[:TASKS_EACH] for kind, text in say(t).items()]
     told = await s.judge_all([(t, s.last(t, text)) for t, _, text in asked])
-    lost, tried, example = Counter[str](), Counter[str](), ""
+    found, example = dict[str, VariantCount](), ""
     for (task, kind, _), answer in zip(asked, told, strict=True):
-        tried[kind] += 1
-        if set(s.paid(answer)) != set(s.deciding(task)):
-            lost[kind] += 1
-            example = example or f"{answer.said}, where {s.gold[task.id].said} is right"
-    return {k: (lost[k], n) for k, n in tried.items()}, example
+        count = found.setdefault(kind, VariantCount())
+        count.tried += 1
+        if set(s.paid(answer)) == set(s.deciding(task)):
+            continue
+        if set(s.part_paid(answer)) == set(s.deciding(task)):
+            count.less += 1
+            continue
+        count.lost += 1
+        example = example or f"{answer.said}, where {s.gold[task.id].said} is right"
+    return found, example
 
 
-def _losses(found: Mapping[str, tuple[int, int]], example: str) -> Answer:
-    lost = [f"{kind} ({n} of {tried})" for kind, (n, tried) in found.items() if n]
+def _losses(found: Mapping[str, VariantCount], example: str) -> Answer:
+    if not found:
+        return Mark.SKIP, "no other spelling of these answers is known"
+    lost = [f"{kind} ({n.lost} of {n.tried})" for kind, n in found.items() if n.lost]
+    less = [kind for kind, n in found.items() if n.less and not n.lost]
+    full = [kind for kind, n in found.items() if not n.less and not n.lost]
+    in_part = [f"paid less: {', '.join(less)}"] * bool(less)
     if lost:
-        return Mark.WARN, f"not paid: {', '.join(lost)}; such as {example}"
-    return Mark.OK, f"paid all the same: {', '.join(found)}"
+        return Mark.WARN, "; ".join([f"not paid: {', '.join(lost)}", *in_part, f"such as {example}"])
+    return Mark.OK, "; ".join([f"paid all the same: {', '.join(full)}"] * bool(full) + in_part)
 
 
 async def paraphrase(s: Subject) -> Answer:
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
     return _losses(*await _variants(s, lambda t: {k: f.replace("{}", s.right(t)[-1]) for k, f in PARAPHRASES.items()}))
 
 
 async def spelling(s: Subject) -> Answer:
     """Tries other spellings of the answer itself. A form such as a box stays around it."""
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
 
     def say(task: Task) -> dict[str, str]:
         right, core = s.right(task)[-1], s.core(task)
@@ -151,7 +206,7 @@ async def spelling(s: Subject) -> Answer:
 async def declared(s: Subject) -> Answer:
     """Tries `SingleTurn.paraphrases`, which the environment declares to be as right."""
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
     asked = [(t, turns) for t in s.known for turns in s.env.paraphrases(t)]
     if not asked:
         return Mark.SKIP, "the environment names no other ways to be right (paraphrases)"
@@ -160,7 +215,7 @@ async def declared(s: Subject) -> Answer:
             return (
                 Mark.FAIL,
                 (
-                    f"{told.said} to {task.prompt!r:.60} is right by the environment's own word and earns"
+                    f"{told.said} to {prompt_words(task.prompt)} is right by the environment's own word and earns"
                     f" {dict(told.scores)}"
                 ),
             )
@@ -181,7 +236,7 @@ def _found(s: Subject, attacks: Sequence[Attack], what: str) -> Answer:
 
 async def silence(s: Subject) -> Answer:
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
     return _found(
         s, await s.attack(lambda _: {repr(x): x for x in SILENCE}, s.known), f"{len(SILENCE)} ways to say nothing"
     )
@@ -189,7 +244,7 @@ async def silence(s: Subject) -> Answer:
 
 async def constant(s: Subject) -> Answer:
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
     texts = list(dict.fromkeys([*s.answers()[:5], *WORDS]))
     found = await s.attack(lambda _: {repr(x): s.shaped(x) for x in texts}, s.known)
     return _found(s, found, f"{len(texts)} answers, each to every task")
@@ -197,7 +252,7 @@ async def constant(s: Subject) -> Answer:
 
 async def random_strings(s: Subject) -> Answer:
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
     rng = s.random("noise")
 
     def say(_: Task) -> dict[str, str]:
@@ -211,7 +266,7 @@ async def random_strings(s: Subject) -> Answer:
 
 async def templates(s: Subject) -> Answer:
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
 
     def say(task: Task) -> dict[str, str]:
         prompt = task.prompt if isinstance(task.prompt, str) else shown(task.prompt[-1]["content"])
@@ -230,7 +285,7 @@ async def templates(s: Subject) -> Answer:
 async def several(s: Subject) -> Answer:
     """Tries lists of all answers, and a right answer with a wrong one, which must not be rewarded in both orders."""
     if not s.known:
-        return NOTHING_PAID
+        return _nothing_paid(s)
     rng, answers = s.random("lists"), s.answers()[:200]
     found = await s.attack(lambda t: lists(answers, s.core(t), rng), s.known)
     if (answer := _found(s, found, "lists of all answers"))[0] is not Mark.OK:
@@ -244,8 +299,9 @@ async def several(s: Subject) -> Answer:
     }
     both = [a for a, b in zip(hedged["first"], hedged["last"], strict=True) if set(s.paid(a)) & set(s.paid(b))]
     if both:
+        few = len(both) / len(tasks) <= s.chance(len(tasks))  # answers that hold each other, under a graded reward
         return (
-            Mark.FAIL,
+            Mark.WARN if few else Mark.FAIL,
             (
                 f"a right answer beside a wrong one is paid in either order on {len(both)} of {len(tasks)} tasks, such"
                 f" as {both[0].said}"

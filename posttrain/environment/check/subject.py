@@ -10,11 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 
+from posttrain.core.content import prompt_words
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Stop, Task
-from posttrain.core.verdict import Judged, State, outcome
 from posttrain.environment.check.answers import SHAPES
+from posttrain.environment.check.dependence import Dependence, dependences, questions
+from posttrain.environment.check.judged_answer import JudgedAnswer
 from posttrain.environment.scripted import ScriptedPolicy
 from posttrain.environment.single import SingleTurn
 
@@ -26,39 +29,6 @@ WRITTEN = "completion"
 """The name of the form in which the right answers are the completions of the data."""
 SHAPED = 8
 """The number of tasks on which the form of right answers is determined."""
-
-
-@dataclass(frozen=True)
-class JudgedAnswer:
-    """One answer and its verdicts."""
-
-    task: Task
-    turns: tuple[str, ...]
-    judged: tuple[Judged, ...]
-
-    @property
-    def scores(self) -> Mapping[str, float]:
-        """Scores by source, without weights. Only those that enter the outcome."""
-        out: dict[str, float] = {}
-        for j in self.judged:
-            if j.counts and j.verdict.score is not None:
-                out[j.source] = out.get(j.source, 0.0) + j.verdict.score
-        return out
-
-    @property
-    def outcome(self) -> float | None:
-        return outcome(self.judged)
-
-    @property
-    def failed(self) -> Judged | None:
-        """The first `failed` verdict, if any."""
-        return next((j for j in self.judged if j.verdict.state is State.FAILED), None)
-
-    @property
-    def said(self) -> str:
-        """The last turn, for messages."""
-        text = self.turns[-1] if self.turns else ""
-        return repr(text if len(text) <= 60 else f"{text[:40]}...{text[-15:]}")
 
 
 @dataclass
@@ -76,6 +46,8 @@ class Subject:
     shape: str = "bare"
     gold: dict[str, JudgedAnswer] = field(default_factory=dict[str, JudgedAnswer])
     wrong: dict[str, JudgedAnswer] = field(default_factory=dict[str, JudgedAnswer])
+    depends: dict[str, Dependence] = field(default_factory=dict[str, Dependence])
+    """What the user's rewards look at, by source; empty where it cannot be found out."""
     _limit: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
 
     @staticmethod
@@ -89,6 +61,8 @@ class Subject:
             subject.gold[task.id] = told
         for task, told in zip(known, await subject.judge_all([(t, subject.near(t)) for t in known]), strict=True):
             subject.wrong[task.id] = told
+        if not env.vouches_for_gold:
+            subject.depends = await subject._dependences()
         return subject
 
     async def _find_shape(self, tasks: Sequence[Task]) -> str:
@@ -100,6 +74,13 @@ class Subject:
             told = await self.judge_all([(t, self.right(t)) for t in tasks])
             earned[name] = math.fsum(t.outcome or 0.0 for t in told)
         return max(earned, key=lambda n: earned[n])
+
+    async def _dependences(self) -> dict[str, Dependence]:
+        known = [t for t in self.tasks if self.knows(t)]
+        pairs = [(a, b) for a, b in pairwise(known) if self.core(a) != self.core(b)]
+        asked = questions([(a, b, (self.right(a), self.right(b))) for a, b in pairs])
+        told = [await self.judge_all(round_, repeat=True) for round_ in asked]
+        return dependences(*told)
 
     # --- answers -----------------------------------------------------------------------------------------------------
 
@@ -176,11 +157,15 @@ class Subject:
     @cached_property
     def sources(self) -> tuple[str, ...]:
         """Sources that tell right from wrong: they score the right answer higher on at least a tenth of the tasks, and
-        the wrong one higher on fewer than half as many."""
-        every = dict.fromkeys(s for told in self.gold.values() for s in told.scores)
+        the wrong one higher on fewer than half as many. One that reads the text alone is none of them."""
+        every = [s for s in dict.fromkeys(s for told in self.gold.values() for s in told.scores) if self.reads_task(s)]
         return tuple(
             s for s in every if (wins := self._wins(s, 1)) >= 0.1 * len(self.gold) and wins > 2 * self._wins(s, -1)
         )
+
+    def reads_task(self, source: str) -> bool:
+        """Whether the source looks at more than the text, as far as it is known."""
+        return source not in self.depends or self.depends[source].on_task
 
     def _wins(self, source: str, sign: int) -> int:
         """The number of tasks on which a source scores the right answer higher (sign 1), or the wrong one (sign -1)."""
@@ -202,6 +187,15 @@ class Subject:
         """Sources that score this answer as high as the right one."""
         right = self.gold[told.task.id].scores
         return tuple(s for s in self.deciding(told.task) if s in told.scores and told.scores[s] >= right[s] - 1e-9)
+
+    def part_paid(self, told: JudgedAnswer) -> tuple[str, ...]:
+        """Sources that score this answer higher than the wrong one: right in part, as a graded reward may say."""
+        wrong = self.wrong[told.task.id].scores
+        return tuple(
+            s
+            for s in self.deciding(told.task)
+            if s in told.scores and s in wrong and told.scores[s] > max(wrong[s], 0.0)
+        )
 
     def chance(self, count: int) -> float:
         """The largest share of `count` tasks that an answer may get right by chance: the share of the most common
@@ -245,5 +239,5 @@ class Attack:
         told, sources = self.hits[0]
         return (
             f"{self.kind} earns what a right answer earns on {len(self.hits)} of {self.tried} tasks with"
-            f" {' and '.join(sources)}, such as {told.said} to {told.task.prompt!r:.60}"
+            f" {' and '.join(sources)}, such as {told.said} to {prompt_words(told.task.prompt)}"
         )

@@ -9,11 +9,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
+from posttrain.core.content import prompt_words
 from posttrain.core.types import Task
 from posttrain.core.verdict import State
 from posttrain.environment.check.answers import ODD
+from posttrain.environment.check.judged_answer import JudgedAnswer
 from posttrain.environment.check.probe import Answer, Mark, Probe
-from posttrain.environment.check.subject import JudgedAnswer, Subject
+from posttrain.environment.check.subject import Subject
 from posttrain.environment.tools.offered import OfferedTools
 from posttrain.sandbox.backends import Unconfined
 from posttrain.sandbox.choose import HELP
@@ -54,8 +56,8 @@ def _differ(one: Sequence[JudgedAnswer], two: Sequence[JudgedAnswer]) -> str:
         return ""
     a, b = other[0]
     return (
-        f"{len(other)} of {len(one)} answers, such as {a.said} to {a.task.prompt!r:.60}: {dict(_given(a))} and then"
-        f" {dict(_given(b))}"
+        f"{len(other)} of {len(one)} answers, such as {a.said} to {prompt_words(a.task.prompt)}: {dict(_given(a))}"
+        f" and then {dict(_given(b))}"
     )
 
 

@@ -1,0 +1,67 @@
+"""The environments of a run. They are made before torch is imported, so that a wrong setting is refused at once."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import contextmanager
+
+from posttrain.core.abilities import declared
+from posttrain.core.env import Env
+from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.ports import Environment
+from posttrain.core.run import Run
+from posttrain.core.stage import Stage
+from posttrain.environment.make import environment
+
+
+def check_environment(env: Environment, stages: Sequence[Stage]) -> None:
+    """ConfigError for a stage that needs demonstrations which the environment cannot write."""
+    texts = declared(env).demonstrations
+    styles = texts.styles if texts is not None else ()
+    for stage in stages:
+        if why := stage.refuses(env.name, styles):
+            raise ConfigError(why)
+
+
+def make_environment(run: Run) -> Environment:
+    """The run's environment, used by all stages that have none of their own."""
+    env = environment(run.env, run.seed)
+    check_environment(env, [s for s in run.stages if s.env is None])
+    return env
+
+
+def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
+    """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
+    also with `env`."""
+    built: list[tuple[Env, Environment]] = [(run.env, env)]
+    out: dict[str, Environment] = {}
+    try:
+        for stage in run.stages:
+            if stage.env is None:
+                continue
+            found = next((e for known, e in built if known == stage.env), None)
+            if found is None:
+                with errors_with_path(f"{stage.name}.env"):
+                    found = environment(stage.env, run.seed)
+                built.append((stage.env, found))
+            out[stage.name] = found
+            check_environment(found, [stage])
+    except BaseException:
+        for _, one in built[1:]:
+            one.close()
+        raise
+    return out
+
+
+@contextmanager
+def errors_with_path(path: str) -> Generator[None]:
+    """Put a stage's path before errors of its own environment, whose messages call the environment `env`."""
+    try:
+        yield
+    except (ConfigError, DataError) as error:
+        raise type(error)(f"{path} (called env here): {error}") from error
+
+
+def distinct(env: Environment, others: Mapping[str, Environment]) -> list[Environment]:
+    """Every environment of a run once, the run's own first."""
+    return list({id(e): e for e in (env, *others.values())}.values())

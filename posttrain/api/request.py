@@ -1,0 +1,173 @@
+"""Which run is asked for, and all that can be refused of it before torch is imported: a wrong setting is answered at
+once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from posttrain import faults
+from posttrain.api import overrides as dotted
+from posttrain.api.admit import admitted, edit_notes, missing_notes
+from posttrain.api.branch import pinned, run_source, was_built
+from posttrain.api.defaults import for_model, given_paths
+from posttrain.api.environments import check_environment, distinct, own_environments
+from posttrain.api.trackers import check_trackers
+from posttrain.core.book import Book
+from posttrain.core.checkpoint import Checkpoint
+from posttrain.core.engines import VLLM, Embedded
+from posttrain.core.errors import ConfigError
+from posttrain.core.ports import Environment
+from posttrain.core.reader import folder_of
+from posttrain.core.run import BUILT_CONTEXT, Reinforce, Run
+from posttrain.core.shell import command_line
+from posttrain.engine.locate import check_source
+from posttrain.engine.vllm import installed
+from posttrain.environment.make import environment as named_environment
+from posttrain.recipe.recipes import listed
+from posttrain.recipe.recipes import recipe as shipped
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """How a run is started, beside its recipe and overrides; the arguments of `posttrain.run`."""
+
+    out: str | Path | None = None
+    resume: str | Path | None = None
+    quiet: bool = False
+    allow_fault: bool = False
+    trust: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunRequest:
+    """The run that was asked for, with its environments. `book` and `checkpoint` are set where it resumes one that was
+    cut."""
+
+    run: Run
+    out: Path | None = None
+    book: Book | None = None
+    checkpoint: Checkpoint | None = None
+    notes: tuple[str, ...] = ()
+    """Lines about the run folder, printed at the start."""
+    quiet: bool = False
+    environments: tuple[Environment, ...] = ()
+    """The environments of all stages, each once; the run's own first."""
+    others: Mapping[str, Environment] = field(default_factory=dict[str, Environment])
+    """The environments of stages that have their own, by the stage's name."""
+    recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """What run.json records beside the settings: why some were chosen, and which run it is a branch of."""
+    given: frozenset[str] | None = None
+    """Full paths of the settings that the user gave with a recipe; the others may be chosen for a real model. None:
+    the whole run was given."""
+
+    @property
+    def environment(self) -> Environment:
+        """The run's environment, used by all stages that have none of their own."""
+        return self.environments[0]
+
+
+@contextmanager
+def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> Iterator[RunRequest]:
+    """The run that was asked for, checked as far as that needs no torch. Its environments live until the end of the
+    block, and so does a fault that it plants."""
+    with ExitStack() as closing:
+        asked = (resumed_run if options.resume is not None else new_run)(recipe, overrides, options)
+        if asked.book is not None:
+            closing.callback(asked.book.close)
+        run = asked.run
+        faults.refuse_silent(run.fault, options.allow_fault)
+        check_early(run)
+        closing.enter_context(faults.planted(run.fault))
+        environment = named_environment(run.env, run.seed)
+        closing.callback(environment.close)
+        others = own_environments(run, environment)
+        environments = distinct(environment, others)
+        for other in environments[1:]:
+            closing.callback(other.close)
+        asked = settled(asked)
+        check_environment(environment, [s for s in asked.run.stages if s.env is None])
+        yield replace(asked, quiet=options.quiet, environments=tuple(environments), others=others)
+
+
+def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
+    """A recipe with its overrides."""
+    if options.trust:
+        raise ConfigError("--trust is about the folder of a run that somebody else made: give it with --resume RUN")
+    if not recipe:
+        raise ConfigError(
+            f"no recipe given: {command_line('run', 'RECIPE')}, or {command_line('run', '--resume', 'RUN')}\n{listed()}"
+        )
+    if options.out is not None:
+        Book.refuse(options.out)
+    base = recipe if isinstance(recipe, Run) else shipped(recipe)
+    run, origin = pinned(dotted.apply(base, list(overrides)))
+    given = None if isinstance(recipe, Run) else given_paths(base, overrides)
+    return RunRequest(run=run, out=Path(options.out) if options.out else None, recorded=origin, given=given)
+
+
+def settled(request: RunRequest) -> RunRequest:
+    """The request with what the user left open chosen for the model that the user gave. This imports torch where there
+    is one, to look at the machine."""
+    if request.given is None:
+        return request
+    ready = for_model(request.run, request.given, trained=not was_built(request.run.model.path))
+    recorded = {"chosen": dict(ready.chosen), **request.recorded}
+    return replace(request, run=ready.run, notes=(*request.notes, *ready.lines), recorded=recorded)
+
+
+def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
+    """A run that was cut, with the settings that were recorded."""
+    assert options.resume is not None
+    if recipe or overrides or options.out:
+        raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
+    admitted(folder_of(options.resume)[0], allow=options.trust, links=True)
+    book, checkpoint = Book.open_for_resume(Path(options.resume))
+    notes = (*edit_notes(book.folder), *missing_notes(book.folder))
+    return RunRequest(run=book.run, book=book, checkpoint=checkpoint, notes=notes)
+
+
+def check_early(run: Run) -> None:
+    """ConfigError or DataError for what is wrong beyond a single setting: packages that are missing, models that are
+    not there, answers longer than the context.
+
+    What is checked after this needs torch: the files of a model, its tokenizer, the device, the engine.
+    """
+    check_trackers(run)
+    check_installed(run)
+    for path, model in _models(run):
+        if run_source(model) is None:
+            check_source(path, model)
+    if run.model.path is None:
+        check_lengths(run, run.model.context or BUILT_CONTEXT)
+
+
+def check_installed(run: Run) -> None:
+    """ConfigError where the package of the run's engine is not installed."""
+    if isinstance(run.engine, VLLM) and run.engine.url is None:
+        installed()
+
+
+def _models(run: Run) -> Iterator[tuple[str, str]]:
+    """(path of the setting, model directory or hub id) of every model that the run loads."""
+    if run.model.path is not None:
+        yield "model.path", run.model.path
+    if isinstance(run.engine, Embedded) and run.engine.draft is not None:
+        yield "engine.draft", run.engine.draft
+    for stage in run.stages:
+        if isinstance(stage, Reinforce) and stage.reference is not None:
+            yield f"{stage.name}.reference", stage.reference
+
+
+def check_lengths(run: Run, context: int) -> None:
+    """ConfigError for a stage whose longest answer leaves no room for a prompt in the context."""
+    for stage in run.stages:
+        if stage.contract is not None and stage.contract.max_tokens >= context:
+            raise ConfigError(
+                f"{stage.name}.sampling.max_tokens={stage.contract.max_tokens} leaves no room for a prompt in a context"
+                f" of {context} tokens; lower it (posttrain eval: --max-tokens N), or raise model.context where the"
+                " model has more positions"
+            )

@@ -1,0 +1,164 @@
+"""The answers to the same prompts at two steps of a stage, one below the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.cli.fold import fold, folded, screen_width
+from posttrain.cli.paint import number, paint
+from posttrain.cli.shown_episodes import PROMPT_LINES, SAID_LINES, ShowOptions, choose_stage, is_wrong
+from posttrain.core.content import conversation
+from posttrain.core.errors import ConfigError
+from posttrain.core.reader import EpisodeFile, read_episodes
+from posttrain.core.record import Recorded
+from posttrain.core.run import Run
+from posttrain.core.stage import starts
+from posttrain.core.types import Task
+from posttrain.core.visible import visible
+
+Answers = Mapping[str, list[Recorded]]
+"""The episodes of each task, by its id."""
+
+
+@dataclass(frozen=True)
+class PromptPair:
+    """One prompt with its answers at the two steps."""
+
+    task: Task
+    answers: tuple[Sequence[Recorded], Sequence[Recorded]]
+
+    @property
+    def means(self) -> tuple[float | None, float | None]:
+        """Mean reward of the judged answers at each step."""
+        one, two = (_mean(a) for a in self.answers)
+        return one, two
+
+    @property
+    def change(self) -> float | None:
+        one, two = self.means
+        return None if one is None or two is None else two - one
+
+
+def _mean(answers: Sequence[Recorded]) -> float | None:
+    rewards = [r.episode.reward for r in answers if r.episode.reward is not None]
+    return float(np.mean(rewards)) if rewards else None
+
+
+def compared(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, on: bool) -> Iterator[str]:
+    """The lines of `posttrain show RUN --compare STEP STEP`."""
+    assert wanted.compare is not None
+    one, two = _files(run, files, wanted, wanted.compare)
+    pairs, steps = _pairs(one, two), wanted.compare
+    width = screen_width()
+    kind = ", held-out evaluation" if one.kind == "eval" else ""
+    for line in fold(f"{visible(two.stage)} step {steps[0]} and step {steps[1]}{kind}: {_tally(pairs)}", width):
+        yield paint(line, "bold", on)
+    rows = [p for p in pairs if not wanted.wrong or any(is_wrong(r) for r in p.answers[1])]
+    if wanted.best or wanted.worst:
+        sign = -1 if wanted.best else 1
+        rows = sorted((p for p in rows if p.change is not None), key=lambda p: sign * (p.change or 0.0))
+    if not rows:
+        yield f"  no prompt is answered wrong at step {steps[1]}" if wanted.wrong else "  none of them was judged"
+        return
+    shown = rows[: wanted.limit] if wanted.limit > 0 else rows
+    for pair in shown:
+        yield ""
+        yield from _pair_lines(pair, steps, wanted.full, width, on)
+    if len(shown) < len(rows):
+        yield ""
+        yield paint(f"  ... {len(rows) - len(shown)} more; --limit 0 shows all", "dim", on)
+
+
+def _files(
+    run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, steps: tuple[int, int]
+) -> tuple[EpisodeFile, EpisodeFile]:
+    """The two files: held-out evaluations, or training steps where these share prompts. ConfigError says what there
+    is."""
+    kinds = {f.kind for f in files if wanted.stage in (None, f.stage)}
+    if "eval" in kinds:
+        there = _evaluations(run, files, wanted)
+        if all(s in there for s in steps):
+            return there[steps[0]], there[steps[1]]
+        stage, known = list(there.values())[-1].stage, ", ".join(map(str, there))
+    else:
+        there, stage, known = {}, wanted.stage or "this run", ""
+    if "train" in kinds:
+        trained = {f.index: f for f in choose_stage(run, files, wanted, "train")}
+        if all(s in trained for s in steps):
+            one, two = trained[steps[0]], trained[steps[1]]
+            if _by_task(one).keys() & _by_task(two).keys():
+                return one, two
+            stage = one.stage
+    held_out = f"held-out evaluations of {stage} are at steps {known}" if known else f"{stage} has none"
+    raise ConfigError(
+        f"--compare {steps[0]} {steps[1]}: only answers to the same prompts are compared. Training steps have other"
+        f" prompts each; {held_out}"
+        + (f". Compare two of these, for example --compare {_ends(known)}" * (len(there) > 1))
+    )
+
+
+def _evaluations(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> dict[int, EpisodeFile]:
+    """Held-out evaluations of the stage by their step. Weights are evaluated once: where the stage began with weights
+    that the stage before had evaluated, that is its step 0."""
+    of_stage = choose_stage(run, files, wanted, "eval")
+    there = {f.index: f for f in of_stage}
+    stage = next((s for s in run.stages if s.name == of_stage[0].stage), None)
+    if stage is not None and 0 not in there:
+        before = [f for f in files if f.kind == "eval" and f.stage == starts(run.stages, stage)]
+        there = {0: before[-1], **there} if before else there
+    return there
+
+
+def _ends(known: str) -> str:
+    steps = known.split(", ")
+    return f"{steps[0]} {steps[-1]}"
+
+
+def _by_task(file: EpisodeFile) -> Answers:
+    out: dict[str, list[Recorded]] = {}
+    for r in read_episodes(file.path):
+        out.setdefault(r.episode.task.id, []).append(r)
+    return out
+
+
+def _pairs(one: EpisodeFile, two: EpisodeFile) -> list[PromptPair]:
+    """The prompts that both steps answer, in the order of the first."""
+    first, second = _by_task(one), _by_task(two)
+    return [PromptPair(a[0].episode.task, (a, second[i])) for i, a in first.items() if i in second]
+
+
+def _tally(pairs: Sequence[PromptPair]) -> str:
+    judged = [p for p in pairs if p.change is not None]
+    both = f"{len(pairs)} prompt{'s' * (len(pairs) != 1)} in both"
+    if not judged:
+        return f"{both}, none judged at both"
+    one, two = (float(np.mean([p.means[i] for p in judged])) for i in (0, 1))  # type: ignore[arg-type]
+    changes = [p.change or 0.0 for p in judged]
+    better, worse = sum(c > 1e-9 for c in changes), sum(c < -1e-9 for c in changes)
+    return (
+        f"{both}; mean reward {one:.3f} -> {two:.3f} ({two - one:+.3f}): {better} better,"
+        f" {worse} worse, {len(judged) - better - worse} the same"
+    )
+
+
+def _pair_lines(pair: PromptPair, steps: tuple[int, int], full: bool, width: int, on: bool) -> Iterator[str]:
+    most = 0 if full else PROMPT_LINES
+    for line in folded(conversation(pair.task.prompt), width - 2, most, "; --full shows all"):
+        yield paint(f"  {line}", "cyan", on)
+    change = pair.change or 0.0
+    for i, (step, answers) in enumerate(zip(steps, pair.answers, strict=True)):
+        mean = pair.means[i]
+        samples = (
+            f"mean reward {number(mean)} of {len(answers)} samples" if len(answers) > 1 else f"reward {number(mean)}"
+        )
+        colour = "" if i == 0 or not change else "green" if change > 0 else "red"
+        yield paint(
+            f"    step {step}: {samples}" + (f" ({change:+.3f})" if i and pair.change is not None else ""), colour, on
+        )
+        for r in answers if full else answers[:1]:
+            lead = f"{number(r.episode.reward)}  " if len(answers) > 1 else ""
+            for line in folded(lead + r.episode.text, width - 6, 0 if full else SAID_LINES, "; --full shows all"):
+                yield f"      {line}".rstrip()

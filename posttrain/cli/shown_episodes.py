@@ -1,0 +1,98 @@
+"""Which episodes `posttrain show` shows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.reader import EpisodeFile
+from posttrain.core.record import Recorded
+from posttrain.core.run import Run
+from posttrain.core.visible import visible
+
+PROMPT_LINES, SAID_LINES = 6, 8
+"""Lines of a prompt and of an answer that a list shows without --full."""
+
+
+@dataclass(frozen=True)
+class ShowOptions:
+    """What to show. None: the last one. `kind` None: training episodes if there are any, else evaluation."""
+
+    stage: str | None = None
+    step: int | None = None
+    kind: str | None = None
+    episode: int | None = None
+    wrong: bool = False
+    """Only those whose main source gave less than 1."""
+    best: bool = False
+    """Highest reward first."""
+    limit: int = 32
+    failed: bool = False
+    """Only those without a reward."""
+    worst: bool = False
+    """Lowest reward first."""
+    compare: tuple[int, int] | None = None
+    """Two steps whose answers to the same prompts are compared."""
+    full: bool = False
+    """Whole texts instead of their beginning and end."""
+
+    def __post_init__(self) -> None:
+        together = [f"--{n}" for n in ("wrong", "failed", "best", "worst") if getattr(self, n)]
+        for pair in (("--wrong", "--failed"), ("--best", "--worst"), ("--failed", "--best"), ("--failed", "--worst")):
+            if set(pair) <= set(together):
+                why = "one order at a time" if pair[0] == "--best" else "what was not judged has no reward to sort by"
+                raise ConfigError(f"{' and '.join(pair)} do not go together: {why}. Leave one of them out")
+        if self.compare is None:
+            return
+        if wrong := [n for n in ("step", "episode") if getattr(self, n) is not None] + ["failed"] * self.failed:
+            raise ConfigError(f"--compare takes its two steps itself: leave out --{wrong[0]}")
+
+
+def named(chosen: EpisodeFile) -> str:
+    """The stage and the step of an episode file, in words."""
+    return f"{visible(chosen.stage)} step {chosen.index}" + (", held-out evaluation" if chosen.kind == "eval" else "")
+
+
+def choose_stage(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions, kind: str) -> list[EpisodeFile]:
+    """The files of one kind and one stage, in the order of their steps.
+
+    Without a name it is the last stage whose weights the run kept: a control such as `sft_continued` is not meant.
+    ConfigError lists what there is.
+    """
+    of_kind = [f for f in files if f.kind == kind]
+    stages = list(dict.fromkeys(f.stage for f in of_kind))
+    if not of_kind:
+        raise ConfigError(f"this run has no {kind} episodes" + ("; leave out --eval" if kind == "eval" else ""))
+    if wanted.stage is not None and wanted.stage not in stages:
+        raise ConfigError(f"--stage {wanted.stage}: no {kind} episodes of it; {nearest(wanted.stage, stages)}")
+    aside = {s.name for s in run.stages if not s.hands_on}
+    kept = [s for s in stages if s not in aside]
+    stage = wanted.stage or (kept or stages)[-1]
+    return [f for f in of_kind if f.stage == stage]
+
+
+def choose(run: Run, files: Sequence[EpisodeFile], wanted: ShowOptions) -> EpisodeFile:
+    """The last file that matches. Where none does, ConfigError lists what there is."""
+    kind = wanted.kind or (
+        "train" if any(f.kind == "train" and wanted.stage in (None, f.stage) for f in files) else "eval"
+    )
+    of_stage = choose_stage(run, files, wanted, kind)
+    step = wanted.step
+    if step is None:
+        return of_stage[-1]
+    found = [f for f in of_stage if f.index == step]
+    if not found:
+        there = [f.index for f in of_stage]
+        near = min(there, key=lambda i: abs(i - step))
+        raise ConfigError(
+            f"--step {step}: no {kind} episodes of {of_stage[0].stage}; the nearest is {near} (from {there[0]} to"
+            f" {there[-1]})"
+        )
+    return found[0]
+
+
+def is_wrong(r: Recorded) -> bool:
+    """Whether it was judged and the source with the largest weight gave less than 1."""
+    scored = [(j.weight, j.verdict.score) for j in r.episode.verdicts if j.verdict.score is not None]
+    return bool(scored) and max(scored, key=lambda s: s[0])[1] < 1

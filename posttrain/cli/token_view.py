@@ -1,0 +1,97 @@
+"""One episode token by token: who said each token, its log-prob, its advantage, the version that said it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from posttrain.cli.fold import folded, hanging, screen_width
+from posttrain.cli.paint import number, paint
+from posttrain.core import foreign
+from posttrain.core.errors import RunFolderError
+from posttrain.core.record import Recorded
+from posttrain.core.types import Segment
+from posttrain.core.visible import visible
+
+LARGEST_TOKENIZER = 512 * foreign.MiB
+"""Most bytes of a tokenizer.json."""
+UNLIKELY = 0.1
+"""Probability below which a sampled token is marked."""
+HEAD = "     at  who    version     logp      p  advantage  token"
+LEAD = "  {place:>5}  {who:<5}  {version:>7}  {chance}  {credit}  "
+
+Decode = Callable[[Sequence[int]], str]
+
+
+def decoder(folder: Path) -> Decode | None:
+    """A function from ids to text, with the run folder's tokenizer. None where it cannot be read without a model."""
+    path = folder / "tokenizer" / "tokenizer.json"
+    if not os.path.lexists(path):
+        return None
+    from tokenizers import Tokenizer
+
+    text = foreign.read_bytes(path, LARGEST_TOKENIZER, RunFolderError)
+    try:
+        tokenizer = Tokenizer.from_str(text.decode())
+    except Exception as error:  # the tokenizers library raises plain exceptions
+        raise RunFolderError(f"{path} is damaged: {error}. Remove it to read the run without its tokenizer") from error
+    return lambda ids: tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+def episode_lines(i: int, r: Recorded, decode: Decode | None, on: bool) -> Iterator[str]:
+    """Summary, verdicts, and one line per sampled token; each stretch of other tokens is one text."""
+    e, width = r.episode, screen_width()
+    named = f"episode {i}: task {visible(e.task.id)}, visit {e.visit}, sibling {e.sibling}, stop {e.stop.value}"
+    for line in folded(named, width):
+        yield paint(line, "bold", on)
+    dropped = f", dropped: {r.dropped}" if r.dropped else ""
+    yield from folded(f"reward {number(e.reward)}, shaped {number(r.shaped)}{dropped}", width)
+    if e.task.answer is not None:
+        yield from hanging("answer ", str(e.task.answer), width)
+    for j in e.verdicts:
+        v = j.verdict
+        why = ": ".join(x for x in (v.kind, v.why) if x)
+        score = number(v.score) if v.score is not None else v.state.value
+        yield from hanging(f"  {visible(j.source)} (weight {j.weight:g}): ", f"{score}  {why}".rstrip(), width)
+    for t in e.seats:
+        yield from hanging(f"  seat {visible(t.seat)} after turn {t.after} ({t.tokens} tokens): ", t.text, width)
+    if e.error:
+        for line in hanging("error: ", e.error, width):
+            yield paint(line, "red", on)
+    if decode is None:
+        yield paint("no tokenizer.json in the run folder: token ids are shown", "yellow", on)
+    for n, segment in enumerate(e.segments):
+        advantage = np.full(len(segment.ids), np.nan)
+        if r.advantage is not None:
+            advantage[segment.mask] = r.advantage[n]
+        if len(e.segments) > 1:
+            yield paint(f"segment {n + 1} of {len(e.segments)}", "bold", on)
+        yield paint(HEAD, "dim", on)
+        yield from _tokens(segment, advantage, decode or (lambda ids: " ".join(f"#{t}" for t in ids)), on, width)
+    if e.text:
+        yield from hanging("said: ", e.text, width)
+
+
+def _tokens(s: Segment, advantage: np.ndarray, decode: Decode, on: bool, width: int) -> Iterator[str]:
+    t = 0
+    while t < len(s.ids):
+        if s.mask[t]:
+            p = float(np.exp(s.logp[t]))
+            a = advantage[t]
+            colour = "" if np.isnan(a) or a == 0 else "green" if a > 0 else "red"
+            credit = paint(f"{'-' if np.isnan(a) else f'{a:+.3f}':>9}", colour, on)
+            chance = paint(f"{s.logp[t]:>7.3f}  {p:>5.3f}", "yellow" if p < UNLIKELY else "", on)
+            token = paint(visible(decode([int(s.ids[t])])), "cyan", on)
+            yield LEAD.format(place=t, who="said", version=s.version[t], chance=chance, credit=credit) + token
+            t += 1
+            continue
+        end = t
+        while end < len(s.ids) and not s.mask[end]:
+            end += 1
+        place = str(t) if end == t + 1 else f"{t}-{end - 1}"
+        for line in hanging(f"  {place:>5}  world  ", decode(s.ids[t:end].tolist()), width):
+            yield paint(line, "dim", on)
+        t = end

@@ -1,0 +1,81 @@
+"""What the verdict of a source depends on: the text alone, or the task as well. It is found out by trying.
+
+The same text is judged for another task, and for the same task with another answer. Where nothing changes, the source
+does not look there. A reward of length or of form is such a source, and cannot tell right from wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+from posttrain.core.types import Task
+from posttrain.environment.check.judged_answer import JudgedAnswer
+
+PAIRS = 8
+"""The number of pairs of tasks on which texts are exchanged."""
+TEXTS = (
+    "",
+    "a",
+    "7",
+    "I do not know. " * 30,
+    "<think>\nLet me see.\n</think>\n\nseven",
+    "<think>Let me see.</think><answer>seven</answer>",
+    "**Step 1.** Look.\n\n- one\n- two\n\n```python\nprint(7)\n```\n",
+    '{"answer": 7}',
+)
+"""Texts of different length and form, on which a reward of the text alone differs."""
+
+
+@dataclass(frozen=True)
+class Dependence:
+    """One source's scores over the texts that were tried."""
+
+    on_task: bool
+    """Whether a text earns something else with another task."""
+    on_answer: bool
+    """Whether a text earns something else when only the task's answer is another."""
+    lowest: float
+    highest: float
+
+    @property
+    def constant(self) -> bool:
+        return not self.on_task and self.lowest == self.highest
+
+
+Round = list[tuple[Task, tuple[str, ...]]]
+
+
+def questions(pairs: Sequence[tuple[Task, Task, Sequence[tuple[str, ...]]]]) -> tuple[Round, Round, Round]:
+    """Three rounds of the same texts: for a task, for another one, and for the task with the answer of the other. Each
+    pair comes with right answers, as turns, that are tried beside `TEXTS`."""
+    texts = [(a, b, text) for a, b, right in pairs[:PAIRS] for text in (*right, *((t,) for t in TEXTS))]
+    return (
+        [(a, text) for a, _, text in texts],
+        [(b, text) for _, b, text in texts],
+        [(replace(a, answer=b.answer), text) for a, b, text in texts],
+    )
+
+
+def dependences(
+    one: Sequence[JudgedAnswer], other: Sequence[JudgedAnswer], changed: Sequence[JudgedAnswer]
+) -> dict[str, Dependence]:
+    """By source, from the verdicts of the three rounds. Empty where nothing could be exchanged."""
+    sources = dict.fromkeys(name for told in one for name in told.scores)
+    return {name: _dependence(name, one, other, changed) for name in sources}
+
+
+def _dependence(
+    name: str, one: Iterable[JudgedAnswer], other: Iterable[JudgedAnswer], changed: Iterable[JudgedAnswer]
+) -> Dependence:
+    rows = [
+        (a.scores.get(name), b.scores.get(name), c.scores.get(name))
+        for a, b, c in zip(one, other, changed, strict=True)
+    ]
+    seen = [x for row in rows for x in row if x is not None]
+    return Dependence(
+        on_task=any(a != b for a, b, _ in rows),
+        on_answer=any(a != c for a, _, c in rows),
+        lowest=min(seen),
+        highest=max(seen),
+    )
