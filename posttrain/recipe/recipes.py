@@ -53,7 +53,7 @@ _ALL = (
         kind="yours",
         shows="RL alone with GRPO, from the weights of the model that you give",
         build=grpo,
-        minutes=1.2,
+        minutes=1.3,
         reaches="0.00",
     ),
     Recipe(

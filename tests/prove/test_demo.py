@@ -11,8 +11,9 @@ from posttrain.core import reader
 from posttrain.diagnose.learned import learned
 from posttrain.diagnose.outcome import read_outcome
 
+pytestmark = pytest.mark.prove
 
-@pytest.mark.prove
+
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_rl_gains_on_held_out_prompts(seed: int, tmp_path: Path) -> None:
     """The lower end of the paired gain's interval is far above 0, no held-out prompt was trained on, and the sentence

@@ -96,6 +96,7 @@ def test_a_run_writes_its_summary_quiet_or_not(run: Path) -> None:
     assert (run / "summary.svg").read_text().startswith("<?xml")
 
 
+@pytest.mark.prove
 def test_quiet_prints_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     posttrain.run("verifiable", *ONLY_RL, out=tmp_path / "q", quiet=True)
     assert capfd.readouterr().out == "" and (tmp_path / "q" / "summary.md").is_file()
@@ -121,6 +122,7 @@ def test_a_folder_of_somebody_else_prints_no_control_characters(copy: Path, caps
     assert "<script" not in page.replace("\\<script", "") and "\x1b" not in page
 
 
+@pytest.mark.prove
 @pytest.mark.parametrize(
     ("words", "why", "advice"),
     [
@@ -223,6 +225,7 @@ def test_two_runs_are_paired_by_prompt(run: Path, other: Path, capsys: pytest.Ca
     assert "another seed may" in " ".join(said.split()) and all(len(x) <= 80 for x in said.splitlines())
 
 
+@pytest.mark.prove
 def test_seeds_are_grouped(run: Path, tmp_path: Path) -> None:
     """The same settings with another seed: one group. Two such groups: an interval over seeds, paired by seed."""
     second = play(tmp_path / "a2", "verifiable", *TINY, "seed=2")
@@ -235,6 +238,7 @@ def test_seeds_are_grouped(run: Path, tmp_path: Path) -> None:
     assert gain.over_seeds.mean == pytest.approx(gain.over_prompts.mean)
 
 
+@pytest.mark.prove
 def test_nonsense_is_refused(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "twice" in refused(capsys, "compare", str(run), str(run), code=2)
     assert "two runs" in refused(capsys, "compare", str(run), code=2)
