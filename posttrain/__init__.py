@@ -3,11 +3,17 @@
 >>> import posttrain
 >>> result = posttrain.run("ladder", "rl.steps=10")  # doctest: +SKIP
 
-It works inside a notebook's running event loop too.
+It works inside a notebook's running event loop too, and takes functions and rows of the notebook:
+
+>>> rows = [{"prompt": f"{a}+1=", "answer": str(a + 1)} for a in range(20)]
+>>> def right(completions, answer, **columns):
+...     return [float(c.strip() == a) for c, a in zip(completions, answer)]
+>>> result = posttrain.run("grpo", model="my-model", env=posttrain.prompts(rows), rewards=[right])  # doctest: +SKIP
 """
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from posttrain.core.version import VERSION as __version__
@@ -16,37 +22,46 @@ if TYPE_CHECKING:
     from posttrain.api.ablate import ablate
     from posttrain.api.check import check
     from posttrain.api.compare import compare
+    from posttrain.api.handed import prompts
     from posttrain.api.main import evaluate, export, run
     from posttrain.api.plots import plot
+    from posttrain.api.result import load
     from posttrain.api.summary import summarize
 
-__all__ = ["__version__", "ablate", "check", "compare", "evaluate", "export", "plot", "run", "summarize"]
+_PLACES = {
+    "run": "posttrain.api.main",
+    "evaluate": "posttrain.api.main",
+    "export": "posttrain.api.main",
+    "prompts": "posttrain.api.handed",
+    "load": "posttrain.api.result",
+    "ablate": "posttrain.api.ablate",
+    "check": "posttrain.api.check",
+    "compare": "posttrain.api.compare",
+    "plot": "posttrain.api.plots",
+    "summarize": "posttrain.api.summary",
+}
+
+__all__ = [
+    "__version__",
+    "ablate",
+    "check",
+    "compare",
+    "evaluate",
+    "export",
+    "load",
+    "plot",
+    "prompts",
+    "run",
+    "summarize",
+]
 
 
 def __getattr__(name: str) -> Any:
     """The Python surface, loaded on first use so that `import posttrain` needs no torch."""
-    if name in ("run", "evaluate", "export"):
-        from posttrain.api import main
+    if name not in _PLACES:
+        raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+    return getattr(import_module(_PLACES[name]), name)
 
-        return getattr(main, name)
-    if name == "ablate":
-        from posttrain.api.ablate import ablate
 
-        return ablate
-    if name == "check":
-        from posttrain.api.check import check
-
-        return check
-    if name == "compare":
-        from posttrain.api.compare import compare
-
-        return compare
-    if name == "plot":
-        from posttrain.api.plots import plot
-
-        return plot
-    if name == "summarize":
-        from posttrain.api.summary import summarize
-
-        return summarize
-    raise AttributeError(f"module 'posttrain' has no attribute {name!r}")
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -15,7 +15,9 @@ ROOT = Path(__file__).parent.parent
 
 PUBLIC = {
     # what a program calls
-    "posttrain.api.main": "run evaluate export Result",
+    "posttrain.api.main": "run evaluate export",
+    "posttrain.api.handed": "prompts PromptData",
+    "posttrain.api.result": "load Result RolloutView",
     "posttrain.api.check": "check",
     "posttrain.api.ablate": "ablate Ablation AblationRow",
     "posttrain.api.summary": "summarize",
@@ -44,7 +46,7 @@ PUBLIC = {
     "posttrain.core.content": "ContentPart",
     "posttrain.core.seats": "SeatTurn",
     "posttrain.core.verdict": "State Verdict Judged outcome",
-    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Verify Write",
+    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow StepNumber Together Verify Write",
     "posttrain.environment.make": "environment",
     "posttrain.environment.single": "SingleTurn Generated Listed require",
     "posttrain.environment.generated": "GeneratedTasks",

@@ -17,6 +17,7 @@ from functools import cached_property
 from posttrain.api import overrides as dotted
 from posttrain.api.measure import GIB, DataSize, Machine, ModelSize, data_size, machine, model_size
 from posttrain.core.engines import Embedded
+from posttrain.core.given import Given, is_inline
 from posttrain.core.run import Reinforce, Run, Supervised
 from posttrain.core.stage import Stage
 
@@ -238,7 +239,14 @@ def given_paths(run: Run, overrides: Iterable[str]) -> frozenset[str]:
     return frozenset(".".join(dotted.address(run, text.partition("=")[0].strip())) for text in overrides if "=" in text)
 
 
-def for_model(run: Run, given: frozenset[str], *, trained: bool = True, only: Collection[str] = ()) -> ForModel:
+def for_model(
+    run: Run,
+    given: frozenset[str],
+    *,
+    trained: bool = True,
+    only: Collection[str] = (),
+    objects: Given = Given(),
+) -> ForModel:
     """The run with everything chosen that was not given. Without `model.path`, and for a model as small as a recipe's
     own (`trained`), only the stages are looked at.
 
@@ -246,8 +254,9 @@ def for_model(run: Run, given: frozenset[str], *, trained: bool = True, only: Co
         given: full paths of the user's settings (`given_paths`).
         trained: False where the weights are of a run that built its model.
         only: first words of the paths to choose (of a stage's, the word after its name); empty: all.
+        objects: what a Python program handed to the run.
     """
-    data = data_size(run.env) if {"env.prompts", "model", "model.path"} & given else None
+    data = data_size(run.env, objects) if {"env.prompts", "model", "model.path"} & given else None
     run, lines = without_completions(run, given, data)
     chosen = {"stages": "; ".join(lines)} if lines else {}
     if run.model.path is None:
@@ -286,5 +295,9 @@ def without_completions(run: Run, given: frozenset[str], data: DataSize | None) 
     left = tuple(s for s in run.stages if s not in out)
     if not out or not left:
         return run, []
-    lines = [f"{s.name}: left out, because {run.env.prompts} has no completions to imitate" for s in out]
+    lines = [f"{s.name}: left out, because {data_name(run)} has no completions to imitate" for s in out]
     return replace(run, stages=left), lines
+
+
+def data_name(run: Run) -> str:
+    return "the data" if is_inline(run.env.prompts) else str(run.env.prompts)

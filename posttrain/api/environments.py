@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from posttrain.core.abilities import declared
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.given import Given
 from posttrain.core.ports import Environment
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
@@ -23,14 +24,14 @@ def check_environment(env: Environment, stages: Sequence[Stage]) -> None:
             raise ConfigError(why)
 
 
-def make_environment(run: Run) -> Environment:
-    """The run's environment, used by all stages that have none of their own."""
-    env = environment(run.env, run.seed)
+def make_environment(run: Run, objects: Given = Given()) -> Environment:
+    """The run's environment, used by all stages that have none of their own. `objects`: what a program handed."""
+    env = environment(run.env, run.seed, objects)
     check_environment(env, [s for s in run.stages if s.env is None])
     return env
 
 
-def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
+def own_environments(run: Run, env: Environment, objects: Given = Given()) -> dict[str, Environment]:
     """The environments of stages that have their own, by the stage's name. Equal configurations share one object,
     also with `env`."""
     built: list[tuple[Env, Environment]] = [(run.env, env)]
@@ -42,7 +43,7 @@ def own_environments(run: Run, env: Environment) -> dict[str, Environment]:
             found = next((e for known, e in built if known == stage.env), None)
             if found is None:
                 with errors_with_path(f"{stage.name}.env"):
-                    found = environment(stage.env, run.seed)
+                    found = environment(stage.env, run.seed, objects)
                 built.append((stage.env, found))
             out[stage.name] = found
             check_environment(found, [stage])

@@ -2,31 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 import shutil
-import threading
-from collections.abc import Callable, Coroutine
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import to_stderr
 from posttrain.api.branch import TOKENIZER
-from posttrain.api.build import make_policy, make_roles, use_threads
+from posttrain.api.build import PolicyRoles, make_policy, make_roles, use_threads
 from posttrain.api.console import PlainConsole
 from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
 from posttrain.api.environments import make_environment
+from posttrain.api.handed import HandedObjects, setting_words
 from posttrain.api.request import RunOptions, requested
+from posttrain.api.result import Result
 from posttrain.api.session import open_session
 from posttrain.api.summary import show_report
 from posttrain.api.target import kept_policy, run_and_checkpoint, target_run
-from posttrain.controller.stages import StageResult
+from posttrain.api.waiting import wait
+from posttrain.core.algorithm import Algorithm
 from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, RunFolderError
 from posttrain.core.files import full
+from posttrain.core.given import Given
+from posttrain.core.ports import Environment
 from posttrain.core.reader import is_run
-from posttrain.core.run import Reinforce, Run
+from posttrain.core.run import Evaluation, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.shell import command_line
 from posttrain.engine.learner import HFLearner
@@ -35,79 +38,44 @@ from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.evaluate import evaluate as measure
 from posttrain.role.weights import load_weights
 
-T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Result:
-    """What a finished run returns: its folder, its settings and the results of its stages."""
-
-    folder: Path
-    run: Run
-    stages: tuple[StageResult, ...]
-
-    @property
-    def accuracy(self) -> float | None:
-        """Share of held-out answers that are right, with the final weights; None if it was not measured."""
-        return self._last.accuracy[0] if self._last is not None and self._last.accuracy is not None else None
-
-    @property
-    def reward(self) -> float | None:
-        """Mean held-out reward of the same weights. It differs from `accuracy` where a reward gives partial credit."""
-        return self._last.reward[0] if self._last is not None and self._last.reward is not None else None
-
-    @property
-    def _last(self) -> StageResult | None:
-        """The stage whose weights the run ended with; None if it was measured on an environment of its own."""
-        last = next((s for s in reversed(self.stages) if s.hands_on), None)
-        return last if last is not None and self.run.env_of(self.run.stage(last.name)) == self.run.env else None
-
-
-def wait(work: Coroutine[Any, Any, T]) -> T:
-    """Run a coroutine to its end. Where an event loop is already running (notebooks), it runs in a new thread."""
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return asyncio.run(work)
-    box: list[Any] = []
-
-    def body() -> None:
-        try:
-            box.append((True, asyncio.run(work)))
-        except BaseException as error:
-            box.append((False, error))
-
-    thread = threading.Thread(target=body, name="posttrain")
-    thread.start()
-    thread.join()
-    ok, value = box[0]
-    if not ok:
-        raise value
-    return value
-
 
 def run(
     recipe: str | Run = "",
     *overrides: str,
+    env: Any = None,
+    rewards: Any = None,
+    algorithm: str | Algorithm | None = None,
     out: str | Path | None = None,
     resume: str | Path | None = None,
     quiet: bool = False,
     allow_fault: bool = False,
     trust: bool = False,
+    **settings: Any,
 ) -> Result:
     """Run a recipe, or resume a run that was cut.
 
     Args:
         recipe: name of a shipped recipe, or a `Run` of your own.
         overrides: dotted `key=value` changes.
+        env: an environment by name, `posttrain.prompts(...)`, rows as that takes them, or an environment of your own:
+            a class or an object.
+        rewards: reward functions, names of built-ins or `path.py:function`, each alone or with its weight:
+            `[right, ("think_format", 0.2)]`. Functions run in this process.
+        algorithm: by its name, or an `Algorithm` of your own.
         out: run folder; default runs/RECIPE-DATE-TIME.
-        resume: an existing run folder to continue; then no recipe and no overrides are given.
+        resume: an existing run folder to continue; then no recipe and no overrides are given. Objects that the run
+            was handed are handed again.
         allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
         trust: allow what a folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
+        settings: any other setting by its name: `model="my-model", steps=50, sampling={"max_tokens": 64}`.
     """
-    options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust)
-    with requested(recipe, overrides, options) as request, open_session(request) as session:
-        wait(session.play())
+    named = {"env": env, "algorithm": algorithm}
+    words = [*overrides, *setting_words({n: v for n, v in named.items() if isinstance(v, str)} | settings)]
+    own = algorithm if isinstance(algorithm, Algorithm) else None
+    handed = HandedObjects(None if isinstance(env, str) else env, rewards, own)
+    options = RunOptions(out=out, resume=resume, quiet=quiet, allow_fault=allow_fault, trust=trust, handed=handed)
+    with requested(recipe, words, options) as request, open_session(request) as session:
+        wait(session.play(), session.stopper)
     return Result(session.book.folder, session.run, session.results)
 
 
@@ -121,6 +89,8 @@ def evaluate(
     remote: EndpointOptions = EndpointOptions(),
     quiet: bool = False,
     trust: bool = False,
+    env: Any = None,
+    rewards: Any = None,
 ) -> EvaluationReport:
     """Held-out accuracy, mean reward and pass@k of a run, a model directory or hub id, or the model at an address.
 
@@ -132,15 +102,18 @@ def evaluate(
         checkpoint: of a run folder: `last`, `best` or a checkpoint's name.
         remote: how to reach an endpoint and what to ask it.
         trust: allow what a run folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
+        env, rewards: as in `run`. A run that was handed objects needs its functions again.
     """
     target, checkpoint = run_and_checkpoint(target, checkpoint)
-    run, weights = _asked_run(target, checkpoint, overrides, quiet, trust)
+    objects = HandedObjects(None if isinstance(env, str) else env, rewards)
+    words = [f"env={env}"] if isinstance(env, str) else []
+    run, weights, given = _asked_run(target, checkpoint, (*words, *overrides), objects, quiet, trust)
     how = run.evaluation if samples is None else replace(run.evaluation, samples=samples)
     contract = _contract(run, max_tokens, temperature)
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
-    environment = make_environment(run)
+    environment = make_environment(run, given)
     if not environment.heldout:
         raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
     console = PlainConsole(soft_wrap=True, quiet=quiet)
@@ -154,14 +127,8 @@ def evaluate(
     if weights is not None:
         load_weights(weights, roles.learner)
 
-    async def work() -> EvaluationReport:
-        await roles.sync.push(roles.engine.version + 1)
-        return await measure(
-            roles.rollout, environment.heldout, contract.resolve(policy.stop_ids, roles.renderer.spell), how
-        )
-
     try:
-        report = wait(work())
+        report = wait(_measured(roles, environment, contract.resolve(policy.stop_ids, roles.renderer.spell), how))
     finally:
         roles.close()
         environment.close()
@@ -169,16 +136,33 @@ def evaluate(
     return report
 
 
+async def _measured(
+    roles: PolicyRoles, environment: Environment, sampling: Sampling, how: Evaluation
+) -> EvaluationReport:
+    await roles.sync.push(roles.engine.version + 1)
+    return await measure(roles.rollout, environment.heldout, sampling, how)
+
+
 def _asked_run(
-    target: str | Path, checkpoint: str, overrides: tuple[str, ...], quiet: bool, trust: bool
-) -> tuple[Run, Path | None]:
-    """(the run whose environment and model are evaluated, the weights to load into its policy or None)."""
+    target: str | Path, checkpoint: str, overrides: tuple[str, ...], handed: HandedObjects, quiet: bool, trust: bool
+) -> tuple[Run, Path | None, Given]:
+    """(the run whose environment and model are evaluated, the weights to load into its policy or None, the objects)."""
+    kept: list[Given] = []
+
+    def change(run: Run) -> Run:
+        run, given = handed.place(run)
+        kept.append(given)
+        return run
+
     if not is_run(target):
-        overrides = with_environment(str(target), overrides)
+        alone = ("env=prompts",) if handed.env is not None else ()
+        overrides = with_environment(str(target), (*alone, *overrides))
     if is_url(target):
-        return dotted.apply(remote_run(str(target)), list(overrides)), None
+        return dotted.apply(change(remote_run(str(target))), list(overrides[len(alone) :])), None, kept[0]
     say: Callable[[str], None] = (lambda _: None) if quiet else to_stderr
-    return target_run(target, checkpoint, *overrides, parts=("model", "env", "engine"), allow=trust, say=say)
+    parts = ("model", "env", "engine")
+    run, weights = target_run(target, checkpoint, *overrides, parts=parts, allow=trust, change=change, say=say)
+    return run, weights, replace(kept[-1], folder=Path(target)) if is_run(target) else kept[-1]
 
 
 def with_environment(target: str, overrides: tuple[str, ...]) -> tuple[str, ...]:

@@ -14,6 +14,7 @@ from typing import Any
 from posttrain.core import foreign
 from posttrain.core.env import Env
 from posttrain.core.errors import DataError
+from posttrain.core.given import Given, is_inline
 
 GIB = 1 << 30
 LARGEST_CONFIG = 16 * foreign.MiB
@@ -113,8 +114,8 @@ class DataSize:
     """The longest prompt together with its completion."""
 
 
-def data_size(env: Env) -> DataSize | None:
-    """The size of the user's data; None where the environment makes its tasks itself.
+def data_size(env: Env, objects: Given = Given()) -> DataSize | None:
+    """The size of the user's data; None where the environment makes its tasks itself. `objects`: what a program handed.
 
     Raises:
         DataError, ConfigError: the data cannot be read; the message names the row.
@@ -127,7 +128,8 @@ def data_size(env: Env) -> DataSize | None:
 
     columns = PromptsEnv(**checked(env.name, PromptsEnv, env.args))
     rows = completions = prompt = completion = both = 0
-    for place, data in source_rows(env.prompts, columns.split):
+    inline = is_inline(env.prompts)
+    for place, data in objects.rows(env.prompts) if inline else source_rows(env.prompts, columns.split):
         row = row_of(place, data, columns)
         asked = sum(len(t.encode()) for t in texts_of(row.task.prompt))
         said = len((row.completion or "").encode())

@@ -15,13 +15,15 @@ from posttrain.api.admit import admitted, edit_notes, missing_notes
 from posttrain.api.branch import pinned, run_source, was_built
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.environments import check_environment, distinct, own_environments
+from posttrain.api.handed import HandedObjects, given_again, given_notes, object_notes, recorded
 from posttrain.api.trackers import check_trackers
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.engines import VLLM, Embedded
 from posttrain.core.errors import ConfigError
+from posttrain.core.given import Given
 from posttrain.core.ports import Environment
-from posttrain.core.reader import folder_of
+from posttrain.core.reader import folder_of, run_file
 from posttrain.core.run import BUILT_CONTEXT, Reinforce, Run
 from posttrain.core.shell import command_line
 from posttrain.engine.locate import check_source
@@ -40,6 +42,8 @@ class RunOptions:
     quiet: bool = False
     allow_fault: bool = False
     trust: bool = False
+    handed: HandedObjects = HandedObjects()
+    """Objects of the Python program that starts it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,8 @@ class RunRequest:
     given: frozenset[str] | None = None
     """Full paths of the settings that the user gave with a recipe; the others may be chosen for a real model. None:
     the whole run was given."""
+    objects: Given = Given()
+    """Objects that a Python program handed to the run."""
 
     @property
     def environment(self) -> Environment:
@@ -82,9 +88,9 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
         faults.refuse_silent(run.fault, options.allow_fault)
         check_early(run)
         closing.enter_context(faults.planted(run.fault))
-        environment = named_environment(run.env, run.seed)
+        environment = named_environment(run.env, run.seed, asked.objects)
         closing.callback(environment.close)
-        others = own_environments(run, environment)
+        others = own_environments(run, environment, asked.objects)
         environments = distinct(environment, others)
         for other in environments[1:]:
             closing.callback(other.close)
@@ -103,10 +109,14 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
         )
     if options.out is not None:
         Book.refuse(options.out)
-    base = recipe if isinstance(recipe, Run) else shipped(recipe)
+    base, objects = options.handed.place(recipe if isinstance(recipe, Run) else shipped(recipe))
     run, origin = pinned(dotted.apply(base, list(overrides)))
-    given = None if isinstance(recipe, Run) else given_paths(base, overrides)
-    return RunRequest(run=run, out=Path(options.out) if options.out else None, recorded=origin, given=given)
+    given = None if isinstance(recipe, Run) else given_paths(base, overrides) | options.handed.paths
+    out = Path(options.out) if options.out else None
+    about = {**origin, **recorded(objects)}
+    return RunRequest(
+        run=run, out=out, notes=tuple(object_notes(objects)), recorded=about, given=given, objects=objects
+    )
 
 
 def settled(request: RunRequest) -> RunRequest:
@@ -114,7 +124,9 @@ def settled(request: RunRequest) -> RunRequest:
     is one, to look at the machine."""
     if request.given is None:
         return request
-    ready = for_model(request.run, request.given, trained=not was_built(request.run.model.path))
+    ready = for_model(
+        request.run, request.given, trained=not was_built(request.run.model.path), objects=request.objects
+    )
     recorded = {"chosen": dict(ready.chosen), **request.recorded}
     return replace(request, run=ready.run, notes=(*request.notes, *ready.lines), recorded=recorded)
 
@@ -124,10 +136,12 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     assert options.resume is not None
     if recipe or overrides or options.out:
         raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
-    admitted(folder_of(options.resume)[0], allow=options.trust, links=True)
+    folder = folder_of(options.resume)[0]
+    admitted(folder, allow=options.trust, links=True)
+    objects = given_again(folder, options.handed.place(run_file(folder).run)[1])
     book, checkpoint = Book.open_for_resume(Path(options.resume))
-    notes = (*edit_notes(book.folder), *missing_notes(book.folder))
-    return RunRequest(run=book.run, book=book, checkpoint=checkpoint, notes=notes)
+    notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, objects))
+    return RunRequest(run=book.run, book=book, checkpoint=checkpoint, notes=notes, objects=objects)
 
 
 def check_early(run: Run) -> None:

@@ -24,6 +24,7 @@ from posttrain.controller.stages.progress import StageResult
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.files import disk_full_is_reported
+from posttrain.core.given import DATA
 from posttrain.core.ports import Tracker
 from posttrain.core.reader import damage_is_named
 from posttrain.core.run import Run
@@ -112,6 +113,8 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
         book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **request.recorded})
         cleanup.callback(book.close)
+        if request.objects.data:
+            book.beside(DATA, request.objects.write_data)
         notes = (*notes, *remember_run(folder, run))
     trackers = start_trackers(run, policy, book)
     terminal = Terminal(run)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 
-from posttrain.core.abilities import GoldAnswers, Turns
+from posttrain.core.abilities import GoldAnswers, StepNumber, Turns
 from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Attempt, Environment
@@ -57,7 +58,7 @@ class RejudgedAnswers:
                 raise InvariantError(self._unpaid(env, said, judged, "before the first step"))
             self._gold.append((right, said, judged))
 
-    async def after(self, env: Environment, played: Sequence[Group]) -> tuple[str, ...]:
+    async def after(self, env: Environment, played: Sequence[Group], at: StepNumber = StepNumber()) -> tuple[str, ...]:
         """Judge one right answer and one or two episodes of the step again. Returns notes on what may be intended.
 
         Raises:
@@ -67,9 +68,8 @@ class RejudgedAnswers:
         if self._gold:
             out += await self._right_answer(env, *self._gold[self._turn % len(self._gold)])
         for e in _sample([e for g in played for e in g.episodes], self._turn):
-            # verdicts about parts of an answer are not compared, so any token border is fine
-            again = Attempt(e.task, _turns(e), e.stop, int, e.state)
-            out += await self.verdicts_repeat(env, again, e.verdicts, "an answer of this step")
+            ask = partial(_asked_again, env, e, next(g for g in played if e in g.episodes), at)
+            out += await self._repeats(ask, _again(e), e.verdicts, "an answer of this step")
         self._turn += 1
         return tuple(out)
 
@@ -120,10 +120,15 @@ class RejudgedAnswers:
 
     async def verdicts_repeat(self, env: Environment, said: Attempt, before: Sequence[Judged], what: str) -> list[str]:
         """Judge again and compare. A changed verdict that repeats is an error; one that varies is noted once."""
-        now = await env.judge(said)
+        return await self._repeats(partial(env.judge, said), said, before, what)
+
+    async def _repeats(
+        self, ask: Callable[[], Awaitable[Sequence[Judged]]], said: Attempt, before: Sequence[Judged], what: str
+    ) -> list[str]:
+        now = await ask()
         if _same(before, now):
             return []
-        if _same(now, await env.judge(said)):
+        if _same(now, await ask()):
             was, is_ = _shown(before), _shown(now)
             raise InvariantError(
                 f"{what} to task {said.task.id!r} ({said.text[-60:]!r}, stop reason {said.stop.value!r}) has verdict"
@@ -138,6 +143,27 @@ class RejudgedAnswers:
             f"rule verifier_wavers: asked twice about {what} to task {said.task.id!r} the verifier said"
             f" {_shown(before)} and {_shown(now)}. If it is not random on purpose, an outage may be scored as an answer"
         ]
+
+
+def _again(e: Episode) -> Attempt:
+    """The attempt of a recorded episode. Verdicts about parts of an answer are not compared, so any token border is
+    fine."""
+    said = tuple(int(i) for s in e.segments for i in s.ids[s.mask])
+    return Attempt(e.task, _turns(e), e.stop, int, e.state, said)
+
+
+async def _asked_again(env: Environment, e: Episode, group: Group, at: StepNumber) -> Sequence[Judged]:
+    """New verdicts about one episode. Sources that judge whole groups get its group again; they are left out where an
+    attempt of the group cannot be read from its record."""
+    together = env.abilities.together
+    if together is None:
+        return await env.judge(_again(e))
+    alone = await env.judge(replace(_again(e), batched=True))
+    members = [m for m in group.episodes if m.stop is not Stop.ERROR]
+    if not all(_turns(m) for m in members):
+        return alone
+    found, _ = await together([_again(m) for m in members], at)
+    return (*alone, *found[members.index(e)])
 
 
 def _asked(env: Environment, gold: GoldAnswers | None) -> list[tuple[Task, Turns]]:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from posttrain.checks.history import StageHistory
 from posttrain.checks.rejudge import RejudgedAnswers
+from posttrain.core.abilities import StepNumber
 from posttrain.core.errors import InvariantError, RewardError
 from posttrain.core.experience import Experience
 from posttrain.core.gauge import Gauge, Step
@@ -58,7 +59,9 @@ class VerifierCheck(Observer):
         if (e := self._experience) is None:
             return None
         with roles.clock.of("check"):
-            warned = await self._rejudged.after(roles.rollout.environment, e.played)
+            warned = await self._rejudged.after(
+                roles.rollout.environment, e.played, StepNumber(step.index, roles.stage.steps)
+            )
         return ObserverReport({**self._rejudged.mute(e.played), "rollout/walked": Gauge(e.prompts.cursor, 1)}, warned)
 
     def _enough_judged(self, roles: ReinforceRoles, e: Experience) -> None:

@@ -41,6 +41,10 @@ class Stopper:
             for number, handler in kept.items():
                 signal.signal(number, handler)
 
+    def stop(self, number: int) -> None:
+        """End the run after its step, as this signal does. For a program that waits in another thread."""
+        self.number = number
+
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.number:
             raise KeyboardInterrupt

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.losses import Likelihood, PolicyLoss
 from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
+from posttrain.core.abilities import StepNumber
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience, PromptState
@@ -37,7 +38,8 @@ from posttrain.role.trainer import NAMED, NonFiniteGradient
 
 async def ask(roles: ReinforceRoles, index: int) -> Experience:
     """Play and judge the groups of step `index`, counted from 1."""
-    version, request = roles.trainer.version, roles.stage.algorithm.request(roles.stage)
+    version, asked = roles.trainer.version, roles.stage.algorithm.request(roles.stage)
+    request = replace(asked, at=StepNumber(index, roles.stage.steps))
     with roles.clock.of("rollout"):
         played, passed = await roles.rollout.until(
             roles.prompts, request, roles.sampling, roles.stream, roles.adaptive.rate

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol, Self
 import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.gauge import Gauges
 from posttrain.core.types import Message, Task
-from posttrain.core.verdict import Verdict
+from posttrain.core.verdict import Judged, Verdict
 
 if TYPE_CHECKING:
     from posttrain.core.ports import Attempt
@@ -39,6 +40,24 @@ class Verify(Protocol):
     """Returns a verdict about one attempt."""
 
     def __call__(self, attempt: Attempt) -> Awaitable[Verdict]: ...
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """Which step of a stage is played, for rewards that change with it. Outside training it is the last one."""
+
+    step: int = 1
+    """Counted from 1."""
+    steps: int = 1
+    """Of the whole stage."""
+
+
+class Together(Protocol):
+    """Judges the finished attempts of one group by the sources that compare or batch them."""
+
+    async def __call__(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[tuple[Judged, ...]], Gauges]:
+        """The verdicts of each attempt, in order, and what the sources logged."""
+        ...
 
 
 def _none(task: Task) -> tuple[Turns, ...]:
@@ -144,6 +163,9 @@ class Abilities(Declared):
     rows: Sequence[DataRow] | None = None
     """The rows of the user's data, if the tasks come from there. The length of each is checked before the first step,
     and an error names the row's place. Without them a prompt that is too long is found only when it is used."""
+    together: Together | None = None
+    """Reward sources that get all answers to a prompt in one call. The rollout calls it once all of them have ended.
+    Without it each answer is judged alone. `judge` still asks them, with one answer, where an answer comes alone."""
     tools: Callable[[Task], Sequence[Mapping[str, Any]]] | None = None
     """JSON schemas of the tools in a conversation about a task, if they are known before it is played. Without it the
     length that they add to a prompt is known only when the prompt is used."""

@@ -20,6 +20,7 @@ from typing import Any, cast
 
 from posttrain.core import tree
 from posttrain.core.env import SandboxSettings
+from posttrain.core.given import is_inline
 from posttrain.core.pieces.piece import Piece
 from posttrain.core.run import Run
 from posttrain.core.stage import Stage
@@ -70,6 +71,8 @@ def _shipped(name: str) -> bool:
 
 def _code(name: str) -> Found:
     """What a value `path.py:name` asks for."""
+    if is_inline(name):  # an object that the user's own program hands again
+        return None
     path, colon, attribute = name.rpartition(":")
     return (Kind.CODE, f"runs {attribute} of the Python file {_file(path)}") if colon and not _shipped(path) else None
 
@@ -94,7 +97,7 @@ def _model(name: str) -> Found:
 
 
 def _data(name: str) -> Found:
-    if _shipped(name):
+    if _shipped(name) or is_inline(name):  # rows that are kept inside the folder
         return None
     return Kind.OUTSIDE, f"reads the data in {_file(name)}" if Path(
         name

@@ -209,6 +209,11 @@ class Attempt:
     """Number of spoken tokens up to a character of `text`. It gives the `end` of a verdict about a step."""
     state: Any = None
     """The environment's state at the end of the episode (`Talk.leave`), as plain data."""
+    ids: tuple[int, ...] = ()
+    """Ids of the tokens that the policy said, of all turns. Empty where an answer was written without tokens."""
+    batched: bool = False
+    """Whether the answers of its group are judged together later (`Abilities.together`). Then `judge` leaves those
+    sources out."""
 
     @property
     def text(self) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from posttrain.core.abilities import StepNumber
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.token import Shown
 
@@ -27,6 +28,8 @@ class RolloutRequest:
     """Whether to play also the greedy answer of each prompt, beside its siblings."""
     shown: Shown | None = None
     """Demonstrations that replace the last siblings."""
+    at: StepNumber = StepNumber()
+    """The step that is played, for rewards that change with it."""
 
     def __post_init__(self) -> None:
         if self.groups < 1 or self.siblings < 1 or self.most < 1 or self.extra < 0:

@@ -16,6 +16,7 @@ import numpy as np
 
 from posttrain.core.content import Content
 from posttrain.core.errors import InvariantError
+from posttrain.core.gauge import Gauge
 from posttrain.core.sampling import Sampling
 from posttrain.core.seats import SeatTurn
 from posttrain.core.spread import rounding, spread
@@ -293,6 +294,8 @@ class Group:
     """Siblings aborted because enough others had ended first (`Reinforce.oversample`)."""
     aborted_tokens: int = 0
     """Tokens in the complete turns of the aborted siblings."""
+    logged: Mapping[str, Gauge] = field(default_factory=dict[str, Gauge])
+    """What batch rewards logged about this group, as gauges of the step."""
 
     def __post_init__(self) -> None:
         if not self.episodes:

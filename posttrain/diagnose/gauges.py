@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from posttrain.core.experience import Experience
-from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.scored import Credit
 from posttrain.core.types import Episode, Group
 from posttrain.core.verdict import SOLVED, State, failed
@@ -76,6 +76,9 @@ REGISTRY: dict[str, Definition] = {
         "0",
     ),
     "abstained/SOURCE": Definition("share of episodes about which that source said nothing", "share", "as meant"),
+    "metric/NAME": Definition(
+        "mean of the numbers that reward functions logged with log_metric(NAME, value)", "its own", "its own"
+    ),
     "credit/silent": Definition(
         "share of groups in the step without spread, so with credit exactly 0", "share", "< 0.5"
     ),
@@ -145,6 +148,7 @@ REGISTRY: dict[str, Definition] = {
         "share",
         "rises; far above accuracy: RL has room",
     ),
+    "eval/metric/NAME": Definition("the same on held-out tasks", "its own", "its own"),
     "policy/ratio": Definition("pi / anchor, mean over tokens (of the episode, for sequence ratios)", "1", "near 1"),
     "policy/ratio_square": Definition(
         "(pi / anchor)^2, mean over tokens", "1", "near 1; a few huge ratios show up here first"
@@ -268,6 +272,7 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
     advantages = [a for e in credits for a in e.advantage]
     return {
         **components(episodes),
+        **merge(*(g.logged for g in played)),
         "rollout/reward": Gauge.of(rewards),
         "rollout/solved": Gauge.of(rewards >= SOLVED),
         "rollout/mixed": Gauge.of([g.mixed for g in played]),

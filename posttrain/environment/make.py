@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import difflib
+import inspect
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
 from posttrain.core.env import Scalar
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.given import Given, is_inline
 from posttrain.core.run import Env
 from posttrain.core.spread import RESOLUTION
 from posttrain.environment.gallery import GALLERY, gallery_class
@@ -22,8 +25,10 @@ def names() -> tuple[str, ...]:
     return (*GALLERY, "prompts", "gym:TASK", "verifiers:ID", "path.py:Class")
 
 
-def environment(config: Env, seed: int) -> SingleTurn:
-    """The environment of a run's configuration.
+def environment(config: Env, seed: int, given: Given = Given()) -> Any:
+    """The environment of a run's configuration: a `SingleTurn`, or any `Environment` that a program handed.
+
+    `given` holds what a Python program handed to the run.
 
     Raises:
         ConfigError: unknown name, setting or reward; a setting of the wrong type or out of range.
@@ -33,7 +38,7 @@ def environment(config: Env, seed: int) -> SingleTurn:
         from posttrain.environment.prompts import PromptsEnv, read_tasks
 
         args = checked(config.name, PromptsEnv, config.args)
-        return read_tasks(config, args, seed)
+        return read_tasks(config, args, seed, given)
     if config.prompts is not None:
         raise ConfigError(
             f"env.prompts={config.prompts!r} is read only with env.name='prompts', but env.name={config.name!r}"
@@ -41,11 +46,13 @@ def environment(config: Env, seed: int) -> SingleTurn:
     common = {
         "seed": seed,
         "heldout_count": config.heldout,
-        "rewards": sources(config.rewards, where=config.sandbox),
+        "rewards": sources(config.rewards, where=config.sandbox, given=given),
         "limits": config.limits,
         "sandbox": config.sandbox,
         "resolution": RESOLUTION if config.resolution is None else config.resolution,
     }
+    if is_inline(config.name):
+        return _handed(config, given.environment(config.name), common)
     if config.name.startswith("gym:"):
         from posttrain.environment.adapters.reasoning_gym import Gym
 
@@ -63,6 +70,28 @@ def environment(config: Env, seed: int) -> SingleTurn:
     return cls(**checked(config.name, cls, config.args), **common)
 
 
+def _handed(config: Env, thing: Any, common: dict[str, Any]) -> Any:
+    """An environment that a program handed: a class of `SingleTurn`, an object of one, or any other environment.
+
+    Settings of a `SingleTurn` come from the tree, so that `env.args` and `env.heldout` change them.
+    """
+    if inspect.isclass(thing) and issubclass(thing, SingleTurn):
+        _complete(config.name, thing)
+        return thing(**checked(config.name, thing, config.args), **common)
+    if isinstance(thing, SingleTurn):
+        return replace(
+            thing,
+            **checked(config.name, type(thing), config.args),
+            **{**common, "rewards": (*thing.rewards, *common["rewards"])},
+        )
+    if config.rewards or config.args:
+        raise ConfigError(
+            f"env={config.name}: this environment judges by itself, and takes no rewards= and no env.args. Derive it"
+            " from posttrain.environment.single.SingleTurn to add some"
+        )
+    return thing
+
+
 def _own(name: str) -> type[SingleTurn]:
     """The environment class of a user's file, `path.py:Class`. ConfigError if it is not one, or lacks methods."""
     path, _, attribute = name.rpartition(":")
@@ -72,6 +101,13 @@ def _own(name: str) -> type[SingleTurn]:
             f"env.name={name}: {attribute} is no environment: derive it from posttrain.environment.single.SingleTurn"
             " (posttrain new env writes an example)"
         )
+    _complete(name, cls)
+    return cls
+
+
+def _complete(name: str, cls: type[SingleTurn]) -> None:
+    """ConfigError if a user's class is no dataclass, lacks methods, or misspells one."""
+    attribute = cls.__name__
     if vars(cls).get("__annotations__") and "__dataclass_params__" not in vars(cls):
         raise ConfigError(
             f"env.name={name}: write @dataclass(frozen=True, kw_only=True) above class {attribute}; its fields are its"
@@ -87,7 +123,6 @@ def _own(name: str) -> type[SingleTurn]:
             f"env.name={name}: {attribute} does not say {', '.join(missing)} yet (posttrain new env writes an example"
             " of each)"
         )
-    return cls
 
 
 OPTIONAL = (

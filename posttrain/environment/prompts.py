@@ -12,6 +12,7 @@ import numpy as np
 from posttrain.core.abilities import Abilities
 from posttrain.core.errors import ConfigError, DataError, nearest
 from posttrain.core.gauge import Gauges, merge
+from posttrain.core.given import Given, is_inline
 from posttrain.core.ports import Attempt, Talk, TaskSource
 from posttrain.core.run import Env
 from posttrain.core.types import Message, Stop, Task
@@ -186,26 +187,26 @@ class PromptsEnv(SingleTurn):
         return task.prompt, self._completions[task.id]
 
 
-def read_tasks(config: Env, args: Mapping[str, Any], seed: int) -> PromptsEnv:
+def read_tasks(config: Env, args: Mapping[str, Any], seed: int, given: Given = Given()) -> PromptsEnv:
     """The environment that reads `env.prompts` and is judged by `env.rewards`."""
     if not config.prompts:
         raise ConfigError("env.name='prompts' needs env.prompts: a JSONL file, or a data set (local folder or hub id)")
     if not config.rewards:
         raise ConfigError(
             "env.name='prompts' needs env.rewards: path.py:function, or a built-in (exact, last_integer, contains,"
-            " math)"
+            " math); from Python also functions: rewards=[my_function]"
         )
     shape = PromptsEnv(**args)
-    rows = read(config.prompts, shape)
-    rewards = sources(config.rewards, where=config.sandbox)
+    rows = read(config.prompts, shape, given)
+    rewards = sources(config.rewards, where=config.sandbox, given=given)
     for source in rewards:
         _check(source, rows)
     own = {"seed": seed, "heldout_count": config.heldout, "limits": config.limits, "sandbox": config.sandbox}
     return PromptsEnv(**args, **own, rewards=rewards, rows=rows)
 
 
-def read(path: str, columns: PromptsEnv | None = None) -> tuple[PromptRow, ...]:
-    """All rows of a JSONL or JSON file, a parquet file, a saved data set, or one on the hub.
+def read(path: str, columns: PromptsEnv | None = None, given: Given = Given()) -> tuple[PromptRow, ...]:
+    """All rows of a JSONL or JSON file, a parquet file, a saved data set, one on the hub, or handed by a program.
 
     Raises:
         DataError: a row is not JSON or not text, has no prompt, an empty one or a value of a wrong type; a key or an
@@ -213,10 +214,10 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[PromptRow, ...]:
     """
     columns = columns or PromptsEnv()
     rows: list[PromptRow] = []
-    given: dict[str, Place] = {}
+    places: dict[str, Place] = {}
     repeats: dict[str, int] = {}
     answered: dict[str, PromptRow] = {}
-    for place, data in source_rows(path, columns.split):
+    for place, data in given.rows(path) if is_inline(path) else source_rows(path, columns.split):
         row = row_of(place, data, columns)
         if row.task.answer is not None:
             _same_answer(answered.setdefault(row.key, row), row, columns.answer_column)
@@ -225,12 +226,12 @@ def read(path: str, columns: PromptsEnv | None = None) -> tuple[PromptRow, ...]:
             repeats[row.key] = repeats.get(row.key, 0) + 1
             name = row.key if repeats[row.key] == 1 else f"{row.key}-{repeats[row.key]}"
             row = replace(row, task=replace(row.task, id=name))
-        if name in given:
+        if name in places:
             raise DataError(
-                f"{place}: id {name!r} was already given at {given[name]}; ids must differ (or leave the column out,"
+                f"{place}: id {name!r} was already given at {places[name]}; ids must differ (or leave the column out,"
                 " and ids are made)"
             )
-        given[name] = place
+        places[name] = place
         rows.append(row)
     if not rows:
         raise DataError(f"{path} has no rows")

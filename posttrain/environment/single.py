@@ -10,7 +10,7 @@ from functools import cached_property
 
 import numpy as np
 
-from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers
+from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers, StepNumber
 from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Gauges, merge
@@ -19,7 +19,7 @@ from posttrain.core.spread import RESOLUTION
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Message, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
-from posttrain.verifier.source import ContainedSource, Source, SourceWithProcesses
+from posttrain.verifier.source import BatchSource, ContainedSource, Source, SourceWithProcesses
 
 HELDOUT_SEED = 20_240_229
 """Seed of every generated held-out set. It is not the run's seed, so runs of different seeds are evaluated alike."""
@@ -186,7 +186,12 @@ class SingleTurn(ABC):
         )
         texts = Demonstrations(styles=self.styles, write=self.demonstrate) if self.styles else None
         return Abilities(
-            key=self.key, alphabet=self.alphabet, contained=self.contained, gold=gold, demonstrations=texts
+            key=self.key,
+            alphabet=self.alphabet,
+            contained=self.contained,
+            gold=gold,
+            demonstrations=texts,
+            together=self._together if any(_batched(s) for s in self.rewards) else None,
         )
 
     async def play(self, task: Task, talk: Talk) -> Stop:
@@ -202,8 +207,17 @@ class SingleTurn(ABC):
         return ()
 
     async def added(self, attempt: Attempt) -> tuple[Judged, ...]:
-        """The verdicts of the user's rewards, which run concurrently."""
-        return tuple(await asyncio.gather(*(source(attempt) for source in self.rewards)))
+        """The verdicts of the user's rewards, which run concurrently. Those that judge whole groups are left out where
+        the group is judged later."""
+        asked = [s for s in self.rewards if not (attempt.batched and _batched(s))]
+        return tuple(await asyncio.gather(*(source(attempt) for source in asked)))
+
+    async def _together(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[tuple[Judged, ...]], Gauges]:
+        """See `core.abilities.Together`."""
+        asked = [s for s in self.rewards if isinstance(s, BatchSource) and s.batched]
+        found = await asyncio.gather(*(s.batch(attempts, at) for s in asked))
+        verdicts = [tuple(given[i] for given, _ in found) for i in range(len(attempts))]
+        return verdicts, merge(*(logged for _, logged in found))
 
     def gauges(self) -> Gauges:
         """Queue and latency of the verifiers that run in workers, since the last call."""
@@ -215,6 +229,10 @@ class SingleTurn(ABC):
         for s in self.rewards:
             if isinstance(s, SourceWithProcesses):
                 s.close()
+
+
+def _batched(source: Source) -> bool:
+    return isinstance(source, BatchSource) and source.batched
 
 
 def require(condition: bool, name: str, message: str) -> None:

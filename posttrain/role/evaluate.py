@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.gauge import Gauge, Gauges, merge
 from posttrain.core.interval import Score
 from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Evaluation
@@ -75,7 +75,9 @@ class EvaluationReport:
             out |= {"eval/greedy": self.greedy.gauge(), "eval/greedy_reward": self.greedy_reward.gauge()}
         for k, s in self.pass_at.items():
             out[f"eval/pass_at_{k}"] = s.gauge()
+        logged = merge(*(g.logged for g in self.groups))
         return out | {
+            **{f"eval/{name}": gauge for name, gauge in logged.items()},
             "eval/unjudged": Gauge(self.unjudged, 1),
             "eval/failed": Gauge(self.failed, 1),
             "eval/abstained": Gauge(self.abstained, 1),

@@ -11,10 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from posttrain.core.abilities import StepNumber, Together
 from posttrain.core.errors import ConfigError, InvariantError
+from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt, Environment, EpisodeJudge
 from posttrain.core.redact import redacted
-from posttrain.core.types import Episode, Segment
+from posttrain.core.types import Episode, Segment, Stop
 from posttrain.core.verdict import Judged, State, Verdict, failed
 from posttrain.role.concurrency import together
 
@@ -33,7 +35,7 @@ async def judged(environment: Environment, attempt: Attempt) -> tuple[Judged, ..
         if not _broken(verdicts):
             break
         verdicts = await environment.judge(attempt)
-    if not verdicts:
+    if not verdicts and not attempt.batched:
         raise InvariantError(
             f"environment {environment.name!r} returned no verdict for task {attempt.task.id!r}: judge() must return"
             " one per source"
@@ -59,21 +61,57 @@ class SiblingVerdicts:
         default_factory=dict[tuple[Any, ...], asyncio.Task[tuple[Judged, ...]]]
     )
 
-    async def judge(self, attempt: Attempt, segments: Sequence[Segment]) -> tuple[Judged, ...]:
-        """The verdicts of an attempt, or those of an equal sibling."""
+    _attempts: dict[int, Attempt] = field(default_factory=dict[int, Attempt])
+
+    async def judge(
+        self, attempt: Attempt, segments: Sequence[Segment], sibling: int | None = None
+    ) -> tuple[Judged, ...]:
+        """The verdicts of an attempt, or those of an equal one. Of a sibling, sources that judge the whole group are
+        left for `together`."""
+        if sibling is not None and self.environment.abilities.together is not None:
+            self._attempts[sibling] = attempt
+            attempt = replace(attempt, batched=True)
         if attempt.state is not None:
             return await judged(self.environment, attempt)
-        name = (attempt.stop, attempt.turns, *_tokens(segments))
+        name = (attempt.batched, attempt.stop, attempt.turns, *_tokens(segments))
         if name not in self._begun:
             self._begun[name] = asyncio.create_task(judged(self.environment, attempt))
         # one sibling may be cancelled while another waits for the same verdict
         return await asyncio.shield(self._begun[name])
+
+    async def together(self, episodes: Sequence[Episode], at: StepNumber) -> tuple[list[Episode], Gauges]:
+        """The ended episodes with the verdicts of sources that judge the whole group, and what these logged."""
+        together, out = self.environment.abilities.together, list(episodes)
+        ended = [i for i, e in enumerate(episodes) if e.sibling in self._attempts and e.stop is not Stop.ERROR]
+        if together is None or not ended:
+            return out, {}
+        attempts = [self._attempts[episodes[i].sibling] for i in ended]
+        found, logged = await judged_together(together, attempts, at)
+        first: dict[tuple[Any, ...], tuple[Judged, ...]] = {}
+        for i, verdicts in zip(ended, found, strict=True):
+            e = out[i]
+            same = (i,) if e.state is not None else (e.stop, e.text, *_tokens(e.segments))
+            out[i] = replace(e, verdicts=(*e.verdicts, *first.setdefault(same, verdicts)))
+        return out, logged
 
     async def close(self) -> None:
         """Cancel the judging that nobody waits for any more."""
         for task in self._begun.values():
             task.cancel()
         await asyncio.gather(*self._begun.values(), return_exceptions=True)
+
+
+async def judged_together(
+    together: Together, attempts: Sequence[Attempt], at: StepNumber
+) -> tuple[list[tuple[Judged, ...]], Gauges]:
+    """The verdicts of sources that judge a whole group. They are asked again up to `JUDGE_RETRIES` times while one
+    fails."""
+    found, logged = await together(attempts, at)
+    for _ in range(JUDGE_RETRIES):
+        if not any(_broken(verdicts) for verdicts in found):
+            break
+        found, logged = await together(attempts, at)
+    return [tuple(replace(j, verdict=redacted(j.verdict)) for j in verdicts) for verdicts in found], logged
 
 
 async def with_judges(judges: Sequence[EpisodeJudge], episodes: Sequence[Episode]) -> list[Episode]:

@@ -8,7 +8,7 @@ reward of 0.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -20,7 +20,7 @@ from posttrain.core.request import PassRate, RolloutRequest
 from posttrain.core.sampling import Sampling
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.transcript import Transcript
-from posttrain.core.types import Episode, Group, Stop, Task
+from posttrain.core.types import Episode, Group, Segment, Stop, Task
 from posttrain.core.verdict import Judged, Verdict
 from posttrain.role.concurrency import settled, together
 from posttrain.role.demonstrate import recited
@@ -79,9 +79,11 @@ class Rollout:
             why = scrubbed(f"{type(error).__name__}: {error}")
             verdicts: tuple[Judged, ...] = (Judged("environment", 1.0, Verdict.failed("environment", why)),)
             return self._episode(task, visit, sibling, talk, Stop.ERROR, verdicts, why)
-        attempt = Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state)
+        segments = talk.segments()
+        attempt = Attempt(task, tuple(talk.turns), stop, talk.spoken_upto, talk.state, _said(segments))
+        member = sibling if talks is not None else None  # a greedy answer beside the siblings is none of them
         verdicts = await (
-            judged(self.environment, attempt) if judging is None else judging.judge(attempt, talk.segments())
+            judged(self.environment, attempt) if judging is None else judging.judge(attempt, segments, member)
         )
         return self._episode(task, visit, sibling, talk, stop, (*verdicts, *talk.paid), "")
 
@@ -124,16 +126,17 @@ class Rollout:
                 self.environment, self.renderer, self.dialogue(task.id), task, prompt, completion, sampling
             )
             segments, text = (said.transcript.segment(),), "\n".join(said.turns)
-            attempt = Attempt(task, tuple(said.turns), Stop.SAID, said.spoken_upto, said.state)
-            verdicts = (*await judging.judge(attempt, segments), *said.paid)
+            attempt = Attempt(task, tuple(said.turns), Stop.SAID, said.spoken_upto, said.state, _said(segments))
+            verdicts = (*await judging.judge(attempt, segments, sibling), *said.paid)
             return Episode(task, visit, sibling, segments, Stop.SAID, verdicts, text, state=scrubbed_data(said.state))
         seen, ids = self.renderer.pair(prompt, completion, task.id)
         transcript = Transcript(sampling)
         transcript.see(seen)
         transcript.show(ids)
         segment = transcript.segment()
-        attempt = Attempt(task, (completion,), Stop.SAID, partial(tokens_upto, self.dialogue(task.id), ids))
-        verdicts = await judging.judge(attempt, (segment,))
+        upto = partial(tokens_upto, self.dialogue(task.id), ids)
+        attempt = Attempt(task, (completion,), Stop.SAID, upto, ids=_said((segment,)))
+        verdicts = await judging.judge(attempt, (segment,), sibling)
         return Episode(task, visit, sibling, (segment,), Stop.SAID, verdicts, completion)
 
     async def group(self, task: Task, visit: int, request: RolloutRequest, sampling: Sampling, stream: str) -> Group:
@@ -166,9 +169,11 @@ class Rollout:
         finally:
             await judging.close()
         spoken = sum(talk.engine_tokens for i, talk in talks.items() if i not in {e.sibling for e in ended})
-        episodes = await with_judges(self.judges, (*ended, *others))
+        aborted = started - len(ended)
+        siblings, logged = await judging.together((*ended, *others)[: request.siblings], request.at)
+        episodes = await with_judges(self.judges, (*siblings, *others[len(others) - greedy :]))
         argmax = episodes.pop() if greedy else None
-        return Group(task, visit, tuple(episodes), argmax, started - len(ended), spoken)
+        return Group(task, visit, tuple(episodes), argmax, aborted, spoken, logged)
 
     async def until(
         self,
@@ -196,3 +201,8 @@ class Rollout:
             played += groups
             passed += [not request.mixed or group.mixed for group in groups]
         return tuple(played), tuple(passed)
+
+
+def _said(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """Ids of the spoken tokens, of all segments in order."""
+    return tuple(int(i) for s in segments for i in s.ids[s.mask])

@@ -16,8 +16,8 @@ import torch
 from posttrain.api import overrides as dotted
 from posttrain.api.build import use_threads
 from posttrain.api.engines import check_engine, embedded_engine
-from posttrain.api.main import wait
 from posttrain.api.target import built_policy, model_run, open_policy, run_and_checkpoint, target_run
+from posttrain.api.waiting import wait
 from posttrain.core import seeds
 from posttrain.core.engines import Embedded
 from posttrain.core.errors import ConfigError

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from posttrain.core.env import Reward, SandboxSettings
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.given import INLINE, Given, is_inline
 from posttrain.core.types import Task
 from posttrain.sandbox.choose import opened
 from posttrain.verifier.builtin import BUILTIN, NAMES
@@ -21,15 +22,19 @@ from posttrain.verifier.workers.functions import pooled
 
 
 def sources(
-    rewards: Sequence[Reward], tasks: Sequence[Task] = (), where: SandboxSettings = SandboxSettings()
+    rewards: Sequence[Reward],
+    tasks: Sequence[Task] = (),
+    where: SandboxSettings = SandboxSettings(),
+    given: Given = Given(),
 ) -> tuple[Checked, ...]:
     """The configured reward sources, in order.
 
     Args:
         tasks: checked for the columns that the rewards require.
         where: the sandbox of rewards that run programs.
+        given: functions that a Python program handed to the run (`inline:NAME`).
     """
-    out: list[Checked] = [_source(r, where) for r in rewards]
+    out: list[Checked] = [_source(r, where, given) for r in rewards]
     names = [s.name for s in out]
     for s in out:
         if names.count(s.name) > 1:
@@ -43,8 +48,10 @@ def sources(
     return tuple(out)
 
 
-def _source(reward: Reward, where: SandboxSettings) -> Checked:
+def _source(reward: Reward, where: SandboxSettings, given: Given) -> Checked:
     """One configured reward: a verifier by its name, or a function in a thread or in worker processes."""
+    if is_inline(reward.function):
+        return _handed(reward, given)
     name, timeout = reward.function, reward.timeout or TIMEOUT
     if reward.resolution is not None and ":" not in name:
         raise ConfigError(
@@ -68,3 +75,16 @@ def _source(reward: Reward, where: SandboxSettings) -> Checked:
     if not reward.workers:
         return local
     return pooled(local, Path(path), attribute, reward.workers, timeout)
+
+
+def _handed(reward: Reward, given: Given) -> FunctionSource:
+    """A function that a Python program handed to the run. It runs in a thread of this process."""
+    name = reward.function.removeprefix(INLINE)
+    function = given.reward(reward.function)
+    if reward.workers:
+        raise ConfigError(
+            f"reward {name!r} was handed as a Python object, which cannot go to a worker process: it runs in this"
+            " process (workers=0). For worker processes put it into a file and name it path.py:function"
+        )
+    local = source(function, name=name, weight=reward.weight, timeout=reward.timeout or TIMEOUT)
+    return local if reward.resolution is None else replace(local, resolution=reward.resolution)

@@ -3,7 +3,8 @@
 Two signatures are accepted. They are told apart by their parameters when the run is built:
 
 - ours: `def reward(task: Task, text: str) -> float | Verdict | None`
-- TRL's: `def reward(prompts, completions, **columns) -> list[float | None]`, called by keyword with lists of one
+- TRL's: `def reward(prompts, completions, **columns) -> list[float | None]`, called by keyword with lists that hold all
+  answers to one prompt (`verifier.batches`)
 
 None abstains. An error (an exception, a NaN, a wrong count, a timeout) gives a `failed` verdict: the sample leaves the
 batch and is never counted as a wrong answer.
@@ -12,21 +13,24 @@ batch and is never counted as a wrong answer.
 from __future__ import annotations
 
 import inspect
-import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from posttrain.core.content import plain
+from posttrain.core.abilities import StepNumber
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
 from posttrain.core.redact import redacted
 from posttrain.core.spread import RESOLUTION
-from posttrain.core.types import Message, Task
+from posttrain.core.types import Task
 from posttrain.core.verdict import Judged, Verdict
+from posttrain.verifier import batches
+from posttrain.verifier.batches import columns
 from posttrain.verifier.builtin import ANSWERED, BUILTIN
 from posttrain.verifier.calls import TimedOut, call
 from posttrain.verifier.formats import gold_calls
+from posttrain.verifier.returned import as_verdict
 from posttrain.verifier.user_code import where
 
 Form = Literal["ours", "trl"]
@@ -34,10 +38,6 @@ RewardFunction = Callable[..., Any]
 
 TIMEOUT = 30.0
 """Default for the seconds that one call of a reward function may take."""
-_TRL_UNSUPPORTED = ("completion_ids", "completions_ids", "trainer_state", "log_extra", "log_metric", "environments")
-"""Arguments that TRL's trainer also passes. A reward here cannot have them: it judges text after the episode, without
-a trainer."""
-_TRL_ALWAYS = ("prompts", "completions")
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,32 @@ class FunctionSource:
 
     def arguments(self, attempt: Attempt) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The positional and the keyword arguments of the call."""
-        return ((attempt.task, attempt.text), {}) if self.form == "ours" else ((), self._keywords(attempt))
+        if self.form == "ours":
+            return (attempt.task, attempt.text), {}
+        return (), batches.keywords(self.function, [attempt], StepNumber(), batches.Log(1))
 
     def read(self, returned: Any) -> Verdict:
         """The function's return value as a verdict."""
-        return as_verdict(returned) if self.form == "ours" else _only(returned)
+        return as_verdict(returned) if self.form == "ours" else batches.verdicts(returned, 1)[0]
 
-    def _keywords(self, attempt: Attempt) -> dict[str, list[Any]]:
-        """TRL's keyword arguments for one sample: lists of length 1, and only the columns that the function accepts."""
-        task = attempt.task
-        given: dict[str, Any] = {
-            **columns(task),
-            "prompts": _plain(task.prompt),
-            "completions": _completion(attempt),
-            "state": attempt.state,
-        }
-        parameters = inspect.signature(self.function).parameters.values()
-        if any(p.kind is p.VAR_KEYWORD for p in parameters):
-            return {k: [v] for k, v in given.items()}
-        return {p.name: [given[p.name]] for p in parameters if p.name in given}
+    @property
+    def batched(self) -> bool:
+        """Whether it judges all answers to a prompt in one call."""
+        return self.form == "trl"
+
+    async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
+        """One verdict for each attempt, from one call. Where the call fails, all of them failed."""
+        log = batches.Log(len(attempts))
+        try:
+            kwargs = batches.keywords(self.function, attempts, at, log)
+            found = batches.verdicts(await call(self.function, self.timeout, **kwargs), len(attempts))
+            found = [log.written(i, verdict) for i, verdict in enumerate(found)]
+        except TimedOut:
+            found = [Verdict.failed("timeout", f"no result within {self.timeout:g} s")] * len(attempts)
+        except Exception as error:
+            found = [Verdict.failed("raised", where(error, self.function))] * len(attempts)
+        judged = [Judged(self.name, self.weight, redacted(v), resolution=self.resolution) for v in found]
+        return judged, log.gauges
 
     def check(self, tasks: Sequence[Task]) -> None:
         """Check that the tasks have what the function requires.
@@ -102,7 +109,7 @@ class FunctionSource:
         for task in tasks:
             if self.function is BUILTIN["tool_call"]:
                 gold_calls(task)
-            have = {*columns(task), *_TRL_ALWAYS, "state"}
+            have = {*columns(task), *batches.GIVEN}
             missing = [p for p in required if p not in have]
             if missing:
                 raise ConfigError(
@@ -127,15 +134,14 @@ def form(function: RewardFunction, name: str) -> Form:
         raise ConfigError(
             f"reward {name!r} has no readable signature ({error}); wrap it in a function (task, text)"
         ) from error
-    unsupported = [p for p in _required(function) if p in _TRL_UNSUPPORTED]
-    if unsupported:
+    if "environments" in _required(function):
         raise ConfigError(
-            f"reward {name!r} requires {unsupported[0]!r}, which is not available here: rewards judge text. Use"
-            " prompts, completions and columns"
+            f"reward {name!r} requires 'environments', which is not available here: an environment judges its own"
+            " episodes. What it left behind is in 'state'"
         )
     kinds = {p.kind for p in parameters.values()}
     keywords = inspect.Parameter.VAR_KEYWORD in kinds
-    if set(parameters) & set(_TRL_ALWAYS):
+    if set(parameters) & set(batches.ALWAYS):
         if any(p.kind is p.POSITIONAL_ONLY for p in parameters.values()):
             raise ConfigError(
                 f"reward {name!r}: a batch reward is called by keyword, so no parameter may be positional-only"
@@ -162,65 +168,3 @@ def _takes_two(function: RewardFunction) -> bool:
 def _required(function: RewardFunction) -> list[str]:
     parameters = inspect.signature(function).parameters.values()
     return [p.name for p in parameters if p.default is p.empty and p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-
-
-def columns(task: Task) -> Mapping[str, Any]:
-    """A task's columns by name, as a batch reward receives them: its id, its answer if it has one, and its info."""
-    answer = {} if task.answer is None else {"answer": task.answer}
-    return {"id": task.id, **answer, **task.info}
-
-
-def _plain(prompt: str | tuple[Message, ...]) -> str | list[dict[str, Any]]:
-    return prompt if isinstance(prompt, str) else [{**m, "content": plain(m["content"])} for m in prompt]
-
-
-def _completion(attempt: Attempt) -> str | list[Message]:
-    """Text for a text prompt; for a conversation, one assistant message for each turn, as in TRL."""
-    if isinstance(attempt.task.prompt, str):
-        return attempt.text
-    return [Message(role="assistant", content=t) for t in attempt.turns]
-
-
-def as_verdict(value: Any) -> Verdict:
-    """The verdict for a value that a reward function returned. Numbers of any library are accepted. Text and truth
-    values are not numbers here."""
-    if value is None:
-        return Verdict.abstain()
-    if isinstance(value, Verdict):
-        return value
-    if not hasattr(value, "__float__"):
-        return Verdict.failed(
-            "type", f"returned {type(value).__name__} {value!r:.80}, wanted a number, a Verdict or None"
-        )
-    if _truth(value):
-        return Verdict.failed(
-            "type",
-            f"returned the truth value {value!r:.80}, wanted a number: return float(...) of it, or None to abstain",
-        )
-    try:
-        score = float(value)
-    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        return Verdict.failed("type", f"returned {type(value).__name__}, which is not one number: {error}")
-    if not math.isfinite(score):
-        return Verdict.failed("nan", f"returned {score}")
-    return Verdict.value(score)
-
-
-def _truth(value: Any) -> bool:
-    """Whether it is a truth value of Python, NumPy or torch: the result of a comparison and not a score."""
-    return isinstance(value, bool) or str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
-
-
-def _only(returned: Any) -> Verdict:
-    """The verdict from what a batch reward returned for a batch of one."""
-    if isinstance(returned, str | bytes | Mapping) or not hasattr(returned, "__iter__"):
-        return Verdict.failed(
-            "type", f"returned {type(returned).__name__}, wanted a list of one number or None per completion"
-        )
-    try:
-        values = list(returned)
-    except TypeError as error:
-        return Verdict.failed("type", f"returned {type(returned).__name__}, which is not a list: {error}")
-    if len(values) != 1:
-        return Verdict.failed("count", f"returned {len(values)} rewards for 1 completion")
-    return as_verdict(values[0])

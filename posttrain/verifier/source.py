@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol, runtime_checkable
 
+from posttrain.core.abilities import StepNumber
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt
 from posttrain.core.types import Task
@@ -36,6 +37,20 @@ class SourceWithProcesses(Protocol):
     def gauges(self) -> Gauges: ...
 
     def close(self) -> None: ...
+
+
+@runtime_checkable
+class BatchSource(Protocol):
+    """A source that may judge all answers of a group in one call."""
+
+    @property
+    def batched(self) -> bool:
+        """Whether it does. Then an answer that comes alone is a batch of one."""
+        ...
+
+    async def batch(self, attempts: Sequence[Attempt], at: StepNumber) -> tuple[list[Judged], Gauges]:
+        """One verdict for each attempt, in order, and what it logged."""
+        ...
 
 
 @runtime_checkable

@@ -25,7 +25,7 @@ from posttrain.sandbox.port import ProgramLimits, SandboxUnavailableError
 from posttrain.sandbox.selftest import attacks, bait
 from posttrain.sandbox.worker import Job, SandboxWorker
 from posttrain.verifier.builtin import BUILTIN
-from posttrain.verifier.functions import as_verdict
+from posttrain.verifier.returned import as_verdict
 from tests.rooms.sandbox_parts import backend, gone, living, ran
 
 ROOT = Path(__file__).parents[2]

@@ -202,8 +202,7 @@ def test_cancelling_the_run_cancels_the_judging() -> None:
         (lambda a, b, c: 1.0, "neither of the two"),
         (lambda *args, **kwargs: 1.0, "neither of the two"),
         (lambda text: 1.0, "neither of the two"),
-        (lambda completion_ids, **kw: [1.0], "'completion_ids', which is not available"),
-        (lambda prompts, completions, trainer_state: [1.0], "'trainer_state'"),
+        (lambda completions, environments, **kw: [1.0], "'environments', which is not available"),
     ],
 )
 def test_a_signature_that_is_neither_is_refused_at_once(function: Any, message: str) -> None:
@@ -211,10 +210,13 @@ def test_a_signature_that_is_neither_is_refused_at_once(function: Any, message: 
         source(function, name="r")
 
 
-def test_what_trl_also_passes_may_be_optional() -> None:
-    assert verdict(
-        lambda completions, completion_ids=None, **kw: [1.0 if completion_ids is None else 0.0]
-    ) == Verdict.value(1.0)
+def test_every_argument_of_trl_is_there() -> None:
+    def f(prompts, completions, completion_ids, trainer_state, log_metric, log_extra, **columns):
+        log_metric("seen", 1.0)
+        log_extra("said", ["it"])
+        return [float(completion_ids == [[]] and trainer_state.global_step == trainer_state.max_steps)]
+
+    assert verdict(f) == Verdict.value(1.0)
 
 
 @pytest.mark.parametrize(

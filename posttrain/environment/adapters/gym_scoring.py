@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 from posttrain.core.verdict import State, Verdict
-from posttrain.verifier.functions import as_verdict
+from posttrain.verifier.returned import as_verdict
 from posttrain.verifier.user_code import where
 from posttrain.verifier.workers.pool import WorkerPool, reply_of
 from posttrain.verifier.workers.process import Spec

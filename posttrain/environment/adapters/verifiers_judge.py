@@ -14,7 +14,7 @@ from posttrain.core.verdict import Judged, State, Verdict
 from posttrain.environment.adapters.verifiers_talk import MODEL, PolicyClient, from_package
 from posttrain.environment.scripted import ScriptedPolicy
 from posttrain.verifier.calls import TimedOut, call
-from posttrain.verifier.functions import as_verdict
+from posttrain.verifier.returned import as_verdict
 from posttrain.verifier.user_code import where
 
 SECONDS = 60.0

@@ -38,7 +38,7 @@ class PooledSource:
 
     async def __call__(self, attempt: Attempt) -> Judged:
         try:
-            verdict = await self.pool.ask((attempt.task, attempt.turns, attempt.stop, attempt.state))
+            verdict = await self.pool.ask((attempt.task, attempt.turns, attempt.stop, attempt.state, attempt.ids))
         except Exception as error:  # a column that cannot be pickled, a pool that was closed
             verdict = Verdict.failed("worker", f"{type(error).__name__}: {error}")
         return Judged(self.name, self.weight, redacted(verdict), resolution=self.local.resolution)
@@ -63,13 +63,14 @@ def pooled(local: FunctionSource, file: Path, attribute: str, workers: int, time
 
 
 def handler(argument: str) -> Callable[[Any], dict[str, Any]]:
-    """Runs in the worker: the function of `path.py:name` as a handler of (task, turns, stop, state)."""
+    """Runs in the worker: the function of `path.py:name` as a handler of (task, turns, stop, state,
+    ids)."""
     path, _, attribute = argument.rpartition(":")
     judge = source(load(Path(path), attribute))
 
     def answer(request: Any) -> dict[str, Any]:
-        task, turns, stop, state = request
-        return reply_of(_verdict(judge, Attempt(task=task, turns=turns, stop=stop, state=state)))
+        task, turns, stop, state, ids = request
+        return reply_of(_verdict(judge, Attempt(task=task, turns=turns, stop=stop, state=state, ids=ids)))
 
     return answer
 
