@@ -250,15 +250,14 @@ def table(rows: list[tuple[str, ...]], *head: str) -> list[str]:
 def drawn_at_random() -> list[str]:
     """What `benchmarks/healthy.py` measured, in a paragraph."""
     found = json.loads(RESULTS.with_name("healthy.json").read_text())
-    told = ", ".join(f"`{name}` in {count}" for name, count in found["notes"].items())
     return [
         f"**Healthy runs drawn at random**: {found['runs'] - found['false_alarms']} of {found['runs']} were not stopped"
         f" ({found['date']}, `benchmarks/healthy.py`, seed {found['seed']}, {found['steps']} RL steps in all). A run is"
         " drawn from recipe, algorithm, seed, minibatches, epochs, siblings, temperature, truncations, oversampling,"
         " dtype, architecture, drafts, length of SFT, reward and learning rate. It is healthy by definition: nothing"
         " is planted, and where it is stopped it must have finite losses with all checks off; no run is drawn again."
-        f" Live rules spoke in some: {told}. These are no false alarms of the rules' own words: an untaught policy does"
-        " meet eight steps without spread, or answers that end at the limit."
+        " Untaught policies and absurd learning rates are among them, so live rules may speak there and be right; how"
+        " often they are wrong is measured on runs of taught policies: [diagnosis.md](diagnosis.md)."
     ]
 
 

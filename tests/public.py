@@ -98,7 +98,8 @@ PUBLIC = {
     "posttrain.diagnose.outcome": "RunOutcome read_outcome",
     "posttrain.diagnose.compared": "RunComparison",
     "posttrain.diagnose.gauges": "Definition",
-    "posttrain.diagnose.rules": "Finding",
+    "posttrain.diagnose.rule": "Finding",
+    "posttrain.diagnose.said": "RepeatedNote findings_of",
     "posttrain.faults.registry": "Fault",
 }
 """Module -> the names that users depend on. The algorithms of `posttrain.core.ladder` are public too."""

@@ -97,8 +97,12 @@ def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:
     return kept(model, folder / MODEL, folder / TOKENIZER, stops, most)
 
 
+def is_branch(folder: Path) -> bool:
+    """Whether the run of a folder began with the weights of another run."""
+    return "branched_from" in run_file(folder).facts
+
+
 def begun_with(folder: Path, run: Run) -> Any:
     """The policy of a branched run from its own folder, without its weights; None for another run, or where the folder
     does not keep it."""
-    branched = "checkpoints" in Path(run.model.path or "").parts and run_file(folder).facts.get("branched_from")
-    return kept_in(folder, run.model) if branched and (folder / MODEL).is_dir() else None
+    return kept_in(folder, run.model) if is_branch(folder) and (folder / MODEL).is_dir() else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -25,6 +24,7 @@ from posttrain.core import seeds
 from posttrain.core.abilities import declared
 from posttrain.core.book import Book
 from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.machine import cores
 from posttrain.core.ports import Environment, Sampler, Tracker
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Run
@@ -48,7 +48,7 @@ WORDS = ("bad_words", "allowed_words")
 
 def use_threads(count: int) -> int:
     """Set torch's CPU threads (0: all cores this process may use) and return how many there are."""
-    wanted = count or len(os.sched_getaffinity(0))
+    wanted = count or cores()
     torch.set_num_threads(wanted)
     return torch.get_num_threads()
 

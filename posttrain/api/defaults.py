@@ -265,8 +265,8 @@ def for_model(
     if only and (not trained or (size is not None and size.parameters < TRAINED)):
         return ForModel(run)
     if not trained or (size is not None and size.parameters < TRAINED):
-        count = f"{size.parameters:,} parameters" if size is not None else "a model that a recipe built"
-        lines.append(f"settings: {run.model.path} is as small as a recipe's own ({count}): those of the recipe stay")
+        why = f"it has {size.parameters:,} parameters" if size is not None else "a run built it"
+        lines.append(f"settings: those of the recipe, because the model is as small as its own ({why})")
         return ForModel(run, tuple(lines), chosen)
     asked = run.model.device if "model.device" in given else None
     choices = Choices(run, given, data, size, machine(asked))

@@ -52,7 +52,7 @@ def run(
     trust: bool = False,
     **settings: Any,
 ) -> Result:
-    """Run a recipe, or resume a run that was cut.
+    """Run a recipe, or go on with a run that was cut or that shall be longer.
 
     Args:
         recipe: name of a shipped recipe, or a `Run` of your own.
@@ -63,8 +63,9 @@ def run(
             `[right, ("think_format", 0.2)]`. Functions run in this process.
         algorithm: by its name, or an `Algorithm` of your own.
         out: run folder; default runs/RECIPE-DATE-TIME.
-        resume: an existing run folder to continue; then no recipe and no overrides are given. Objects that the run
-            was handed are handed again.
+        resume: an existing run folder, or a checkpoint in it, to go on with. No recipe is given then, and only
+            settings that change no past step: `run(resume="runs/mine", steps=200)`. Objects that the run was handed
+            are handed again.
         allow_fault: start even though `fault=NAME` plants a bug on purpose (`posttrain faults`).
         trust: allow what a folder made by somebody else asks for: code, addresses, secrets, files elsewhere.
         settings: any other setting by its name: `model="my-model", steps=50, sampling={"max_tokens": 64}`.

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from posttrain.api.wording import other_form
 from posttrain.checks.data import as_written, sameness
 from posttrain.controller.parts import RunParts, StageSetting
 from posttrain.core.content import prompt_words
@@ -20,6 +21,7 @@ from posttrain.core.errors import DataError, InvariantError, PosttrainError
 from posttrain.core.ports import Attempt, Environment, Seat, Utterance
 from posttrain.core.sampling import Sampling
 from posttrain.core.types import Message, Task
+from posttrain.diagnose.start import data_notes
 from posttrain.environment import templates
 from posttrain.environment.chat import PROBE, Chat
 from posttrain.environment.render import Renderer
@@ -57,8 +59,9 @@ async def _prove(parts: RunParts, setting: StageSetting, tokenizer: Any) -> list
     prompts_begin_once(setting, tokenizer, [*held, *train])
     await gold_is_paid(env, [*held, *train])
     await near_misses_are_not(env, [*held, *train])
+    notes = [*data_notes(env.train, env.heldout), *other_form(parts, env, [*train, *held])]
     answered = [await conversations_append(parts, setting, task) for task in [*train[:1], *held[:1]]]
-    return observations_can_be_written(parts, env.name) if any(answered) else []
+    return [*notes, *(observations_can_be_written(parts, env.name) if any(answered) else [])]
 
 
 def observations_can_be_written(parts: RunParts, environment: str) -> list[str]:

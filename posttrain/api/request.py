@@ -12,9 +12,10 @@ from typing import Any
 from posttrain import faults
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, edit_notes, missing_notes
-from posttrain.api.branch import pinned, run_source, was_built
+from posttrain.api.branch import is_branch, pinned, run_source, was_built
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.environments import check_environment, distinct, own_environments
+from posttrain.api.extend import Extension, check_changes, extension
 from posttrain.api.handed import HandedObjects, given_again, given_notes, object_notes, recorded
 from posttrain.api.trackers import check_trackers
 from posttrain.core.book import Book
@@ -56,12 +57,14 @@ class RunRequest:
     book: Book | None = None
     checkpoint: Checkpoint | None = None
     notes: tuple[str, ...] = ()
-    """Lines about the run folder, printed at the start."""
+    """Lines about its settings and its folder, printed at the start."""
     quiet: bool = False
     environments: tuple[Environment, ...] = ()
     """The environments of all stages, each once; the run's own first."""
     others: Mapping[str, Environment] = field(default_factory=dict[str, Environment])
     """The environments of stages that have their own, by the stage's name."""
+    longer: Extension | None = None
+    """Set where a run goes on with other settings."""
     recorded: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """What run.json records beside the settings: why some were chosen, and which run it is a branch of."""
     given: frozenset[str] | None = None
@@ -86,7 +89,7 @@ def requested(recipe: str | Run, overrides: Sequence[str], options: RunOptions) 
             closing.callback(asked.book.close)
         run = asked.run
         faults.refuse_silent(run.fault, options.allow_fault)
-        check_early(run)
+        check_early(run, own=None if asked.book is None else asked.book.folder)
         closing.enter_context(faults.planted(run.fault))
         environment = named_environment(run.env, run.seed, asked.objects)
         closing.callback(environment.close)
@@ -132,28 +135,46 @@ def settled(request: RunRequest) -> RunRequest:
 
 
 def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) -> RunRequest:
-    """A run that was cut, with the settings that were recorded."""
+    """A run that was cut or is finished, with the settings that were recorded and those that change now."""
     assert options.resume is not None
-    if recipe or overrides or options.out:
-        raise ConfigError("--resume goes on with the run as it was written: leave out recipe, overrides and --out")
+    if isinstance(recipe, str) and "=" in recipe:
+        recipe, overrides = "", (recipe, *overrides)
+    if recipe or options.out:
+        raise ConfigError(
+            "--resume goes on with the run as it was written: leave out recipe and --out. Settings may follow that"
+            " make it longer, such as rl.steps=200"
+        )
     folder = folder_of(options.resume)[0]
-    admitted(folder, allow=options.trust, links=True)
-    objects = given_again(folder, options.handed.place(run_file(folder).run)[1])
+    stored = run_file(folder).run
+    run = admitted(folder, *overrides, allow=options.trust, links=True)
+    check_changes(folder, stored, run, overrides)
+    objects = given_again(folder, options.handed.place(stored)[1])
     book, checkpoint = Book.open_for_resume(Path(options.resume))
+    try:
+        longer = extension(book, checkpoint, run) if overrides else None
+    except BaseException:
+        book.close()
+        raise
     notes = (*edit_notes(book.folder), *missing_notes(book.folder), *given_notes(folder, objects))
-    return RunRequest(run=book.run, book=book, checkpoint=checkpoint, notes=notes, objects=objects)
+    if longer is None or not longer.changes:
+        return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects)
+    notes = (*notes, *longer.lines)
+    return RunRequest(run=run, book=book, checkpoint=checkpoint, notes=notes, objects=objects, longer=longer)
 
 
-def check_early(run: Run) -> None:
+def check_early(run: Run, own: Path | None = None) -> None:
     """ConfigError or DataError for what is wrong beyond a single setting: packages that are missing, models that are
     not there, answers longer than the context.
 
     What is checked after this needs torch: the files of a model, its tokenizer, the device, the engine.
+
+    Args:
+        own: the folder of a run that goes on. A branch keeps there what it began with.
     """
     check_trackers(run)
     check_installed(run)
     for path, model in _models(run):
-        if run_source(model) is None:
+        if run_source(model) is None and not (path == "model.path" and own is not None and is_branch(own)):
             check_source(path, model)
     if run.model.path is None:
         check_lengths(run, run.model.context or BUILT_CONTEXT)

@@ -9,8 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from posttrain.api.admit import remember_run
+from posttrain.api.branch import is_branch
 from posttrain.api.build import facts, make_parts, make_policy, use_threads, words_in_tokens
 from posttrain.api.engines import check_engine
+from posttrain.api.extend import Extension, begin
 from posttrain.api.proofs import prove_start
 from posttrain.api.request import RunRequest
 from posttrain.api.summary import conclude, planted_lines
@@ -28,7 +30,10 @@ from posttrain.core.given import DATA
 from posttrain.core.ports import Tracker
 from posttrain.core.reader import damage_is_named
 from posttrain.core.run import Run
+from posttrain.core.shell import command_line
+from posttrain.core.stage import START
 from posttrain.engine.embedded import EmbeddedEngine
+from posttrain.engine.learner import HFLearner
 from posttrain.engine.models import Policy
 from posttrain.role.weights import load_weights
 
@@ -104,9 +109,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     check_drivers(run)
     check_engine(run)
     threads = use_threads(run.threads)
-    policy = make_policy(
-        run, request.environment, request.others, own=None if request.book is None else request.book.folder
-    )
+    policy = session_policy(request)
     notes = request.notes
     if book is None:
         folder = request.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -134,19 +137,38 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     cleanup.callback(parts.close)
     if not quiet and isinstance(parts.sampler, EmbeddedEngine):
         terminal.say(parts.sampler.describe())
-    progress = restore_progress(run, parts, request.checkpoint)
-    if request.checkpoint is not None and not quiet:
-        terminal.say(resume_line(run, progress))
-    kept = request.checkpoint.folder if request.checkpoint is not None else None
+    checkpoint = request.checkpoint
+    if request.longer is not None:
+        checkpoint = begin(request.longer, book, checkpoint)
+    progress = restore_progress(run, parts, checkpoint, request.longer)
+    if checkpoint is not None and not quiet:
+        terminal.say(resume_line(run, progress, book.folder))
+    kept = checkpoint.folder if checkpoint is not None else None
     return RunSession(run, book, parts, policy, terminal, progress, kept, quiet, Stopper(), cleanup)
 
 
-def restore_progress(run: Run, parts: RunParts, checkpoint: Checkpoint | None) -> Progress:
+def session_policy(request: RunRequest) -> Policy:
+    """The policy of the run. A branch that goes on has all of it in its own folder, but where it was cut before it
+    kept the weights that it began with."""
+    run, book, checkpoint = request.run, request.book, request.checkpoint
+    if book is None or not is_branch(book.folder):
+        return make_policy(run, request.environment, request.others)
+    kept = (book.folder / "kept" / START).is_dir()
+    own = book.folder if checkpoint is not None or kept else None
+    policy = make_policy(run, request.environment, request.others, own=own)
+    if checkpoint is None and kept:
+        load_weights(book.kept(START), HFLearner(policy))
+    return policy
+
+
+def restore_progress(
+    run: Run, parts: RunParts, checkpoint: Checkpoint | None, longer: Extension | None = None
+) -> Progress:
     """The progress that a checkpoint records; its weights are loaded into the learner."""
     if checkpoint is None:
         return Progress()
     with damage_is_named(f"{checkpoint.folder}/state.json"):
-        progress = where(run, checkpoint.state)
+        progress = where(run, checkpoint.state if longer is None or longer.state is None else longer.state)
     load_weights(checkpoint.folder, parts.learner)
     parts.version = progress.version
     return progress
@@ -165,10 +187,12 @@ def start_trackers(run: Run, policy: Policy, book: Book) -> list[Tracker]:
         return [*make_trackers(run, book.folder)]
 
 
-def resume_line(run: Run, p: Progress) -> str:
+def resume_line(run: Run, p: Progress, folder: Path) -> str:
     """At which stage and step a resumed run continues, as a line of text."""
     if p.stage >= len(run.stages):
-        return "this run is finished: nothing is left to do"
+        last = run.stages[-1]
+        longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}")
+        return "this run is finished: nothing is left to do" + (f". Longer: {longer}" if p.reopening else "")
     stage = run.stages[p.stage]
     return (
         f"resuming at stage {p.stage + 1} of {len(run.stages)}: {stage.name}, after"

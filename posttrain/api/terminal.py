@@ -12,6 +12,7 @@ from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemaining
 from posttrain.api.console import PlainConsole
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
+from posttrain.diagnose.said import RULE, SaidOnce
 
 PLAIN_EVERY = 5.0
 """Seconds between two plain lines of the same stage."""
@@ -31,6 +32,7 @@ class Terminal:
     _printed: float = 0.0
     _tokens: float = 0.0
     _measured: str = ""
+    _once: SaidOnce = field(default_factory=SaidOnce)
 
     def log(self, step: Step) -> None:
         if step.stage != self._stage:
@@ -54,8 +56,8 @@ class Terminal:
             self._printed = time.monotonic()
             of = "" if self._open_ended(step) else f"/{total}"
             self.console.print(f"{step.stage} {step.index}{of}  {self._facts(step)}{self._left(step, total)}")
-        for note in step.notes:
-            self.say(f"  note: {note}")
+        for note in self._once.new(step):
+            self.say(f"  {noted(step, note)}")
 
     def say(self, line: str) -> None:
         self._close()
@@ -112,6 +114,14 @@ class Terminal:
         if not done or step.index >= total or self._open_ended(step):
             return ""
         return f"  {(time.monotonic() - self._begun) / done * (total - step.index):.0f} s left"
+
+
+def noted(step: Step, note: str) -> str:
+    """A note of a step as it is printed. The name of a rule stands before what it found (docs/diagnosis.md)."""
+    if not note.startswith(RULE):
+        return f"note: step {step.index}: {note}"
+    name, _, message = note.removeprefix(RULE).partition(": ")
+    return f"note: step {step.index}, {name}: {message}"
 
 
 def _plain(form: str) -> TextColumn:

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 
 from posttrain.core.gauge import Step
 
-KEPT = 64
-"""Steps that are kept while the stage runs. When a stage is resumed, all earlier ones are there at first."""
+FIRST, KEPT = 8, 64
+"""The first and the last steps that are kept while the stage runs. When a stage is resumed, all earlier ones are there
+at first."""
 
 
 class StageHistory:
@@ -22,4 +23,5 @@ class StageHistory:
         self.steps.append(step)
 
     def trim(self) -> None:
-        del self.steps[:-KEPT]
+        """Forget the steps between the first and the last."""
+        del self.steps[FIRST:-KEPT]

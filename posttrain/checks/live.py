@@ -2,25 +2,50 @@
 
 from __future__ import annotations
 
+import numpy as np
+
 from posttrain.checks.history import StageHistory
-from posttrain.core.gauge import Step
+from posttrain.core.gauge import Gauge, Step
+from posttrain.core.types import Episode
 from posttrain.diagnose.rules import findings
-from posttrain.role.events import Observer, ObserverReport
+from posttrain.diagnose.said import RULE
+from posttrain.role.events import Event, Observer, ObserverReport, PlayedEvent
 from posttrain.role.roles import ReinforceRoles
 
 
 class LiveRules(Observer):
-    """A rule that finds something adds a note to the first step at which it does.
+    """Every rule that holds after a step adds a note to it. What is printed of them is `diagnose.said`.
 
     It must be the last observer, since it reads the whole line of the record.
     """
 
     def __init__(self, history: StageHistory) -> None:
         self._history = history
+        self._special = np.zeros(0, np.int64)
 
-    async def after(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
-        self._history.trim()
-        before = {f.rule for f in findings(self._history.steps, roles.stage)}
+    async def begin(self, roles: ReinforceRoles) -> None:
+        tokenizer = getattr(roles.rollout.renderer, "tokenizer", None)
+        special = {*getattr(tokenizer, "all_special_ids", ()), *_marked(tokenizer)} - {*(roles.sampling.stop_ids or ())}
+        self._special = np.array(sorted(special), np.int64)
+
+    def on_event(self, roles: ReinforceRoles, event: Event) -> ObserverReport | None:
+        if not isinstance(event, PlayedEvent) or not len(self._special):
+            return None
+        episodes = [e for g in event.experience.played for e in g.episodes if not e.shown]
+        return ObserverReport({"rollout/special": Gauge.of([self._says_special(e) for e in episodes])})
+
+    def _says_special(self, episode: Episode) -> bool:
+        return any(bool(np.isin(s.ids[s.mask], self._special).any()) for s in episode.segments)
+
+    def on_line(self, roles: ReinforceRoles, step: Step) -> ObserverReport | None:
         self._history.add(step)
-        new = [f for f in findings(self._history.steps, roles.stage) if f.rule not in before]
-        return ObserverReport(notes=tuple(f"rule {f.rule}: {f.message}" for f in new))
+        self._history.trim()
+        return ObserverReport(
+            notes=tuple(f"{RULE}{f.rule}: {f.message}" for f in findings(self._history.steps, roles.stage))
+        )
+
+
+def _marked(tokenizer: object) -> list[int]:
+    """Ids of the added tokens that a tokenizer marks as special."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    return [int(i) for i, token in added.items() if token.special]

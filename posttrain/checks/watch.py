@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from posttrain.checks.change import ChangeGauges
 from posttrain.checks.credit import CreditCheck
 from posttrain.checks.data import TaskCheck
 from posttrain.checks.draws import Bets, DrawsCheck
@@ -35,6 +36,7 @@ def reinforcement(steps: Sequence[Step], kept: Mapping[str, Any]) -> list[Observ
         TaskCheck(),
         DrawsCheck(Bets.of(kept.get("bets"))),
         VerifierCheck(history),
+        ChangeGauges(),
         LiveRules(history),
     ]
 

@@ -91,9 +91,8 @@ def _env(name: str) -> Found:
 
 
 def _model(name: str) -> Found:
-    return Kind.OUTSIDE, f"loads the model in {_file(name)}" if Path(
-        name
-    ).expanduser().exists() else f"fetches the model {name} from the hub"
+    here = name.count("/") > 1 or Path(name).expanduser().exists()  # no hub id has two slashes
+    return Kind.OUTSIDE, f"loads the model in {_file(name)}" if here else f"fetches the model {name} from the hub"
 
 
 def _data(name: str) -> Found:

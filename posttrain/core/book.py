@@ -1,6 +1,7 @@
 """The run folder: settings of a run, every step, every episode, and the checkpoints from which it can go on.
 
-    run.json               schema, resolved tree, lineage of each algorithm, facts of the machine; written once
+    run.json               schema, resolved tree, lineage of each algorithm, facts of the machine; written once, and
+                           again with a history where the run goes on with other settings
     lock                   who is writing
     steps.jsonl            one `Step` a line; gauges as [sum, count]
     episodes/              one compressed file a step (`rl-000012.npz`) or evaluation (`rl-000012-eval.npz`),
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +27,15 @@ from posttrain.core import files, reader, record
 from posttrain.core.algorithm import Algorithm, differences
 from posttrain.core.checkpoint import Checkpoint, Checkpoints, Position, newest_good
 from posttrain.core.errors import InvariantError, RunFolderError, nearest
-from posttrain.core.gauge import Step
+from posttrain.core.gauge import Gauges, Step, merge
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.scored import Credit
 from posttrain.core.shell import command_line
 from posttrain.core.tree import to_plain
 from posttrain.core.types import Group
+
+AMENDED = "steps.amended.jsonl"
+"""The record with another last line, until the checkpoint that goes with it is written."""
 
 
 def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:
@@ -39,6 +45,10 @@ def lineage(algorithm: Algorithm) -> list[dict[str, Any]]:
         changed = differences(a.parent, a) if a.parent else {}
         rows.append({"name": a.name, "paper": a.paper, "changes": {name: to_plain(a)[name] for name in changed}})
     return rows
+
+
+def _lineages(run: Run) -> dict[str, Any]:
+    return {s.name: lineage(s.algorithm) for s in run.stages if isinstance(s, Reinforce)}
 
 
 def _unwritable(folder: Path, error: OSError) -> str:
@@ -57,9 +67,10 @@ class Book:
         self._episodes.mkdir(exist_ok=True)
         for path in (folder, self._episodes):
             files.sweep(path)
+        self._checkpoints = Checkpoints(folder, run.keep_checkpoints)
+        self._finish_amendment()
         self._steps = files.Lines(folder / "steps.jsonl")
         self._index = files.Lines(self._episodes / "index.jsonl")
-        self._checkpoints = Checkpoints(folder, run.keep_checkpoints)
         self._unsynced: list[Path] = []
         self._written = {row.path.name for row in reader.episode_files(folder)}
 
@@ -94,12 +105,11 @@ class Book:
         try:
             files.sweep(folder)
             Book.refuse(folder)
-            lineages = {s.name: lineage(s.algorithm) for s in run.stages if isinstance(s, Reinforce)}
             data = {
                 "schema": reader.SCHEMA,
                 "identity": secrets.token_hex(16),
                 "run": to_plain(run),
-                "lineages": lineages,
+                "lineages": _lineages(run),
                 **facts,
             }
             with files.disk_full_is_reported(folder / "run.json", lambda: "Nothing was run"):
@@ -231,6 +241,58 @@ class Book:
     def kept(self, name: str) -> Path:
         """The folder of files that `keep` wrote, verified."""
         return self._checkpoints.held(name)
+
+    # --- a run that goes on longer ---------------------------------------------------------------------------------
+
+    def reopen(self, ended: Checkpoint, name: str, state: Mapping[str, Any], gauges: Gauges) -> Checkpoint:
+        """A checkpoint inside the last stage in place of the one at its end, so that the stage goes on.
+
+        Args:
+            name, state: of the new checkpoint. Its files and its metric are those of `ended`.
+            gauges: of the evaluation at the end. They go into the last line of the record, where they would be if the
+                stage had been longer from the beginning.
+
+        A kill between any two of its steps leaves a folder that goes on, or that is finished as before.
+        """
+        amended = self.folder / AMENDED
+        size = self._steps.position
+        if gauges:
+            *before, last = self._steps.path.read_bytes()[:size].splitlines(keepends=True)
+            step = record.step_from_plain(json.loads(last))
+            line = record.step_to_plain(replace(step, gauges=merge(step.gauges, gauges)))
+            data = b"".join([*before, files.json_line(line)])
+            with files.disk_full_is_reported(amended, self._checkpoints.still_good):
+                files.write_file(amended, data)
+            size = len(data)
+        position = Position(size, self._index.position)
+        made = self._checkpoints.replace(ended, name, state, position)
+        self._checkpoints.let_go(self.run.stages[-1].name)
+        self._steps.close()
+        self._finish_amendment()
+        self._steps = files.Lines(self.folder / "steps.jsonl")
+        return made
+
+    def _finish_amendment(self) -> None:
+        """Put an amended record in place if the newest checkpoint was made with it; else remove it."""
+        amended = self.folder / AMENDED
+        if not amended.is_file():
+            return
+        newest = self._checkpoints.all[-1] if self._checkpoints.all else None
+        if newest is not None and newest.position.steps == amended.stat().st_size:
+            os.replace(amended, self.folder / "steps.jsonl")
+        else:
+            amended.unlink()
+
+    def record_change(self, run: Run, entry: Mapping[str, Any]) -> None:
+        """New settings of a run that goes on. run.json keeps a history of them, newest last."""
+        path = self.folder / "run.json"
+        data = files.read_json(path)
+        data["run"], data["lineages"] = to_plain(run), _lineages(run)
+        data["history"] = [*data.get("history", []), dict(entry)]
+        data = json.loads(json.dumps(data))
+        with files.disk_full_is_reported(path, self._checkpoints.still_good):
+            files.write_json(path, {**data, "digests": reader.digests(data)})
+        self.run, self._checkpoints.keep = run, run.keep_checkpoints
 
     # --- the end ---------------------------------------------------------------------------------------------------
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -208,6 +209,30 @@ class Checkpoints:
         self.damaged = [d for d in self.damaged if d.name <= chosen.name]
         self.all = [c for c in self.all if c.order <= chosen.order]
         self.retain()
+
+    def replace(self, old: Checkpoint, name: str, state: Mapping[str, Any], position: Position) -> Checkpoint:
+        """The files of a checkpoint under another name and with another state; the old one is removed then, and one
+        that had the name before."""
+        for c in [c for c in self.all if c.name == name]:
+            files.remove_directory(c.folder)
+        self.all = [c for c in self.all if c.name != name]
+
+        def copy(folder: Path) -> None:
+            for path in old.folder.iterdir():
+                if path.name not in ("state.json", files.DIGESTS):
+                    shutil.copyfile(path, folder / path.name)
+
+        made = self.write(name, copy, state, old.metric, position)
+        if old.folder.exists():
+            files.remove_directory(old.folder)
+        self.all = [c for c in self.all if c is not old]
+        self.retain()
+        return made
+
+    def let_go(self, name: str) -> None:
+        """Remove files that were kept under a name."""
+        if (self.kept_folder / name).is_dir():
+            files.remove_directory(self.kept_folder / name)
 
     def hold(self, name: str, fill: Callable[[Path], None]) -> None:
         """Files kept for good under a name (the weights at a stage's border). The same name again replaces them."""

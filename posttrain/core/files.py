@@ -191,6 +191,11 @@ def damage(folder: Path) -> str:
 # --- appended lines ---------------------------------------------------------------------------------------------------
 
 
+def json_line(data: Any) -> bytes:
+    """Data as one line of JSON, with its end."""
+    return json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+
+
 class Lines:
     """A file that grows by whole lines. A line that does not fit on the disk leaves no trace."""
 
@@ -201,7 +206,7 @@ class Lines:
         self.position = os.fstat(self._fd).st_size
 
     def append(self, data: Any) -> None:
-        line = json.dumps(data, separators=(",", ":"), allow_nan=False).encode() + b"\n"
+        line = json_line(data)
         rest = memoryview(line)
         try:
             while rest:

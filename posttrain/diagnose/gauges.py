@@ -43,6 +43,16 @@ REGISTRY: dict[str, Definition] = {
     "rollout/truncated": Definition(
         "share of episodes cut off by a limit on tokens or time, or by the context", "share", "< 0.1"
     ),
+    "rollout/entropy": Definition(
+        "-log-prob of a sampled token under the sampler, mean over tokens: an estimate of the entropy",
+        "nats",
+        "falls slowly; near 0 with wrong answers left: nothing new is tried",
+    ),
+    "rollout/special": Definition(
+        "share of episodes that say a special token of the tokenizer which is not a stop token",
+        "share",
+        "0; near 1 with most answers cut off: the stop id is wrong",
+    ),
     "rollout/aborted": Definition(
         "siblings given up because enough others had ended, per sibling started",
         "share",
@@ -87,6 +97,11 @@ REGISTRY: dict[str, Definition] = {
     "credit/advantage_abs": Definition("mean |credit| a token", "credit", "> 0"),
     "optim/grad_norm": Definition(
         "global gradient norm before the clip, mean over optimizer steps", "norm", "steady; spikes precede collapse"
+    ),
+    "optim/update": Definition(
+        "change of the weights in the step / the weights, root mean squares over the first 4096 of each tensor",
+        "1",
+        "1e-5 to 1e-2",
     ),
     "optim/lr": Definition("learning rate", "1", "as configured"),
     "optim/steps": Definition("optimizer steps that moved weights", "steps", "= minibatches x epochs"),
@@ -166,6 +181,12 @@ REGISTRY: dict[str, Definition] = {
         "k3 distance of the policy from the start of the step, mean over tokens",
         "nats",
         "< 0.02; 0 in the first optimizer step",
+    ),
+    "policy/kl_step": Definition(
+        "k3 distance of the policy after the step from the policy before it, mean over the spoken tokens of up to 16"
+        " of its episodes",
+        "nats",
+        "1e-5 to 0.05",
     ),
     "policy/kl_anchor": Definition(
         "k3 distance of the policy from the anchor of the ratio, mean over tokens", "nats", "< 0.02"
@@ -270,6 +291,7 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
     said = [s.version[s.mask] for e in episodes for s in e.segments]
     versions = np.concatenate(said) if said else np.zeros(0, np.int32)
     advantages = [a for e in credits for a in e.advantage]
+    logp = [s.logp[s.mask] for e in episodes for s in e.segments]
     return {
         **components(episodes),
         **merge(*(g.logged for g in played)),
@@ -281,6 +303,7 @@ def rollout_gauges(asked: Experience, credit: Credit) -> Gauges:
         "rollout/abstained": Gauge.of([e.reward is None and not failed(e.verdicts) for e in episodes]),
         "rollout/tokens": Gauge.of([e.spoken for e in episodes]),
         "rollout/truncated": Gauge.of([e.stop.cut for e in episodes]),
+        "rollout/entropy": Gauge.of(-np.concatenate(logp).astype(np.float64) if logp else np.zeros(0)),
         "rollout/aborted": Gauge(sum(g.aborted for g in played), len(episodes) + sum(g.aborted for g in played)),
         "rollout/groups": Gauge(len(credit.groups), 1),
         "rollout/refused": Gauge(refused, len(played)),

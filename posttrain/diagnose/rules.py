@@ -2,34 +2,20 @@
 Findings become notes of a step.
 
 A rule warns and never stops a run, because it reads symptoms. What must never happen is a canary (`posttrain.checks`).
+Rules about the size of updates are in `policy_rules`, rules about rewards and answers in `reward_rules`. This module
+has those about broken machinery, and asks all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
 from posttrain.core.gauge import Step
 from posttrain.core.run import Reinforce
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What a rule found, and what to do, in words."""
-
-    rule: str
-    message: str
-
-
-Condition = Callable[[Sequence[Step], Reinforce], str]
-
-RULES: dict[str, Condition] = {}
-"""Every rule by name. A condition returns '' where it does not hold."""
-
-
-def rule(condition: Condition) -> Condition:
-    RULES[condition.__name__] = condition
-    return condition
+from posttrain.diagnose import policy_rules as policy_rules
+from posttrain.diagnose import reward_rules as reward_rules
+from posttrain.diagnose.rule import RULES as RULES
+from posttrain.diagnose.rule import Finding, last, mean, rule
 
 
 def findings(history: Sequence[Step], stage: Reinforce) -> list[Finding]:
@@ -39,18 +25,6 @@ def findings(history: Sequence[Step], stage: Reinforce) -> list[Finding]:
         for name, condition in RULES.items()
         if history and (message := condition(history, stage))
     ]
-
-
-def mean(step: Step, name: str) -> float | None:
-    """A gauge's mean in a step; None where nothing was counted."""
-    gauge = step.gauges.get(name)
-    return gauge.mean if gauge is not None and gauge.count else None
-
-
-def last(history: Sequence[Step], name: str, count: int) -> list[float]:
-    """The gauge's means in the last `count` steps; empty where one of them lacks it."""
-    found = [mean(s, name) for s in history[-count:]]
-    return [x for x in found if x is not None] if len(history) >= count and None not in found else []
 
 
 @rule
@@ -89,32 +63,6 @@ def reference_follows(history: Sequence[Step], stage: Reinforce) -> str:
 
 
 @rule
-def nothing_to_learn(history: Sequence[Step], stage: Reinforce) -> str:
-    """No group has spread, eight steps in a row."""
-    silent = last(history, "credit/silent", 8)
-    if len(silent) < 8 or min(silent) < 1 or not stage.algorithm.group_relative:
-        return ""
-    rewards = last(history, "rollout/reward", 8)
-    return (
-        f"for eight steps no group had spread (mean reward {rewards[-1]:.3g}), so nothing was learned. If rewards are"
-        " at their floor teach the task first or use easier ones; at their ceiling use harder ones; if the verifier is"
-        " new, judge a right answer by hand"
-    )
-
-
-@rule
-def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
-    """Most answers are cut off, and very few are right."""
-    cut, solved = last(history, "rollout/truncated", 4), last(history, "rollout/solved", 4)
-    if len(cut) < 4 or min(cut) < 0.8 or max(solved) > 0.05:
-        return ""
-    return (
-        f"{cut[-1]:.0%} of the answers are cut off at max_tokens={stage.sampling.max_tokens} and {solved[-1]:.0%} are"
-        " right: the limit is graded, not the answer. Raise sampling.max_tokens, or teach the policy to stop"
-    )
-
-
-@rule
 def judges_fail(history: Sequence[Step], stage: Reinforce) -> str:
     """A noticeable share of samples could not be judged, because a source failed, three steps in a row."""
     failed = last(history, "rollout/failed", 3)
@@ -138,13 +86,25 @@ def source_is_mute(history: Sequence[Step], stage: Reinforce) -> str:
     )
 
 
+CALLS = 4
+"""Steps in a row in which no call of a tool succeeds, before that is said."""
+MADE = ("refused", "timeout")
+"""Ends of a call that reached a tool and got no result."""
+
+
 @rule
-def policy_runs_away(history: Sequence[Step], stage: Reinforce) -> str:
-    """The policy is far from the policy at the start of the step."""
-    distance = last(history, "policy/kl_start", 2)
-    if len(distance) < 2 or min(distance) < 1.0:
+def tool_is_dead(history: Sequence[Step], stage: Reinforce) -> str:
+    """A tool is called at every one of the last 4 steps, and each call of it fails or runs out of time."""
+    recent = history[-CALLS:]
+    if len(recent) < CALLS:
         return ""
+    names = {n.removeprefix("tools/failed/") for s in recent for n in s.clock if n.startswith("tools/failed/")}
+    dead = sorted(n for n in names if all(s.clock.get(f"tools/failed/{n}", 0.0) >= 1 for s in recent))
+    if not dead:
+        return ""
+    late = any(s.clock.get("tools/timeout", 0.0) > 0 for s in recent)
+    why = "some ran out of time: its service may be down or slow" if late else "none ran out of time: it refuses them"
     return (
-        f"the policy moves {distance[-1]:.2g} nats a token within one step: lower the learning rate, the number of"
-        " minibatches or the clip"
+        f"no call of the tool {', '.join(dead)} has succeeded in {CALLS} steps, and {why}. The policy learns to do"
+        " without it. Call it by hand with a call from `posttrain show`; mend it, or raise env.limits.tool_seconds"
     )

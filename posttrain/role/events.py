@@ -123,6 +123,9 @@ class Observer:
     async def after(self, roles: Any, step: Step) -> ObserverReport | None:
         """Called after the step with its line of the record. It may call the environment."""
 
+    def on_line(self, roles: Any, step: Step) -> ObserverReport | None:
+        """Called with the whole line of the record, held-out measures included, just before it is written."""
+
     def state(self) -> dict[str, Any]:
         """What a checkpoint must store of this observer, as plain data."""
         return {}
@@ -162,6 +165,13 @@ class Observers:
         """The step's line with the observers' reports on it. Each observer gets the line as the one before left it."""
         for one in self._all:
             if (report := await one.after(self._roles, step)) is not None:
+                step = _with(step, report)
+        return step
+
+    def line(self, step: Step) -> Step:
+        """The whole line of the record, with what the observers add when they read it."""
+        for one in self._all:
+            if (report := one.on_line(self._roles, step)) is not None:
                 step = _with(step, report)
         return step
 

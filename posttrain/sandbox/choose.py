@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.machine import is_linux
 from posttrain.sandbox.backends import ALLOW, Backend, Landlock, Namespaces, Unconfined
 from posttrain.sandbox.pool import SESSIONS, Sandbox
 from posttrain.sandbox.port import ProgramLimits, SandboxUnavailableError
@@ -23,6 +24,11 @@ HELP = f"""Fix one of: apt install bubblewrap (scripts/system-packages.sh) and a
 sandbox=https://HOST (an executor elsewhere; python -m posttrain.sandbox.reference_server is one)
 To run UNSANDBOXED anyway (model-written code gets your user's full rights; refused for root): sandbox='none' and \
 {ALLOW}=1"""
+
+ELSEWHERE = """untrusted code runs in namespaces or under Landlock. Only Linux has these, and this machine is no \
+Linux, so it is not run here. Whatever runs no such code works: every recipe but programs, every reward but code, \
+every tool but python.
+Fix: sandbox=https://HOST, an executor on a Linux machine (python -m posttrain.sandbox.reference_server is one)"""
 
 Make = Callable[[tuple[str, ...], str | None], Backend]
 ORDER: dict[str, Make] = {
@@ -82,6 +88,8 @@ def choose(
         return first({"remote": lambda packages, interpreter: RemoteExecutor(name, token)}, packages, interpreter)
     if name not in NAMES:
         raise ConfigError(f"sandbox={name!r} is neither the address of an executor nor a name: {nearest(name, NAMES)}")
+    if not is_linux():
+        raise SandboxUnavailableError(ELSEWHERE)
     if name == "none":
         return _unconfined(packages, interpreter)
     return first({name: ORDER[name]} if name != "auto" else ORDER, packages, interpreter)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import queue
 import threading
 import weakref
@@ -17,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from typing import Self
 
+from posttrain.core.machine import cores
 from posttrain.sandbox.backends import Backend
 from posttrain.sandbox.cell.program import encode
 from posttrain.sandbox.port import Call, NetworkAttempts, ProgramLimits, Ran, SandboxBroken, SandboxUnavailableError
@@ -73,7 +73,7 @@ class Sandbox:
         self._queue: queue.SimpleQueue[_Waiting | None] = queue.SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
-        count = workers or os.cpu_count() or 1
+        count = workers or cores()
         loop = _Loop(self._queue, backend, self.counts, self._lock, self.network)
         self._threads = [threading.Thread(target=loop, name=f"sandbox {i}", daemon=True) for i in range(count)]
         for thread in self._threads:

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -184,6 +185,9 @@ def test_the_program_runs_as_printed(there: Path, monkeypatch: pytest.MonkeyPatc
         return real(recipe, *kept, *TOY, quiet=True, **more)
 
     monkeypatch.setattr(posttrain, "run", small)
+    monkeypatch.syspath_prepend(there)
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
     space: dict[str, Any] = {}
     exec(compile(text, str(PAGE), "exec"), space)
-    assert (there / "runs" / "mine" / "run.json").exists() and space["result"].run.recipe == "grpo"
+    sys.modules.pop("mine")
+    assert (there / "trained" / "config.json").exists() and space["result"].run.recipe == "grpo"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import runpy
 import shlex
 import shutil
 import subprocess
@@ -22,8 +21,8 @@ from urllib.request import urlopen
 
 import pytest
 from page_parts import commands
+from toy_sizes import toy
 
-import posttrain
 from posttrain.api import overrides
 from posttrain.cli import main
 from posttrain.recipe.recipes import RECIPES, recipe
@@ -36,24 +35,6 @@ ELSEWHERE = {"gsm8k"}
 """Examples that have a test of their own."""
 NAMES = sorted(p.name for p in EXAMPLES.iterdir() if p.is_dir() and p.name not in {"__pycache__", *ELSEWHERE})
 BLOCK = re.compile(r"^```sh(?: (\w+))?\n(.*?)^```$", re.M | re.DOTALL)
-
-SIZES = {"model.hidden": "32", "model.ffn": "64", "model.heads": "2", "model.kv_heads": "1", "slots": "16"}
-SHORT = {"env.heldout": "4", "evaluation.samples": "1", "threads": "1"}
-SFT = {"sft.steps": "3", "sft.batch": "8"}
-RL = {"rl.steps": "2", "rl.prompts": "4", "rl.siblings": "4", "rl.eval_every": "0", "rl.checkpoint_every": "1"}
-
-
-def toy(words: list[str]) -> list[str]:
-    """The words of `posttrain ...` at toy size: only what the command can be told, and only of stages that it has."""
-    if words[0] != "run":
-        return words
-    if "--resume" in words:
-        return [re.sub(r"^rl\.steps=\d+$", "rl.steps=3", w) for w in words]
-    built = not any(w.startswith("model=") for w in words)
-    stages = {**({} if "sft=none" in words or words[1] == "grpo" else SFT), **({} if words[1] == "sft" else RL)}
-    small = {**(SIZES if built else {}), **SHORT, **stages}
-    kept = [w for w in words if w.partition("=")[0] not in small]
-    return [*kept, *(f"{k}={v}" for k, v in small.items())]
 
 
 def page(name: str) -> str:
@@ -72,29 +53,24 @@ def there(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     name: str = request.param
     shutil.copytree(EXAMPLES / name, tmp_path / name, ignore=shutil.ignore_patterns("runs", "__pycache__"))
     monkeypatch.chdir(tmp_path / name)
-    real = posttrain.run
-
-    def small(named: str, *words: str, **more: object) -> object:
-        return real(named, *toy(["run", named, *words])[2:], **more)  # pyright: ignore[reportArgumentType]
-
-    monkeypatch.setattr(posttrain, "run", small)
     yield name
 
 
-def run(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """One command, in this process."""
+def run(words: list[str]) -> None:
+    """One command: `posttrain` in this process, a script in one of its own."""
     if words[0] == "python":
-        monkeypatch.setattr(sys, "argv", words[1:])
-        runpy.run_path(words[1], run_name="__main__")
+        path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        program = [sys.executable, str(Path(__file__).with_name("toy_sizes.py")), *words[1:]]
+        subprocess.run(program, env={**os.environ, "PYTHONPATH": path}, check=True, timeout=300)
         return
     assert words[0] == "posttrain", f"{words[0]}: an example has commands of posttrain and python only"
     assert main(toy(words[1:])) == 0, " ".join(words)
 
 
 @pytest.mark.parametrize("there", NAMES, indirect=True)
-def test_an_example_runs_as_printed(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_example_runs_as_printed(there: str) -> None:
     for words in lines(there):
-        run(words, monkeypatch)
+        run(words)
     if CHECKS.get(there) is not None:
         CHECKS[there]()
 
@@ -134,11 +110,11 @@ def serving(words: list[str]) -> Iterator[None]:
 @pytest.mark.parametrize("there", ["evaluate_and_serve"], indirect=True)
 def test_the_served_run_answers(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EXAMPLE_TOKEN", "a-token-of-more-than-16")
-    run(lines(there)[0], monkeypatch)
+    run(lines(there)[0])
     (server,) = lines(there, "serve")
     with serving(server):
         for words in lines(there, "client"):
-            run(words, monkeypatch)
+            run(words)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from page_parts import SETTING, SPAN, cells, commands, settable
@@ -11,7 +15,9 @@ from page_parts import SETTING, SPAN, cells, commands, settable
 from posttrain.api import overrides
 from posttrain.cli.parser import parser, split_overrides
 from posttrain.core.run import Run
+from posttrain.core.types import Task
 from posttrain.diagnose.gauges import REGISTRY
+from posttrain.diagnose.rules import RULES
 from posttrain.recipe.recipes import RECIPES, recipe
 
 ROOT = Path(__file__).parents[2]
@@ -103,3 +109,78 @@ def test_every_page_is_in_the_index_and_read_from_the_readme() -> None:
     assert there - listed == set()
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert {f"docs/{name}.md" for name in NAMES} - set(re.findall(r"\]\((docs/[\w-]+\.md)\)", readme)) == set()
+
+
+# --- the sentences of a run -------------------------------------------------------------------------------------------
+
+
+@cache
+def sentences() -> list[str]:
+    """Every text of the package: the constant parts of each string, with `{}` where a value stands."""
+    out = list[str]()
+    for path in (ROOT / "posttrain").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.JoinedStr):
+                out.append("".join(x.value if isinstance(x, ast.Constant) else "{}" for x in node.values))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                out.append(node.value)
+    return out
+
+
+def phrases() -> list[str]:
+    page = PAGES[NAMES.index("troubleshooting")].read_text(encoding="utf-8")
+    rows = [cells(line) for line in page.splitlines() if line.startswith("| `")]
+    return [re.findall(r"`([^`]+)`", r[0])[0] for r in rows]
+
+
+@pytest.mark.parametrize("phrase", phrases())
+def test_a_sentence_of_the_index_is_one_that_a_run_can_say(phrase: str) -> None:
+    assert any(phrase in text for text in sentences()), f"no text of the package contains {phrase!r}"
+
+
+def said_by(name: str) -> str:
+    """The texts of a rule and of the functions of its module that it calls by name."""
+    module = inspect.getmodule(RULES[name])
+    assert module is not None
+    functions = {n.name: n for n in ast.parse(inspect.getsource(module)).body if isinstance(n, ast.FunctionDef)}
+    reached, left = set[str](), {name}
+    while left:
+        reached |= left
+        named = {x.id for f in left for x in ast.walk(functions[f]) if isinstance(x, ast.Name)}
+        left = (named & set(functions)) - reached
+    return "\n".join(
+        x.value
+        for f in reached
+        for x in ast.walk(functions[f])
+        if isinstance(x, ast.Constant) and isinstance(x.value, str)
+    )
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_every_rule_is_in_the_index(name: str) -> None:
+    text = said_by(name)
+    assert any(phrase in text for phrase in phrases()), f"docs/troubleshooting.md has no sentence of the rule {name}"
+
+
+# --- links to sections ------------------------------------------------------------------------------------------------
+
+
+def anchors(page: Path) -> set[str]:
+    """The sections of a page, as links name them: lower case, no punctuation, spaces as hyphens."""
+    heads = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.M)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in heads}
+
+
+@pytest.mark.parametrize("page", [*PAGES, ROOT / "docs" / "README.md", ROOT / "README.md"], ids=lambda p: p.stem)
+def test_links_lead_to_sections(page: Path) -> None:
+    for path, section in re.findall(r"\]\(([\w./-]*)#([^)]+)\)", page.read_text(encoding="utf-8")):
+        there = (page.parent / path).resolve() if path else page
+        assert section in anchors(there), f"{page.name}: {path}#{section}: there is no such section"
+
+
+def test_a_reward_of_verl_works_as_the_page_wraps_it() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "coming-from-verl.md").read_text(), re.DOTALL)
+    space: dict[str, Any] = {}
+    exec(compile(block, "coming-from-verl.md", "exec"), space)
+    task = Task(id="t", prompt="3+4=", answer="7", info={"data_source": "sums"})
+    assert [space["reward"](task, text) for text in (" 7 ", "8")] == [1.0, 0.0]

@@ -14,9 +14,11 @@ def add(sub: Subparsers) -> None:
         sub,
         "run",
         run,
-        "run a recipe, or go on with a run that was cut",
+        "run a recipe, or go on with a run that was cut or that shall be longer",
         "posttrain run ladder seed=1 algorithm=grpo clip.high=0.28 rl.steps=80 --out runs/mine\n"
-        "  posttrain run --resume runs/mine",
+        "  posttrain run --resume runs/mine\n"
+        "  posttrain run --resume runs/mine rl.steps=200\n"
+        "  posttrain run grpo model=runs/mine env.prompts=mine.jsonl env.rewards=mine.py:reward",
         add_help=False,
     )
     p.add_argument("recipe", nargs="?", help="which one: --help lists them; after its name, all its settings")
@@ -24,7 +26,8 @@ def add(sub: Subparsers) -> None:
     p.add_argument(
         "--resume",
         metavar="RUN",
-        help="go on with this run folder, or with one of its checkpoints (RUN/checkpoints/NAME)",
+        help="go on with this run folder, or with one of its checkpoints (RUN/checkpoints/NAME); with rl.steps=N for "
+        "longer",
     )
     p.add_argument(
         "--allow-fault",
@@ -34,7 +37,7 @@ def add(sub: Subparsers) -> None:
     )
     add_trust(p)
     p.add_argument("-h", "--help", action="store_true", help="this text; after a recipe's name also its settings")
-    p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER] | posttrain run --resume RUN"
+    p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER] | posttrain run --resume RUN [key=value ...]"
     p.set_defaults(text=p.format_help)
 
 

@@ -17,7 +17,7 @@ from typing import Any, ClassVar, Generic, TypeVar, cast
 from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.loop import loop
 from posttrain.controller.parts import MeasuredReport, RunParts
-from posttrain.controller.stages.progress import Progress, StageResult, StageState
+from posttrain.controller.stages.progress import Progress, Reopening, StageResult, StageState
 from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step, merge
@@ -194,7 +194,7 @@ class Driver(ABC, Generic[S, T, A]):
             self.report = report = await self.evaluate()
         if report is not None:
             step = replace(step, gauges=merge(step.gauges, report.gauges()), clock={**step.clock, **self.clock.take()})
-        self.parts.tell(step)
+        self.parts.tell(self.watch.line(step))
         s.ended = self.enough(report)
         self._border(report)
         return not s.ended
@@ -202,6 +202,8 @@ class Driver(ABC, Generic[S, T, A]):
     def _finish(self, report: EvaluationReport | None) -> None:
         """Write down what came of the stage; its weights are kept, and handed on or put back."""
         p, parts, stage = self.progress, self.parts, self.stage
+        last = stage is parts.run.stages[-1] and stage.hands_on
+        reopening = self._reopening(report) if last else None
         result = self._result(report)
         p.results = (*p.results, result)
         measured = f"; held-out accuracy {result.accuracy[0]:.3f}" if result.accuracy else ""
@@ -212,8 +214,24 @@ class Driver(ABC, Generic[S, T, A]):
         if not stage.hands_on:
             load_weights(parts.book.kept(come_to(parts.run.stages, stage)), parts.learner)
             p.version = parts.version = p.version + 1
-        p.stage, p.running = p.stage + 1, None
+        p.stage, p.running, p.reopening = p.stage + 1, None, reopening
         self._checkpoint(p.reward[0] if p.reward else None)
+
+    def _reopening(self, report: EvaluationReport | None) -> Reopening:
+        """What a checkpoint at this border would say, and the evaluation that belongs to it."""
+        s, stage = self.state, self.stage
+        self._note_state()
+        due = report is not None and stage.eval_every and s.step % stage.eval_every == 0
+        gauges = {n: [g.sum, g.count] for n, g in report.gauges().items()} if due and report else {}
+        return Reopening(self.progress.plain(), gauges)
+
+    def _note_state(self) -> None:
+        """Fingerprints and times of now, for a checkpoint."""
+        self.progress.weights = self.parts.learner.fingerprint()
+        s = self.progress.running
+        if s is not None:
+            s.seconds, s.roles = self.seconds(), dict(self.clock.total)
+            s.optimizer = fingerprint(self.trainer.optimizer.state_tensors().items())
 
     def seconds(self) -> float:
         """Wall seconds of the stage so far, over all its parts."""
@@ -269,17 +287,14 @@ class Driver(ABC, Generic[S, T, A]):
             )
 
     def _checkpoint(self, metric: float | None) -> None:
-        """All that the run needs to go on from here: in the middle of the stage with its optimizer, at its end
-        without."""
+        """All that the run needs to go on from here: in the middle of the stage and at the end of the last one with
+        its optimizer, at the end of another one without."""
         p, parts, s = self.progress, self.parts, self.progress.running
-        p.weights = parts.learner.fingerprint()
-        if s is not None:
-            s.seconds, s.roles = self.seconds(), dict(self.clock.total)
-            s.optimizer = fingerprint(self.trainer.optimizer.state_tensors().items())
+        self._note_state()
 
         def write(folder: Path) -> None:
             save_weights(folder, parts.learner)
-            if s is not None:
+            if s is not None or p.reopening is not None:
                 save_optimizer(folder, self.trainer.optimizer)
 
         with self.clock.of("checkpoint"):

@@ -59,6 +59,17 @@ class StageState(Open, begin=True):
     """Wall seconds so far, whole and per role."""
 
 
+@dataclass(frozen=True)
+class Reopening:
+    """What lets a finished run go on with its last stage, as if that stage had been longer from the beginning."""
+
+    progress: Mapping[str, Any]
+    """The progress as it was before the stage was ended."""
+    gauges: Mapping[str, Any]
+    """Sum and count of each gauge of the last evaluation, where a longer stage would have evaluated at this step too:
+    they then belong to its last line of the record. Empty: it would not have."""
+
+
 @dataclass
 class Progress:
     """Where a run stands. Everything here is a function of what was done, except `seconds` and `roles`."""
@@ -76,6 +87,8 @@ class Progress:
     results: tuple[StageResult, ...] = ()
     running: StageState | None = None
     """Where the stage stands that was cut in its middle."""
+    reopening: Reopening | None = None
+    """Of a run that is finished, where its last stage can go on."""
 
     def plain(self) -> dict[str, Any]:
         return tree.to_plain(self)

@@ -68,6 +68,7 @@ class Loop:
         taken, self.counts = self.counts, CallCounts()
         total = sum(taken.kinds.values())
         shares = {f"tools/{kind}": Gauge(n, total) for kind, n in taken.kinds.items()}
+        shares |= {f"tools/failed/{name}": Gauge(bad, n) for name, (bad, n) in taken.tried.items()}
         return shares | {f"tools/seconds/{name}": Gauge(seconds, n) for name, (seconds, n) in taken.seconds.items()}
 
 

@@ -190,6 +190,8 @@ class CallCounts:
 
     kinds: dict[str, int] = field(default_factory=dict[str, int])
     seconds: dict[str, list[float]] = field(default_factory=dict[str, list[float]])
+    tried: dict[str, list[int]] = field(default_factory=dict[str, list[int]])
+    """By tool: the calls that reached it and got no result, and all that reached it."""
 
     def add(self, seen: Observation) -> None:
         self.kinds[seen.kind] = self.kinds.get(seen.kind, 0) + 1
@@ -197,6 +199,9 @@ class CallCounts:
             entry = self.seconds.setdefault(seen.name, [0.0, 0])
             entry[0] += seen.seconds
             entry[1] += 1
+            tried = self.tried.setdefault(seen.name, [0, 0])
+            tried[0] += seen.kind != "ok"
+            tried[1] += 1
 
 
 async def _run(chosen: Tool, arguments: BaseModel, seconds: float) -> tuple[str, Kind]:

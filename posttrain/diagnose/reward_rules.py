@@ -1,0 +1,205 @@
+"""Rules about what rewards and answers say: nothing to learn from, nothing learned, or the wrong thing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from posttrain.core.gauge import Step
+from posttrain.core.run import Reinforce
+from posttrain.diagnose.policy_rules import NEAR, better_lr, broken
+from posttrain.diagnose.rule import average, first, known, last, mean, rule, trend
+
+SAME = 6
+"""Steps in a row, before it is said that tasks are too hard or too easy. Fewer have no spread by chance."""
+HARD, EASY = 0.02, 0.9
+"""Shares of right answers below and above which there is little to learn."""
+FLAT = 30
+"""Steps before it is said that the reward does not rise."""
+
+
+@rule
+def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
+    """Every answer of the first six steps and of the last six has the same reward, and it is not 0."""
+    began, now = first(history, "rollout/reward", SAME), last(history, "rollout/reward", SAME)
+    if not began or not now or now[-1] == 0 or max((*began, *now)) - min((*began, *now)) > 1e-9:
+        return ""
+    if any(mean(s, "rollout/mixed") != 0 for s in (*history[:SAME], *history[-SAME:])):
+        return ""
+    return (
+        f"every answer so far got the same reward ({now[-1]:.3g}), so nothing is learned. In order: the reward accepts"
+        " anything (give it a wrong answer: posttrain check RECIPE), it does not read the answer, or every task is"
+        " solved already (use harder ones)"
+    )
+
+
+@rule
+def too_hard(history: Sequence[Step], stage: Reinforce) -> str:
+    """For six steps at most 2 % of the answers are right, and nine in ten groups have no spread."""
+    solved, silent = last(history, "rollout/solved", SAME), last(history, "credit/silent", SAME)
+    cut = average(last(history, "rollout/truncated", SAME))
+    if not solved or not silent or average(solved) > HARD or average(silent) < 0.9 or _moved(history):
+        return ""
+    rewards = last(history, "rollout/reward", SAME)
+    if cut >= MOST_CUT or not rewards or max(rewards) - min(rewards) > 0.1:
+        return ""
+    return (
+        f"the tasks are too hard for this policy: {average(solved):.1%} of the answers of {SAME} steps are right, and"
+        f" {average(silent):.0%} of the groups have no spread. In order: teach it first (an sft stage), use easier"
+        " tasks, or the prompt is not in the form the model knows (chat template). Judge a right answer by hand once:"
+        f" posttrain check RECIPE. More siblings help where some answers are right: {stage.name}.siblings="
+        f"{4 * stage.siblings}"
+    )
+
+
+@rule
+def too_easy(history: Sequence[Step], stage: Reinforce) -> str:
+    """More than 90 % of the answers are right in the first steps and in the last six, and two thirds of the groups have
+    no spread."""
+    began, solved = first(history, "rollout/solved", 3), last(history, "rollout/solved", SAME)
+    silent = average(last(history, "credit/silent", SAME))
+    if not began or not solved or min(average(began), average(solved)) < EASY or silent < 0.66:
+        return ""
+    if reward_is_constant(history, stage):
+        return ""
+    return (
+        f"the tasks are too easy for this policy: {average(solved):.1%} of the answers of {SAME} steps are right, as at"
+        f" the start, and {silent:.0%} of the groups have no spread. Use harder tasks; or filter=mixed, which plays on"
+        " until a step has groups with spread (algorithm=dapo)"
+    )
+
+
+def _moved(history: Sequence[Step]) -> bool:
+    """Whether the policy was better or a step broke it: then tasks and limits are not at fault."""
+    return broken(history) or average(known(history[:3], "rollout/solved")) > 3 * HARD
+
+
+MOST_CUT = 0.8
+
+
+@rule
+def cut_off_before_the_answer(history: Sequence[Step], stage: Reinforce) -> str:
+    """Most answers are cut off, and very few are right, four steps in a row."""
+    cut, solved = last(history, "rollout/truncated", 4), last(history, "rollout/solved", 4)
+    if len(cut) < 4 or min(cut) < MOST_CUT or max(solved, default=1) > 0.05 or _past_an_end(history):
+        return ""
+    if _moved(history) or average(known(history[:3], "rollout/truncated")) < 0.5 * MOST_CUT:
+        return ""
+    return (
+        f"{cut[-1]:.0%} of the answers are cut off at max_tokens={stage.sampling.max_tokens} and {solved[-1]:.0%} are"
+        f" right: the limit is graded, not the answer. Raise it: {stage.name}.sampling.max_tokens="
+        f"{4 * stage.sampling.max_tokens}; if answers then still do not end, teach the policy to stop (an sft stage)"
+    )
+
+
+@rule
+def never_stops(history: Sequence[Step], stage: Reinforce) -> str:
+    """Nearly every answer runs to the limit, and most contain a special token that is not a stop token, four steps in a
+    row."""
+    cut = last(history, "rollout/truncated", 4)
+    if not cut or min(cut) < 0.9 or not _past_an_end(history):
+        return ""
+    special = average(last(history, "rollout/special", 4))
+    return (
+        f"{cut[-1]:.0%} of the answers never stop, and {special:.0%} of them go on after a special token that is not"
+        " one of the stop ids: the stop id is wrong. The model ends its turns with another token; add it to"
+        " eos_token_id in its generation_config.json (the start of the run prints the stop ids)"
+    )
+
+
+def _past_an_end(history: Sequence[Step]) -> bool:
+    special = last(history, "rollout/special", 4)
+    return bool(special) and min(special) >= 0.5
+
+
+@rule
+def reward_without_quality(history: Sequence[Step], stage: Reinforce) -> str:
+    """The reward rises for sure (5 standard errors) while one of its sources falls for sure, by a third or more."""
+    reward = trend(history, "rollout/reward", 12)
+    if reward is None or reward.sure < 5:
+        return ""
+    names = sorted({n for n in history[-1].gauges if n.startswith("reward/")})
+    fallen = [(n, t) for n in names if (t := trend(history, n, 12)) and t.sure < -5 and t.after < 0.67 * t.before]
+    if not fallen:
+        return ""
+    name, t = fallen[0]
+    return (
+        f"the reward rises ({reward.before:.3g} to {reward.after:.3g}) while {name.removeprefix('reward/')} falls"
+        f" ({t.before:.3g} to {t.after:.3g}): the policy raises the reward and gets worse. Read its best paid answers"
+        f" (posttrain show RUN), then lower the weight of the source that pays them, or stop at an earlier checkpoint"
+        " and add a KL term"
+    )
+
+
+@rule
+def heldout_falls(history: Sequence[Step], stage: Reinforce) -> str:
+    """The held-out reward is lower than at an earlier evaluation by more than 3 standard errors, while the training
+    reward rises by more than 3."""
+    measured = [
+        (s, s.gauges["eval/reward"]) for s in history if "eval/reward" in s.gauges and s.gauges["eval/reward"].count
+    ]
+    if len(measured) < 2 or measured[-1][0] is not history[-1]:
+        return ""
+    (now, e_now), (best, e_best) = measured[-1], max(measured, key=lambda m: m[1].mean)
+    tasks = min(e_now.count, e_best.count)
+    error = (2 * max(0.25 * min(1.0, 4 * e_best.mean * (1 - e_best.mean)), 0.02) / tasks) ** 0.5
+    reward = trend([s for s in history if s.index >= best.index - 2], "rollout/reward", 6)
+    if e_best.mean - e_now.mean < 3 * error or reward is None or reward.sure < 3:
+        return ""
+    return (
+        f"held-out reward fell from {e_best.mean:.3g} (step {best.index}) to {e_now.mean:.3g} (step {now.index}) while"
+        f" the training reward rose from {reward.before:.3g} to {reward.after:.3g}. In order: the training tasks are"
+        " learned by heart (use more prompts, fewer steps), training prompts show their answers, or the reward is"
+        f" exploited. The best weights are those of step {best.index}"
+    )
+
+
+@rule
+def reward_is_flat(history: Sequence[Step], stage: Reinforce) -> str:
+    """The reward has not risen in 30 steps or more, and noise does not hide a rise: the error of its change is below an
+    eighth of it. The likely causes are named in order."""
+    seen = trend(history, "rollout/reward", FLAT)
+    if seen is None or average(last(history, "rollout/solved", SAME)) > 0.85 or seen.gain > 0.5 * seen.error:
+        return ""
+    if broken(history) or seen.error > 0.125 * max(abs(seen.before), abs(seen.after)) or too_hard(history, stage):
+        return ""
+    if cut_off_before_the_answer(history, stage) or never_stops(history, stage) or reward_is_constant(history, stage):
+        return ""
+    return (
+        f"the reward is flat: {seen.before:.3g} to {seen.after:.3g} (+- {2 * seen.error:.2g}) in {seen.steps} steps."
+        f" Likely causes, in order: {'; '.join(f'{i}. {c}' for i, c in enumerate(causes(history, stage), 1))}"
+    )
+
+
+def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
+    """Why the reward may not rise, the likeliest first, by the gauges of the last steps. Each says what to change."""
+    gauge = {
+        n: average(known(history[-8:], n))
+        for n in ("rollout/truncated", "rollout/solved", "credit/silent", "policy/kl_step", "canary/mute_sources")
+    }
+    name, far = stage.name, gauge["policy/kl_step"]
+    out: list[str] = []
+    if gauge["canary/mute_sources"] > 0:
+        out.append("a reward source gives 0 to right answers too (posttrain check RECIPE)")
+    if gauge["rollout/truncated"] > 0.3:
+        out.append(
+            f"{gauge['rollout/truncated']:.0%} of the answers are cut off ({name}.sampling.max_tokens="
+            f"{2 * stage.sampling.max_tokens})"
+        )
+    if gauge["credit/silent"] > 0.7:
+        easy = gauge["rollout/solved"] > 0.5
+        out.append(
+            f"{gauge['credit/silent']:.0%} of the groups have no spread: the tasks are too {'easy' if easy else 'hard'}"
+            f" ({'use harder ones' if easy else 'teach first, or use easier ones'}, or {name}.siblings="
+            f"{2 * stage.siblings})"
+        )
+    if 0 < far < 20 * NEAR:
+        out.append(f"a step changes the policy by only {far:.1g} nats a token ({better_lr(stage, far)})")
+    if far > 0.05:
+        out.append(
+            f"a step changes the policy by {far:.1g} nats a token, too much to go anywhere ({better_lr(stage, far)})"
+        )
+    return [
+        *out,
+        "the reward does not depend on what the policy can change (look at rewards beside answers: posttrain show RUN)",
+        f"the batch is too noisy to learn from ({name}.prompts={2 * stage.prompts})",
+    ]

@@ -1,0 +1,101 @@
+"""What a rule is: a condition on the gauges of a stage's steps so far, and what to say where it holds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+
+from posttrain.core.gauge import Step
+from posttrain.core.run import Reinforce
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What a rule found, and what to do, in words."""
+
+    rule: str
+    message: str
+
+
+Condition = Callable[[Sequence[Step], Reinforce], str]
+
+RULES: dict[str, Condition] = {}
+"""Every rule by name. A condition returns '' where it does not hold. It gets the first steps of the stage and the last
+ones, in order."""
+
+
+def rule(condition: Condition) -> Condition:
+    RULES[condition.__name__] = condition
+    return condition
+
+
+def mean(step: Step, name: str) -> float | None:
+    """A gauge's mean in a step; None where nothing was counted."""
+    gauge = step.gauges.get(name)
+    return gauge.mean if gauge is not None and gauge.count else None
+
+
+def known(steps: Sequence[Step], name: str) -> list[float]:
+    """The gauge's means in the steps that have it."""
+    return [x for s in steps if (x := mean(s, name)) is not None]
+
+
+def last(history: Sequence[Step], name: str, count: int) -> list[float]:
+    """The gauge's means in the last `count` steps; empty where one of them lacks it."""
+    found = known(history[-count:], name)
+    return found if len(found) == count else []
+
+
+def first(history: Sequence[Step], name: str, count: int) -> list[float]:
+    """The gauge's means in the first `count` steps of the stage; empty where one of them lacks it."""
+    found = known(history[:count], name)
+    return found if len(found) == count and history[0].index == 1 else []
+
+
+def average(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+@dataclass(frozen=True)
+class Trend:
+    """How a gauge changed: the means of the first and of the last third of some steps, and the standard error of their
+    difference."""
+
+    before: float
+    after: float
+    error: float
+    steps: int
+
+    @property
+    def gain(self) -> float:
+        return self.after - self.before
+
+    @property
+    def sure(self) -> float:
+        """The gain in standard errors."""
+        return self.gain / self.error if self.error > 0 else (0.0 if self.gain == 0 else float("inf") * self.gain)
+
+
+def trend(history: Sequence[Step], name: str, least: int) -> Trend | None:
+    """The trend over the steps that follow one another up to now; None where fewer than `least` have the gauge.
+
+    The scatter of single steps is read from the differences of neighbours, so that a drift does not count as noise.
+    """
+    steps = list(history)
+    for i in range(len(steps) - 1, 0, -1):
+        if steps[i].index != steps[i - 1].index + 1:
+            steps = steps[i:]
+            break
+    values = known(steps, name)
+    if len(values) < max(least, 6):
+        return None
+    n = len(values) // 3
+    a, b = values[:n], values[-n:]
+    scatter = average([(y - x) ** 2 for x, y in pairwise(values)]) / 2
+    return Trend(average(a), average(b), (scatter * 2 / n) ** 0.5, len(values))
+
+
+def rounded(lr: float) -> str:
+    """A learning rate with one digit, as it is written on the command line."""
+    return f"{lr:.0e}".replace("e-0", "e-").replace("e+00", "")

@@ -1,0 +1,76 @@
+"""Notes of a run by kind: said once in the terminal, and counted at the end. The record keeps each at its step."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from posttrain.core.gauge import Step
+
+RULE = "rule "
+"""A note that begins with this and a rule's name is a finding of that rule."""
+SHOWN = 8
+"""Steps that a line names before it goes on with dots."""
+
+
+def kind_of(note: str) -> str:
+    """The rule that a note comes from; of other notes their words, without numbers and what stands in brackets."""
+    if note.startswith(RULE):
+        return note.removeprefix(RULE).partition(":")[0]
+    return re.sub(r"\s+", " ", re.sub(r"\([^()]*\)|[-+]?\d[\d.,%]*", "", note)).strip()
+
+
+@dataclass(frozen=True)
+class RepeatedNote:
+    """What one rule, or one kind of note, said in a stage."""
+
+    stage: str
+    rule: str
+    """Name of the rule; '' for a note that is no finding."""
+    message: str
+    """At its first step."""
+    steps: tuple[int, ...]
+
+    @property
+    def line(self) -> str:
+        """The message with the steps at which it held, for a summary."""
+        shown = ", ".join(map(str, self.steps[:SHOWN])) + (", ..." if len(self.steps) > SHOWN else "")
+        often = f" ({len(self.steps)} times)" if len(self.steps) > 1 else ""
+        return f"{self.stage}: {self.message} [step{'s' if len(self.steps) > 1 else ''} {shown}{often}]"
+
+
+def findings_of(steps: Iterable[Step]) -> list[RepeatedNote]:
+    """The findings of live rules in a record, each rule of a stage once, in the order in which they came."""
+    return [s for s in notes_of(steps) if s.rule]
+
+
+def notes_of(steps: Iterable[Step]) -> list[RepeatedNote]:
+    """All notes of a record, each kind of a stage once, in the order in which they came."""
+    kinds: dict[tuple[str, str], list[tuple[int, str]]] = {}
+    for step in steps:
+        for note in step.notes:
+            kinds.setdefault((step.stage, kind_of(note)), []).append((step.index, note))
+    out: list[RepeatedNote] = []
+    for (stage, kind), seen in kinds.items():
+        note = seen[0][1]
+        is_rule = note.startswith(RULE)
+        message = note.removeprefix(RULE).partition(": ")[2] if is_rule else note
+        out.append(RepeatedNote(stage, kind if is_rule else "", message, tuple(dict.fromkeys(i for i, _ in seen))))
+    return out
+
+
+class SaidOnce:
+    """Lets each kind of note of a stage pass once."""
+
+    def __init__(self) -> None:
+        self._known: set[tuple[str, str]] = set()
+
+    def new(self, step: Step) -> Sequence[str]:
+        """The notes of a step that are of a kind not seen before in its stage."""
+        out: list[str] = []
+        for note in step.notes:
+            if (key := (step.stage, kind_of(note))) not in self._known:
+                self._known.add(key)
+                out.append(note)
+        return out

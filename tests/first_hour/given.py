@@ -1,0 +1,67 @@
+"""What the pages take for granted: `my-model`, `mine.jsonl`, `mine.py`, `runs/mine`. Run in the fresh environment, in
+the folder that the pages are then played in copies of."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+REWARDS = """
+
+def reward(task, text):
+    return float(task.answer in text.split())
+
+
+def helpful(prompts, completions, **columns):
+    return [min(1.0, len(c) / 10) for c in completions]
+"""
+KEPT = '''"""A reward that looks at the files an episode left."""
+
+
+def kept(prompts, completions, state, want, **_):
+    return [float(s["files"] == w) for s, w in zip(state, want)]
+'''
+POSTTRAIN = (str(Path(sys.executable).with_name("posttrain")),)
+SIZES = (
+    *("env.heldout=8", "evaluation.samples=2", "sft.steps=10", "sft.batch=16", "rl.steps=20", "rl.prompts=4"),
+    *("rl.siblings=4", "rl.eval_every=0", "rl.checkpoint_every=2"),
+)
+
+
+def files() -> None:
+    rows = [
+        {"prompt": f"What is {a}+{b}?", "answer": str(a + b), "completion": str(a + b)}
+        for a in range(8)
+        for b in range(5)
+    ]
+    Path("mine.jsonl").write_text("".join(json.dumps(r) + "\n" for r in rows))
+    subprocess.run([*POSTTRAIN, "new", "env", "my_task", "--folder", "given"], check=True)
+    Path("mine.py").write_text(Path("given/my_task.py").read_text() + REWARDS)
+    Path("path.py").write_text(KEPT)
+    tasks = [
+        {"prompt": f"Write {n} into a.txt.", "files": {}, "want": {"a.txt": str(n)}, "completion": str(n)}
+        for n in range(40)
+    ]
+    Path("tasks.jsonl").write_text("".join(json.dumps(r) + "\n" for r in tasks))
+
+
+def model(folder: str) -> None:
+    """A tiny model with random weights that can write any text and has a chat template."""
+    from posttrain.core.run import Model
+    from posttrain.engine.tiny import build_module
+    from posttrain.engine.vocabulary import raw_bytes
+
+    tokenizer = raw_bytes()
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\\n{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    small = Model(arch="qwen3", hidden=32, layers=2, heads=2, kv_heads=2, ffn=64, context=2048)
+    build_module(small, tokenizer, seed=0).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    files()
+    model("my-model")
+    subprocess.run([*POSTTRAIN, "run", "arithmetic", *SIZES, "--out", "runs/mine"], check=True)

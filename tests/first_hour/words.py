@@ -1,0 +1,138 @@
+"""What stands for what: the pages that are played, names in them that stand for something of the reader's, sizes that
+are made small, and what cannot be played, each with its reason."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from posttrain.core.errors import PosttrainError
+from posttrain.core.run import Reinforce, Run
+from posttrain.recipe.recipes import recipe
+
+PAGES = ("README.md", "docs/recipes.md", "docs/environments.md", "docs/tools.md", "docs/*.md", "examples/**/*.md")
+NOTEBOOKS = ("notebooks/*.ipynb",)
+NOT_PAGES = {
+    "docs/LOG.md": "what was done on a day, with what there was then",
+    "docs/algorithms.md": "made from the ladder; its commands name algorithms by NAME",
+}
+"""Pages that nobody follows from top to bottom."""
+
+
+def pages(root: Path) -> list[Path]:
+    """Every page and notebook that a new user follows, in the order in which they are offered."""
+    found = [p for pattern in (*PAGES, *NOTEBOOKS) for p in sorted(root.glob(pattern))]
+    return [p for p in dict.fromkeys(found) if str(p.relative_to(root)) not in NOT_PAGES]
+
+
+@dataclass(frozen=True)
+class Exempt:
+    """A step that is not played: pages and text as patterns, and why."""
+
+    page: str
+    text: str
+    why: str
+
+
+CHECKOUT = "needs the source tree; CI and `make everything` run it"
+NETWORK = "needs the network"
+EXEMPT = (
+    Exempt("*", r"make\b", CHECKOUT),
+    Exempt("*", r"(python|python3) (benchmarks|tour|scripts|tests)/", CHECKOUT),
+    Exempt("*", r"(python|python3) -m venv", "the environment is there"),
+    Exempt("*", r"(python|python3) -m posttrain\.engine\.vllm\.", "needs vLLM, which has an environment of its own"),
+    Exempt("*", r".*\bengine=vllm\b", "needs vLLM, which has an environment of its own"),
+    Exempt("*", r".*https://", NETWORK),
+    Exempt("*", r".*\bdevice=cuda\b", "needs a GPU"),
+    Exempt("*", r"(jupyter|tensorboard)\b", "is a program of somebody else"),
+    Exempt("*", r"pip install .*(vllm|posttrain\[(bench|all)\])", NETWORK),
+)
+
+
+def exempt(page: str, text: str) -> str:
+    """Why a step is not played; '' where it is."""
+    return next((e.why for e in EXEMPT if fnmatchcase(page, e.page) and re.match(e.text, text)), "")
+
+
+# --- names that stand for something -----------------------------------------------------------------------------------
+
+GIVEN_RUN, GIVEN_MODEL = "runs/mine", "my-model"
+HUB = re.compile(r"(?<=[= ])(?:Qwen|HuggingFaceTB|meta-llama|google|mistralai)/[\w.-]+")
+STANDS = (
+    (HUB, GIVEN_MODEL),
+    (re.compile(r"\bMODEL\b"), GIVEN_MODEL),
+    (re.compile(r"\bRUN\b"), GIVEN_RUN),
+    (re.compile(r"\bRECIPE\b"), "arithmetic"),
+    (re.compile(r"(?<=ladder )NAME\b"), "grpo"),
+    (re.compile(r"http://127\.0\.0\.1:8000"), "$SERVED"),
+)
+ELLIPSIS = re.compile(r"\bruns/(?P<recipe>\w*)-?\.\.\.")
+
+
+def put_in(text: str, runs: Path) -> str:
+    """The text with the reader's own things in place of the words that stand for them. `runs/ladder-...` is the newest
+    run of that recipe, `runs/...` the newest one."""
+    for pattern, word in STANDS:
+        text = pattern.sub(word, text)
+    return ELLIPSIS.sub(lambda m: _newest(runs, m["recipe"]), text)
+
+
+def _newest(runs: Path, name: str) -> str:
+    found = sorted((p for p in runs.glob(f"{name}*-*") if (p / "run.json").exists()), key=lambda p: p.stat().st_mtime)
+    return f"runs/{found[-1].name}" if found else GIVEN_RUN
+
+
+# --- sizes ------------------------------------------------------------------------------------------------------------
+
+SUPERVISED = {"steps": 4, "batch": 8}
+REINFORCE = {"steps": 2, "prompts": 4, "siblings": 4, "eval_every": 0, "sampling.max_tokens": 8}
+RESUMED = 4
+"""Steps that a run which goes on is given in place of the printed number."""
+
+
+def smaller(command: str) -> str:
+    """The command with toy sizes: a run's stages, a check's tasks, an evaluation's samples."""
+    words = shlex.split(command, comments=True)
+    if words[:2] == ["posttrain", "run"] and "--help" not in words:
+        if "--resume" in words:
+            return re.sub(r"\.steps=\d+", f".steps={RESUMED}", command)
+        return _with(command, toy(next((w for w in words[2:] if "=" not in w and not w.startswith("-")), ""), words))
+    if words[:2] == ["posttrain", "check"]:
+        return _with(command, ["--tasks", "8"])
+    if words[:2] == ["posttrain", "serve"]:
+        return _with(command, ["--port", "0"])
+    return command
+
+
+def toy(name: str, given: list[str]) -> list[str]:
+    """The overrides that make a recipe small; of what is no recipe (a file) none, because files are small here."""
+    try:
+        run = recipe(name)
+    except PosttrainError:
+        return []
+    return [o for o in sizes(run) if f"{o.split('.')[0]}=none" not in given]
+
+
+def sizes(run: Run) -> list[str]:
+    """The overrides that make a run small."""
+    return ["env.heldout=8", "evaluation.samples=2", *(o for s in run.stages for o in _of(s))]
+
+
+def _of(stage: object) -> Iterator[str]:
+    name = stage.name  # type: ignore[attr-defined]
+    small = REINFORCE if isinstance(stage, Reinforce) else SUPERVISED
+    yield from (f"{name}.{key}={value}" for key, value in small.items())
+
+
+def _with(command: str, words: list[str]) -> str:
+    """The command with these words at its end; a setting that it has already gets the new value where it stands."""
+    body, mark, comment = command.partition("  #")
+    for word in words:
+        key, _, value = word.partition("=")
+        body, there = re.subn(rf"(?<= {re.escape(key)}=)\S+", value, body) if value else (body, 0)
+        body = body if there else f"{body.rstrip()} {shlex.quote(word)}"
+    return f"{body.rstrip()}{mark}{comment}"
