@@ -17,6 +17,8 @@ from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.environments import check_environment, distinct, own_environments
 from posttrain.api.extend import Extension, check_changes, extension
 from posttrain.api.handed import HandedObjects, given_again, given_notes, object_notes, recorded
+from posttrain.api.next_steps import asked_words
+from posttrain.api.run_file import code_notes, is_recipe, run_of
 from posttrain.api.trackers import check_trackers
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
@@ -31,7 +33,6 @@ from posttrain.engine.locate import check_source
 from posttrain.engine.vllm import installed
 from posttrain.environment.make import environment as named_environment
 from posttrain.recipe.recipes import listed
-from posttrain.recipe.recipes import recipe as shipped
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -112,14 +113,14 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
         )
     if options.out is not None:
         Book.refuse(options.out)
-    base, objects = options.handed.place(recipe if isinstance(recipe, Run) else shipped(recipe))
+    base, objects = options.handed.place(run_of(recipe))
     run, origin = pinned(dotted.apply(base, list(overrides)))
-    given = None if isinstance(recipe, Run) else given_paths(base, overrides) | options.handed.paths
+    given = given_paths(base, overrides) | options.handed.paths if is_recipe(recipe) else None
     out = Path(options.out) if options.out else None
-    about = {**origin, **recorded(objects)}
-    return RunRequest(
-        run=run, out=out, notes=tuple(object_notes(objects)), recorded=about, given=given, objects=objects
-    )
+    words = asked_words(recipe, overrides) if objects == Given() else {}
+    about = {**words, **origin, **recorded(objects)}
+    notes = (*object_notes(objects), *code_notes(recipe, run))
+    return RunRequest(run=run, out=out, notes=notes, recorded=about, given=given, objects=objects)
 
 
 def settled(request: RunRequest) -> RunRequest:
