@@ -15,6 +15,7 @@ from posttrain.core.asks import values
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.interval import Z95, Gain, Score
 from posttrain.core.run import Run
+from posttrain.core.shell import command_line
 from posttrain.diagnose.outcome import Measurement, RunOutcome, StageOutcome, read_outcome
 
 OF_THE_MACHINE = ("threads", "trackers", "keep_checkpoints", "slots", "deterministic")
@@ -135,7 +136,7 @@ def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
         return "Start it with env.heldout=100"
     if found is not None and not found.stage.eval:
         return f"Start it with {found.name}.eval=true"
-    return f"Let it go on to its end: posttrain run --resume {of.folder}"
+    return f"Let it go on to its end: {command_line('run', '--resume', of.folder)}"
 
 
 def _refuse(runs: Sequence[ComparedRun]) -> None:
