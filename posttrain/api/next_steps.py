@@ -30,6 +30,10 @@ def next_steps(run: Run, folder: Path) -> list[str]:
     if run.env.heldout:
         out.append((command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"))
     out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
+    last = run.stages[-1]
+    if isinstance(last, Reinforce) and last.hands_on and last.wall_time is None and last.time_of is None:
+        longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}")
+        out.append((longer, "go on for as many steps again"))
     if (words := _words(folder)) is not None:
         recipe, overrides = words
         kept = [w for w in overrides if _head(run, w) != "seed"]
