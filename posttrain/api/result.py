@@ -159,10 +159,14 @@ class Result:
         pandas = _package("pandas", "result.frame()")
         return pandas.DataFrame([_row(s) for s in reader.steps(self.folder)])
 
-    def plot(self, out: str | Path | None = None) -> Any:
-        """A figure of reward and held-out accuracy by step. `out`: also write it to this file."""
-        plots = importlib.import_module("posttrain.api.plots")
-        return plots.plot([self.folder], None if out is None else Path(out))
+    def plot(self, *gauges: str, out: str | Path | None = None) -> Any:
+        """A figure of gauges by step, by default the reward and the held-out accuracy. Needs matplotlib.
+
+        `out`: also write it to this file (.svg, .png or .pdf). `posttrain plot` draws several runs.
+        """
+        from posttrain.api.plots import DEFAULT, plot
+
+        return plot(self.folder, gauges or DEFAULT, out)
 
     # --- rollouts -----------------------------------------------------------------------------------------------------
 

@@ -15,6 +15,12 @@ class PosttrainError(Exception):
 
     exit_code = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the message alone, as the command line does."""
+        from posttrain.core.visible import visible_lines
+
+        return [f"{type(self).__name__}: {visible_lines(str(self))}"]
+
 
 class ConfigError(PosttrainError):
     """The settings of a run are wrong, or it cannot start with them. Exit code 2, as for wrong usage."""

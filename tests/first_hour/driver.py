@@ -24,10 +24,19 @@ def make_small(table: dict) -> None:
         added = [o for o in table.get(name, ()) if stages is None or o.split(".")[0] in (*stages, "env", "evaluation")]
         print(f"[toy] posttrain.run({name!r}, ...) with {' '.join(added)}")
         kept = [o for o in overrides if o.split("=")[0] not in {a.split("=")[0] for a in added}]
-        return full(recipe, *kept, *added, **named)
+        return full(recipe, *kept, *added, **without(named, {a.split("=")[0] for a in added}))
 
     run.__doc__ = full.__doc__
     posttrain.run = run
+
+
+def without(named: dict, paths: set[str], prefix: str = "") -> dict:
+    """Keyword settings, nested ones too (`rl={"steps": 60}`), without those at these dotted paths."""
+    return {
+        name: without(value, paths, f"{prefix}{name}.") if isinstance(value, dict) else value
+        for name, value in named.items()
+        if f"{prefix}{name}" not in paths
+    }
 
 
 def execute(text: str, name: str, space: dict) -> None:
