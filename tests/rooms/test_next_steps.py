@@ -25,6 +25,8 @@ def commands(folder: Path) -> list[list[str]]:
     """What stands behind `posttrain` in each line."""
     out: list[list[str]] = []
     for line in next_steps(run_file(folder).run, folder):
+        if line.startswith("# "):
+            continue
         words = shlex.split(line.partition("  #")[0])
         at = next(i for i, w in enumerate(words) if Path(w).name == "posttrain")
         out.append(words[at + 1 :])
