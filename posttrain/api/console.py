@@ -19,7 +19,8 @@ class PlainConsole(Console):
     """
 
     def __init__(self, **how: Any) -> None:
-        super().__init__(markup=False, emoji=False, highlight=False, **how)
+        # in a notebook too: its HTML output would not be text of ours
+        super().__init__(markup=False, emoji=False, highlight=False, force_jupyter=False, **how)
 
     def render_str(self, text: str, **how: Any) -> Text:
         """Escape plain strings, printed or in a table; rich calls this before the layout."""

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from posttrain.api import overrides as dotted
@@ -16,6 +17,8 @@ from posttrain.api.console import PlainConsole
 from posttrain.api.endpoint import EndpointOptions, evaluate_remote, is_url, refuse, remote_run
 from posttrain.api.environments import make_environment
 from posttrain.api.handed import HandedObjects, setting_words
+from posttrain.api.hub import is_hub, push, ready, repository_of
+from posttrain.api.model_card import model_card
 from posttrain.api.request import RunOptions, requested
 from posttrain.api.result import Result
 from posttrain.api.session import open_session
@@ -195,20 +198,40 @@ def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sa
     return replace(contract, **{k: v for k, v in wanted.items() if v is not None})
 
 
-def export(run_folder: str | Path, folder: str | Path, checkpoint: str = "last", trust: bool = False) -> Path:
-    """Write a run's weights as a plain `save_pretrained` directory (model, tokenizer, generation config).
+def export(
+    run_folder: str | Path, folder: str | Path, checkpoint: str = "last", trust: bool = False, public: bool = False
+) -> Path | str:
+    """Write a run's weights as a plain `save_pretrained` directory: model, tokenizer, generation config, model card.
 
     It is made from the run folder alone where that is enough. Otherwise (a model with code of its own, or a folder of
     an older version) the model that the run started from is loaded.
+
+    Args:
+        folder: a new or empty folder; or `hub:me/my-model`, which pushes it to the Hugging Face hub.
+        public: on the hub: let everybody read a repository that is made here. It is private otherwise.
+
+    Returns:
+        The folder; or the address of the repository.
     """
     source, target = Path(run_folder), Path(folder)
-    if target.exists() and any(target.iterdir()):
-        raise RunFolderError(f"{target} exists and is not empty: choose another folder")
-    weights = find(source, checkpoint).folder
+    if not is_hub(folder):
+        if target.exists() and any(target.iterdir()):
+            raise RunFolderError(f"{target} exists and is not empty: choose another folder")
+        return _exported(source, target, checkpoint, trust, target.name)
+    ready(folder)
+    name = repository_of(folder)
+    with TemporaryDirectory(prefix="posttrain-export-") as made:
+        where = _exported(source, Path(made) / "model", checkpoint, trust, name)
+        return push(where, folder, private=not public)
+
+
+def _exported(source: Path, target: Path, checkpoint: str, trust: bool, name: str) -> Path:
+    found = find(source, checkpoint)
     policy = kept_policy(source, allow=trust)
-    load_weights(weights, HFLearner(policy))
+    load_weights(found.folder, HFLearner(policy))
     try:
         policy.save(target)
+        (target / "README.md").write_text(model_card(source, found, name), encoding="utf-8")
     except Exception as error:
         if (why := full(error)) is None:
             raise

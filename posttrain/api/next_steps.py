@@ -1,24 +1,80 @@
-"""The commands that are worth trying after a run; each works as printed."""
+"""The commands that are worth trying after a run. Each carries the user's own settings, and works as printed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, cast
 
+from posttrain.api.overrides import address
+from posttrain.core.errors import PosttrainError
+from posttrain.core.reader import run_file
+from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line, with_reasons
-from posttrain.recipe.recipes import RECIPES
+
+LONG = 80
+"""Characters of a command that still has its reason beside it."""
+ASKED = "asked"
+"""The entry of run.json with the words that the run was started with."""
+
+
+def asked_words(recipe: str | Run, overrides: Sequence[str]) -> dict[str, Any]:
+    """The entry of run.json for a run that was asked for in words; empty where a `Run` was given."""
+    if isinstance(recipe, Run):
+        return {}
+    return {ASKED: {"recipe": recipe, "overrides": scrubbed_data(list(overrides))}}
 
 
 def next_steps(run: Run, folder: Path) -> list[str]:
-    """Commands worth trying now."""
-    out = [
-        (command_line("show", folder), "read what it said, token by token"),
-        (command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"),
-        (command_line("export", folder, "my-model"), "a plain Hugging Face directory"),
-    ]
-    used = [s.algorithm.name for s in run.stages if isinstance(s, Reinforce)]
-    if len(used) == 1 and run.recipe in RECIPES:
-        other = "grpo" if not used[0].startswith("grpo") else "dapo"
-        command = command_line("run", run.recipe, f"algorithm={other}")
+    """Commands worth trying now; those of many words stand on a line of their own, below what they are for."""
+    words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
+    recipe, overrides = words if words is not None else ("", [])
+    out: list[tuple[str, str]] = []
+    own = any(not type(p).__module__.startswith("posttrain.") for s in stages for p in s.algorithm.pieces)
+    if not own:  # other commands do not know the pieces of a user's file
+        out.append((command_line("show", folder), "read what it said, token by token"))
+        if run.env.heldout:
+            out.append((command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"))
+        out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
+    last, files = run.stages[-1], [w for w in overrides if own and w.startswith("algorithm=")]
+    if isinstance(last, Reinforce) and last.hands_on and last.wall_time is last.time_of is None and (files or not own):
+        longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}", *files)
+        out.append((longer, "go on for as many steps again"))
+    if words is not None:
+        kept = [w for w in overrides if _head(run, w) != "seed"]
+        command = command_line("run", recipe, *kept, f"seed={run.seed + 1}")
+        out.append((command, "the same with another seed: is the gain more than chance?"))
+    if words is not None and len(stages) == 1:
+        other = "dapo" if stages[0].algorithm.name.startswith("grpo") else "grpo"
+        kept = [w for w in overrides if _head(run, w) != "algorithm"]
+        command = command_line("run", recipe, *kept, f"algorithm={other}")
         out.append((command, "another algorithm; posttrain ladder lists them"))
-    return with_reasons(out)
+    short = [row for row in out if len(row[0]) <= LONG]
+    return [*with_reasons(short), *(line for c, why in out if len(c) > LONG for line in (f"# {why}", c))]
+
+
+def _words(folder: Path) -> tuple[str, list[str]] | None:
+    """(recipe or file, overrides) that the run was started with; None where they are not recorded."""
+    found: Any = run_file(folder).facts.get(ASKED)
+    if not isinstance(found, dict):
+        return None
+    recipe, overrides = (cast("dict[str, Any]", found).get(k) for k in ("recipe", "overrides"))
+    if not isinstance(recipe, str) or not isinstance(overrides, list):
+        return None
+    return recipe, [str(w) for w in cast("list[Any]", overrides)]
+
+
+def _head(run: Run, word: str) -> str:
+    """What an override changes: `algorithm` for anything inside one, else the first word of its path."""
+    try:
+        path = address(run, word.partition("=")[0].strip())
+    except PosttrainError:
+        return ""
+    return "algorithm" if path[1:2] == ("algorithm",) else path[0]
+
+
+def _free(name: str) -> str:
+    """The name, with a number where such a folder is there already."""
+    names = (name, *(f"{name}-{i}" for i in range(2, 100)))
+    return next((n for n in names if not Path(n).exists()), name)

@@ -28,7 +28,7 @@ USER_PATCH = "your patch"
 """The `paper` of a patch that is made from a user's overrides."""
 
 
-def _fixed(cls: type) -> tuple[str, ...]:
+def fixed(cls: type) -> tuple[str, ...]:
     """Fields that the recipe decides and no override can change."""
     return ("recipe", "stages") if cls is Run else ("name",) if issubclass(cls, Stage) else ()
 
@@ -178,7 +178,7 @@ def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
     if short is not None and not (word.lower() == "none" and type(None) in tree.members(declared)):
         return short(current, word)
     if declared is cls and dataclasses.is_dataclass(cls):
-        settings = ", ".join(f"{path}.{name}" for name in tree.hints(cls) if name not in _fixed(cls))
+        settings = ", ".join(f"{path}.{name}" for name in tree.hints(cls) if name not in fixed(cls))
         raise ConfigError(
             f"{path}={word}: {path} is a group of settings; set one of"
             f" {settings}{', or leave the stage out: ' + path + '=none' if issubclass(cls, Stage) else ''}"
@@ -189,11 +189,11 @@ def _whole(declared: Any, current: Any, word: str, path: str) -> Any:
 def _fields(current: Any, node: Node, path: str) -> Any:
     cls = cast("type[Any]", type(current))
     dot = f"{path}." if path else ""
-    fixed = _fixed(cls)
-    known = {name: hint for name, hint in tree.hints(cls).items() if name not in fixed}
+    decided = fixed(cls)
+    known = {name: hint for name, hint in tree.hints(cls).items() if name not in decided}
     changes: dict[str, Any] = {}
     for name, part in node.parts.items():
-        if name in fixed:
+        if name in decided:
             raise ConfigError(
                 f"{dot}{name}: the recipe decides this; start another recipe, or address a stage by its name"
             )
@@ -268,7 +268,7 @@ def surface(run: Run) -> list[tuple[str, str]]:
 
 def _surface(cls: type, path: str) -> Iterator[tuple[str, str]]:
     for name, declared in tree.hints(cls).items():
-        if name in _fixed(cls) or (cls is Algorithm and name not in CHOICES):
+        if name in fixed(cls) or (cls is Algorithm and name not in CHOICES):
             continue
         here = f"{path}.{name}" if path else name
         if cls is not Algorithm and declared is Algorithm:

@@ -14,13 +14,13 @@ from posttrain.core import reader
 from posttrain.core.checkpoint import scan
 from posttrain.core.content import shown
 from posttrain.core.errors import ConfigError, RunFolderError, nearest
+from posttrain.core.interval import interval
 from posttrain.core.reader import EpisodeFile, damage_is_named
 from posttrain.core.record import Recorded
 from posttrain.core.run import Run
 from posttrain.core.verdict import Judged
 from posttrain.core.verdict import failed as broken
 from posttrain.core.visible import visible, visible_lines
-from posttrain.role.evaluate import interval
 
 WIDTH = 100
 """Most characters of a line in a `repr`."""
@@ -159,10 +159,14 @@ class Result:
         pandas = _package("pandas", "result.frame()")
         return pandas.DataFrame([_row(s) for s in reader.steps(self.folder)])
 
-    def plot(self, out: str | Path | None = None) -> Any:
-        """A figure of reward and held-out accuracy by step. `out`: also write it to this file."""
-        plots = importlib.import_module("posttrain.api.plots")
-        return plots.plot([self.folder], None if out is None else Path(out))
+    def plot(self, *gauges: str, out: str | Path | None = None) -> Any:
+        """A figure of gauges by step, by default the reward and the held-out accuracy. Needs matplotlib.
+
+        `out`: also write it to this file (.svg, .png or .pdf). `posttrain plot` draws several runs.
+        """
+        from posttrain.api.plots import DEFAULT, plot
+
+        return plot(self.folder, gauges or DEFAULT, out)
 
     # --- rollouts -----------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Progress of a run on standard output: one live line in a terminal, plain lines elsewhere."""
+"""Progress of a run: one live line in a terminal or a notebook, plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from posttrain.api.console import PlainConsole
+from posttrain.api.notebook import NotebookLine, in_kernel
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
 from posttrain.diagnose.said import RULE, SaidOnce
@@ -24,7 +25,10 @@ class Terminal:
 
     run: Run
     console: PlainConsole = field(default_factory=lambda: PlainConsole(file=sys.stdout, soft_wrap=True))
+    notebook: bool = field(default_factory=in_kernel)
+    """Whether it prints into a notebook's cell."""
     _bar: Progress | None = None
+    _line: NotebookLine | None = None
     _task: TaskID | None = None
     _stage: str = ""
     _begun: float = 0.0
@@ -45,17 +49,16 @@ class Terminal:
             self._measured = f"held-out accuracy {accuracy:.3f}" + (
                 f", mean reward {reward:.3f}" if abs(accuracy - reward) > 1e-9 else ""
             )
-        if self._bar is not None and self._task is not None:
-            self._bar.update(
-                self._task,
-                completed=step.index,
-                total=None if self._open_ended(step) else total,
-                facts=self._facts(step),
-            )
+        known = None if self._open_ended(step) else total
+        if self._line is not None:
+            self._line.update(step.stage, step.index, known, f"{self._facts(step)}{self._left(step, total)}")
+        elif self._bar is not None and self._task is not None:
+            count = _count(step.index, known)
+            self._bar.update(self._task, completed=step.index, total=known, count=count, facts=self._facts(step))
         elif step.index == total or "eval/accuracy" in step.gauges or time.monotonic() - self._printed > PLAIN_EVERY:
             self._printed = time.monotonic()
-            of = "" if self._open_ended(step) else f"/{total}"
-            self.console.print(f"{step.stage} {step.index}{of}  {self._facts(step)}{self._left(step, total)}")
+            count = _count(step.index, known)
+            self.console.print(f"{step.stage} {count}  {self._facts(step)}{self._left(step, total)}")
         for note in self._once.new(step):
             self.say(f"  {noted(step, note)}")
 
@@ -65,22 +68,31 @@ class Terminal:
 
     def close(self, summary: Mapping[str, float]) -> None:
         self._close()
+        self._line = None
+        for count in self._once.take_counts():
+            self.say(f"note: {count}")
 
     def _open(self, step: Step) -> None:
         self._close()
         now = time.monotonic()
         self._stage, self._begun, self._first = step.stage, now, step.index
         self._printed, self._tokens, self._measured = 0.0, 0.0, ""
-        if self.console.is_terminal:
+        if self.notebook:
+            self._line = NotebookLine()
+        elif self.console.is_terminal:
             name, done, facts = (
-                _plain(w) for w in ("{task.description}", "{task.completed}/{task.total}", "{task.fields[facts]}")
+                _plain(w) for w in ("{task.description}", "{task.fields[count]}", "{task.fields[facts]}")
             )
             columns = (name, BarColumn(bar_width=24), done, facts, TimeRemainingColumn())
             self._bar = Progress(*columns, console=self.console, transient=True)
+            total = None if self._open_ended(step) else self.run.stage(step.stage).steps
+            count = _count(step.index, total)
+            self._task = self._bar.add_task(step.stage, facts="", count=count, total=total, completed=step.index)
             self._bar.start()
-            self._task = self._bar.add_task(step.stage, facts="", total=None)
 
     def _close(self) -> None:
+        if self._line is not None:
+            self._line.flush()
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
@@ -114,6 +126,10 @@ class Terminal:
         if not done or step.index >= total or self._open_ended(step):
             return ""
         return f"  {(time.monotonic() - self._begun) / done * (total - step.index):.0f} s left"
+
+
+def _count(done: int, total: int | None) -> str:
+    return f"{done}" if total is None else f"{done}/{total}"
 
 
 def noted(step: Step, note: str) -> str:

@@ -32,17 +32,22 @@ def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
         loops.append((asyncio.get_running_loop(), task))
         return await task
 
+    done = threading.Event()  # an interrupted Thread.join takes the thread for ended in some versions of Python
+
     def body() -> None:
         try:
             box.append((True, asyncio.run(main())))
         except BaseException as error:
             box.append((False, error))
+        finally:
+            done.set()
 
     # the context tells a notebook's kernel to which cell the output of the thread belongs
     context = contextvars.copy_context()
     thread = threading.Thread(target=context.run, args=(body,), name="posttrain")
     thread.start()
-    _join(thread, stopper, loops)
+    _watch(done, stopper, loops)
+    thread.join()
     ok, value = box[0]
     if not ok:
         if isinstance(value, asyncio.CancelledError):
@@ -51,15 +56,15 @@ def wait(work: Coroutine[Any, Any, T], stopper: Stopper | None = None) -> T:
     return value
 
 
-def _join(
-    thread: threading.Thread,
+def _watch(
+    done: threading.Event,
     stopper: Stopper | None,
     loops: list[tuple[asyncio.AbstractEventLoop, asyncio.Task[Any]]],
 ) -> None:
-    """Wait for the thread. The first interrupt is told to the stopper, the next one cancels the work."""
-    while thread.is_alive():
+    """Wait for the end of the work. The first interrupt is told to the stopper, the next one cancels the work."""
+    while not done.is_set():
         try:
-            thread.join()
+            done.wait()
         except KeyboardInterrupt:
             if stopper is not None and not stopper.number:
                 stopper.stop(signal.SIGINT)

@@ -54,30 +54,45 @@ class Algorithm:
     """One algorithm. The defaults are REINFORCE; `posttrain.core.ladder` has the others."""
 
     name: str
+    """Its name, by which the ladder and run.json call it."""
     paper: str
     """Its publication: an arXiv id, or author and year."""
     baseline: Baseline = Zero()
+    """What a reward is compared with."""
     scale: Scale = "one"
     rewards: Rewards = "sum"
     whiten: Whiten | None = None
     ratio: Ratio = "one"
     anchor: Anchor = "behaviour"
     clip: TrustRegion | None = None
+    """The trust region: how large the push of a token may be; none: no bound."""
     aggregate: Aggregate = "sequence_sum"
+    """How the terms of tokens become one loss: a mean over all tokens, over those of a prompt, or of a sequence; a
+    sum over those of a sequence; or a sum divided by a constant."""
     pull: Pull | None = None
+    """A pull towards the reference or the anchor, such as a KL; none: no pull."""
     correction: tuple[Correction, ...] = ()
+    """Factors that correct for the difference of sampler and learner, multiplied."""
     filter: Literal["mixed"] | None = None
     """mixed: only groups whose raw outcomes differ enter the step. The rollout plays more until it is full (A36)."""
     curriculum: Curriculum | None = None
+    """Which prompts are drawn more often; none: all in turn."""
     shape: tuple[Shaping, ...] = ()
+    """Changes of the reward, applied in this order."""
     tokens: Tokens | None = None
+    """Which tokens of a minibatch have a policy gradient; none: all."""
     entropy: EntropyBonus | None = None
+    """A bonus for entropy, so that the policy keeps trying things; none: no bonus."""
     imitate: Imitate | None = None
+    """Imitation beside the policy term; none: no imitation."""
     shown: Shown | None = None
+    """Demonstrations among the siblings; none: all siblings are sampled."""
     distill: Distill | None = None
+    """Learning from a teacher over whole next-token distributions; none: no teacher."""
     note: str = ""
     """Where the paper and popular code differ, and what this library does."""
     parent: Algorithm | None = None
+    """The algorithm that it is a patch of."""
 
     def __post_init__(self) -> None:
         for reason in _meaningless(self):

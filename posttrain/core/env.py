@@ -16,7 +16,9 @@ class Reward:
     """A reward source: a builtin name of the environment, or `path.py:function`."""
 
     function: str
+    """A verifier of posttrain (exact, last_integer, contains, math, code), or `path.py:function`."""
     weight: float = 1.0
+    """Factor of its score in the sum of all rewards."""
     workers: int = 0
     """Processes that run it, for `path.py:function` and `math`. One that hangs is killed. 0: a function runs in a
     thread of the trainer, which cannot be killed; `math` uses two processes."""
@@ -66,7 +68,8 @@ class Env:
     prompts: str | None = None
     """With name=prompts: a JSONL file or a `datasets` dataset (local directory or hub id)."""
     rewards: tuple[Reward, ...] = ()
-    """With name=prompts at least one. For other environments they are added to the environment's own."""
+    """What judges an answer: verifiers by their names, or `path.py:function`; several with commas. With name=prompts at
+    least one. For other environments they are added to the environment's own."""
     heldout: int = 200
     """Held-out tasks. 0: train without measuring."""
     limits: EpisodeLimits = EpisodeLimits()

@@ -15,6 +15,12 @@ class PosttrainError(Exception):
 
     exit_code = 1
 
+    def _render_traceback_(self) -> list[str]:
+        """What a notebook shows: the message alone, as the command line does."""
+        from posttrain.core.visible import visible_lines
+
+        return [f"{type(self).__name__}: {visible_lines(str(self))}"]
+
 
 class ConfigError(PosttrainError):
     """The settings of a run are wrong, or it cannot start with them. Exit code 2, as for wrong usage."""
@@ -93,9 +99,11 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     >>> nearest("grop", ["grpo", "rloo"])
     "did you mean 'grpo'? (valid: grpo, rloo)"
     >>> nearest("nope", ["shop", "rloo"])
-    '(valid: shop, rloo)'
+    'use one of shop, rloo'
     """
     options = list(valid)
     close = closest(name, options)
-    everything = f"(valid: {', '.join(options)})"
-    return f"did you mean '{close}'? {everything}" if close else everything
+    if not options:
+        return "there is none"
+    listed = ", ".join(options)
+    return f"did you mean '{close}'? (valid: {listed})" if close else f"use one of {listed}"

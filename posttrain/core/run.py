@@ -30,20 +30,28 @@ class Model:
     """The policy: any Hugging Face causal LM by `path`, or, without one, a small config built on the spot."""
 
     path: str | None = None
-    """Local directory or hub id. None: build `arch` at the sizes below, with random weights and a tokenizer of the
-    environment's alphabet."""
+    """The model to train: a local directory or hub id. None: build `arch` at the sizes below, with random weights and a
+    tokenizer of the environment's alphabet."""
     trust_remote_code: bool = False
+    """Run the Python code that comes with the model at `path`."""
     arch: Literal["qwen3", "llama", "gpt2", "gemma"] = "qwen3"
+    """Architecture of a model that is built."""
     hidden: int = 128
+    """Width of a built model."""
     layers: int = 4
+    """Layers of a built model."""
     heads: int = 4
+    """Attention heads of a built model."""
     kv_heads: int = 4
+    """Key-value heads of a built model; fewer than `heads` share them."""
     ffn: int = 384
+    """Width of the feed-forward layers of a built model."""
     context: int | None = None
     """Most tokens of a sequence, prompt included. None: all positions of the model at `path`, and 512 where the model
     is built or gives no limit. With a RoPE whose frequencies change with the length (dynamic, longrope), the limit is
     the length at which they begin to change."""
     device: str = "cpu"
+    """Where it computes: cpu, cuda, cuda:1, mps."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of weights and activations. The head, its softmax and every loss are always float32."""
     kernels: KernelChoice = "auto"
@@ -52,6 +60,7 @@ class Model:
     (float32 on a CPU). torch: nothing that is compiled on this machine. reference: every operation by its plain
     definition; slow, for finding out whether a faster form is wrong."""
     gradient_checkpointing: bool = False
+    """Compute a forward pass twice to keep less of it in memory."""
     history: Literal["append", "rewrite"] = "append"
     """What to do where the chat template changes earlier turns of a conversation, for example drops their reasoning.
     append: refuse it. rewrite: each turn becomes a sequence of its own, after the conversation as
@@ -249,6 +258,7 @@ class Evaluation:
     samples: int = 8
     """Samples per prompt, at temperature 1 (or the stage's sampling)."""
     seed: int = 1234
+    """Of the sampling of held-out answers."""
     greedy: bool = True
     """Also score one greedy answer per prompt."""
 
@@ -262,10 +272,13 @@ class Run:
     """All settings of a run. Only facts of the machine are not in it."""
 
     recipe: str
+    """The recipe it began from; it decides the stages."""
     seed: int = 0
+    """Of everything random: the built weights, the order of the tasks, what is sampled."""
     model: Model = Model()
     env: Env = Env()
     stages: tuple[Stage, ...]
+    """What is done, one after another."""
     evaluation: Evaluation = Evaluation()
     engine: Engine = Embedded()
     """The engine that samples: `embedded`, or `vllm`."""
@@ -276,9 +289,11 @@ class Run:
     threads: int = 0
     """CPU threads for torch. 0: all cores of the machine (recorded in run.json)."""
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = ()
+    """Where its numbers are also shown, beside its own folder."""
     keep_checkpoints: int = 2
     """How many of the newest checkpoints are kept, beside the best one."""
     record_episodes: bool = True
+    """Write every sampled episode into the run folder, which `posttrain show` reads."""
     fault: str | None = None
     """A bug to plant on purpose, by its name in `posttrain faults`, to see it caught. The run's numbers are then
     worthless, so it only starts with --allow-fault. None: no bug."""

@@ -23,10 +23,15 @@ class Optimizer:
     """AdamW with a clip of the global gradient norm. The learning rate warms up linearly, then is constant."""
 
     lr: float = 1e-3
+    """Learning rate, after the warm-up."""
     beta1: float = 0.9
+    """Decay of the mean of the gradients."""
     beta2: float = 0.95
+    """Decay of the mean of their squares."""
     eps: float = 1e-8
+    """Added to the root of that mean before dividing by it."""
     weight_decay: float = 0.0
+    """Weights shrink by lr times this at each step."""
     clip: float = 1.0
     """A larger global gradient norm is scaled down to this. inf: never."""
     warmup: int = 10
@@ -48,6 +53,7 @@ class Stage(Open, begin=True):
     """Names of the kind's own text fields that hold a model directory or hub id to load."""
 
     name: str
+    """By which overrides and files address it."""
     start: str | None = None
     """The earlier stage whose weights it starts from, or `start` for the model as loaded. None: the weights of the last
     stage before it with `hands_on`, or the model as loaded."""

@@ -350,6 +350,11 @@ class Chat:
             self._format = self._find_format()
         return self._format or None  # type: ignore[return-value]
 
+    @property
+    def arguments_as_text(self) -> bool:
+        """Whether the template wants the arguments of past calls as JSON text instead of objects."""
+        return self.format is not None and isinstance(self._arguments, str)
+
     def _find_format(self) -> str | None:
         history = [Message(role="user", content="hi")]
         wanted = (ToolCall("probe_tool", {"city": "a b"}),)

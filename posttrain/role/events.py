@@ -140,6 +140,11 @@ class Observers:
         self._gauges: Gauges = {}
         self._notes: tuple[str, ...] = ()
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Class names of the observers, in their order."""
+        return tuple(type(one).__name__ for one in self._all)
+
     def needs(self, event: PackedEvent) -> Needs:
         out = Needs()
         for one in self._all:

@@ -130,6 +130,11 @@ class Server:
         except PosttrainError as error:
             raise refusal_of(error) from None
 
+    def _format(self, asked: GenerationRequest) -> str | None:
+        """The format in which the answers may call tools; None where none are offered."""
+        tools = isinstance(asked, ChatRequest) and asked.offered
+        return self.served.renderer.template.format if tools else None
+
     async def _answer(
         self, request: web.Request, asked: GenerationRequest, prompts: Sequence[np.ndarray], kind: str
     ) -> web.StreamResponse:
@@ -149,7 +154,7 @@ class Server:
                 if asked.stream:
                     choice.told = lambda piece, c=choice: queue.put_nowait((c, piece))
                 choices.append(choice)
-        shape = Shape(asked, s.words, f"{kind}-{secrets.token_hex(12)}", s.name, s.fingerprint)
+        shape = Shape(asked, s.words, f"{kind}-{secrets.token_hex(12)}", s.name, s.fingerprint, self._format(asked))
         work = asyncio.create_task(self._say(choices, queue))
         self.running.add(work)
         self.answers += count
@@ -201,7 +206,8 @@ class Server:
         work.add_done_callback(lambda _: queue.put_nowait(None))
         while (told := await queue.get()) is not None:
             choice, piece = told
-            await send(json.dumps(shape.next(choice, piece or TextChunk(), choice.finish if piece is None else None)))
+            for chunk in shape.next(choice, piece or TextChunk(), choice.finish if piece is None else None):
+                await send(json.dumps(chunk))
         try:
             await work
         except Refusal as refusal:

@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any, NoReturn
 
 import numpy as np
@@ -19,10 +20,12 @@ from aiohttp import web
 from posttrain.core.content import shown
 from posttrain.core.errors import PosttrainError
 from posttrain.core.types import Message
+from posttrain.environment.chat import WEATHER
 from posttrain.serve.limits import CallerLimits
 from posttrain.serve.protocol import ChatRequest, GenerationRequest, read
 from posttrain.serve.refusal import Refusal
 from posttrain.serve.served import ServedModel
+from posttrain.verifier.calling import FORMATS
 
 SMALL = 64 << 10
 """Most bytes of a small request; larger ones are parsed one at a time."""
@@ -95,7 +98,7 @@ class Intake:
         self.known(asked.model)
         self._in_vocabulary(asked)
         if isinstance(asked, ChatRequest):
-            return asked, [self._chat([m.plain() for m in asked.messages])]
+            return asked, [self._chat(asked)]
         return asked, [self._prompt(p) for p in asked.prompt]
 
     def known(self, name: str) -> None:
@@ -158,7 +161,7 @@ class Intake:
             )
         return np.array(prompt, np.int32)
 
-    def _chat(self, messages: Sequence[Message]) -> np.ndarray:
+    def _chat(self, asked: ChatRequest) -> np.ndarray:
         if not self.served.renderer.tokenizer.chat_template:
             raise Refusal(
                 f"{self.served.name} has no chat template, so messages cannot be written for it: use /v1/completions,"
@@ -166,17 +169,39 @@ class Intake:
                 param="messages",
                 code="no_chat_template",
             )
-        self._room(len(messages), "messages", "messages")
-        self._short(
-            sum(len(x.encode(errors="surrogatepass")) for m in messages for x in (m["role"], shown(m["content"]))),
-            "messages",
-        )
-        return self._ids(messages, "messages")
+        self._room(len(asked.messages), "messages", "messages")
+        tools = asked.offered
+        self._short(len(json.dumps(tools, ensure_ascii=False).encode(errors="surrogatepass")) if tools else 0, "tools")
+        calls = any(m.tool_calls for m in asked.messages)
+        if tools:
+            self._takes_tools()
+        messages = [m.plain(calls and self.served.renderer.template.arguments_as_text) for m in asked.messages]
+        self._short(sum(_size(m) for m in messages), "messages")
+        return self._ids(messages, "messages", tools)
 
-    def _ids(self, content: str | Sequence[Message], param: str) -> np.ndarray:
+    @cached_property
+    def _tools_written(self) -> bool:
+        """Whether the chat template tells the policy of tools, and writes calls in a known format."""
+        template, start = self.served.renderer.template, [Message(role="user", content="hi")]
+        if template.format is None:
+            return False
+        return template.render(start, generate=True, tools=[WEATHER]) != template.render(start, generate=True)
+
+    def _takes_tools(self) -> None:
+        """Refuse tools for a model whose chat template does not write them, or writes calls in an unknown format."""
+        if not self._tools_written:
+            raise Refusal(
+                f"tools: the chat template of {self.served.name} takes no tools, or writes calls in no known format"
+                f" ({', '.join(FORMATS)}). Put them into the messages and parse the answer, or serve a model whose"
+                " template takes tools",
+                param="tools",
+                code="no_tools",
+            )
+
+    def _ids(self, content: str | Sequence[Message], param: str, tools: Sequence[dict[str, Any]] = ()) -> np.ndarray:
         """The ids of a prompt, as a rollout would give them to the policy."""
         try:
-            ids = self.served.renderer.prompt(content)
+            ids = self.served.renderer.prompt(content, tools=tools)
         except PosttrainError as error:
             raise Refusal(str(error), param=param) from None
         except Exception as error:  # a tokenizer may raise anything, for example at a character it has no token for
@@ -203,6 +228,13 @@ class Intake:
                 param=param,
                 code="context_length_exceeded",
             )
+
+
+def _size(message: Message) -> int:
+    """Bytes of a message's texts, its calls included."""
+    calls = json.dumps(message["tool_calls"], ensure_ascii=False) if "tool_calls" in message else ""
+    texts = (message["role"], shown(message["content"]), message.get("name", ""), calls)
+    return sum(len(x.encode(errors="surrogatepass")) for x in texts)
 
 
 def parse(body: bytes) -> Any:

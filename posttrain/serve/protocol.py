@@ -16,6 +16,7 @@ from posttrain.core.errors import DataError, nearest
 from posttrain.core.sampling import LARGEST, Sampling
 from posttrain.core.types import Message
 from posttrain.serve.refusal import Refusal
+from posttrain.serve.tool_fields import MOST_TOOLS, PastCall, ToolRequest, given_fields, past_calls
 
 MOST_CHOICES = 1024
 """Most answers to one request, over all its prompts."""
@@ -194,12 +195,27 @@ class ChatMessage(_Strict):
     role: str
     content: Annotated[Any, BeforeValidator(_content)]
     """Text, or parts of text, as the model's chat template reads them (`core.content`)."""
+    name: str | None = Field(None, max_length=256)
+    tool_calls: list[PastCall] = Field(default=[], max_length=MOST_TOOLS)
+    tool_call_id: str | None = Field(None, max_length=256)
 
-    def plain(self) -> Message:
-        return Message(role=self.role, content=self.content)
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, message: Any) -> Any:
+        return given_fields(message)
+
+    def plain(self, arguments_as_text: bool = False) -> Message:
+        message = Message(role=self.role, content=self.content)
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = past_calls(self.tool_calls, arguments_as_text)
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        return message
 
 
-class ChatRequest(GenerationRequest):
+class ChatRequest(GenerationRequest, ToolRequest):
     """POST /v1/chat/completions."""
 
     messages: list[ChatMessage] = Field(min_length=1, fail_fast=True)
@@ -224,7 +240,6 @@ class ChatRequest(GenerationRequest):
         return self.max_completion_tokens or self.max_tokens or max(room, 1)
 
 
-_MESSAGES = "this server writes text and leaves tools to you: put them into the messages, and parse the answer"
 UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     "presence_penalty": ((0,), "the log-prob contract has none"),
     "frequency_penalty": ((0,), "the log-prob contract has none"),
@@ -239,10 +254,10 @@ UNSUPPORTED: Mapping[str, tuple[tuple[Any, ...], str]] = {
     ),
     "suffix": (("",), "text is only written at the end"),
     "response_format": (({"type": "text"},), "answers are not constrained to a format"),
-    "tools": (([],), _MESSAGES),
-    "tool_choice": (("none",), _MESSAGES),
-    "functions": (([],), _MESSAGES),
-    "function_call": (("none",), _MESSAGES),
+    "tools": (([],), "tools belong to /v1/chat/completions"),
+    "tool_choice": (("none",), "tools belong to /v1/chat/completions"),
+    "functions": (([],), "name them in tools, which replaced it"),
+    "function_call": (("none",), "send tool_choice, which replaced it"),
     "modalities": ((["text"],), "this server writes text"),
     "store": ((False,), "nothing is stored"),
 }

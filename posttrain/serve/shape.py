@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from posttrain.serve.choice import Choice, TextChunk
 from posttrain.serve.detokenize import HALF, TokenText
 from posttrain.serve.protocol import ChatRequest, GenerationRequest
+from posttrain.serve.tool_answer import ToolAnswer
 
 Json = dict[str, Any]
 
@@ -23,10 +24,13 @@ class Shape:
     id: str
     model: str
     fingerprint: str
+    format: str | None = None
+    """The format of tool calls that are looked for in the answers; None: answers are text."""
     created: int = 0
 
     def __post_init__(self) -> None:
         self.created = int(time.time())
+        self._answers: dict[int, ToolAnswer] = {}
         self.chat = isinstance(self.request, ChatRequest)
 
     def whole(self, choices: Sequence[Choice], scores: Mapping[int, Any] | None = None) -> Json:
@@ -53,8 +57,21 @@ class Shape:
             out["prompt_token_ids"] = choice.prompt.tolist()
         return out
 
-    def next(self, choice: Choice, piece: TextChunk, finish: str | None) -> Json:
-        return self._chunk([self._choice(choice, piece, finish)])
+    def next(self, choice: Choice, piece: TextChunk, finish: str | None) -> list[Json]:
+        """The chunks of a choice's next text, or of its end. Each call comes as its name, then its arguments."""
+        if self.format is None:
+            return [self._chunk([self._choice(choice, piece, finish)])]
+        answer = self._answers.setdefault(choice.index, ToolAnswer(self.format))
+        if finish is None:
+            return [self._chunk([self._choice(choice, replace(piece, text=answer.add(piece.text)), None)])]
+        rest, calls, finish = answer.finish(finish)
+        out = [self._choice(choice, TextChunk(text=rest), None)] if rest else []
+        for i, call in enumerate(calls):
+            told = {**call, "function": {"name": call["function"]["name"], "arguments": ""}}
+            out.append(self._choice(choice, TextChunk(), None) | {"delta": {"tool_calls": [{"index": i, **told}]}})
+            more = {"index": i, "function": {"arguments": call["function"]["arguments"]}}
+            out.append(self._choice(choice, TextChunk(), None) | {"delta": {"tool_calls": [more]}})
+        return [self._chunk([c]) for c in (*out, self._choice(choice, TextChunk(), finish))]
 
     def last(self, choices: Sequence[Choice]) -> Json:
         """The last chunk, with the token counts where they were requested."""
@@ -84,11 +101,21 @@ class Shape:
             )
         else:
             out["message"] = {"role": "assistant", "content": piece.text, "refusal": None}
+            if self.format is not None:
+                self._with_calls(out, piece.text, finish or "")
         if self.request.return_token_ids:
             out["token_ids"] = piece.ids
             if not self.chat and (role or not self.request.stream):
                 out["prompt_token_ids"] = c.prompt.tolist()
         return out
+
+    def _with_calls(self, choice: Json, text: str, finish: str) -> None:
+        """Put the calls of a whole answer into its message."""
+        answer = ToolAnswer(self.format or "")
+        before = answer.add(text)
+        rest, calls, choice["finish_reason"] = answer.finish(finish)
+        if calls:
+            choice["message"] |= {"content": (before + rest).strip() or None, "tool_calls": calls}
 
     def _logprobs(self, piece: TextChunk, role: bool) -> Json | None:
         if self.request.alternatives is None or role:

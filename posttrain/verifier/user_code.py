@@ -31,7 +31,7 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
             else f"there is no folder {path.parent}"
         )
         raise ConfigError(f"{what} {path}:{attribute}: no such file; {found}")
-    module = _module(path.resolve(), what)
+    module = user_module(path.resolve(), what)
     found = getattr(module, attribute, None)
     fits = inspect.isclass if kind == "class" else callable
     if found is None:
@@ -42,7 +42,7 @@ def load(path: Path, attribute: str, what: str = "reward", kind: str = "function
     return found
 
 
-def _module(path: Path, what: str) -> ModuleType:
+def user_module(path: Path, what: str) -> ModuleType:
     """Import a file under a name made from its path. Its folder is added to `sys.path`, as for a script."""
     name = "posttrain_user_" + hashlib.blake2b(str(path).encode(), digest_size=8).hexdigest()
     spec = importlib.util.spec_from_file_location(name, path)

@@ -76,7 +76,7 @@ def test_every_command_has_help_with_an_example(command: str, capsys: pytest.Cap
 def test_help_of_a_recipe_lists_its_settings(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "ladder", "rl.steps=7", "--help"]) == 0
     text = capsys.readouterr().out
-    assert "rl.steps=7 " in text and "rl.algorithm.scale=one" in text and "one of one, group_std" in text
+    assert "rl.steps = 7 " in text and "rl.algorithm = dr_grpo" in text and "reinforce_ema" not in text
 
 
 # --- words ------------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from types import ModuleType
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = {"environments.md": 10, "tools.md": 3}
+PAGES = {"environments.md": 11, "tools.md": 3}
 
 
 @pytest.mark.parametrize("page", PAGES)

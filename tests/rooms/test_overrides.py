@@ -165,7 +165,7 @@ def test_everything_is_checked_once_together() -> None:
         ("ratio=tokn", "rl.algorithm.ratio=tokn: did you mean 'token'?"),
         ("filter=mxed", "did you mean 'mixed'? (valid: mixed, none)"),
         ("clip=clop", "rl.algorithm.clip=clop: did you mean 'clip'? (valid: none, clip, cap,"),
-        ("baseline=none", "(valid: zero, togo, ema, groupmean,"),
+        ("baseline=none", "use one of zero, togo, ema, groupmean,"),
         ("clip.hihg=1", "rl.algorithm.clip.hihg: Clip has no such setting; did you mean 'high'?"),
         ("baseline.decay=1", "GroupMean has no such setting"),
         ("algorithm.name=x", "rl.algorithm.name: an algorithm has no such choice"),

@@ -338,7 +338,7 @@ BAD_CHATS: list[tuple[dict[str, Any], str | None, str]] = [
     ),
     ({"messages": [{"role": "wizard", "content": "x"}]}, "messages", "no role wizard"),
     ({"messages": [{"role": "user", "content": "x", "nmae": "y"}]}, "messages.0.nmae", "unknown parameter"),
-    ({"tools": [{"type": "function"}]}, "tools", "not supported"),
+    ({"tools": [{"type": "function"}]}, "tools.0.function", "missing"),
     ({"response_format": {"type": "json_object"}}, "response_format", "not supported"),
     ({"top_logprobs": 2}, None, "only read with logprobs=true"),
     ({"max_tokens": 3, "max_completion_tokens": 3}, None, "two names of one number"),

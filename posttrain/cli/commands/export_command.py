@@ -1,10 +1,11 @@
-"""`posttrain export`: a run's weights as a Hugging Face directory."""
+"""`posttrain export`: a run's weights as a Hugging Face directory, or on the hub."""
 
 from __future__ import annotations
 
 from argparse import Namespace
 
 from posttrain.cli.command import Subparsers, add_command, add_trust
+from posttrain.core.errors import ConfigError
 from posttrain.core.visible import tell
 
 
@@ -13,17 +14,30 @@ def add(sub: Subparsers) -> None:
         sub,
         "export",
         export,
-        "write a run's weights as a plain Hugging Face directory",
-        "posttrain export runs/mine my-model --checkpoint best",
+        "write a run's weights as a plain Hugging Face directory with a model card, or push that to the hub",
+        "posttrain export runs/mine my-model --checkpoint best\n  posttrain export runs/mine hub:me/my-model",
     )
     p.add_argument("run", help="a run folder")
-    p.add_argument("folder", help="where to write; must not exist or be empty")
+    p.add_argument(
+        "folder",
+        metavar="FOLDER",
+        help="where to write, must not exist or be empty; or hub:USER/NAME: a private repository of the Hugging Face "
+        "hub (log in with `hf auth login`, or set HF_TOKEN; HF_ENDPOINT is another hub)",
+    )
     p.add_argument("--checkpoint", default="last", metavar="NAME", help="last (default), best, or a checkpoint's name")
+    p.add_argument("--public", action="store_true", help="on the hub: everybody can read a repository made here")
     add_trust(p)
 
 
 def export(o: Namespace) -> int:
+    from posttrain.api.hub import is_hub, ready
+
+    if is_hub(o.folder):
+        ready(o.folder)  # before anything heavy is imported
+    elif o.public:
+        raise ConfigError("--public is about a repository of the hub: export to hub:USER/NAME, or leave it out")
     from posttrain.api import main
 
-    tell(f"wrote {main.export(o.run, o.folder, o.checkpoint, o.trust)}")
+    made = main.export(o.run, o.folder, o.checkpoint, o.trust, o.public)
+    tell(f"pushed to {made}" if is_hub(o.folder) else f"wrote {made}")
     return 0

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from argparse import Namespace
+from typing import TYPE_CHECKING
 
 from posttrain.cli.command import Subparsers, add_command, add_trust
+from posttrain.core.errors import ConfigError
 from posttrain.core.visible import tell
+
+if TYPE_CHECKING:
+    from posttrain.api.request import RunRequest
 
 
 def add(sub: Subparsers) -> None:
@@ -21,7 +26,17 @@ def add(sub: Subparsers) -> None:
         "  posttrain run grpo model=runs/mine env.prompts=mine.jsonl env.rewards=mine.py:reward",
         add_help=False,
     )
-    p.add_argument("recipe", nargs="?", help="which one: --help lists them; after its name, all its settings")
+    p.add_argument(
+        "recipe",
+        nargs="?",
+        help="its name (--help lists them), a YAML file of --dry-run, or my_run.py:NAME, a Run or a function that "
+        "returns one",
+    )
+    p.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="check the run and print all its settings as YAML; posttrain run FILE.yaml runs them",
+    )
     p.add_argument("--out", metavar="FOLDER", help="run folder (default: runs/RECIPE-DATE-TIME)")
     p.add_argument(
         "--resume",
@@ -36,22 +51,33 @@ def add(sub: Subparsers) -> None:
         "nothing",
     )
     add_trust(p)
-    p.add_argument("-h", "--help", action="store_true", help="this text; after a recipe's name also its settings")
+    p.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        const="",
+        metavar="NAME",
+        help="this text; after a recipe's name its main settings, and with NAME those of a group, one setting, or all",
+    )
     p.usage = "posttrain run [RECIPE] [key=value ...] [--out FOLDER] | posttrain run --resume RUN [key=value ...]"
     p.set_defaults(text=p.format_help)
 
 
 def run(o: Namespace) -> int:
-    if o.help:
-        from posttrain.recipe.recipes import listed
-
-        tell(o.text())
-        tell(_settings(o.recipe, o.overrides) if o.recipe else listed())
+    if o.help is not None:
+        tell(_help(o))
         return 0
+    if o.dry_run and o.resume:
+        raise ConfigError(
+            "--dry-run is about a new run: leave out --resume. posttrain show RUN shows what one recorded"
+        )
     from posttrain.api.request import RunOptions, requested
 
     options = RunOptions(out=o.out, resume=o.resume, allow_fault=o.allow_fault, trust=o.trust)
     with requested(o.recipe or "", o.overrides, options) as request:
+        if o.dry_run:
+            tell(_written(o, request))
+            return 0
         from posttrain.api.session import open_session  # imports torch: only now, so that a wrong setting is told first
 
         with open_session(request) as session:
@@ -59,18 +85,31 @@ def run(o: Namespace) -> int:
     return 0
 
 
-def _settings(recipe: str, overrides: list[str]) -> str:
-    """Every setting of a recipe with its value (`...` for several) and its valid values."""
-    from posttrain.api.overrides import apply, surface, value
-    from posttrain.core.formula import word
-    from posttrain.recipe.recipes import recipe as shipped
+def _written(o: Namespace, request: RunRequest) -> str:
+    """The run as YAML, with what differs from the recipe as comments."""
+    from posttrain.api.run_file import is_recipe, run_of
+    from posttrain.api.written import to_yaml
 
-    chosen = apply(shipped(recipe), overrides)
-    short = {"model": chosen.model.path, "env": chosen.env.name}
-    rows = [
-        (path, word(short[path] if path in short else value(chosen, path)), valid) for path, valid in surface(chosen)
-    ]
-    stages = ", ".join(s.name for s in chosen.stages)
-    return f"settings of {recipe} (stages: {stages}; STAGE=none leaves one out):\n" + "\n".join(
-        f"  {f'{path}={now}':<44} {valid}" for path, now, valid in rows
-    )
+    first = ["# checked, and not started. Save it as FILE.yaml, and posttrain run FILE.yaml runs it"]
+    first += [f"# {line}" for line in request.notes]
+    recipe = run_of(o.recipe) if o.recipe and is_recipe(o.recipe) else None
+    return "\n".join([*first, to_yaml(request.run, recipe, request.recorded.get("chosen"))]).rstrip()
+
+
+def _help(o: Namespace) -> str:
+    """The text of the command, with the recipes, or the settings of one."""
+    from posttrain.recipe.recipes import RECIPES, listed
+
+    recipe, topic, overrides = o.recipe, o.help, list(o.overrides)
+    if recipe is None and topic in RECIPES:
+        recipe, topic = topic, ""
+    if "=" in topic:
+        overrides, topic = [*overrides, topic], ""
+    if recipe is None:
+        return f"{o.text()}\n{listed()}"
+    from posttrain.api.overrides import apply
+    from posttrain.api.run_file import run_of
+    from posttrain.cli.settings_help import settings_text, width
+
+    said = settings_text(apply(run_of(recipe), overrides), topic, width())
+    return said if topic else f"{said}\nposttrain run --help: the options of the command"

@@ -96,6 +96,7 @@ class Ema(Baseline):
     moving = True
 
     decay: float = 0.95
+    """How slowly it follows the rewards: the share of the old value that stays."""
 
     def __post_init__(self) -> None:
         if not 0 <= self.decay < 1:
@@ -170,6 +171,7 @@ class SoftMean(Baseline):
     relative = True
 
     tau: float = 1.0
+    """Temperature: towards 0 it is the best of the siblings, large it is their mean."""
 
     def __post_init__(self) -> None:
         positive("baseline.tau", self.tau)
@@ -308,6 +310,7 @@ class Value(Baseline):
     gae_lambda: float = 0.95
     """Lambda of the value targets, and of the credit where `credit_lambda` is none."""
     gamma: float = 1.0
+    """Discount of a reward by each token in between."""
     coef: float = 0.5
     """Weight of the value loss relative to the policy term."""
     clip: float | None = 0.2

@@ -38,7 +38,9 @@ class Truncate(Correction):
     weighs = True
 
     cap: float | None = 2.0
+    """Largest factor. None: no bound."""
     level: Level = "token"
+    """Per token, or the product over the episode."""
 
     def __post_init__(self) -> None:
         if self.cap is not None:
@@ -58,8 +60,11 @@ class Mask(Correction):
     weighs = True
 
     low: float = 0.5
+    """Smallest start/mu that is kept."""
     high: float = 5.0
+    """Largest start/mu that is kept."""
     level: Level = "token"
+    """Per token, or the product over the episode."""
 
     def __post_init__(self) -> None:
         ordered("correction", self.low, self.high)
@@ -79,6 +84,7 @@ class BinaryKL(Correction):
     weighs = True
 
     phi: float = 0.1
+    """Largest KL, in either direction."""
 
     def __post_init__(self) -> None:
         positive("correction.phi", self.phi)
@@ -102,7 +108,9 @@ class Reject(Correction):
     (Geo-RS, A25)."""
 
     low: float = 0.99
+    """Smallest geometric mean of start/mu that is kept."""
     high: float = 1.01
+    """Largest geometric mean of start/mu that is kept."""
 
     def __post_init__(self) -> None:
         ordered("correction", self.low, self.high)
@@ -116,6 +124,7 @@ class Veto(Correction):
     """Drops whole episodes that contain a token with start/mu below `below` (A25)."""
 
     below: float = 1e-4
+    """Smallest start/mu of a token that is kept."""
 
     def __post_init__(self) -> None:
         positive("correction.below", self.below)
@@ -130,6 +139,7 @@ class NegativeMask(Correction):
     (DeepSeek-V3.2, A08)."""
 
     delta: float = 0.5
+    """Largest mean distance that is kept."""
 
     def __post_init__(self) -> None:
         positive("correction.delta", self.delta)

@@ -71,12 +71,15 @@ class KL(Pull):
     """
 
     coef: float = 0.04
+    """Weight of the KL."""
     estimator: Estimator = "k3"
+    """How the KL is estimated from one token: k1, k2, k3, or rk3."""
     placement: Placement = "loss"
     target: float | None = None
     """Adaptive control (A05): after each step coef *= 1 + clip(KL / target - 1, -0.2, 0.2) * episodes / horizon.
     None: fixed."""
     horizon: float = 10_000.0
+    """Episodes over which adaptive control moves the weight; see `target`."""
     refresh: int = 0
     """Steps after which the reference is replaced by the current policy (ProRL, A37). Each time the run folder keeps
     one more copy of the weights, so that any checkpoint can be resumed. 0: never."""
@@ -136,6 +139,7 @@ class SequenceL2(Pull):
     forms_ratio = True
 
     coef: float = 0.1
+    """Weight of the square."""
 
     def __post_init__(self) -> None:
         positive("pull.coef", self.coef, "pull=none")
@@ -152,6 +156,7 @@ class TokenL2(Pull):
     forms_ratio = True
 
     coef: float = 1e-3
+    """Weight of the square."""
 
     def __post_init__(self) -> None:
         positive("pull.coef", self.coef, "pull=none")

@@ -38,6 +38,7 @@ class Overlong(Shaping):
     """
 
     cache: float = 0.2
+    """Share of max_tokens over which the penalty grows to 1."""
 
     def __post_init__(self) -> None:
         if not 0 < self.cache <= 1:
@@ -66,6 +67,7 @@ class BestOf(Shaping):
     """
 
     k: int = 4
+    """Size of the subsets: the k of the best of k."""
     gain: bool = False
     """Subtract the best reward of each subset without this sample (PKPO's loo-1, Eq. 33). It stays unbiased and has far
     less variance. A baseline over these rewards would be biased, because the others' rewards contain this sample's."""
@@ -96,6 +98,7 @@ class RankLength(Shaping):
     number is at most 0 (Kimi k1.5, C04)."""
 
     coef: float = 1.0
+    """Weight of the length's rank."""
 
     def __post_init__(self) -> None:
         positive("shape.ranklength.coef", self.coef)
@@ -114,8 +117,11 @@ class TargetLength(Shaping):
     """
 
     target: int = 32
+    """Wanted length in tokens."""
     alpha: float = 0.0003
+    """Weight of the distance to the target."""
     form: Literal["exact", "most"] = "exact"
+    """exact: neither shorter nor longer; most: no longer."""
 
     def __post_init__(self) -> None:
         positive("shape.targetlength.target", self.target)
@@ -134,6 +140,7 @@ class RateLength(Shaping):
     easy prompts (ALP 2506.05256, C04)."""
 
     beta: float = 1e-4
+    """Weight of the length, for a prompt that all siblings solve."""
 
     def __post_init__(self) -> None:
         positive("shape.ratelength.beta", self.beta)
@@ -148,9 +155,13 @@ class Cosine(Shaping):
     (2502.03373, C04)."""
 
     solved_short: float = 1.0
+    """Reward of a solved episode of length 0."""
     solved_long: float = 0.5
+    """Reward of a solved episode of the largest length."""
     wrong_short: float = -1.0
+    """Reward of an unsolved episode of length 0."""
     wrong_long: float = -0.5
+    """Reward of an unsolved episode of the largest length."""
     exceeded: float = -1.0
     """Reward of an episode that was cut off at its length (the paper uses -10)."""
 
@@ -164,7 +175,9 @@ class Repetition(Shaping):
     """reward - penalty * (1 - distinct n-grams / n-grams) over the spoken tokens (C04)."""
 
     n: int = 3
+    """Tokens of a sequence that counts as repeated."""
     penalty: float = 1.0
+    """What a response loses where all its sequences are the same."""
 
     def __post_init__(self) -> None:
         positive("shape.repetition.n", self.n)
@@ -182,7 +195,9 @@ class Gate(Shaping):
     """
 
     source: str = "think_format"
+    """The reward source that must have given 1."""
     otherwise: float = 0.0
+    """The reward where it gave less."""
 
     def __post_init__(self) -> None:
         if not self.source:
@@ -201,6 +216,7 @@ class RelativeLength(Shaping):
     """
 
     coef: float = 5.0
+    """Weight of the accuracy relative to the length."""
 
     def __post_init__(self) -> None:
         positive("shape.relativelength.coef", self.coef)

@@ -35,8 +35,11 @@ class ClipCov(Tokens):
     """
 
     share: float = 2e-4
+    """Share of the tokens that are masked."""
     low: float = 1.0
+    """Smallest covariance of a token that may be masked."""
     high: float = 5.0
+    """Largest covariance of a token that may be masked."""
 
     def __post_init__(self) -> None:
         share("tokens.share", self.share)
@@ -58,7 +61,9 @@ class KlCov(Tokens):
     silences = False
 
     share: float = 0.002
+    """Share of the tokens that pay the KL."""
     coef: float = 1.0
+    """Weight of that KL."""
 
     def __post_init__(self) -> None:
         share("tokens.share", self.share)
@@ -74,6 +79,7 @@ class TopEntropy(Tokens):
     """Masks all but the `share` of tokens with the largest entropy at the start of the step (A12, 2506.01939)."""
 
     share: float = 0.2
+    """Share of the tokens that learn."""
 
     def __post_init__(self) -> None:
         share("tokens.share", self.share)
@@ -91,6 +97,7 @@ class SecondMoment(Tokens):
     most `limit` (M2PO, A26)."""
 
     limit: float = 0.04
+    """Largest mean square of log start/mu over the tokens that learn."""
 
     def __post_init__(self) -> None:
         positive("tokens.limit", self.limit)
@@ -112,10 +119,12 @@ class EntropyBonus(Piece):
     reads_silent = True
 
     coef: float = 0.01
+    """Weight of the entropy."""
     target: float | None = None
     """Adaptive coefficient (Skywork-OR1, A33): each step coef rises by `delta` while the entropy is below target, and
     falls by it above, not below 0. The bonus is applied only below target. None: fixed."""
     delta: float = 0.005
+    """Step of the adaptive coefficient; see `target`."""
 
     def __post_init__(self) -> None:
         not_negative("entropy.coef", self.coef)
@@ -140,7 +149,9 @@ class Imitate(Piece):
     reads_silent = True
 
     coef: float = 0.1
+    """Weight of the imitation."""
     of: Literal["solved", "shown"] = "solved"
+    """Whose tokens: of solved episodes, or of the demonstrations shown."""
     unsure: bool = False
     """Weight each token by sg[p (1 - p)] (CHORD-phi)."""
 
@@ -172,6 +183,8 @@ class Shown(Piece):
     """The style of text that the environment writes. None: the last style that it names,
     which is its most elaborate one."""
     gamma: float | None = 0.1
+    """How far an improbable token of a demonstration is learned from. None: demonstrations have no policy
+    gradient."""
 
     def __post_init__(self) -> None:
         positive("shown.siblings", self.siblings, "shown=none")
@@ -215,8 +228,11 @@ class Distill(Piece):
     reads_silent = True
 
     beta: float = 0.5
+    """Between KL(teacher || policy) at 0 and KL(policy || teacher) at 1."""
     top: int = 0
+    """How many of the teacher's most probable tokens are compared; 0: all tokens."""
     coef: float = 1.0
+    """Weight of the divergence."""
 
     def __post_init__(self) -> None:
         share("distill.beta", self.beta)
@@ -264,6 +280,7 @@ class NoEasy(Curriculum):
     """A task whose last pass rate reached `rate` is not played again (no-positive-resampling, ScaleRL, A28)."""
 
     rate: float = 0.9
+    """Pass rate from which a task is not played again."""
 
     def __post_init__(self) -> None:
         share("curriculum.rate", self.rate)
@@ -286,6 +303,7 @@ class Priority(Curriculum):
     drawn = True
 
     floor: float = 0.05
+    """Smallest weight of a task, so that solved ones come back."""
 
     def __post_init__(self) -> None:
         if not 0 < self.floor <= 1:

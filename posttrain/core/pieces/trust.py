@@ -48,8 +48,11 @@ class Clip(TrustRegion):
     silences = True
 
     low: float = 0.2
+    """A token with A < 0 is masked where its ratio falls below 1 minus this."""
     high: float = 0.2
+    """A token with A > 0 is masked where its ratio exceeds 1 plus this."""
     cap: float | None = None
+    """A token with A < 0 is also masked where its ratio exceeds this. None: no such bound."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.low <= 1 and self.high >= 0):
@@ -76,7 +79,9 @@ class Cap(TrustRegion):
     """The ratio itself, bounded to [low, high]. No token is masked (CISPO, A15; AIPO, A23)."""
 
     low: float = 0.0
+    """Smallest push."""
     high: float = 5.0
+    """Largest push."""
 
     def __post_init__(self) -> None:
         ordered("clip", self.low, self.high)
@@ -90,6 +95,7 @@ class Taper(TrustRegion):
     """1 where A >= 0, min(ratio, cap) where A < 0. The push of failures falls as they become unlikely (TOPR, A22)."""
 
     cap: float = 1.0
+    """Largest push of a token with A < 0."""
 
     def __post_init__(self) -> None:
         positive("clip.cap", self.cap)
@@ -105,6 +111,7 @@ class Soft(TrustRegion):
     tau: float = 1.0
     """Temperature where A > 0."""
     tau_negative: float = 1.05
+    """Temperature where A < 0."""
 
     def __post_init__(self) -> None:
         positive("clip.tau", self.tau)
@@ -128,7 +135,9 @@ class Geometric(TrustRegion):
     silences = True
 
     low: float = 0.4
+    """Largest fall of a log-ratio where A < 0."""
     high: float = 0.4
+    """Largest rise of a log-ratio where A > 0."""
 
     def __post_init__(self) -> None:
         positive("clip.low", self.low)
@@ -153,8 +162,11 @@ class Divergence(TrustRegion):
     silences = True
 
     measure: Literal["tv", "kl"] = "tv"
+    """The distance: tv, the total variation, or kl, KL(anchor || pi)."""
     delta: float = 0.15
+    """Largest distance before a token is masked."""
     top: int = 0
+    """How many of the sampler's most probable tokens are compared; 0: only the sampled one and the rest."""
     cap: float = 20.0
     """The push is min(ratio, cap)."""
 
@@ -207,12 +219,19 @@ class FutureKL(TrustRegion):
     silences = True
 
     low: float = 0.2
+    """As in PPO's clip: the bound below 1."""
     high: float = 0.28
+    """As in PPO's clip: the bound above 1."""
     band_low: float = 0.2
+    """f is at least 1 minus this."""
     band_high: float = 0.2
+    """f is at most 1 plus this."""
     half_life: float = 32.0
+    """Tokens after which the weight of a later log-ratio is halved."""
     loud: float = 4.0
+    """Where A < 0 and the ratio exceeds this, f is at most 1."""
     ignore: float = 10.0
+    """Tokens with a larger ratio do not count in f."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.low <= 1 and self.high >= 0):
@@ -237,10 +256,13 @@ class Hump(TrustRegion):
     on the sign of A (VESPO, A29)."""
 
     k: float = 2.0
+    """Power of the ratio where A > 0."""
     fade: float = 3.0
     """lambda where A > 0."""
     k_negative: float = 3.0
+    """Power of the ratio where A < 0."""
     fade_negative: float = 2.0
+    """lambda where A < 0."""
 
     def __post_init__(self) -> None:
         for name in ("k", "fade", "k_negative", "fade_negative"):

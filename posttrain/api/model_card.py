@@ -1,0 +1,320 @@
+"""The model card of an exported model: where its weights come from, what was measured of them, and how to repeat it.
+
+All that it says is read from the run folder. Names and settings of a folder may be a stranger's: they stand in code
+spans, JSON and code blocks, so that nothing in them is read as Markdown, HTML or YAML.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from posttrain.checks.watch import observers
+from posttrain.core.checkpoint import Checkpoint
+from posttrain.core.gauge import Step
+from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file, steps
+from posttrain.core.run import Reinforce, Run
+from posttrain.core.stage import Stage, come_to, starts
+from posttrain.core.tree import to_plain
+from posttrain.core.verdict import SOLVED
+from posttrain.core.visible import visible
+from posttrain.role.evaluate import Score
+
+HUB_ID = re.compile(r"[\w.-]{1,96}/[\w.-]{1,96}")
+CHECKPOINT = re.compile(r"\d+-(?P<stage>[\w-]+)-(?P<step>\d+)")
+MOST_NOTES = 12
+
+
+@dataclass(frozen=True)
+class HeldOutResult:
+    """What was measured of the exported weights, or of the last evaluated ones before them."""
+
+    stage: str
+    step: int
+    accuracy: Score
+    reward: Score
+    samples: int
+    behind: int
+    """Updates between the measured weights and the exported ones."""
+
+
+def model_card(folder: Path, checkpoint: Checkpoint, name: str) -> str:
+    """The README.md of the model that a checkpoint of a run folder holds."""
+    file = run_file(folder)
+    run, record = file.run, steps(folder)
+    stage, step = _place(run, checkpoint)
+    used = _lineage(run, stage)
+    result = _held_out(folder, run, record, stage, step)
+    parts = (
+        _front(run, used, result),
+        _head(run, name, stage, step),
+        _stages(run, used, record, stage, step),
+        *(_algorithm(s, file.lineages) for s in used if isinstance(s, Reinforce)),
+        _data(run, used),
+        _measured(result),
+        _settings(run),
+        _versions(file.facts),
+        _checks(used, record),
+        _again(file.facts, run),
+    )
+    return "\n\n".join("\n".join(part) for part in parts) + "\n"
+
+
+# --- foreign text -----------------------------------------------------------------------------------------------------
+
+
+def code(text: object) -> str:
+    """Text as a code span of a table or a line: nothing in it is markup.
+
+    >>> code("a|b`<script>")
+    "`a\\\\|b'<script>`"
+    """
+    shown = visible(_home(str(text))).replace("`", "'").replace("|", "\\|").strip()
+    return f"`{shown}`" if shown else "-"
+
+
+def quoted(text: object) -> str:
+    """Text as a value of YAML (a JSON string is one)."""
+    return json.dumps(visible(str(text)), ensure_ascii=True)
+
+
+def block(text: str, language: str) -> list[str]:
+    """A block of code that its text cannot end."""
+    lines = (visible(line).replace("```", "'''") for line in text.split("\n"))
+    return [f"```{language}", *lines, "```"]
+
+
+# --- which weights ----------------------------------------------------------------------------------------------------
+
+
+def _place(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:
+    """The stage that the weights come from, and the step after which they were kept; None: its end."""
+    found = CHECKPOINT.fullmatch(checkpoint.name)
+    stage = next((s for s in run.stages if found and s.name == found["stage"]), run.stages[-1])
+    step = int(found["step"]) if found else 0
+    if step and stage.hands_on:
+        return stage, step
+    before = come_to(run.stages, stage) if found else stage.name
+    last = next((s for s in run.stages if s.name == before), None)
+    return (stage, 0) if last is None else (last, None)
+
+
+def _lineage(run: Run, last: Stage) -> list[Stage]:
+    """The stages that made the weights, first to last."""
+    out, here = [last], last
+    while (before := starts(run.stages, here)) in {s.name for s in run.stages}:
+        here = run.stage(before)
+        out.append(here)
+    return out[::-1]
+
+
+def _held_out(folder: Path, run: Run, record: Sequence[Step], stage: Stage, step: int | None) -> HeldOutResult | None:
+    """The last held-out evaluation up to these weights."""
+    names = [s.name for s in _lineage(run, stage)]
+    last = max((s.index for s in record if s.stage == stage.name), default=0) if step is None else step
+    found = [
+        f
+        for f in episode_files(folder)
+        if f.kind == "eval" and f.stage in names and (f.stage != stage.name or f.index <= last) and f.path.is_file()
+    ]
+    if not found:
+        return None
+    file = max(found, key=lambda f: (names.index(f.stage), f.index))
+    version = {(s.stage, s.index): s.version for s in record}
+    measured = version.get((file.stage, file.index), version.get(_end_before(run, record, file.stage), 0))
+    here = version.get((stage.name, last), version.get(_end_before(run, record, stage.name), 0))
+    accuracy, reward, samples = _scores(file)
+    return HeldOutResult(file.stage, file.index, accuracy, reward, samples, max(0, here - measured))
+
+
+def _end_before(run: Run, record: Sequence[Step], name: str) -> tuple[str, int]:
+    """The last step of the stage that a stage starts from."""
+    before = starts(run.stages, run.stage(name))
+    return before, max((s.index for s in record if s.stage == before), default=0)
+
+
+def _scores(file: EpisodeFile) -> tuple[Score, Score, int]:
+    """(accuracy, mean reward, samples of a prompt), each prompt counting once."""
+    by_task: dict[str, list[float]] = {}
+    for r in read_episodes(file.path):
+        if r.episode.reward is not None:
+            by_task.setdefault(r.episode.task.id, []).append(r.episode.reward)
+    rewards = [np.array(x) for x in by_task.values()]
+    means = [float(x.mean()) for x in rewards]
+    accuracy = Score.of([float((x >= SOLVED).mean()) for x in rewards])
+    low, high = min([0.0, *(float(x.min()) for x in rewards)]), max([1.0, *(float(x.max()) for x in rewards)])
+    return accuracy, Score.of(means, low, high), max((len(x) for x in rewards), default=0)
+
+
+# --- the parts --------------------------------------------------------------------------------------------------------
+
+
+def _base(run: Run) -> str:
+    return run.model.path or "weights drawn at random for this run"
+
+
+def _front(run: Run, used: Sequence[Stage], result: HeldOutResult | None) -> list[str]:
+    """YAML front matter, as the hub reads it."""
+    path = run.model.path or ""
+    known = HUB_ID.fullmatch(path) and not Path(path).exists()
+    algorithms = [s.algorithm.name for s in used if isinstance(s, Reinforce)]
+    tags = ["posttrain", *(["reinforcement-learning"] if algorithms else []), *algorithms]
+    return [
+        "---",
+        "library_name: transformers",
+        "pipeline_tag: text-generation",
+        *([f"base_model: {quoted(path)}"] if known else []),
+        "tags:",
+        *(f"- {quoted(t)}" for t in dict.fromkeys(tags)),
+        "---",
+    ]
+
+
+def _head(run: Run, name: str, stage: Stage, step: int | None) -> list[str]:
+    at = f"after step {step}" if step else "at its beginning" if step == 0 else "at its end"
+    return [
+        f"# {code(name)}",
+        "",
+        f"Weights of stage {code(stage.name)} {at}, from a run of recipe {code(run.recipe)} with"
+        " posttrain. This card was written from the record of the run.",
+    ]
+
+
+def _stages(run: Run, used: Sequence[Stage], record: Sequence[Step], stage: Stage, step: int | None) -> list[str]:
+    rows = ["## Lineage", "", "| | from | steps | |", "|---|---|---:|---|", f"| base | {code(_base(run))} | | |"]
+    for s in used:
+        taken = max((x.index for x in record if x.stage == s.name), default=0)
+        taken = min(taken, step) if s is stage and step is not None else taken
+        kind = f"learns from reward, {code(s.algorithm.name)}" if isinstance(s, Reinforce) else "imitates"
+        rows.append(f"| {code(s.name)} | {code(starts(run.stages, s))} | {taken} | {kind} |")
+    return rows
+
+
+def _algorithm(stage: Reinforce, lineages: Mapping[str, list[dict[str, Any]]]) -> list[str]:
+    """The patches that make the algorithm, from REINFORCE on."""
+    out = [
+        f"## Algorithm of {code(stage.name)}: {code(stage.algorithm.name)}",
+        "",
+        "Each line is a patch of the one above:",
+        "",
+    ]
+    for patch in lineages.get(stage.name, []):
+        changes: Mapping[str, Any] = patch.get("changes") or {}
+        said = ", ".join(f"{k}={_short(v)}" for k, v in changes.items())
+        out.append(
+            f"- {code(patch.get('name', ''))} ({code(patch.get('paper', ''))})" + (f": {code(said)}" if said else "")
+        )
+    return out
+
+
+def _short(value: Any) -> str:
+    if isinstance(value, dict) and "type" in value:
+        given = ", ".join(f"{k}={v}" for k, v in value.items() if k != "type")
+        return f"{value['type']}({given})"
+    return str(value)
+
+
+def _data(run: Run, used: Sequence[Stage]) -> list[str]:
+    out = [
+        "## Data and environment",
+        "",
+        "| stage | environment | prompts | rewards | held out |",
+        "|---|---|---|---|---:|",
+    ]
+    for s in used:
+        env = run.env_of(s)
+        rewards = ", ".join(f"{r.function} (weight {r.weight:g})" for r in env.rewards)
+        out.append(
+            f"| {code(s.name)} | {code(env.name)} | {code(env.prompts or '')} | {code(rewards)} | {env.heldout} |"
+        )
+    return out
+
+
+def _measured(result: HeldOutResult | None) -> list[str]:
+    out = ["## Held-out result", ""]
+    if result is None:
+        return [*out, "None: the run recorded no held-out evaluation of these weights."]
+    where = f"stage {code(result.stage)}, step {result.step}"
+    out += ["| measure | value [95 % interval] | prompts |", "|---|---|---:|"]
+    out += [f"| accuracy | {result.accuracy} | {result.accuracy.prompts} |"]
+    out += [f"| mean reward | {result.reward} | {result.reward.prompts} |"]
+    which = (
+        "on the weights of this model"
+        if not result.behind
+        else f"{result.behind} updates before the weights of this model, which were not measured themselves"
+    )
+    return [
+        *out,
+        "",
+        f"Measured at {where}, {which}, with {result.samples} samples of a prompt. The interval is over prompts.",
+    ]
+
+
+def _settings(run: Run) -> list[str]:
+    tree = json.dumps(to_plain(run), indent=1, ensure_ascii=True)
+    return [
+        "## Settings",
+        "",
+        "<details><summary>the whole run</summary>",
+        "",
+        *block(_home(tree), "json"),
+        "",
+        "</details>",
+    ]
+
+
+def _versions(facts: Mapping[str, Any]) -> list[str]:
+    told: Any = facts.get("versions")
+    rows = told.items() if isinstance(told, dict) else ()
+    return ["## Versions", "", ", ".join(f"{code(k)} {code(v)}" for k, v in rows) or "not recorded"]
+
+
+def _checks(used: Sequence[Stage], record: Sequence[Step]) -> list[str]:
+    out = ["## Checks that ran", ""]
+    for s in used:
+        taken = sum(x.stage == s.name for x in record)
+        names = ", ".join(map(code, observers(s, (), {}).names))
+        out.append(
+            f"- {code(s.name)}: {names or 'none'}, over {taken} steps" if taken else f"- {code(s.name)}: no step"
+        )
+    notes = list(_notes(used, record))
+    out += ["", f"A failed check stops a run, so none failed. Notes said meanwhile: {len(notes) or 'none'}."]
+    out += [f"- {count} x {code(text)}" for text, count in notes[:MOST_NOTES]]
+    return out
+
+
+def _notes(used: Sequence[Stage], record: Sequence[Step]) -> Iterator[tuple[str, int]]:
+    names = {s.name for s in used}
+    said: dict[str, int] = {}
+    for step in record:
+        for note in step.notes if step.stage in names else ():
+            said[note] = said.get(note, 0) + 1
+    yield from said.items()
+
+
+def _again(facts: Mapping[str, Any], run: Run) -> list[str]:
+    """The command that started the run, if it was one."""
+    argv: Any = facts.get("argv")
+    words = [str(w) for w in argv] if isinstance(argv, list) else []
+    at = words.index("run") if "run" in words else -1
+    if at < 0 or "--resume" in words:
+        return [
+            "## Reproduce",
+            "",
+            f"Started from Python, recipe {code(run.recipe)}; the settings above are the whole run.",
+        ]
+    command = _home(shlex.join(["posttrain", *words[at:]]))
+    return ["## Reproduce", "", *block(command, "sh")]
+
+
+def _home(text: str) -> str:
+    """The text without the path of the home directory of whoever writes the card."""
+    home = str(Path.home())
+    return text.replace(home, "~") if len(home) > 1 else text

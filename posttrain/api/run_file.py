@@ -1,0 +1,67 @@
+"""What `posttrain run` is given: the name of a recipe, a YAML file, or `my_run.py:run`, a function or a `Run` in a
+Python file of the user's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from posttrain.core.asks import Kind, asks
+from posttrain.core.errors import ConfigError, PosttrainError, nearest
+from posttrain.core.run import Run
+from posttrain.recipe.recipes import recipe as shipped
+from posttrain.verifier.user_code import user_module, where
+
+YAML = (".yaml", ".yml")
+
+
+def is_recipe(given: str | Run) -> bool:
+    """Whether this is the name of a recipe, and no run that the user wrote whole."""
+    return not isinstance(given, Run) and Path(given).suffix not in YAML and ":" not in given
+
+
+def run_of(given: str | Run) -> Run:
+    """The run of a recipe's name, a file, or the run itself."""
+    if isinstance(given, Run):
+        return given
+    if is_recipe(given):
+        return shipped(given)
+    if Path(given).suffix in YAML:
+        from posttrain.api.written import read_run
+
+        return read_run(Path(given).expanduser())
+    return _of_python(given)
+
+
+def _of_python(given: str) -> Run:
+    """The run of `path.py:name`: a `Run`, or a function without arguments that returns one."""
+    name, _, attribute = given.rpartition(":")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"{given}: there is no file {path}; write path.py:name, the name of a recipe, or a YAML file")
+    module = user_module(path.resolve(), "run")
+    found: Any = getattr(module, attribute, None)
+    if found is None:
+        own = [
+            n for n, v in vars(module).items() if isinstance(v, Run) or getattr(v, "__module__", "") == module.__name__
+        ]
+        raise ConfigError(f"{given}: {path} has no {attribute!r}; {nearest(attribute, own)}")
+    if callable(found):
+        try:
+            found = found()
+        except PosttrainError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"{given} failed: {where(error)}") from error
+    if not isinstance(found, Run):
+        raise ConfigError(
+            f"{given} is a {type(found).__name__}: a Run is wanted, or a function without arguments that returns one"
+        )
+    return found
+
+
+def code_notes(given: str | Run, run: Run) -> tuple[str, ...]:
+    """Lines about the Python files that a YAML file names, which run with the user's rights."""
+    if isinstance(given, Run) or Path(given).suffix not in YAML:
+        return ()
+    return tuple(f"note: {given} names code: {a.path} {a.what}" for a in asks(run) if a.kind is Kind.CODE)

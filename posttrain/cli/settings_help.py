@@ -1,0 +1,181 @@
+"""`posttrain run RECIPE --help`: the settings as text, as wide as the terminal.
+
+Alone it shows what people change first; `--help all` shows everything, `--help NAME` one group, one setting or what
+begins with it.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import textwrap
+from collections.abc import Iterable, Iterator
+
+from posttrain.api.settings import Alternative, Setting, SettingGroup, groups
+from posttrain.core.errors import ConfigError, closest
+from posttrain.core.meanings import sentence
+from posttrain.core.run import Run
+from posttrain.core.visible import visible
+
+LEFT = 34
+"""Columns of `key = value`, with two spaces before it."""
+NARROW = 60
+"""Below this width the text stands on lines of its own."""
+WIDEST = 120
+FEW = 6
+"""Choices up to this many are listed beside a setting; more are in its own help."""
+LONGEST = 30
+"""Characters of a value; of a longer one, such as a path, the end is shown."""
+
+
+def width() -> int:
+    """Columns of the terminal, within what reads well."""
+    return max(30, min(shutil.get_terminal_size((80, 24)).columns, WIDEST))
+
+
+def settings_text(run: Run, topic: str, columns: int) -> str:
+    """The settings of a run that a topic names; '' for those that people change first."""
+    found = groups(run)
+    name = topic.removeprefix("--").strip(".")
+    if name in ("", "main"):
+        return "\n".join(_main(run, found, columns))
+    if name == "all":
+        return "\n".join([*_title(run, columns), *(line for g in found for line in _group(g, columns))])
+    if chosen := [g for g in found if name in g.names]:
+        return "\n".join(line for g in chosen for line in _group(g, columns))
+    exact = [s for g in found for s in g.settings if name in _names(run, s)]
+    below = [s for g in found for s in g.settings if any(p.startswith(f"{name}.") for p in _names(run, s))]
+    if len(exact) == 1 and not below:
+        return "\n".join(_whole(exact[0], columns))
+    if exact or below:
+        return "\n".join([*(line for s in exact for line in _whole(s, columns)), *_lines(below, columns)])
+    others = [o for g in found for o in g.others if name.lower() in (o.name, o.path, f"{o.path}={o.name}")]
+    if others:
+        return "\n".join(line for o in others for line in _alternative(o, columns, long=True))
+    raise ConfigError(f"--help {name}: {_unknown(run, found, name)}")
+
+
+def _unknown(run: Run, found: tuple[SettingGroup, ...], name: str) -> str:
+    """What to ask for instead."""
+    paths = {p for g in found for s in g.settings for p in _names(run, s)}
+    tails = {p.rpartition(".")[2]: p for p in sorted(paths, reverse=True)}
+    tops = ", ".join(dict.fromkeys(n for g in found for n in g.names if "." not in n))
+    close = closest(name, paths) or tails.get(closest(name.rpartition(".")[2], tails) or "")
+    return f"no setting and no group is called so; {f'did you mean {close}? ' if close else ''}groups: all, {tops}"
+
+
+def _names(run: Run, s: Setting) -> list[str]:
+    """Every way to write a setting's path: by each stage of its kind, with and without `algorithm`, and alone."""
+    if not s.path.startswith("STAGE."):
+        head, _, rest = s.path.partition(".")
+        return [s.path, rest] if rest and any(x.name == head for x in run.stages) else [s.path]
+    rest = s.path.removeprefix("STAGE.")
+    return [s.path, rest, *(f"{x.name}.{rest}" for x in run.stages)]
+
+
+# --- pages ------------------------------------------------------------
+
+
+def _title(run: Run, columns: int) -> list[str]:
+    text = f"settings of {visible(run.recipe)}, each given as key=value (STAGE=none leaves a stage out):"
+    return _wrapped(text, columns, "")
+
+
+def _main(run: Run, found: tuple[SettingGroup, ...], columns: int) -> Iterator[str]:
+    yield from _title(run, columns)
+    stages = {s.name for s in run.stages}
+    shared = [s for g in found for s in g.settings if s.main and not _of_stage(s, stages)]
+    yield from ("", "model, data and run")
+    yield from _lines(sorted(shared, key=lambda s: s.main), columns)
+    titles = [g for g in found if ":" not in g.title and g.title.startswith("stage")]
+    for group in titles:
+        mine = [s for g in found if g.title.partition(":")[0] == group.title for s in g.settings if s.main]
+        yield from ("", group.title)
+        yield from _lines(sorted(mine, key=lambda s: s.main), columns)
+    names = list(dict.fromkeys(n for g in found for n in g.names if "." not in n))
+    yield ""
+    more = f"more: --help=NAME shows a group ({', '.join(names)}), one setting (--help={_example(run)}), or all"
+    yield from textwrap.wrap(more, columns, subsequent_indent="  ", break_long_words=False, break_on_hyphens=False)
+
+
+def _example(run: Run) -> str:
+    return f"{run.stages[-1].name}.optimizer"
+
+
+def _of_stage(s: Setting, stages: Iterable[str]) -> bool:
+    head = s.path.partition(".")[0]
+    return head == "STAGE" or head in stages
+
+
+def _group(g: SettingGroup, columns: int) -> Iterator[str]:
+    yield from ("", g.title)
+    yield from _lines(g.settings, columns)
+    if g.others:
+        yield from (
+            "",
+            *_wrapped("not in use; choose one as CHOICE=PIECE, then its numbers can be set:", columns, "  "),
+        )
+        for other in g.others:
+            yield from _alternative(other, columns, long=False)
+
+
+def _alternative(o: Alternative, columns: int, long: bool) -> Iterator[str]:
+    """A piece that is not in use, with its numbers."""
+    yield from _wrapped(f"{o.path}={o.name}: {o.text}", columns, "  ", "      ")
+    base = f"{o.path}.{o.name}" if o.path.rpartition(".")[2] in ("shape", "correction") else o.path
+    if long:
+        yield from _lines([Setting(f"{base}.{n.path}", n.values, n.text, n.valid) for n in o.numbers], columns)
+    elif o.numbers:
+        yield from _wrapped(", ".join(f"{n.path}={_short(n.now)}" for n in o.numbers), columns, "      ")
+
+
+def _whole(s: Setting, columns: int) -> Iterator[str]:
+    """One setting with all that is said about it."""
+    yield f"{s.path} = {visible(s.now)}"
+    yield from _wrapped(s.text, columns, "  ")
+    if s.valid:
+        yield from _wrapped(f"valid: {s.valid}", columns, "  ", "    ")
+
+
+def _lines(settings: Iterable[Setting], columns: int) -> Iterator[str]:
+    """One setting after another: `key = value` on the left, what it means on the right."""
+    for s in settings:
+        left = f"  {s.path} = {_short(visible(s.now))}"
+        choices = s.valid.split(", ") if s.valid else []
+        said = sentence(s.text)
+        if 0 < len(choices) <= FEW and not all(c in said for c in choices):
+            said += f" One of {s.valid}."
+        if columns < NARROW:
+            yield from (left, *_wrapped(said, columns, "      "))
+            continue
+        lines = _wrapped(said, columns, " " * LEFT)
+        if len(left) <= LEFT - 2 and lines:
+            lines[0] = f"{left:<{LEFT}}{lines[0].strip()}"
+            yield from lines
+        else:
+            yield from (left, *lines)
+
+
+def _wrapped(text: str, columns: int, first: str, then: str | None = None) -> list[str]:
+    return textwrap.wrap(
+        text,
+        columns,
+        initial_indent=first,
+        subsequent_indent=first if then is None else then,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def _short(value: str) -> str:
+    """A value on a line: paths below the current folder as seen from there, the end of what is still too long."""
+    near = value.replace(f"{os.getcwd()}{os.sep}", "")
+    if len(near) <= LONGEST:
+        return near
+    return ",".join(part if len(part) <= LONGEST else _end(part) for part in near.split(","))
+
+
+def _end(path: str) -> str:
+    """The last parts of a path, or the last characters of another long text."""
+    end = path[-LONGEST + 4 :]
+    return f".../{end.partition('/')[2]}" if "/" in end else f"...{end}"

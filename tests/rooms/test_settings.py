@@ -1,0 +1,192 @@
+"""What can be set is found: every setting says what it means, the help lists each once, and a run is written and read
+back as YAML."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from posttrain.api.overrides import apply
+from posttrain.api.settings import groups
+from posttrain.api.written import from_yaml, to_yaml
+from posttrain.cli import main
+from posttrain.cli.settings_help import settings_text
+from posttrain.core import tree
+from posttrain.core.errors import ConfigError
+from posttrain.core.ladder import LADDER
+from posttrain.core.meanings import about, meaning, sentence
+from posttrain.core.run import Run
+from posttrain.recipe.recipes import RECIPES, recipe
+
+
+def classes(cls: type, seen: set[type]) -> Iterator[type]:
+    if cls in seen:
+        return
+    seen.add(cls)
+    yield cls
+    for declared in tree.hints(cls).values():
+        item = tree.tuple_item(declared)
+        for inner in tree.pieces(declared if item is None else item).values():
+            yield from classes(inner, seen)
+
+
+CLASSES = [c for c in classes(Run, set()) if c.__module__.startswith("posttrain.")]
+
+
+@pytest.mark.parametrize("cls", CLASSES, ids=lambda c: c.__name__)
+def test_every_setting_says_what_it_means(cls: type) -> None:
+    """In a sentence under the field."""
+    assert about(cls)
+    for f in dataclasses.fields(cls):
+        text = sentence(meaning(cls, f.name))
+        assert text.endswith((".", ":", "?")), f"{cls.__name__}.{f.name}: write what it means below it"
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_the_help_lists_each_setting_once_and_fits(name: str, columns: int) -> None:
+    run = recipe(name)
+    paths = [s.path for g in groups(run) for s in g.settings]
+    assert len(paths) == len({*paths})
+    whole = settings_text(run, "all", columns)
+    for path in paths:
+        assert sum(line.startswith(f"  {path} = ") for line in whole.splitlines()) == 1, path
+    prose = [line for line in whole.splitlines() if " = " not in line and "=" not in line.split(" ")[2:3]]
+    assert max(map(len, prose)) <= max(columns, 60), max(prose, key=len)
+    if columns == 80:
+        assert len(settings_text(run, "", 80).splitlines()) <= 70
+        assert max(map(len, whole.splitlines())) <= 110  # values stand whole on their line
+
+
+@pytest.mark.parametrize(
+    ("topic", "says"),
+    [
+        ("rl.optimizer", "rl.optimizer.beta2 = 0.95"),
+        ("optimizer.lr", "optimizer.lr = "),
+        ("clip.high", "rl.clip.high = 0.2"),
+        ("algorithm", "rl.baseline=ema"),
+        ("overlong", "rl.shape.overlong.cache = 0.2"),
+        ("kernels", "did you mean model.kernels?"),
+    ],
+)
+def test_a_topic_is_looked_up(topic: str, says: str) -> None:
+    try:
+        said = settings_text(recipe("ladder"), topic, 80)
+    except ConfigError as error:
+        said = str(error)
+    assert says in said
+
+
+def test_help_is_quick_and_light() -> None:
+    code = (
+        "import sys; from posttrain.cli import main; main(['run', 'ladder', '--help']); "
+        "assert 'torch' not in sys.modules"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert "STAGE.optimizer.lr = 0.004" in done.stdout and ", reinforce_ema, " not in done.stdout
+
+
+# --- YAML ------------------------------------------------------------------------------------------------------------
+
+NUMBERS = {
+    "seed": st.integers(0, 2**31),
+    "rl.steps": st.integers(1, 10**6),
+    "rl.optimizer.lr": st.floats(1e-9, 1.0, exclude_min=True),
+    "rl.optimizer.clip": st.sampled_from([1.0, float("inf"), 0.1]),
+    "rl.wall_time": st.sampled_from(["none", 10, 0.5]),
+    "rl.sampling.stop": st.sampled_from(["none", '["a, b", "no", "1e-6", "\\u202e~"]']),
+    "rl.aggregate": st.sampled_from(["token_mean", "constant"]),
+    "env.args.note": st.sampled_from(["no", "null", "# x", "1_000", "0x10", "é\u0085"]),
+}
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(sorted(RECIPES)), st.sampled_from([None, *sorted(LADDER)]), st.data())
+def test_a_run_written_and_read_is_the_same(name: str, algorithm: str | None, data: st.DataObject) -> None:
+    run = recipe(name)
+    chosen = [f"rl.algorithm={algorithm}"] if algorithm is not None else []
+    for key, values in NUMBERS.items():
+        if data.draw(st.booleans()):
+            chosen.append(f"{key}={data.draw(values)}")
+    stages = {s.name for s in run.stages}
+    words = [w for w in chosen if w.partition(".")[0] in stages or not w.startswith("rl.")]
+    try:
+        changed = apply(run, words)
+    except ConfigError:
+        return
+    assert from_yaml(to_yaml(changed, run), "x") == changed
+
+
+@pytest.mark.parametrize("name", sorted(LADDER))
+def test_every_algorithm_survives(name: str) -> None:
+    reference = [] if LADDER[name].rewards != "none" else ["rl.reference=elsewhere"]
+    siblings = [] if name not in ("pass_at_k",) else ["rl.siblings=16"]
+    run = apply(recipe("ladder"), [f"algorithm={name}", *reference, *siblings])
+    assert from_yaml(to_yaml(run), "x") == run
+
+
+HEAD = "recipe: grpo\nstages:\n  rl:\n    type: Reinforce\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        (HEAD + "    steps: 0\n", "my.yaml:5: rl.steps=0: must be >= 1"),
+        (HEAD + "    stps: 1\n", "my.yaml:5: stages.rl.stps: Reinforce has no such field; did you mean 'steps'?"),
+        (HEAD + "    steps: 1.5\n", "my.yaml:5: stages.rl.steps: 1.5 is not valid here; expected a whole number"),
+        (HEAD + "    algorithm: grop\n", "my.yaml:5: stages.rl.algorithm.base=grop: no such algorithm; did you mean"),
+        (HEAD + "    algorithm:\n      base: grpo\n      clop: null\n", "my.yaml:7: stages.rl.algorithm.clop"),
+        (HEAD + "sede: 1\n", "my.yaml:5: sede: Run has no such field; did you mean 'seed'?"),
+        (HEAD + "seed: 1\nseed: 2\n", "my.yaml:6: seed is given twice"),
+        ("recipe: grpo\n", "my.yaml: stages: write each stage under its name"),
+        ("a: &x [1]\nb: *x\n", "my.yaml:1: an alias; write it out"),
+        ("a: !!python/object/apply:os.system [x]\n", "is a tag of YAML, and a run has none"),
+        ("a: [1\n", "this is no YAML"),
+        ("[" * 5000, "nested too deeply"),
+        ("- " * 60 + "1", "nested too deeply"),
+        ("", "a run is an object of settings"),
+    ],
+)
+def test_a_wrong_file_is_refused_with_its_line(text: str, says: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        from_yaml(text, "my.yaml")
+    assert says in str(error.value)
+
+
+def test_a_large_file_is_not_read(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "my.yaml").write_text("# " + "x" * 300_000)
+    assert main(["run", str(tmp_path / "my.yaml"), "--dry-run"]) == 2
+    assert "at most 262,144 are read" in capsys.readouterr().err
+
+
+def test_dry_run_writes_what_run_takes_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "grpo", "rl.steps=3", "--dry-run"]) == 0
+    first = capsys.readouterr().out
+    assert "    steps: 3  # was 100\n" in first and not (tmp_path / "runs").exists()
+    (tmp_path / "my.yaml").write_text(first)
+    assert main(["run", str(tmp_path / "my.yaml"), "seed=7", "--dry-run"]) == 0
+    assert "seed: 7" in capsys.readouterr().out
+    (tmp_path / "my_run.py").write_text(
+        "from posttrain.api.written import read_run\nfrom pathlib import Path\n"
+        f"def run():\n    return read_run(Path({str(tmp_path / 'my.yaml')!r}))\nRUN = run()\nWRONG = 3\n"
+    )
+    for name in ("run", "RUN"):
+        assert main(["run", f"{tmp_path / 'my_run.py'}:{name}", "--dry-run"]) == 0
+        assert "    steps: 3\n" in capsys.readouterr().out
+    assert main(["run", f"{tmp_path / 'my_run.py'}:WRONG", "--dry-run"]) == 2
+    assert "WRONG is a int: a Run is wanted" in capsys.readouterr().err
+
+
+def test_code_that_a_file_names_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine.py").write_text("def reward(task, text):\n    return 1.0\n")
+    run = apply(recipe("grpo"), [f"env.rewards={tmp_path / 'mine.py'}:reward"])
+    (tmp_path / "my.yaml").write_text(to_yaml(run))
+    assert main(["run", str(tmp_path / "my.yaml"), "--dry-run"]) == 0
+    assert "names code: env.rewards.0.function runs reward of the Python file" in capsys.readouterr().out
