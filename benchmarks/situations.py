@@ -72,7 +72,7 @@ def tuned(seed: int) -> Setting:
 
 def fresh(seed: int) -> Setting:
     """Settings that were not looked at while thresholds were chosen."""
-    rng = random.Random(f"situations/{seed}")
+    rng = random.Random(f"situations/second/{seed}")
     return Setting(
         "min",
         rng.choice(["it is ", "here: "]),
@@ -82,7 +82,7 @@ def fresh(seed: int) -> Setting:
         rng.choice([6, 10]),
         rng.choice(["dr_grpo", "rloo", "reinforce_pp_baseline", "maxrl"]),
         rng.choice([7e-4, 1e-3]),
-        seed + 100,
+        seed + 200,
     )
 
 
@@ -207,8 +207,8 @@ SENTENCES = {
     "high": "the learning rate is far too high",
     "low": "the learning rate is far too low",
     "flat": "the reward is flat",
-    "hard": "the tasks are too hard",
-    "easy": "the tasks are too easy",
+    "hard": "the tasks are too hard for this policy:",
+    "easy": "the tasks are too easy for this policy:",
     "template": "wrong template:",
     "cut": "of the answers are cut off at max_tokens",
     "never": "the stop id is wrong",

@@ -69,6 +69,8 @@ class Terminal:
     def close(self, summary: Mapping[str, float]) -> None:
         self._close()
         self._line = None
+        for count in self._once.take_counts():
+            self.say(f"note: {count}")
 
     def _open(self, step: Step) -> None:
         self._close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from posttrain.core.gauge import Step
 
@@ -12,6 +12,8 @@ RULE = "rule "
 """A note that begins with this and a rule's name is a finding of that rule."""
 SHOWN = 8
 """Steps that a line names before it goes on with dots."""
+WORDS = 60
+"""Characters of a note that stand for it where it is counted."""
 
 
 def kind_of(note: str) -> str:
@@ -33,11 +35,21 @@ class RepeatedNote:
     steps: tuple[int, ...]
 
     @property
+    def count(self) -> str:
+        """At how many steps it held, with its name or its first words."""
+        words = self.message if len(self.message) <= WORDS else self.message[:WORDS].rpartition(" ")[0] + " ..."
+        return f"{self.stage}: {self.rule or repr(words)} held at {self._times}"
+
+    @property
     def line(self) -> str:
         """The message with the steps at which it held, for a summary."""
+        return f"{self.stage}: {self.message} [{self._times}]"
+
+    @property
+    def _times(self) -> str:
         shown = ", ".join(map(str, self.steps[:SHOWN])) + (", ..." if len(self.steps) > SHOWN else "")
         often = f" ({len(self.steps)} times)" if len(self.steps) > 1 else ""
-        return f"{self.stage}: {self.message} [step{'s' if len(self.steps) > 1 else ''} {shown}{often}]"
+        return f"step{'s' if len(self.steps) > 1 else ''} {shown}{often}"
 
 
 def findings_of(steps: Iterable[Step]) -> list[RepeatedNote]:
@@ -61,9 +73,10 @@ def notes_of(steps: Iterable[Step]) -> list[RepeatedNote]:
 
 
 class SaidOnce:
-    """Lets each kind of note of a stage pass once."""
+    """Lets each kind of note of a stage pass once, and counts the rest."""
 
     def __init__(self) -> None:
+        self._seen: list[Step] = []
         self._known: set[tuple[str, str]] = set()
 
     def new(self, step: Step) -> Sequence[str]:
@@ -73,4 +86,11 @@ class SaidOnce:
             if (key := (step.stage, kind_of(note))) not in self._known:
                 self._known.add(key)
                 out.append(note)
+        if step.notes:
+            self._seen.append(replace(step, gauges={}, clock={}))
         return out
+
+    def take_counts(self) -> list[str]:
+        """A line for each kind of note that held at more than one step since the last call."""
+        seen, self._seen = self._seen, []
+        return [n.count for n in notes_of(seen) if len(n.steps) > 1]

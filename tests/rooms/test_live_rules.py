@@ -297,6 +297,14 @@ def test_the_terminal_prints_each_kind_of_note_once() -> None:
     said = out.getvalue()
     assert said.count("no group has spread") == 1 and said.count("it fell from") == 1
     assert "note: step 2, collapse: it fell from 0.5 to 0.1" in said and "note: step 4: the reference" in said
+    terminal.close({})
+    counted = out.getvalue().removeprefix(said)
+    assert counted == (
+        "note: rl: 'no group has spread (all siblings agree; rewards seen: 0), ...' held at steps 1, 3 (2 times)\n"
+        "note: rl: collapse held at steps 2, 4 (2 times)\n"
+    )
+    terminal.close({})
+    assert out.getvalue().removeprefix(said) == counted, "it is counted once"
 
 
 # --- before the first step --------------------------------------------------------------------------------------------
