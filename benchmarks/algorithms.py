@@ -24,11 +24,11 @@ import numpy as np
 import posttrain
 from posttrain.core import reader
 from posttrain.core.algorithm import Algorithm, patch
+from posttrain.core.interval import Score
 from posttrain.core.ladder import LADDER, VAPO
 from posttrain.core.pieces.baseline import StepMean
 from posttrain.core.run import Model, Reinforce, Run
 from posttrain.recipe.recipes import recipe
-from posttrain.role.evaluate import Score
 
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks/results/algorithms.json"

@@ -21,9 +21,12 @@ from posttrain.core.version import VERSION as __version__
 if TYPE_CHECKING:
     from posttrain.api.ablate import ablate
     from posttrain.api.check import check
+    from posttrain.api.compare import compare
     from posttrain.api.handed import prompts
     from posttrain.api.main import evaluate, export, run
+    from posttrain.api.plots import plot
     from posttrain.api.result import load
+    from posttrain.api.summary import summarize
 
 _PLACES = {
     "run": "posttrain.api.main",
@@ -33,9 +36,24 @@ _PLACES = {
     "load": "posttrain.api.result",
     "ablate": "posttrain.api.ablate",
     "check": "posttrain.api.check",
+    "compare": "posttrain.api.compare",
+    "plot": "posttrain.api.plots",
+    "summarize": "posttrain.api.summary",
 }
 
-__all__ = ["__version__", "ablate", "check", "evaluate", "export", "load", "prompts", "run"]
+__all__ = [
+    "__version__",
+    "ablate",
+    "check",
+    "compare",
+    "evaluate",
+    "export",
+    "load",
+    "plot",
+    "prompts",
+    "run",
+    "summarize",
+]
 
 
 def __getattr__(name: str) -> Any:

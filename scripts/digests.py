@@ -35,6 +35,7 @@ RENAMED: dict[str, str] = {}
 INTENDED: dict[str, str] = {
     "recipe/sft/* *": "a recipe that the older tree does not have",
     "recipe/grpo/* *": "a recipe that the older tree does not have",
+    "recipe/verifiable/* *": "its prompts, held-out tasks and steps are others, so that RL gains on held-out prompts",
 }
 """Pattern (of fnmatch) over `RUN PART` of the newer take -> why it may differ."""
 

@@ -20,6 +20,9 @@ PUBLIC = {
     "posttrain.api.result": "load Result RolloutView",
     "posttrain.api.check": "check",
     "posttrain.api.ablate": "ablate Ablation AblationRow",
+    "posttrain.api.summary": "summarize",
+    "posttrain.api.compare": "compare",
+    "posttrain.api.plots": "plot",
     # a run as data
     "posttrain.core.run": "Run Model Supervised Reinforce Evaluation",
     "posttrain.core.stage": "Stage Optimizer",
@@ -84,13 +87,16 @@ PUBLIC = {
     "posttrain.role.talk": "Player",
     "posttrain.role.trainer": "Trainer WeightOptimizer",
     "posttrain.role.sync": "Sync",
-    "posttrain.role.evaluate": "EvaluationReport Score",
+    "posttrain.role.evaluate": "EvaluationReport",
     "posttrain.role.events": "PlayedEvent ScoredEvent PackedEvent DifferentiatedEvent LearnedEvent PushedEvent"
     " EvaluatedEvent RestoredEvent Observer ObserverReport",
     "posttrain.role.passes": "Needs Passes",
     # what reads a run folder
     "posttrain.core.reader": "RunFile EpisodeFile is_run run_file steps episode_files episodes",
     "posttrain.core.record": "Recorded",
+    "posttrain.core.interval": "Score Gain",
+    "posttrain.diagnose.outcome": "RunOutcome read_outcome",
+    "posttrain.diagnose.compared": "RunComparison",
     "posttrain.diagnose.gauges": "Definition",
     "posttrain.diagnose.rule": "Finding",
     "posttrain.diagnose.said": "RepeatedNote findings_of",

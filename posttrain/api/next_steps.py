@@ -13,6 +13,8 @@ from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line, with_reasons
 
+LONG = 80
+"""Characters of a command that still has its reason beside it."""
 ASKED = "asked"
 """The entry of run.json with the words that the run was started with."""
 
@@ -25,23 +27,31 @@ def asked_words(recipe: str | Run, overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def next_steps(run: Run, folder: Path) -> list[str]:
-    """Commands worth trying now."""
-    out = [(command_line("show", folder), "read what it said, token by token")]
-    if run.env.heldout:
-        out.append((command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"))
-    out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
-    if (words := _words(folder)) is not None:
-        recipe, overrides = words
+    """Commands worth trying now; those of many words stand on a line of their own, below what they are for."""
+    words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
+    recipe, overrides = words if words is not None else ("", [])
+    out: list[tuple[str, str]] = []
+    own = any(not type(p).__module__.startswith("posttrain.") for s in stages for p in s.algorithm.pieces)
+    if not own:  # other commands do not know the pieces of a user's file
+        out.append((command_line("show", folder), "read what it said, token by token"))
+        if run.env.heldout:
+            out.append((command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"))
+        out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
+    last, files = run.stages[-1], [w for w in overrides if own and w.startswith("algorithm=")]
+    if isinstance(last, Reinforce) and last.hands_on and last.wall_time is last.time_of is None and (files or not own):
+        longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}", *files)
+        out.append((longer, "go on for as many steps again"))
+    if words is not None:
         kept = [w for w in overrides if _head(run, w) != "seed"]
         command = command_line("run", recipe, *kept, f"seed={run.seed + 1}")
         out.append((command, "the same with another seed: is the gain more than chance?"))
-        stages = [s for s in run.stages if isinstance(s, Reinforce)]
-        if len(stages) == 1:
-            other = "dapo" if stages[0].algorithm.name.startswith("grpo") else "grpo"
-            kept = [w for w in overrides if _head(run, w) != "algorithm"]
-            command = command_line("run", recipe, *kept, f"algorithm={other}")
-            out.append((command, "another algorithm; posttrain ladder lists them"))
-    return with_reasons(out)
+    if words is not None and len(stages) == 1:
+        other = "dapo" if stages[0].algorithm.name.startswith("grpo") else "grpo"
+        kept = [w for w in overrides if _head(run, w) != "algorithm"]
+        command = command_line("run", recipe, *kept, f"algorithm={other}")
+        out.append((command, "another algorithm; posttrain ladder lists them"))
+    short = [row for row in out if len(row[0]) <= LONG]
+    return [*with_reasons(short), *(line for c, why in out if len(c) > LONG for line in (f"# {why}", c))]
 
 
 def _words(folder: Path) -> tuple[str, list[str]] | None:

@@ -12,6 +12,7 @@ from typing import Any
 from posttrain import faults
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, edit_notes, missing_notes
+from posttrain.api.algorithm_file import check_same, without_algorithm
 from posttrain.api.branch import is_branch, pinned, run_source, was_built
 from posttrain.api.defaults import for_model, given_paths
 from posttrain.api.environments import check_environment, distinct, own_environments
@@ -113,11 +114,12 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
         )
     if options.out is not None:
         Book.refuse(options.out)
-    base, objects = options.handed.place(run_of(recipe))
+    words = asked_words(recipe, overrides) if options.handed == HandedObjects() else {}
+    overrides, handed = without_algorithm(overrides, options.handed)
+    base, objects = handed.place(run_of(recipe))
     run, origin = pinned(dotted.apply(base, list(overrides)))
-    given = given_paths(base, overrides) | options.handed.paths if is_recipe(recipe) else None
+    given = given_paths(base, overrides) | handed.paths if is_recipe(recipe) else None
     out = Path(options.out) if options.out else None
-    words = asked_words(recipe, overrides) if objects == Given() else {}
     about = {**words, **origin, **recorded(objects)}
     notes = (*object_notes(objects), *code_notes(recipe, run))
     return RunRequest(run=run, out=out, notes=notes, recorded=about, given=given, objects=objects)
@@ -146,10 +148,12 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
             " make it longer, such as rl.steps=200"
         )
     folder = folder_of(options.resume)[0]
+    overrides, handed = without_algorithm(overrides, options.handed)
     stored = run_file(folder).run
+    check_same(folder, stored, handed)
     run = admitted(folder, *overrides, allow=options.trust, links=True)
     check_changes(folder, stored, run, overrides)
-    objects = given_again(folder, options.handed.place(stored)[1])
+    objects = given_again(folder, handed.place(stored)[1])
     book, checkpoint = Book.open_for_resume(Path(options.resume))
     try:
         longer = extension(book, checkpoint, run) if overrides else None

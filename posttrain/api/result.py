@@ -14,13 +14,13 @@ from posttrain.core import reader
 from posttrain.core.checkpoint import scan
 from posttrain.core.content import shown
 from posttrain.core.errors import ConfigError, RunFolderError, nearest
+from posttrain.core.interval import interval
 from posttrain.core.reader import EpisodeFile, damage_is_named
 from posttrain.core.record import Recorded
 from posttrain.core.run import Run
 from posttrain.core.verdict import Judged
 from posttrain.core.verdict import failed as broken
 from posttrain.core.visible import visible, visible_lines
-from posttrain.role.evaluate import interval
 
 WIDTH = 100
 """Most characters of a line in a `repr`."""

@@ -15,11 +15,11 @@ from posttrain.api.engines import check_engine
 from posttrain.api.extend import Extension, begin
 from posttrain.api.proofs import prove_start
 from posttrain.api.request import RunRequest
-from posttrain.api.summary import planted_lines, show
+from posttrain.api.summary import conclude, planted_lines
 from posttrain.api.target import keep_policy
 from posttrain.api.terminal import Terminal
-from posttrain.api.trackers import make_trackers
-from posttrain.controller.interrupt import Stopper
+from posttrain.api.trackers import make_trackers, tracker_lines
+from posttrain.controller.interrupt import Interrupted, Stopper
 from posttrain.controller.parts import RunParts
 from posttrain.controller.stages import Progress, Stages, check_drivers, where
 from posttrain.controller.stages.progress import StageResult
@@ -40,14 +40,20 @@ from posttrain.role.weights import load_weights
 
 @contextmanager
 def open_session(request: RunRequest) -> Iterator[RunSession]:
-    """A run that is ready for its first step. At the end of the block its parts are closed and its summary is shown."""
+    """A run that is ready for its first step. At the end of the block its parts are closed. Then its
+    summary is written, and shown unless the run is quiet or an error ended it."""
     session = build_session(request)
+    told = not request.quiet
     try:
         yield session
+    except BaseException as error:
+        told = told and isinstance(error, Interrupted)
+        raise
     finally:
-        session.close()
-    if not request.quiet:
-        show(session.terminal.console, session.run, session.results, session.book.folder)
+        try:
+            session.close()
+        finally:
+            conclude(session.book.folder, session.terminal.console if told else None)
 
 
 @dataclass
@@ -124,6 +130,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
             *words_in_tokens(run, policy),
             *notes,
             f"run folder: {book.folder}",
+            *tracker_lines(trackers),
         ):
             terminal.say(line)
     parts = make_parts(run, policy, request.environment, book, trackers, request.others)

@@ -1,73 +1,121 @@
-"""The summary printed at the end of a run: what each stage added, and seconds per role."""
+"""The report of a run: what each stage added on held-out tasks, the curve, whether it learned, and where the time went.
+
+It is printed at a run's end and by `posttrain summary`, and written as `summary.md` with `summary.svg` into the run
+folder. All of it is read from the folder (`diagnose.outcome`), so it is the same for a run that was killed.
+"""
 
 from __future__ import annotations
 
+import math
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
 from posttrain.api.console import PlainConsole
+from posttrain.api.curve import curve_lines, picture
 from posttrain.api.next_steps import next_steps
-from posttrain.controller.stages import StageResult
-from posttrain.core import reader
+from posttrain.core import files, reader
+from posttrain.core.errors import PosttrainError
 from posttrain.core.gauge import Gauge, merge
-from posttrain.core.run import Run
+from posttrain.core.interval import Gain, Score
+from posttrain.core.run import Reinforce, Run
+from posttrain.core.visible import visible
 from posttrain.diagnose.gauges import unjudged_words
+from posttrain.diagnose.learned import Learning, learned
+from posttrain.diagnose.outcome import RunOutcome, StageOutcome, read_outcome
 from posttrain.faults import find
-from posttrain.role.evaluate import EvaluationReport, interval
+
+if TYPE_CHECKING:
+    from posttrain.role.evaluate import EvaluationReport
+
+WIDTH = 80
+"""Columns that the report keeps to, where a path or a command does not need more."""
+SUMMARY, PICTURE = "summary.md", "summary.svg"
+"""Files of a run folder."""
+HEADER = ("stage", "at step", "{} [95 %]", "gain [95 %]", "greedy", "seconds")
 
 
-def table(results: Sequence[StageResult]) -> Table:
-    """Held-out accuracy (share of right answers) after each stage with its interval, the change, and the seconds.
-
-    Where a reward gives partial credit, its mean is shown too.
-    """
-    graded = any(r.graded for r in results)
-    out = Table(title="held-out accuracy after each stage" + (", and mean reward" if graded else ""))
-    for name in (
-        "stage",
-        "accuracy [95 %]",
-        "added",
-        "greedy",
-        *(("mean reward [95 %]", "added ") if graded else ()),
-        "steps",
-        "seconds",
-    ):
-        out.add_column(name, justify="left" if name == "stage" else "right")
-    for r in results:
-        name = r.name if r.hands_on else f"{r.name} *"
-        accuracy, reward = _added(r.accuracy, r.before), _added(r.reward, r.reward_before) if graded else ()
-        out.add_row(
-            name, *accuracy, "-" if r.greedy is None else f"{r.greedy:.3f}", *reward, str(r.steps), f"{r.seconds:.1f}"
+def score_rows(of: RunOutcome, what: str) -> list[list[str]]:
+    """A row for each stage: the step of its last held-out evaluation, the score (`accuracy` or `reward`), and the gain
+    since the weights it started from."""
+    out: list[list[str]] = []
+    for s in of.stages:
+        gain: Gain | None = getattr(s, what)
+        score: Score | None = getattr(s.end, what) if s.end is not None else None
+        at = "-" if s.end is None else f"{s.end.step}" + (f" of {s.steps}" if s.end.step != s.steps else "")
+        out.append(
+            [
+                s.name if s.stage.hands_on else f"{s.name} *",
+                at,
+                "-" if score is None else short(score.mean, score.low, score.high),
+                "-" if gain is None else short(gain.mean, gain.low, gain.high, "+"),
+                "-" if s.greedy is None or what != "accuracy" else f"{s.greedy:.3f}",
+                "-" if s.seconds is None else f"{s.seconds:.1f}",
+            ]
         )
-    if compared := [r for r in results if not r.hands_on]:
-        out.caption = "* " + "; ".join(_compared(r, results) for r in compared)
     return out
 
 
-def _compared(r: StageResult, results: Sequence[StageResult]) -> str:
-    """What to compare a stage with whose weights the run did not continue from."""
-    timed = next((x for x in results if x.name == r.time_of), None)
-    if timed is not None and timed.start == r.start:
+def short(mean: float, low: float, high: float, sign: str = "") -> str:
+    """A mean with its interval, in few columns.
+
+    >>> short(0.6931, 0.611, 0.76), short(0.36, 0.273, 0.433, "+"), short(0.5, -math.inf, math.inf)
+    ('0.693 [.61, .76]', '+0.360 [+.27, +.43]', '0.500 [one prompt]')
+    """
+    if math.isnan(mean):
+        return "-"
+    if not (math.isfinite(low) and math.isfinite(high)):
+        return f"{mean:{sign}.3f} [one prompt]"
+    ends = (f"{x:{sign}.2f}".replace("0.", ".", 1) if abs(x) < 1 else f"{x:{sign}.2f}" for x in (low, high))
+    return f"{mean:{sign}.3f} [{', '.join(ends)}]"
+
+
+def tables(of: RunOutcome) -> list[Table]:
+    """Held-out accuracy (share of right answers) after each stage. Where a reward gives partial credit, its mean
+    too."""
+    gains = ", and the gain over the same prompts"
+    named = [("accuracy", "held-out accuracy after each stage" + gains)]
+    if any(s.graded for s in of.stages):
+        named.append(("reward", "held-out mean reward after each stage" + gains))
+    out: list[Table] = []
+    for what, title in named:
+        table = bare_table(title)
+        for name in HEADER:
+            table.add_column(name.format(what), justify="left" if name == "stage" else "right", no_wrap=True)
+        for row in score_rows(of, what):
+            table.add_row(*row)
+        out.append(table)
+    return out
+
+
+def bare_table(title: str) -> Table:
+    """A table without lines, which is narrow and reads well in a log file."""
+    return Table(title=f"\n{title}", title_justify="left", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def footnote(of: RunOutcome) -> str:
+    """What to compare the stages with whose weights the run did not go on with; '' where there is none."""
+    compared = [_compared(s, of.stages) for s in of.stages if not s.stage.hands_on]
+    return "* " + "; ".join(compared) if compared else ""
+
+
+def _compared(s: StageOutcome, stages: Sequence[StageOutcome]) -> str:
+    timed = next((x for x in stages if x.name == s.time_of), None)
+    if timed is not None and timed.began == s.began:
         return f"instead of {timed.name}, from the same weights, for the same time"
-    time = f", for the time of {r.time_of}" if r.time_of is not None else ""
-    return f"from the weights of {r.start}{time}, handed to nobody"
+    time = f", for the time of {s.time_of}" if s.time_of is not None else ""
+    return f"from the weights of {s.began}{time}, handed to nobody"
 
 
-def _added(measured: tuple[float, float, float] | None, before: float | None) -> tuple[str, str]:
-    """(mean with its interval, change since before the stage) as text."""
-    if measured is None:
-        return "-", "-"
-    return interval(*measured), "-" if before is None else f"{measured[0] - before:+.3f}"
-
-
-def unjudged(folder: Path, results: Sequence[StageResult]) -> list[str]:
+def unjudged(of: RunOutcome) -> list[str]:
     """Lines about samples without a verdict, by stage: those a source failed to judge, and those all sources abstained
     from."""
     out: list[str] = []
-    steps = reader.steps(folder)
-    for r in results:
+    steps = reader.steps(of.folder)
+    for r in of.stages:
         seen = merge(*(s.gauges for s in steps if s.stage == r.name))
         failed, abstained = (seen.get(f"rollout/{x}", Gauge(0, 0)) for x in ("failed", "abstained"))
         kinds = ", ".join(
@@ -85,15 +133,15 @@ def unjudged(folder: Path, results: Sequence[StageResult]) -> list[str]:
     return out
 
 
-def roles(results: Sequence[StageResult]) -> Table:
-    """Seconds per role, over all stages."""
-    names = list(dict.fromkeys(n for r in results for n in r.roles))
-    out = Table(title="seconds per role")
-    out.add_column("stage")
-    for name in names:
-        out.add_column(name, justify="right")
-    for r in results:
-        out.add_row(r.name, *(f"{r.roles[n]:.1f}" if n in r.roles else "-" for n in names))
+def role_lines(of: RunOutcome) -> list[str]:
+    """Seconds by role, a line a stage, the slowest role first."""
+    timed = [s for s in of.stages if s.roles]
+    width = max((len(s.name) for s in timed), default=0)
+    out = ["seconds by role"] if timed else []
+    for s in timed:
+        spent = sorted(s.roles.items(), key=lambda row: -row[1])
+        text = ", ".join(f"{name} {seconds:.1f}" for name, seconds in spent if seconds >= 0.05)
+        out += textwrap.wrap(text, WIDTH, initial_indent=f"  {s.name:<{width}}  ", subsequent_indent=" " * (width + 4))
     return out
 
 
@@ -104,19 +152,138 @@ def planted_lines(run: Run) -> list[str]:
     return [f"PLANTED FAULT {run.fault}: {find(run.fault).what}. No number of this run means anything"]
 
 
-def show(console: PlainConsole, run: Run, results: Sequence[StageResult], folder: Path) -> None:
-    """Print the whole summary of a run."""
-    console.print()
-    for line in planted_lines(run):
+def answer_lines(of: RunOutcome, said: Learning) -> list[str]:
+    """The sentence, and what to try: a command stays on one line, so that it can be copied."""
+    last, state = of.last, ""
+    if last is not None and not of.finished:
+        state = f" (not finished: {last.name} took {last.steps} of {last.stage.steps} steps)"
+    out = textwrap.wrap(f"Did it learn? {said.text}{state}.", WIDTH, break_on_hyphens=False)
+    for advice in said.advice:
+        if "  # " in advice:
+            out.append(f"  {advice}")
+        else:
+            out += textwrap.wrap(
+                advice, WIDTH, initial_indent="  try: ", subsequent_indent="    ", break_on_hyphens=False
+            )
+    return out
+
+
+def show(console: PlainConsole, of: RunOutcome) -> None:
+    """Print the report of a run."""
+    for line in planted_lines(of.run):
         console.print(line, style="bold red")
-    console.print(table(results))
-    console.print(roles(results))
-    for line in unjudged(folder, results):
+    for table in tables(of) if of.stages else ():
+        console.print(table)
+    console.print()
+    for line in (*filter(None, [footnote(of)]), *role_lines(of), *unjudged(of)):
         console.print(line)
-    console.print(f"run folder: {folder}")
+    curve = of.drawn
+    if curve is not None and (lines := picture(curve_lines(curve))):
+        by = f" ({curve.stage.algorithm.name})" if isinstance(curve.stage, Reinforce) else ""
+        console.print()
+        console.print(f"{curve.name}, {curve.steps} steps{by}")
+        for line in lines:
+            console.print(line)
+    console.print()
+    for line in answer_lines(of, learned(of)):
+        console.print(line)
+    console.print(f"run folder: {of.folder}")
     console.print("next:")
-    for line in next_steps(run, folder):
+    for line in next_steps(of.run, of.folder):
         console.print(f"  {line}")
+
+
+# --- summary.md ------------------------------------------------------------------------------------------------------
+
+
+def markdown(of: RunOutcome, drawn_in: str = "") -> str:
+    """The report as a page. `drawn_in` is the file of its picture, '' where there is none."""
+    said = learned(of)
+    out = [f"# {_plain(of.run.recipe)}: {said.word}", "", f"Did it learn? {_plain(said.text)}.", ""]
+    out += [f"**{_plain(line)}**\n" for line in planted_lines(of.run)]
+    if not of.finished:
+        done = ", ".join(f"{s.name} {s.steps} of {s.stage.steps} steps" for s in of.stages) or "no step was taken"
+        out += [f"The run is not finished: {_plain(done)}. `posttrain run --resume RUN` goes on with it.", ""]
+    if drawn_in:
+        out += [f"![reward and held-out score by step]({drawn_in})", ""]
+    graded = any(s.graded for s in of.stages)
+    for what in ("accuracy", "reward") if graded else ("accuracy",):
+        out += [_row([name.format(what if what == "accuracy" else "mean reward") for name in HEADER])]
+        out += ["|---|" + "---:|" * (len(HEADER) - 1), *(_row([*map(_plain, row)]) for row in score_rows(of, what)), ""]
+    out += [_plain(line) + "\n" for line in (footnote(of), *unjudged(of)) if line]
+    if said.advice:
+        out += ["## What to try", "", *(f"- {_plain(line)}" for line in said.advice), ""]
+    out += ["## What was run", "", *(f"- {_plain(line)}" for line in _about(of.run)), ""]
+    out += [
+        "Each gain compares the same held-out prompts before and after. Its interval is about prompts like these; how"
+        " much another seed would differ is told by `posttrain compare` of several runs.",
+        "",
+    ]
+    return "\n".join(out)
+
+
+def _about(run: Run) -> list[str]:
+    model = run.model.path or f"{run.model.arch} built with {run.model.layers} layers of width {run.model.hidden}"
+    out = [f"model: {model}", f"environment: {run.env.name}, {run.env.heldout} prompts held out", f"seed: {run.seed}"]
+    for s in run.stages:
+        what = f"{s.algorithm.name}, " if isinstance(s, Reinforce) else ""
+        out.append(f"{s.name}: {type(s).__name__.lower()}, {what}{s.steps} steps, learning rate {s.optimizer.lr:g}")
+    return out
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _plain(text: str) -> str:
+    """Somebody else's text as text: nothing in it is Markdown or HTML."""
+    return "".join(f"\\{c}" if c in "\\`*_{}[]<>#|!$" else c for c in visible(text))
+
+
+def write_summary(of: RunOutcome) -> list[str]:
+    """Write summary.md and its picture into the run folder. Returns what could not be written, as lines."""
+    from posttrain.api.plots import NO_MATPLOTLIB, summary_picture
+
+    notes: list[str] = []
+    try:
+        data = summary_picture(of)
+        if data is not None:
+            files.write_file(of.folder / PICTURE, data, durable=False)
+    except ImportError:
+        data = None
+        notes.append(f"{SUMMARY} has no picture: {NO_MATPLOTLIB}")
+    files.write_file(of.folder / SUMMARY, markdown(of, PICTURE if data is not None else "").encode(), durable=False)
+    return notes
+
+
+def summarize(folder: str | Path, as_markdown: bool = False) -> None:
+    """Print the report of a run folder, finished or not, as `posttrain summary` does. Nothing is written."""
+    of = read_outcome(folder)
+    console = PlainConsole(soft_wrap=True)
+    if as_markdown:
+        console.print(markdown(of))
+    elif not of.stages:
+        console.print(f"{folder}: no step was taken yet, and nothing was measured")
+    else:
+        show(console, of)
+
+
+def conclude(folder: Path, console: PlainConsole | None) -> None:
+    """The end of a run, also of one that was cut: its summary is written, and printed where there is a console.
+
+    A summary that cannot be made is said and never hides how the run ended.
+    """
+    try:
+        of = read_outcome(folder)
+        if console is not None:
+            show(console, of)
+        if of.stages:
+            for note in write_summary(of):
+                if console is not None:
+                    console.print(f"note: {note}")
+    except (PosttrainError, OSError) as error:
+        if console is not None:
+            console.print(f"note: no summary was written: {error}")
 
 
 def show_report(console: PlainConsole, target: str, environment: str, report: EvaluationReport) -> None:

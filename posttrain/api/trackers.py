@@ -2,19 +2,17 @@
 
 Every gauge is logged as `STAGE/gauge` (its mean) over the stage's own step, every clock entry as `STAGE/clock/role`.
 `steps.jsonl` remains the complete record. A tracker that fails during a run is reported once and not called again.
-
-    trackers=tensorboard          RUN/trackers/tensorboard          tensorboard --logdir RUN/trackers/tensorboard
-    trackers=wandb                project posttrain                 WANDB_MODE=offline keeps it in RUN/trackers/wandb
-    trackers=trackio              project posttrain                 trackio show --project posttrain
+A run prints for each tracker where to look (`tracker_lines`); docs/trackers.md says what is logged and what is sent.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
+import shlex
 import sys
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,7 +39,9 @@ class TensorBoard:
     def __init__(self, run: Run, folder: Path) -> None:
         from torch.utils.tensorboard.writer import SummaryWriter
 
-        self._writer: Any = SummaryWriter(str(folder / "trackers" / "tensorboard"))
+        events = folder / "trackers" / "tensorboard"
+        self._writer: Any = SummaryWriter(str(events))
+        self.where = f"tensorboard --logdir {shlex.quote(str(events))}"
         self._writer.add_text("run", "\n".join(f"    {line}" for line in _readable(run)))
 
     def log(self, step: Step) -> None:
@@ -78,6 +78,7 @@ class Wandb:
             raise ConfigError(
                 f"trackers=wandb: {error}. Run `wandb login`, or set WANDB_MODE=offline to keep it on this machine"
             ) from error
+        self.where = _wandb_place(getattr(self._run, "url", None), where)
         for stage in run.stages:
             self._run.define_metric(f"{stage.name}/step")
             self._run.define_metric(f"{stage.name}/*", step_metric=f"{stage.name}/step")
@@ -101,6 +102,7 @@ class Trackio:
 
         self._run: Any = trackio.init(project=PROJECT, name=folder.name, config=to_plain(run), resume="allow")
         self._finish: Callable[[], None] = trackio.finish
+        self.where = f"trackio show --project {PROJECT}   (on this machine, as {folder.name})"
 
     def log(self, step: Step) -> None:
         self._run.log({**scalars(step), f"{step.stage}/step": step.index})
@@ -119,6 +121,15 @@ class Guarded:
 
     def __init__(self, name: str, inner: Tracker) -> None:
         self._name, self._inner, self._failed = name, inner, False
+
+    @property
+    def where(self) -> str:
+        """Where to look at what it logs: a command or an address."""
+        return str(getattr(self._inner, "where", "see its own documentation"))
+
+    @property
+    def name(self) -> str:
+        return self._name
 
     def log(self, step: Step) -> None:
         self._try(lambda: self._inner.log(step))
@@ -165,6 +176,18 @@ def make_trackers(run: Run, folder: Path) -> list[Tracker]:
     """Start the trackers of the run."""
     check_trackers(run)
     return [Guarded(name, TRACKERS[name][1](run, folder)) for name in run.trackers]
+
+
+def tracker_lines(trackers: Iterable[object]) -> list[str]:
+    """A line for each tracker of a run: where to look at what it logs."""
+    return [f"tracker {t.name}: {t.where}" for t in trackers if isinstance(t, Guarded)]
+
+
+def _wandb_place(url: object, where: Path) -> str:
+    """The address of a W&B run; of one that is kept on this machine the command that sends it."""
+    if url:
+        return str(url)
+    return f"kept in {where}; send it with: wandb sync {shlex.quote(str(where / 'wandb'))}/offline-run-*"
 
 
 def _identity(where: Path) -> str:

@@ -10,14 +10,17 @@ from typing import NoReturn, cast
 from posttrain.cli.command import EXIT_CODES, Subparsers
 from posttrain.cli.commands import (
     check_command,
+    compare_command,
     evaluate_command,
     export_command,
     faults_command,
     ladder_command,
     new_command,
+    plot_command,
     run_command,
     serve_command,
     show_command,
+    summary_command,
 )
 from posttrain.cli.welcome import ShowVersion, welcome
 from posttrain.core.visible import visible
@@ -33,6 +36,9 @@ COMMANDS = (
     serve_command,
     check_command,
     new_command,
+    summary_command,
+    compare_command,
+    plot_command,
     show_command,
     export_command,
     faults_command,

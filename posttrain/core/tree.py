@@ -235,7 +235,10 @@ def _piece(declared: Any, data: dict[str, Any], path: str) -> type:
     if tag is None:
         raise ConfigError(f"{path}: an object here needs a {TAG!r} key (one of {', '.join(options)})")
     if tag not in options:
-        raise ConfigError(f"{path}.{TAG}={tag}: {nearest(str(tag), options)}")
+        own = ""
+        if any(is_open(m) for m in (declared, *typing.get_args(declared))):
+            own = ". If it is defined in a file of your own, give that too: --resume RUN algorithm=path.py:NAME"
+        raise ConfigError(f"{path}.{TAG}={tag}: {nearest(str(tag), options)}{own}")
     return options[tag]
 
 

@@ -1,4 +1,4 @@
-"""Defaults of the recipes: a tiny model that is built on the spot, and 400 small prompts."""
+"""Defaults of the recipes: a tiny model that is built on the spot, and 1000 small prompts."""
 
 from __future__ import annotations
 
@@ -11,6 +11,6 @@ TINY = Model(arch="qwen3", hidden=64, layers=2, heads=4, kv_heads=4, ffn=192, co
 
 _DATA = Path(__file__).parent / "data"
 PROMPTS = str(_DATA / "verifiable.jsonl")
-"""A file of prompts, answers, and completions, some of which are wrong."""
+"""A file of prompts (the largest of three numbers from 0 to 12), answers, and completions, half of which are wrong."""
 REWARDS = _DATA / "rewards.py"
 """A file with two reward functions for these prompts, one in each form."""

@@ -20,7 +20,7 @@ def grpo() -> Run:
         recipe="grpo",
         threads=1,
         model=TINY,
-        env=Env(name="prompts", prompts=PROMPTS, rewards=(Reward(function="exact"),), heldout=40),
+        env=Env(name="prompts", prompts=PROMPTS, rewards=(Reward(function="exact"),), heldout=100),
         stages=(
             Reinforce(
                 name="rl",

@@ -17,7 +17,7 @@ def sft() -> Run:
         recipe="sft",
         threads=1,
         model=TINY,
-        env=Env(name="prompts", prompts=PROMPTS, rewards=(Reward(function="exact"),), heldout=40),
+        env=Env(name="prompts", prompts=PROMPTS, rewards=(Reward(function="exact"),), heldout=100),
         stages=(Supervised(name="sft", style="completion", steps=200, batch=64, optimizer=Optimizer(lr=2e-3)),),
         evaluation=Evaluation(samples=4),
     )

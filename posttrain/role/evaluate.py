@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from posttrain.core.gauge import Gauge, Gauges, merge
+from posttrain.core.interval import Score
 from posttrain.core.request import RolloutRequest
 from posttrain.core.run import Evaluation
 from posttrain.core.sampling import Sampling
@@ -17,8 +18,6 @@ from posttrain.core.verdict import SOLVED, failed
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.role.concurrency import together
 from posttrain.role.rollout import Rollout
-
-Z95 = 1.959963984540054
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
@@ -30,75 +29,6 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     if not 1 <= k <= n:
         raise ValueError(f"pass@{k} cannot be estimated from {n} samples")
     return 1.0 - math.comb(n - c, k) / math.comb(n, k)
-
-
-def interval(mean: float, low: float, high: float) -> str:
-    """A mean with its interval as text: `-` if nothing was judged, and no interval if there is one prompt only.
-
-    >>> interval(0.5, 0.25, 0.75), interval(0.5, -math.inf, math.inf), interval(math.nan, math.nan, math.nan)
-    ('0.500 [0.250, 0.750]', '0.500 [one prompt]', '-')
-    """
-    if math.isnan(mean):
-        return "-"
-    return (
-        f"{mean:.3f} [{low:.3f}, {high:.3f}]"
-        if math.isfinite(low) and math.isfinite(high)
-        else f"{mean:.3f} [one prompt]"
-    )
-
-
-@dataclass(frozen=True)
-class Score:
-    """A mean over prompts with its 95 % interval. The interval stays inside the scale and is never a point.
-
-    Samples of one prompt are not independent. So each prompt counts once, with the mean of its samples.
-    """
-
-    mean: float
-    low: float
-    high: float
-    prompts: int
-
-    @staticmethod
-    def of(per_prompt: Sequence[float] | np.ndarray, low: float = 0.0, high: float = 1.0) -> Score:
-        """The score of one value per prompt, on a scale from `low` to `high`.
-
-        If every value is an end of the scale, the mean is a proportion and the interval is Wilson's. Else z^2/2
-        pseudo-observations are added at each end of the scale, as Agresti and Coull do for proportions. The interval is
-        the normal one of all these values, cut to the scale. The added values keep the interval from being a point if
-        all prompts agree.
-
-        >>> str(Score.of([1.0] * 20)), str(Score.of([0.5] * 20)), str(Score.of([0.0, 0.25] * 10))
-        ('1.000 [0.839, 1.000]', '0.500 [0.419, 0.581]', '0.125 [0.077, 0.293]')
-        """
-        x = np.asarray(per_prompt, np.float64)
-        if not len(x):
-            return Score(math.nan, math.nan, math.nan, 0)
-        mean, n = float(x.mean()), len(x)
-        if n == 1 or not high > low:
-            return Score(mean, -math.inf, math.inf, n)
-        y, square = (x - low) / (high - low), Z95**2
-        p = (float(y.sum()) + square / 2) / (n + square)
-        if np.all((y == 0) | (y == 1)):
-            share = float(y.mean())
-            half = Z95 * math.sqrt(n * share * (1 - share) + square / 4) / (n + square)
-        else:
-            seen = float(np.square(y - p).sum()) + square / 2 * (p * p + (1 - p) ** 2)
-            half = Z95 * math.sqrt(seen) / (n + square)
-        ends = (low + (high - low) * min(max(e, 0.0), 1.0) for e in (p - half, p + half))
-        bottom, top = ends
-        return Score(mean, min(bottom, mean), max(top, mean), n)
-
-    @property
-    def known(self) -> tuple[float, float, float] | None:
-        """Mean and interval as plain numbers; None if nothing was judged."""
-        return None if math.isnan(self.mean) else (self.mean, self.low, self.high)
-
-    def gauge(self) -> Gauge:
-        return Gauge(self.mean * self.prompts, self.prompts) if self.prompts else Gauge(0.0, 0)
-
-    def __str__(self) -> str:
-        return interval(self.mean, self.low, self.high)
 
 
 @dataclass(frozen=True)

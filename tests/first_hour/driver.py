@@ -1,33 +1,44 @@
 """Executes the Python blocks of one page, in one namespace: each line of standard input names a file with a block and
-one for what it prints. With `toy` as an argument every run is made small, and what was added is printed."""
+one for what it prints. The argument is a table of sizes by recipe; what is added to a run is printed."""
 
 import ast
 import asyncio
 import contextlib
 import inspect
 import json
+import shutil
 import sys
 import traceback
 import types
 
 
-def make_small(table: dict) -> None:
-    """From here on `posttrain.run` appends the sizes of its recipe."""
+def prepare(table: dict) -> None:
+    """From here on `posttrain.run` appends the sizes of its recipe, and a folder that is written again makes room: a
+    page may show the same run as a command and as a program."""
     import posttrain
     from posttrain.core.run import Run
 
-    full = posttrain.run
+    full, export = posttrain.run, posttrain.export
 
     def run(recipe, *overrides, **named):
-        name = recipe.recipe if isinstance(recipe, Run) else recipe
+        name = recipe.recipe if isinstance(recipe, Run) else str(recipe)
         stages = [s.name for s in recipe.stages] if isinstance(recipe, Run) else None
         added = [o for o in table.get(name, ()) if stages is None or o.split(".")[0] in (*stages, "env", "evaluation")]
-        print(f"[toy] posttrain.run({name!r}, ...) with {' '.join(added)}")
+        none = {o.partition("=")[0] for o in overrides if o.endswith("=none")}
+        added = [o for o in added if o.split(".")[0] not in none]
+        print(f"[toy] posttrain.run({name!r}, ...) with {' '.join(added)}" if added else "[as printed]")
         kept = [o for o in overrides if o.split("=")[0] not in {a.split("=")[0] for a in added}]
+        if named.get("out"):
+            shutil.rmtree(named["out"], ignore_errors=True)
         return full(recipe, *kept, *added, **without(named, {a.split("=")[0] for a in added}))
 
-    run.__doc__ = full.__doc__
-    posttrain.run = run
+    def exported(target, folder, *rest, **named):
+        if "://" not in str(folder) and not str(folder).startswith("hub:"):
+            shutil.rmtree(folder, ignore_errors=True)
+        return export(target, folder, *rest, **named)
+
+    run.__doc__, exported.__doc__ = full.__doc__, export.__doc__
+    posttrain.run, posttrain.export = run, exported
 
 
 def without(named: dict, paths: set[str], prefix: str = "") -> dict:
@@ -58,8 +69,7 @@ def main() -> None:
     page = types.ModuleType("page")
     sys.modules["page"] = page
     sys.path.insert(0, "")
-    if len(sys.argv) > 1:
-        make_small(json.loads(sys.argv[1]))
+    prepare(json.loads(sys.argv[1]))
     answers = sys.stdout
     for line in sys.stdin:
         block, output = line.rstrip("\n").split("\t")

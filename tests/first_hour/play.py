@@ -29,8 +29,9 @@ ENDS_WITH = (
     (r"posttrain check ", (0, 1)),  # 1: a probe failed, which the page shows
 )
 """Exit codes other than 0 that a page documents."""
-EXPORTS = re.compile(r"posttrain export \S+ ([\w./-]+)")
-"""A folder that is given makes room for the exported one, and is given again afterwards."""
+WRITES = re.compile(r"(?:^posttrain export \S+|--out) ([\w./-]+)")
+"""A folder that a command writes, where there is one already (given, or the same run in another form), makes room. A
+model that is given is given again after it was exported to."""
 LISTENS = re.compile(r"http://127\.0\.0\.1:\d+")
 
 
@@ -162,7 +163,7 @@ class Page:
                 self._python.wait()
 
     def _play(self, step: Step) -> Played:
-        if step.kind == "command" and (why := exempt(step.page, step.text)):
+        if why := exempt(step.page, step.text):
             return Played(step, skipped=why)
         if step.kind == "file":
             (self.folder / step.name).write_text(step.text)
@@ -184,15 +185,19 @@ class Page:
         if re.search(r"reference_server", typed):
             return self._serve(typed)
         environ = {**self.hour.environ, "SERVED": self.hour.served}
-        target = EXPORTS.match(typed)
-        if target and (self.hour.folder / "given" / target[1]).is_dir():
+        target = WRITES.search(typed)
+        if target and (self.folder / target[1]).is_dir():
             shutil.rmtree(self.folder / target[1])
         try:
             return self._ran(typed, environ)
         finally:
-            if target and (self.hour.folder / "given" / target[1]).is_dir():
+            if (
+                target
+                and typed.startswith("posttrain export")
+                and (given := self.hour.folder / "given" / target[1]).is_dir()
+            ):
                 shutil.rmtree(self.folder / target[1], ignore_errors=True)
-                shutil.copytree(self.hour.folder / "given" / target[1], self.folder / target[1])
+                shutil.copytree(given, self.folder / target[1])
 
     def _ran(self, typed: str, environ: dict[str, str]) -> tuple[str, int, str]:
         try:
@@ -217,9 +222,9 @@ class Page:
 
     def _block(self, text: str) -> tuple[str, int, str]:
         if self._python is None:
-            table = [] if self.hour.whole else [json.dumps({name: toy(name, []) for name in RECIPES})]
+            table = json.dumps({} if self.hour.whole else {name: toy(name, []) for name in RECIPES})
             self._python = subprocess.Popen(
-                [str(self.hour.venv / "bin/python"), str(HERE / "driver.py"), *table],
+                [str(self.hour.venv / "bin/python"), str(HERE / "driver.py"), table],
                 cwd=self.folder,
                 env=self.hour.environ,
                 stdin=subprocess.PIPE,

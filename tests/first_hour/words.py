@@ -48,6 +48,7 @@ EXEMPT = (
     Exempt("*", r".*\bengine=vllm\b", "needs vLLM, which has an environment of its own"),
     Exempt("*", r".*https://", NETWORK),
     Exempt("*", r".*\bdevice=cuda\b", "needs a GPU"),
+    Exempt("*", r"(?s).*\bfrom trl import", "needs TRL, which the page compares with"),
     Exempt("*", r"(jupyter|tensorboard)\b", "is a program of somebody else"),
     Exempt("*", r"pip install .*(vllm|posttrain\[(bench|all)\])", NETWORK),
 )
@@ -102,9 +103,9 @@ def smaller(command: str) -> str:
             return re.sub(r"\.steps=\d+", f".steps={RESUMED}", command)
         return _with(command, toy(next((w for w in words[2:] if "=" not in w and not w.startswith("-")), ""), words))
     if words[:2] == ["posttrain", "check"]:
-        return _with(command, ["--tasks", "8"])
+        return re.sub(r"--tasks \d+", "--tasks 8", command) if "--tasks" in words else _with(command, ["--tasks 8"])
     if words[:2] == ["posttrain", "serve"]:
-        return _with(command, ["--port", "0"])
+        return _with(command, ["--port 0"])
     return command
 
 
@@ -134,5 +135,5 @@ def _with(command: str, words: list[str]) -> str:
     for word in words:
         key, _, value = word.partition("=")
         body, there = re.subn(rf"(?<= {re.escape(key)}=)\S+", value, body) if value else (body, 0)
-        body = body if there else f"{body.rstrip()} {shlex.quote(word)}"
+        body = body if there else f"{body.rstrip()} {word}"
     return f"{body.rstrip()}{mark}{comment}"

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from posttrain.role.evaluate import Z95, Score, pass_at_k
+from posttrain.core.interval import Z95, Gain, Score
+from posttrain.role.evaluate import pass_at_k
 
 REPEATS = 1500
 Draw = Callable[[np.random.Generator, int], np.ndarray]
@@ -137,3 +138,66 @@ def test_little_or_nothing() -> None:
     """One prompt says nothing about others; none says nothing at all."""
     assert str(Score.of([0.5])) == "0.500 [one prompt]" and str(Score.of([])) == "-"
     assert Score.of([]).known is None and Score.of([]).gauge().count == 0
+
+
+# --- gains -----------------------------------------------------------------------------------------------------------
+
+Pairs = Callable[[np.random.Generator, int], tuple[np.ndarray, np.ndarray]]
+
+
+def independent(before: float, after: float, samples: int) -> Pairs:
+    return lambda rng, n: (rng.binomial(samples, before, n) / samples, rng.binomial(samples, after, n) / samples)
+
+
+def hard_and_easy(rise: float) -> Pairs:
+    """Each prompt has its own rate, which rises by the same part of what is missing."""
+
+    def draw(rng: np.random.Generator, n: int) -> tuple[np.ndarray, np.ndarray]:
+        p = rng.beta(0.5, 2.0, n)
+        return rng.binomial(4, p) / 4, rng.binomial(4, p + (1 - p) * rise) / 4
+
+    return draw
+
+
+GAINS: dict[str, tuple[Pairs, float]] = {
+    "one sample, nothing": (independent(0.5, 0.5, 1), 0.0),
+    "one sample, rare": (independent(0.02, 0.1, 1), 0.08),
+    "one sample, from nothing": (independent(0.0, 0.05, 1), 0.05),
+    "four samples, much": (independent(0.47, 0.95, 4), 0.48),
+    "four samples, all": (independent(0.01, 0.99, 4), 0.98),
+    "hard and easy, nothing": (hard_and_easy(0.0), 0.0),
+    "hard and easy, a part": (hard_and_easy(0.3), 0.24),
+    "graded": (lambda rng, n: (rng.beta(0.2, 4.0, n), rng.beta(2.0, 4.0, n)), 2 / 6 - 0.2 / 4.2),
+}
+
+
+@pytest.mark.parametrize("n", [5, 10, 20, 50, 200])
+@pytest.mark.parametrize("name", GAINS)
+def test_paired_gains_cover_the_truth(name: str, n: int) -> None:
+    """At least 93 % of 1,500 experiments, and inside the scale."""
+    rng, (draw, truth) = np.random.default_rng(n), GAINS[name]
+    found: list[Gain] = []
+    for _ in range(REPEATS):
+        before, after = draw(rng, n)
+        found.append(Gain.of(dict(enumerate(before)), dict(enumerate(after))))
+    assert sum(g.low <= truth <= g.high for g in found) / REPEATS >= 0.93
+    assert all(-1 <= g.low <= g.mean <= g.high <= 1 and g.low < g.high for g in found)
+
+
+def test_pairing_is_worth_its_name() -> None:
+    """Where prompts differ much, the paired interval is narrower than that of two unpaired means."""
+    rng = np.random.default_rng(0)
+    p = rng.beta(0.3, 0.3, 100)
+    before, after = rng.binomial(8, p) / 8, rng.binomial(8, p + (1 - p) * 0.1) / 8
+    gain = Gain.of(dict(enumerate(before)), dict(enumerate(after)))
+    apart = [Score.of(x) for x in (before, after)]
+    assert gain.high - gain.low < 0.6 * math.hypot(*(s.high - s.low for s in apart))
+
+
+def test_a_gain_is_over_shared_prompts_and_on_its_scale() -> None:
+    before, after = {"a": 0.0, "b": 5.0, "only": 9.0}, {"a": 10.0, "b": 5.0, "new": 1.0}
+    gain = Gain.of(before, after, 10.0)
+    assert (gain.mean, gain.prompts, gain.better, gain.worse) == (5.0, 2, 1, 0) and gain.high <= 10
+    small = Gain.of({k: v / 10 for k, v in before.items()}, {k: v / 10 for k, v in after.items()})
+    assert (gain.low, gain.high) == pytest.approx((10 * small.low, 10 * small.high))
+    assert str(Gain.of({}, {})) == "-" and "one prompt" in str(Gain.of({1: 0.0}, {1: 1.0}))

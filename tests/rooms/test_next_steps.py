@@ -25,6 +25,8 @@ def commands(folder: Path) -> list[list[str]]:
     """What stands behind `posttrain` in each line."""
     out: list[list[str]] = []
     for line in next_steps(run_file(folder).run, folder):
+        if line.startswith("# "):
+            continue
         words = shlex.split(line.partition("  #")[0])
         at = next(i for i, w in enumerate(words) if Path(w).name == "posttrain")
         out.append(words[at + 1 :])
@@ -37,7 +39,7 @@ def test_each_works_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     given = [*SMALL, "env.rewards=my rewards.py:good", "seed=4", "clip.high=0.3", "algorithm=dapo", "rl.refill=1"]
     assert main(["run", "grpo", *given, "--out", "runs/a b"]) == 0
     found = commands(Path("runs/a b"))
-    assert [c[0] for c in found] == ["show", "eval", "export", "run", "run"]
+    assert [c[0] for c in found] == ["show", "eval", "export", "run", "run", "run"]
     seed, algorithm = found[-2:]
     assert seed == ["run", "grpo", *(w for w in given if w != "seed=4"), "seed=5"]
     assert "env.rewards=my rewards.py:good" in algorithm and "seed=4" in algorithm
@@ -53,4 +55,36 @@ def test_a_run_without_words_names_none(tmp_path: Path) -> None:
     from posttrain.recipe.recipes import recipe
 
     result = run(apply(recipe("grpo"), SMALL), out=tmp_path / "r", quiet=True)
-    assert [c[0] for c in commands(result.folder)] == ["show", "eval", "export"]
+    assert [c[0] for c in commands(result.folder)] == ["show", "eval", "export", "run"]
+
+
+def test_an_algorithm_of_a_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = """
+from dataclasses import dataclass
+from posttrain.core.algorithm import patch
+from posttrain.core.ladder import GRPO
+from posttrain.core.pieces.shape import Shaping
+
+@dataclass(frozen=True, kw_only=True)
+class HalvedReward(Shaping):
+    factor: float = 0.5
+    def words(self) -> str:
+        return f"{self.factor:g} r"
+
+mine = patch(GRPO, "mine", "me", clip=None, ratio="one", anchor="behaviour")
+
+def with_piece():
+    return patch(GRPO, "halved", "me", shape=(HalvedReward(),))
+"""
+    (tmp_path / "mine.py").write_text(text)
+    assert main(["run", "grpo", *SMALL, "algorithm=mine.py:mine", "--out", "a"]) == 0
+    assert run_file(Path("a")).run.stage("rl").algorithm.name == "mine"  # type: ignore[attr-defined]
+    assert main(["run", "--resume", "a", "rl.steps=2"]) == 0
+    for word, says in (("mine.py:mien", "did you mean 'mine'"), ("no.py:mine", "there is no file no.py")):
+        assert main(["run", "grpo", f"algorithm={word}"]) == 2
+        assert says in capsys.readouterr().err
+    assert main(["run", "--resume", "a", "rl.steps=3", "algorithm=mine.py:with_piece"]) == 2
+    assert "is not the one that the run was begun with" in capsys.readouterr().err

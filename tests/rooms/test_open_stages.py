@@ -110,11 +110,14 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 def plain_state(folder: Path) -> Any:
     """The last checkpoint's state without its clock."""
-    state = dict(find(folder).state)
-    return {
-        **state,
-        "results": [{k: v for k, v in r.items() if k not in ("seconds", "roles")} for r in state["results"]],
-    }
+    return without_clock(dict(find(folder).state))
+
+
+def without_clock(data: Any) -> Any:
+    """Plain data without what says how long something took, at any depth."""
+    if isinstance(data, dict):
+        return {k: without_clock(v) for k, v in data.items() if k not in ("seconds", "roles")}
+    return [without_clock(x) for x in data] if isinstance(data, list) else data
 
 
 # --- a kind from outside ----------------------------------------------------------------------------------------------

@@ -77,7 +77,7 @@ def test_a_graded_reward_and_accuracy_have_names_of_their_own(
     own = [w for w in mine(tmp_path, reward=graded) if not w.startswith("env.heldout")]
     folder = play(tmp_path / "run", *own, "env.heldout=8")
     said = capsys.readouterr().out
-    assert "held-out accuracy after each stage, and mean reward" in " ".join(said.split())
+    assert "held-out accuracy after each stage" in said and "held-out mean reward after each stage" in said
     found = posttrain.evaluate(folder, samples=6)
     table = capsys.readouterr().out
     assert "mean reward (sampled)" in table and "accuracy (sampled)" in table

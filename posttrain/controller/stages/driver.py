@@ -22,7 +22,7 @@ from posttrain.core import reader
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Step, merge
 from posttrain.core.shell import command_line
-from posttrain.core.stage import Stage, come_to, starts
+from posttrain.core.stage import START, Stage, come_to, starts
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.role.evaluate import EvaluationReport
@@ -54,7 +54,7 @@ class Driver(ABC, Generic[S, T, A]):
     state_type: ClassVar[type[StageState]]
     measures_before: ClassVar[bool] = False
     """Whether held-out tasks are evaluated before the first step; else what was last measured of these weights stands
-    for it."""
+    for it. A model that was loaded is measured before the first stage in any case, so that its gain is known."""
 
     def __init_subclass__(cls, *, stage: type[Stage], state: type[StageState]) -> None:
         super().__init_subclass__()
@@ -149,7 +149,8 @@ class Driver(ABC, Generic[S, T, A]):
             p.version = parts.version = p.version + 1
             if self._of_the_run:
                 p.accuracy = p.reward = None
-        if not (self.measures_before and self.stage.eval):
+        loaded = start == START and parts.run.model.path is not None  # built weights know nothing
+        if not ((self.measures_before or loaded) and self.stage.eval):
             return
         report = await self.evaluate()
         if report is not None:

@@ -1,0 +1,72 @@
+"""An algorithm of the user's own: an object, or `algorithm=path.py:NAME`, which may have pieces of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from posttrain.api.handed import HandedObjects
+from posttrain.core import ladder
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.errors import ConfigError, PosttrainError, nearest
+from posttrain.core.run import Reinforce, Run
+from posttrain.verifier.user_code import user_module, where
+
+
+def algorithm_of(given: str | Algorithm) -> Algorithm:
+    """The algorithm itself, one of the ladder by its name, or `path.py:NAME`: an `Algorithm`, or a function without
+    arguments that returns one."""
+    if isinstance(given, Algorithm):
+        return given
+    if ":" not in given:
+        return ladder.algorithm(given)
+    name, _, attribute = given.rpartition(":")
+    path = Path(name).expanduser()
+    if not path.is_file():
+        raise ConfigError(f"algorithm={given}: there is no file {path}")
+    module = user_module(path.resolve(), "algorithm")
+    found: Any = getattr(module, attribute, None)
+    if found is None:
+        own = [n for n, v in vars(module).items() if isinstance(v, Algorithm) or _is_own(v, module.__name__)]
+        raise ConfigError(f"algorithm={given}: {path} has no {attribute!r}; {nearest(attribute, own)}")
+    if callable(found):
+        try:
+            found = found()
+        except PosttrainError:
+            raise
+        except Exception as error:
+            raise ConfigError(f"algorithm={given} failed: {where(error)}") from error
+    if not isinstance(found, Algorithm):
+        raise ConfigError(
+            f"algorithm={given} is a {type(found).__name__}: an Algorithm is wanted, such as"
+            " posttrain.core.algorithm.patch makes, or a function without arguments that returns one"
+        )
+    return found
+
+
+def _is_own(value: Any, module: str) -> bool:
+    return callable(value) and not isinstance(value, type) and getattr(value, "__module__", "") == module
+
+
+def without_algorithm(overrides: Sequence[str], handed: HandedObjects) -> tuple[list[str], HandedObjects]:
+    """The overrides without `algorithm=path.py:NAME`, which is handed to the run as an object."""
+    files = [w for w in overrides if w.partition("=")[0].strip() == "algorithm" and ":" in w]
+    if not files:
+        return list(overrides), handed
+    if len({*files}) > 1 or handed.algorithm is not None:
+        raise ConfigError(f"{files[-1]}: an algorithm is given twice; keep one")
+    chosen = algorithm_of(files[0].partition("=")[2].strip())
+    return [w for w in overrides if w not in files], replace(handed, algorithm=chosen)
+
+
+def check_same(folder: Path, stored: Run, handed: HandedObjects) -> None:
+    """ConfigError where a run goes on with another algorithm than it was begun with."""
+    used = [s.algorithm for s in stored.stages if isinstance(s, Reinforce)]
+    if handed.algorithm is not None and handed.algorithm not in used:
+        raise ConfigError(
+            f"{folder}: the algorithm {handed.algorithm.name!r} that was given is not the one that the run was begun"
+            f" with ({', '.join(a.name for a in used)}). Give the file as it was, or begin a new run with"
+            f" model={folder}"
+        )

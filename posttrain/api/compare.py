@@ -1,0 +1,120 @@
+"""Runs compared, as people read it: a table of runs, of the settings that differ, and a sentence for each group."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from posttrain.api.console import PlainConsole
+from posttrain.api.summary import WIDTH, bare_table, short
+from posttrain.diagnose.compared import GroupGain, RunComparison, RunGroup, compare_runs
+
+LONGEST = 24
+"""Most characters of a setting's value in the table."""
+
+
+def compare(*folders: str | Path, stage: str | None = None, quiet: bool = False) -> RunComparison:
+    """Compare runs by held-out score, paired by prompt, the first run's settings against each of the others.
+
+    Runs that differ in nothing but their seed make one group.
+
+    Args:
+        folders: two run folders or more.
+        stage: compare at the end of this stage; default the last one of each run.
+        quiet: print nothing.
+    """
+    found = compare_runs(folders, stage)
+    if not quiet:
+        show_comparison(PlainConsole(soft_wrap=True), found)
+    return found
+
+
+def show_comparison(console: PlainConsole, c: RunComparison) -> None:
+    """Print a comparison."""
+    console.print(_runs(c))
+    if len(c.groups) > 1:
+        console.print(_settings(c.groups))
+    console.print()
+    for note in c.notes:
+        for line in textwrap.wrap(f"note: {note}", WIDTH, subsequent_indent="  ", break_long_words=False):
+            console.print(line)
+    for line in sentences(c):
+        for part in textwrap.wrap(line, WIDTH, subsequent_indent="  ", break_on_hyphens=False, break_long_words=False):
+            console.print(part)
+
+
+def _runs(c: RunComparison) -> Table:
+    what = "accuracy" if c.what == "accuracy" else "mean reward"
+    table = bare_table(f"held-out {what} of each run")
+    for name in ("", "run", "seed", "stage", "at step", f"{what} [95 %]"):
+        left = name in ("", "run", "stage")
+        table.add_column(name, justify="left" if left else "right", overflow="fold", no_wrap=name != "run")
+    for group in c.groups:
+        for run in group.runs:
+            score = run.measured.accuracy if c.what == "accuracy" else run.measured.reward
+            table.add_row(
+                group.letter,
+                run.of.folder.name or str(run.of.folder),
+                str(run.seed),
+                run.stage.name,
+                str(run.measured.step),
+                short(score.mean, score.low, score.high),
+            )
+    return table
+
+
+def _settings(groups: Sequence[RunGroup]) -> Table:
+    table = bare_table("settings that differ")
+    table.add_column("setting", overflow="fold")
+    for group in groups:
+        table.add_column(group.letter, overflow="fold")
+    for name in groups[0].settings:
+        table.add_row(name, *(_cut(g.settings[name]) for g in groups))
+    return table
+
+
+def _cut(text: str) -> str:
+    """The end of a long value: paths differ there."""
+    return text if len(text) <= LONGEST else "..." + text[3 - LONGEST :]
+
+
+def sentences(c: RunComparison) -> list[str]:
+    """What the comparison says, a sentence for each group after the first."""
+    if len(c.groups) == 1:
+        runs = c.groups[0].runs
+        means = [(r.measured.accuracy if c.what == "accuracy" else r.measured.reward).mean for r in runs]
+        return [
+            f"These runs differ in nothing but their seed: their held-out {_word(c)} is between {min(means):.3f} and"
+            f" {max(means):.3f}, {sum(means) / len(means):.3f} on average. Give runs with other settings to compare"
+            " settings."
+        ]
+    return [_sentence(c, g) for g in c.gains]
+
+
+def _word(c: RunComparison) -> str:
+    return "accuracy" if c.what == "accuracy" else "mean reward"
+
+
+def _sentence(c: RunComparison, g: GroupGain) -> str:
+    first, other, over = c.groups[0].letter, g.group.letter, g.over_prompts
+    seeds = f"{len(c.groups[0].runs)} and {len(g.group.runs)} seeds"
+    figures = f"held-out {_word(c)} {over.before:.3f} -> {over.after:.3f}, gain {over}, paired over"
+    figures += f" {over.prompts} prompts"
+    if (of := g.over_seeds) is not None:
+        how = "paired by seed" if g.by_seed else "by Welch"
+        figures += f"; over seeds ({seeds}, {how}) {of.mean:+.3f} [{of.low:+.3f}, {of.high:+.3f}]"
+    else:
+        figures += (
+            ". This holds for these runs; another seed may differ by more: run each with seed=1 and seed=2 and compare"
+            " all"
+        )
+    said = {
+        "better": f"{other} is better than {first}",
+        "worse": f"{other} is worse than {first}",
+        "the same": f"{other} and {first} are the same, as far as 0.05 of the scale matters",
+        "cannot be told": f"it cannot be told which of {first} and {other} is better",
+    }[g.word]
+    return f"{said[0].upper()}{said[1:]}: {figures}."

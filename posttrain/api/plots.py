@@ -1,0 +1,196 @@
+"""Pictures of runs, made with matplotlib: reward, held-out score and any gauge by step, of one run or of several.
+
+matplotlib is imported when a picture is made. No global state of it is used, so a notebook's own settings stay.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from posttrain.core import files, reader
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.run import Reinforce
+from posttrain.core.visible import visible
+from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome, read_outcome
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+NO_MATPLOTLIB = "matplotlib is not installed. Run: pip install matplotlib"
+FORMATS = (".svg", ".png", ".pdf")
+HELD_OUT = ("eval/accuracy", "eval/reward")
+DEFAULT = ("rollout/reward", "eval/accuracy")
+MOST_RUNS = 12
+COLOURS = ("#1f6fb4", "#d1622b", "#2d8a4e", "#a03c78", "#6b5b95", "#8c6d1f")
+STYLE = {"svg.fonttype": "none", "svg.hashsalt": "posttrain", "font.size": 9, "text.usetex": False}
+
+
+def plot(
+    folders: str | Path | Sequence[str | Path],
+    gauges: Sequence[str] = DEFAULT,
+    out: str | Path | None = None,
+) -> Figure:
+    """Draw gauges of one run or of several by step, a panel for each gauge and a line for each run.
+
+    Steps of several stages follow each other, with a line where a stage begins. Held-out gauges also have the
+    evaluations before a stage's first step and after its last one.
+
+    Args:
+        folders: run folders, finished or not.
+        gauges: names of `docs/metrics.md` that the runs recorded.
+        out: also write it to this file; its ending says how (.svg, .png, .pdf).
+
+    Raises:
+        ConfigError: a gauge that no run has, a file of another kind, too many runs, or no matplotlib.
+    """
+    given = [folders] if isinstance(folders, str | Path) else list(folders)
+    if not 1 <= len(given) <= MOST_RUNS:
+        raise ConfigError(f"plot draws 1 to {MOST_RUNS} runs: {len(given)} were given")
+    if out is not None and Path(out).suffix not in FORMATS:
+        raise ConfigError(f"--out {out}: its ending says what is written; use one of {', '.join(FORMATS)}")
+    runs = [read_outcome(f) for f in given]
+    drawn = {gauge: [_whole(of, gauge) for of in runs] for gauge in dict.fromkeys(gauges)}
+    for gauge in [g for g, curves in drawn.items() if not any(points for points, _ in curves)]:
+        if gauge in DEFAULT and len(drawn) > 1:  # a run that only imitates has no reward
+            del drawn[gauge]
+            continue
+        known = sorted({n for of in runs for s in reader.steps(of.folder) for n in s.gauges} | {*HELD_OUT})
+        raise ConfigError(
+            f"no step of {'these runs' if len(runs) > 1 else runs[0].folder} has the gauge {gauge!r};"
+            f" {nearest(gauge, known)}"
+        )
+    with _matplotlib():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.2, 0.6 + 2.4 * len(drawn)), layout="constrained")
+        axes = figure.subplots(len(drawn), 1, squeeze=False, sharex=True)[:, 0]
+        for axis, (gauge, curves) in zip(axes, drawn.items(), strict=True):
+            _panel(axis, gauge, runs, curves)
+        axes[-1].set_xlabel("step")
+        if out is not None:
+            path = Path(out)
+            files.write_file(path, _written(figure, path.suffix[1:]), durable=False)
+    return figure
+
+
+def summary_picture(of: RunOutcome) -> bytes | None:
+    """The picture of summary.md as SVG: what the stage that is drawn was paid, and its held-out score with intervals.
+    None where it took fewer than two steps.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+
+    s = of.drawn
+    if s is None or s.steps < 2:
+        return None
+    with _matplotlib():
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=(7.2, 3.0))
+        axis = figure.add_axes((0.07, 0.14, 0.91, 0.77))
+        curve, what = (s.rewards, "reward in training") if s.rewards else (s.losses, "loss")
+        axis.plot(*_xy(curve), color=COLOURS[0], alpha=0.35, linewidth=0.8)
+        axis.plot(*_xy(smooth(curve)), color=COLOURS[0], label=what)
+        if s.rewards:
+            _held_out(axis, s)
+        name = f", {s.stage.algorithm.name}" if isinstance(s.stage, Reinforce) else ""
+        axis.set_title(_text(f"{of.run.recipe}: {s.name}{name}"), fontsize=9)
+        axis.set_xlabel("step")
+        axis.grid(alpha=0.25)
+        axis.legend(frameon=False, fontsize=8)
+        return _written(figure, "svg")
+
+
+def _held_out(axis: Axes, s: StageOutcome) -> None:
+    """Held-out points, with the intervals of the first and the last one."""
+    rows = [("accuracy", s.heldout, COLOURS[1])]
+    rows += [("reward", s.heldout_reward, COLOURS[2])] if s.graded else []
+    for what, points, colour in rows:
+        if not points:
+            continue
+        axis.plot(*_xy(points), color=colour, marker="o", markersize=3.5, linewidth=1, label=f"held-out {what}")
+        for m, x in ((s.start, 0), (s.end, s.end.step if s.end is not None else 0)):
+            score = getattr(m, what) if m is not None else None
+            if score is not None and score.prompts > 1:
+                ends = ([score.mean - score.low], [score.high - score.mean])
+                axis.errorbar([x], [score.mean], yerr=ends, color=colour, capsize=3, linewidth=1)
+
+
+def smooth(curve: Curve, share: float = 0.1) -> Curve:
+    """The mean of each point and those before it, as many as `share` of the curve."""
+    n = max(1, round(len(curve) * share))
+    values = [y for _, y in curve]
+    parts = [values[max(0, i + 1 - n) : i + 1] for i in range(len(values))]
+    return tuple((x, math.fsum(part) / len(part)) for (x, _), part in zip(curve, parts, strict=True))
+
+
+def _whole(of: RunOutcome, gauge: str) -> tuple[Curve, list[tuple[int, str]]]:
+    """A gauge over all stages on one axis of steps, and (step at which a stage begins, its name)."""
+    points: list[tuple[int, float]] = []
+    begins: list[tuple[int, str]] = []
+    steps, offset = reader.steps(of.folder), 0
+    for s in of.stages:
+        begins.append((offset, s.name))
+        if gauge in HELD_OUT:
+            curve = s.heldout if gauge == "eval/accuracy" else s.heldout_reward
+        else:
+            own = (x for x in steps if x.stage == s.name and gauge in x.gauges and x.gauges[gauge].count)
+            curve = tuple((x.index, x.gauges[gauge].mean) for x in own)
+        points += [(offset + i, y) for i, y in curve if math.isfinite(y)]
+        offset += s.steps
+    return tuple(points), begins
+
+
+def _panel(
+    axis: Axes, gauge: str, runs: Sequence[RunOutcome], curves: Sequence[tuple[Curve, list[tuple[int, str]]]]
+) -> None:
+    for i, (of, (points, begins)) in enumerate(zip(runs, curves, strict=True)):
+        colour = COLOURS[i % len(COLOURS)]
+        line = "-" if i < len(COLOURS) else "--"
+        if gauge in HELD_OUT:
+            axis.plot(*_xy(points), line, color=colour, marker="o", markersize=3, label=_text(of.folder.name))
+        else:
+            axis.plot(*_xy(points), color=colour, alpha=0.25, linewidth=0.7)
+            axis.plot(*_xy(smooth(points, 0.05)), line, color=colour, label=_text(of.folder.name))
+        for step, name in begins[1:] if len(runs) == 1 else ():
+            axis.axvline(step, color="#999999", linewidth=0.7, linestyle=":")
+            axis.annotate(_text(name), (step, 1), xycoords=("data", "axes fraction"), fontsize=7, va="bottom")
+    axis.set_ylabel(_text(gauge))
+    axis.grid(alpha=0.25)
+    if len(runs) > 1:
+        axis.legend(frameon=False, fontsize=8)
+
+
+def _xy(curve: Curve) -> tuple[list[int], list[float]]:
+    return [x for x, _ in curve], [y for _, y in curve]
+
+
+def _text(text: str) -> str:
+    """Somebody else's text as a label: no mathematics is read in it, and a line that begins with _ is listed too."""
+    shown = visible(text).replace("$", r"\$")
+    return f" {shown}" if shown.startswith("_") else shown
+
+
+@contextmanager
+def _matplotlib() -> Iterator[None]:
+    """matplotlib with our settings for the length of the block; characters that no font has are drawn as boxes."""
+    import matplotlib
+
+    with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from")
+        yield
+
+
+def _written(figure: Figure, kind: str) -> bytes:
+    """The file; an SVG of the same run has the same bytes."""
+    out = io.BytesIO()
+    figure.savefig(out, format=kind, dpi=150, metadata={"Date": None} if kind == "svg" else {})
+    return out.getvalue()

@@ -1,0 +1,143 @@
+"""Means and gains with their 95 % intervals, over prompts, since samples of one prompt correlate."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from posttrain.core.gauge import Gauge
+
+Z95 = 1.959963984540054
+
+
+def interval(mean: float, low: float, high: float) -> str:
+    """A mean with its interval as text: `-` if nothing was judged, and no interval if there is one prompt only.
+
+    >>> interval(0.5, 0.25, 0.75), interval(0.5, -math.inf, math.inf), interval(math.nan, math.nan, math.nan)
+    ('0.500 [0.250, 0.750]', '0.500 [one prompt]', '-')
+    """
+    if math.isnan(mean):
+        return "-"
+    return (
+        f"{mean:.3f} [{low:.3f}, {high:.3f}]"
+        if math.isfinite(low) and math.isfinite(high)
+        else f"{mean:.3f} [one prompt]"
+    )
+
+
+@dataclass(frozen=True)
+class Score:
+    """A mean over prompts with its 95 % interval. The interval stays inside the scale and is never a point.
+
+    Samples of one prompt are not independent. So each prompt counts once, with the mean of its samples.
+    """
+
+    mean: float
+    low: float
+    high: float
+    prompts: int
+
+    @staticmethod
+    def of(per_prompt: Sequence[float] | np.ndarray, low: float = 0.0, high: float = 1.0) -> Score:
+        """The score of one value per prompt, on a scale from `low` to `high`.
+
+        If every value is an end of the scale, the mean is a proportion and the interval is Wilson's. Else z^2/2
+        pseudo-observations are added at each end of the scale, as Agresti and Coull do for proportions. The interval is
+        the normal one of all these values, cut to the scale. The added values keep the interval from being a point if
+        all prompts agree.
+
+        >>> str(Score.of([1.0] * 20)), str(Score.of([0.5] * 20)), str(Score.of([0.0, 0.25] * 10))
+        ('1.000 [0.839, 1.000]', '0.500 [0.419, 0.581]', '0.125 [0.077, 0.293]')
+        """
+        x = np.asarray(per_prompt, np.float64)
+        if not len(x):
+            return Score(math.nan, math.nan, math.nan, 0)
+        mean, n = float(x.mean()), len(x)
+        if n == 1 or not high > low:
+            return Score(mean, -math.inf, math.inf, n)
+        y, square = (x - low) / (high - low), Z95**2
+        p = (float(y.sum()) + square / 2) / (n + square)
+        if np.all((y == 0) | (y == 1)):
+            share = float(y.mean())
+            half = Z95 * math.sqrt(n * share * (1 - share) + square / 4) / (n + square)
+        else:
+            seen = float(np.square(y - p).sum()) + square / 2 * (p * p + (1 - p) ** 2)
+            half = Z95 * math.sqrt(seen) / (n + square)
+        ends = (low + (high - low) * min(max(e, 0.0), 1.0) for e in (p - half, p + half))
+        bottom, top = ends
+        return Score(mean, min(bottom, mean), max(top, mean), n)
+
+    @property
+    def known(self) -> tuple[float, float, float] | None:
+        """Mean and interval as plain numbers; None if nothing was judged."""
+        return None if math.isnan(self.mean) else (self.mean, self.low, self.high)
+
+    def gauge(self) -> Gauge:
+        return Gauge(self.mean * self.prompts, self.prompts) if self.prompts else Gauge(0.0, 0)
+
+    def __str__(self) -> str:
+        return interval(self.mean, self.low, self.high)
+
+
+@dataclass(frozen=True)
+class Gain:
+    """The mean difference of two measurements of the same prompts, with its 95 % interval.
+
+    A prompt is compared with itself, so that easy and hard prompts add nothing to the width. The interval is about
+    prompts like these and these two policies. It says nothing of what another seed would have trained.
+    """
+
+    before: float
+    """Mean of the first measurement, over the prompts that both measured."""
+    after: float
+    low: float
+    high: float
+    prompts: int
+    better: int
+    """Prompts whose value rose."""
+    worse: int
+
+    @property
+    def mean(self) -> float:
+        return self.after - self.before
+
+    @staticmethod
+    def of(before: Mapping[Hashable, float], after: Mapping[Hashable, float], scale: float = 1.0) -> Gain:
+        """The gain over the prompts that are in both; each maps a prompt to the mean of its samples.
+
+        Args:
+            scale: width of the scale that the values are on. Differences are in [-scale, scale].
+
+        One imagined prompt is added at each end, as Agresti and Min (2005) add pairs to the table of two
+        proportions. The interval is the normal one of all these values, cut to the scale, so it is never a point.
+
+        >>> g = Gain.of({i: 0.25 for i in range(40)}, {i: 0.25 + i % 2 / 2 for i in range(40)})
+        >>> print(g, g.better, g.worse)
+        +0.250 [+0.138, +0.338] 20 0
+        """
+        both = [k for k in before if k in after]
+        x, y = (np.array([m[k] for k in both], np.float64) for m in (before, after))
+        n, d = len(both), (y - x) / scale
+        if not n:
+            return Gain(math.nan, math.nan, math.nan, math.nan, 0, 0, 0)
+        low, high = -math.inf, math.inf
+        if n > 1:
+            middle = float(d.sum()) / (n + 2)
+            seen = float(np.square(d - middle).sum()) + (1 - middle) ** 2 + (1 + middle) ** 2
+            half = Z95 * math.sqrt(seen) / (n + 2)
+            mean = float(d.mean())
+            low, high = (scale * min(max(e, -1.0), 1.0) for e in (min(middle - half, mean), max(middle + half, mean)))
+        moved = np.abs(d) > 1e-12
+        return Gain(
+            float(x.mean()), float(y.mean()), low, high, n, int((moved & (d > 0)).sum()), int((moved & (d < 0)).sum())
+        )
+
+    def __str__(self) -> str:
+        if not self.prompts:
+            return "-"
+        return f"{self.mean:+.3f} " + (
+            f"[{self.low:+.3f}, {self.high:+.3f}]" if math.isfinite(self.low) else "[one prompt]"
+        )

@@ -1,0 +1,283 @@
+"""Runs compared: grouped by what differs in their settings, paired by held-out prompt, and by seed where there are
+several. A comparison that would mean nothing is refused with the reason."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+
+from posttrain.core.asks import values
+from posttrain.core.errors import ConfigError, nearest
+from posttrain.core.interval import Z95, Gain, Score
+from posttrain.core.run import Run
+from posttrain.core.shell import command_line
+from posttrain.diagnose.outcome import Measurement, RunOutcome, StageOutcome, read_outcome
+
+OF_THE_MACHINE = ("threads", "trackers", "keep_checkpoints", "slots", "deterministic")
+"""Settings that do not make two runs different kinds of run: they change speed, files or the last bits."""
+PER_STAGE = ("checkpoint_every", "eval_every", "micro_tokens")
+"""The same of every stage."""
+LETTERS = "ABCDEFGHIJKL"
+
+
+@dataclass(frozen=True)
+class ComparedRun:
+    """One run of a comparison: its last held-out measurement."""
+
+    of: RunOutcome
+    stage: StageOutcome
+    measured: Measurement
+
+    @property
+    def seed(self) -> int:
+        return self.of.run.seed
+
+
+@dataclass(frozen=True)
+class RunGroup:
+    """Runs with the same settings but for their seeds."""
+
+    letter: str
+    runs: tuple[ComparedRun, ...]
+    settings: Mapping[str, str]
+    """Of the settings in which the groups differ: the value of this one, as text."""
+
+
+@dataclass(frozen=True)
+class GroupGain:
+    """What a group is better by than the first one."""
+
+    group: RunGroup
+    over_prompts: Gain
+    """Each prompt with the mean over the group's seeds."""
+    over_seeds: Score | None
+    """The difference with an interval over seeds, `prompts` being how many differences or runs it is of. None where
+    either group has one seed."""
+    by_seed: bool
+    """Whether that compares runs of the same seed with each other."""
+    word: Literal["better", "worse", "the same", "cannot be told"]
+
+
+@dataclass(frozen=True)
+class RunComparison:
+    """Groups of runs, and what each is better by than the first."""
+
+    groups: tuple[RunGroup, ...]
+    gains: tuple[GroupGain, ...]
+    """Of every group but the first."""
+    what: Literal["accuracy", "reward"]
+    prompts: int
+    """Held-out prompts that all runs share."""
+    notes: tuple[str, ...]
+    """What a reader must know before believing the figures."""
+
+
+def compare_runs(folders: Sequence[str | Path], stage: str | None = None) -> RunComparison:
+    """Compare runs by their last held-out measurement, or by that of one stage.
+
+    Raises:
+        ConfigError: they cannot be compared; says why and what would make it possible.
+    """
+    paths = [Path(f) for f in folders]
+    if len(paths) < 2:
+        raise ConfigError("compare takes two runs or more: posttrain compare RUN RUN ...")
+    if len({p.resolve() for p in paths}) < len(paths):
+        raise ConfigError("a run is given twice; compare it with another one")
+    runs = [_measured(read_outcome(p), stage) for p in paths]
+    _refuse(runs)
+    groups = _groups(runs)
+    shared = _shared(runs)
+    what: Literal["accuracy", "reward"] = (
+        "accuracy" if any(r.measured.accuracy.mean > 0 for r in runs) or not _graded(runs) else "reward"
+    )
+    gains = tuple(_gain(groups[0], g, what, shared) for g in groups[1:])
+    return RunComparison(groups, gains, what, len(shared), tuple(_notes(runs, shared)))
+
+
+def run_mean(run: ComparedRun, what: str, prompts: Sequence[Hashable]) -> float:
+    """A run's score over the prompts that all runs share."""
+    mine = _values(run, what)
+    return float(np.mean([mine[p] for p in prompts]))
+
+
+def _values(run: ComparedRun, what: str) -> Mapping[Hashable, float]:
+    return run.measured.right if what == "accuracy" else run.measured.paid
+
+
+def _graded(runs: Sequence[ComparedRun]) -> bool:
+    return any(r.measured.graded for r in runs)
+
+
+def _measured(of: RunOutcome, stage: str | None) -> ComparedRun:
+    found = of.last
+    if stage is not None:
+        there = {s.name: s for s in of.stages}
+        if stage not in there:
+            raise ConfigError(f"{of.folder} has taken no step of a stage {stage!r}; {nearest(stage, there)}")
+        found = there[stage]
+    if found is None or found.end is None:
+        why = "took no step" if found is None else f"{found.name} has not been measured on held-out tasks"
+        raise ConfigError(f"{of.folder}: {why}, so there is nothing to compare. {_remedy(of, found)}")
+    if not found.end.right:
+        raise ConfigError(
+            f"{of.folder}: the answers of its held-out evaluation were not recorded or not judged, so no prompt can be"
+            " compared with itself. Start it with record_episodes=true"
+        )
+    return ComparedRun(of, found, found.end)
+
+
+def _remedy(of: RunOutcome, found: StageOutcome | None) -> str:
+    if found is not None and not of.run.env_of(found.stage).heldout:
+        return "Start it with env.heldout=100"
+    if found is not None and not found.stage.eval:
+        return f"Start it with {found.name}.eval=true"
+    return f"Let it go on to its end: {command_line('run', '--resume', of.folder)}"
+
+
+def _refuse(runs: Sequence[ComparedRun]) -> None:
+    """ConfigError where figures of these runs mean different things."""
+    first = runs[0]
+    for other in runs[1:]:
+        if _rewards(first) != _rewards(other):
+            raise ConfigError(
+                f"{first.of.folder} and {other.of.folder} are judged by different rewards, so their scores mean"
+                " different things. Judge both by the same ones first: posttrain eval RUN env.rewards=..."
+            )
+    if not _shared(runs):
+        names = [f"{r.of.folder}: {r.of.run.env_of(r.stage.stage).name}" for r in runs]
+        raise ConfigError(
+            f"these runs share no held-out prompt ({', '.join(names)}), so nothing can be paired. Hold the same tasks"
+            " out: the same data, env.args and env.heldout; or measure both on one set with posttrain eval RUN env=..."
+        )
+
+
+def _rewards(run: ComparedRun, places: bool = False) -> list[str]:
+    """The reward functions of a run with their weights; a file by its name alone, and by its place with `places`."""
+    env = run.of.run.env_of(run.stage.stage)
+    named = ((r.function if places else r.function.rpartition("/")[2], r.weight) for r in env.rewards)
+    return [f"{name} x {weight:g}" for name, weight in named]
+
+
+def _shared(runs: Sequence[ComparedRun]) -> list[Hashable]:
+    """The judged prompts that are in every run, in the order of the first."""
+    rest = [r.measured.right.keys() for r in runs[1:]]
+    return [p for p in runs[0].measured.right if all(p in keys for keys in rest)]
+
+
+def _groups(runs: Sequence[ComparedRun]) -> tuple[RunGroup, ...]:
+    """Runs with equal settings together, in the order in which they were given."""
+    found: dict[str, list[ComparedRun]] = {}
+    settings = [settings_of(r.of.run) for r in runs]
+    for run, of in zip(runs, settings, strict=True):
+        found.setdefault(repr(sorted(of.items())), []).append(run)
+    if len(found) > len(LETTERS):
+        raise ConfigError(f"compare takes at most {len(LETTERS)} different settings: {len(found)} were given")
+    each = [settings_of(members[0].of.run) for members in found.values()]
+    names = [n for n in dict.fromkeys(n for of in each for n in of) if len({of.get(n, "-") for of in each}) > 1]
+    return tuple(
+        RunGroup(letter, tuple(members), {n: of.get(n, "-") for n in names})
+        for letter, members, of in zip(LETTERS, found.values(), each, strict=False)
+    )
+
+
+def settings_of(run: Run) -> dict[str, str]:
+    """The settings that make a kind of run, as text by their paths: without the seed and what is of the machine.
+
+    An algorithm is told by its name and its own choices, and not by those of its parents.
+    """
+    out: dict[str, str] = {}
+    for path, (_, value) in values(run).items():
+        head, last = path.split(".")[0], path.split(".")[-1]
+        stage = any(s.name == head for s in run.stages)
+        if path == "seed" or head in OF_THE_MACHINE or (stage and last in PER_STAGE) or ".parent." in path:
+            continue
+        if ".algorithm." in path and last in ("parent", "paper"):
+            continue
+        out[path] = f"{value:g}" if isinstance(value, float) else str(value)
+    return out
+
+
+def _gain(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashable]) -> GroupGain:
+    measured = [r.measured for g in (first, other) for r in g.runs]
+    low, high = min(m.scale[0] for m in measured), max(m.scale[1] for m in measured)
+    scale = 1.0 if what == "accuracy" else high - low
+    over = Gain.of(_mean(first, what, prompts), _mean(other, what, prompts), scale)
+    a, b = ({r.seed: run_mean(r, what, prompts) for r in g.runs} for g in (first, other))
+    paired = a.keys() == b.keys() and len(a) == len(first.runs) and len(b) == len(other.runs)
+    seeds = _over_seeds(first, other, what, prompts, paired)
+    sure = [over, *([seeds] if seeds is not None else [])]
+    word = "better" if all(x.low > 0 for x in sure) else "worse" if all(x.high < 0 for x in sure) else "cannot be told"
+    if word == "cannot be told" and over.low > -0.05 * scale and over.high < 0.05 * scale:
+        word = "the same"
+    return GroupGain(other, over, seeds, paired and seeds is not None, word)
+
+
+def _mean(group: RunGroup, what: str, prompts: Sequence[Hashable]) -> dict[Hashable, float]:
+    """Each prompt with its mean over the group's runs."""
+    return {p: float(np.mean([_values(r, what)[p] for r in group.runs])) for p in prompts}
+
+
+def _over_seeds(first: RunGroup, other: RunGroup, what: str, prompts: Sequence[Hashable], paired: bool) -> Score | None:
+    """The difference with Student's interval over seeds: of the differences where both have the same seeds, else by
+    Welch."""
+    a, b = (np.array([run_mean(r, what, prompts) for r in g.runs]) for g in (first, other))
+    if min(len(a), len(b)) < 2:
+        return None
+    if paired:
+        at = {r.seed: run_mean(r, what, prompts) for r in first.runs}
+        d = np.array([run_mean(r, what, prompts) - at[r.seed] for r in other.runs])
+        mean, error, freedom = float(d.mean()), float(d.std(ddof=1)) / math.sqrt(len(d)), len(d) - 1.0
+        return Score(mean, mean - student95(freedom) * error, mean + student95(freedom) * error, len(d))
+    mean = float(b.mean() - a.mean())
+    parts = [float(x.var(ddof=1)) / len(x) for x in (a, b)]
+    error = math.sqrt(sum(parts))
+    below = sum(v * v / (len(x) - 1) for v, x in zip(parts, (a, b), strict=True))
+    freedom = sum(parts) ** 2 / below if below else len(a) + len(b) - 2.0
+    half = student95(freedom) * error
+    return Score(mean, mean - half, mean + half, len(a) + len(b))
+
+
+def student95(freedom: float) -> float:
+    """The 97.5 % point of Student's t: exact for 1 to 4 degrees of freedom, up to 20 % too large between
+    them, and by Cornish and Fisher's expansion above (error below 0.2 %).
+
+    >>> round(student95(2), 3), round(student95(9), 3)
+    (4.303, 2.262)
+    """
+    exact = (12.7062, 4.3027, 3.1824, 2.7764)
+    if freedom <= len(exact):
+        return float(np.interp(1 / max(freedom, 1.0), [1 / n for n in range(len(exact), 0, -1)], exact[::-1]))
+    z, n = Z95, freedom
+    return (
+        z
+        + (z**3 + z) / (4 * n)
+        + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * n**2)
+        + (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / (384 * n**3)
+    )
+
+
+def _notes(runs: Sequence[ComparedRun], shared: Sequence[Hashable]) -> list[str]:
+    out: list[str] = []
+    most = max(len(r.measured.right) for r in runs)
+    if len(shared) < most:
+        out.append(f"only the {len(shared)} held-out prompts that all runs share are compared, of up to {most}")
+    for r in runs:
+        if not r.of.finished:
+            out.append(
+                f"{r.of.folder} is not finished: {r.stage.name} took {r.stage.steps} of {r.stage.stage.steps} steps;"
+                f" measured at step {r.measured.step}"
+            )
+        if r.of.run.fault is not None:
+            out.append(f"{r.of.folder} has a planted fault ({r.of.run.fault}): its numbers mean nothing")
+    if len({repr(_rewards(r, places=True)) for r in runs}) > 1:
+        out.append("their reward functions are of one name in files at different places: see that both are the same")
+    if len({r.measured.sampling for r in runs}) > 1:
+        out.append("their held-out answers were sampled with different settings (see the table)")
+    if len({r.stage.name for r in runs}) > 1:
+        out.append("they are compared at different stages: " + ", ".join(dict.fromkeys(r.stage.name for r in runs)))
+    return out

@@ -1,0 +1,201 @@
+"""Did it learn? One plain sentence about a stage, from the gain of its held-out score, and what to try next."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from posttrain.core.interval import Gain
+from posttrain.core.run import Reinforce, Run
+from posttrain.core.shell import command_line
+from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome
+
+WORTH = 0.05
+"""The smallest gain that a run is worth, as a share of the scale. An interval that holds 0 and stays below this says
+that nothing was learned; one that goes beyond it says that more prompts are needed to tell."""
+MOST_PROMPTS = 20_000
+"""No more held-out prompts are advised."""
+
+Word = Literal["learned", "got worse", "did not learn", "cannot be told", "paid more, not more often right"]
+
+
+@dataclass(frozen=True)
+class Learning:
+    """The answer to "did it learn?" for one stage."""
+
+    word: Word
+    text: str
+    """One sentence, with the figures, the steps they were measured at, and the number of prompts."""
+    advice: tuple[str, ...] = ()
+    """What to try, the first thing first. One with `#` is a command and why."""
+
+
+def learned(of: RunOutcome) -> Learning:
+    """The answer for a run: that of the last stage whose weights it goes on with."""
+    last = of.last
+    if last is None:
+        return Learning(
+            "cannot be told",
+            "cannot be told whether it learned: no step was taken",
+            (f"{command_line('run', '--resume', of.folder)}  # takes its first steps",),
+        )
+    return stage_learned(of.run, last, str(of.folder))
+
+
+def stage_learned(run: Run, s: StageOutcome, folder: str) -> Learning:
+    """The answer for one stage.
+
+    It goes by accuracy where any held-out answer was right, else by the mean reward. A reward that rose while accuracy
+    did not has its own word, since a policy may be paid for other things than right answers.
+    """
+    if s.unpaired or s.accuracy is None or s.reward is None or s.start is None or s.end is None:
+        return Learning(
+            "cannot be told", f"cannot be told whether {s.name} learned: {s.unpaired}", _how_to_tell(run, s, folder)
+        )
+    if s.steps and not s.updates:
+        none = f"{s.name} did not learn: none of its {s.steps} steps changed the weights"
+        return Learning("did not learn", none, _after_nothing(run, s, folder))
+    by_accuracy = not s.graded or max(s.accuracy.before, s.accuracy.after) > 0
+    gain, what = (s.accuracy, "accuracy") if by_accuracy else (s.reward, "mean reward")
+    word = _word(gain, 1.0 if by_accuracy else _width(s))
+    if by_accuracy and s.graded and word not in ("learned", "got worse") and _word(s.reward, _width(s)) == "learned":
+        return Learning(
+            "paid more, not more often right",
+            f"{s.name} is paid more, but not more often right: held-out reward {s.reward.before:.3f} ->"
+            f" {s.reward.after:.3f}, gain {s.reward}; accuracy {_figures(s, s.accuracy)}",
+            (
+                f"{_show(s, folder, '--eval', '--best')}  # what is paid now, and is it what you want?",
+                "lower the weights of the rewards that do not ask for a right answer (env.rewards.N.weight)",
+            ),
+        )
+    figures = f"held-out {what} {_figures(s, gain)}"
+    match word:
+        case "learned":
+            return Learning(word, f"{s.name} learned: {figures}", _after_learning(s))
+        case "got worse":
+            return Learning(word, f"{s.name} got worse: {figures}", _after_worse(run, s))
+        case "did not learn":
+            return Learning(word, f"{s.name} did not learn: {figures}", _after_nothing(run, s, folder))
+        case _:
+            told = f"cannot be told whether {s.name} learned: {figures}, which holds 0"
+            return Learning("cannot be told", told, (_more_prompts(run, s, gain), *_after_nothing(run, s, folder)[:2]))
+
+
+def _width(s: StageOutcome) -> float:
+    scales = [m.scale for m in (s.start, s.end) if m is not None]
+    return max(h for _, h in scales) - min(low for low, _ in scales)
+
+
+def _word(gain: Gain, width: float) -> Word:
+    if gain.low > 0:
+        return "learned"
+    if gain.high < 0:
+        return "got worse"
+    return "did not learn" if gain.high < WORTH * width else "cannot be told"
+
+
+def _figures(s: StageOutcome, gain: Gain) -> str:
+    """Means with their steps, the gain with its interval, and over how many prompts."""
+    assert s.start is not None and s.end is not None
+    at = "before" if s.start.stage == s.name else f"after {s.start.stage}"
+    at += f" -> step {s.end.step}" + (f" of {s.steps}" if s.steps != s.end.step else "")
+    return f"{gain.before:.3f} -> {gain.after:.3f} ({at}), gain {gain}, paired over {gain.prompts} prompts"
+
+
+# --- what to try -----------------------------------------------------------------------------------------------------
+
+
+def _how_to_tell(run: Run, s: StageOutcome, folder: str) -> tuple[str, ...]:
+    """How to make a run of which it can be told."""
+    env = "env" if s.stage.env is None else f"{s.name}.env"
+    if not run.env_of(s.stage).heldout:
+        return (f"hold prompts out: {env}.heldout=100",)
+    if not s.stage.eval:
+        return (f"measure it: {s.name}.eval=true",)
+    if not run.record_episodes:
+        return ("record the answers: record_episodes=true",)
+    if s.end is None or s.end.step == 0:
+        out = [
+            f"{command_line('run', '--resume', folder)}  # goes on from the last checkpoint, and measures at the end"
+        ]
+        if not s.stage.eval_every:
+            out.append(f"measure on the way too: {s.name}.eval_every={max(1, s.stage.steps // 5)}")
+        return tuple(out)
+    if s.start is None and s.began == "start":
+        model = run.model.path
+        first = (
+            f"{command_line('eval', model)}  # with this run's env.* settings: the score before, to compare by hand"
+            if model
+            else "the model began with random weights, so its score before is that of guessing"
+        )
+        return (first,)
+    return (f"{_show(s, folder, '--eval')}  # what was said, and what the rewards said of it",)
+
+
+def _more_prompts(run: Run, s: StageOutcome, gain: Gain) -> str:
+    """How many held-out prompts would tell a gain of the size that was seen, or of `WORTH`."""
+    size = max(abs(gain.mean), WORTH)
+    half = (gain.high - gain.low) / 2
+    env = "env" if s.stage.env is None else f"{s.name}.env"
+    if not math.isfinite(half):
+        return f"hold more prompts out: {env}.heldout=100"
+    wanted = gain.prompts * (half / size) ** 2 * 1.2
+    rounded = int(math.ceil(wanted / 50) * 50)
+    return (
+        f"hold more prompts out: about {min(rounded, MOST_PROMPTS):,} would tell a gain of {size:.2f}"
+        f" ({env}.heldout={min(rounded, MOST_PROMPTS)})"
+    )
+
+
+def _after_learning(s: StageOutcome) -> tuple[str, ...]:
+    """More steps, where it was still rising."""
+    points = [x for _, x in s.heldout]
+    if s.done and len(points) >= 3 and points[-1] > points[-2] + 0.01 and points[-1] < 0.97:
+        return (f"it was still rising at its end: {s.name}.steps={2 * s.stage.steps}",)
+    return ()
+
+
+def _after_worse(run: Run, s: StageOutcome) -> tuple[str, ...]:
+    rate = f"lower the learning rate: {s.name}.optimizer.lr={s.stage.optimizer.lr / 3:.1g}"
+    points = s.heldout
+    best = max(points, key=lambda p: p[1], default=(0, 0.0))
+    if 0 < best[0] < s.steps and best[1] > points[0][1] + 0.01:
+        return (f"it was best at step {best[0]} ({best[1]:.3f}): take --checkpoint best, or stop there", rate)
+    if isinstance(s.stage, Reinforce) and _rose(s.rewards) > 0.02:
+        return ("its training reward rose while held-out fell: use more prompts, or fewer steps", rate)
+    return (rate,)
+
+
+def _after_nothing(run: Run, s: StageOutcome, folder: str) -> tuple[str, ...]:
+    """Likely causes in order, as far as the record tells them."""
+    assert s.accuracy is not None
+    faster = f"{s.name}.optimizer.lr={s.stage.optimizer.lr * 3:.1g}"
+    if not isinstance(s.stage, Reinforce):
+        return (f"more steps or a higher learning rate: {s.name}.steps={2 * s.stage.steps} {faster}",)
+    look = f"{_show(s, folder)}  # read what it says, and what it is paid for"
+    rewards = [x for _, x in s.rewards]
+    if rewards and max(rewards) == min(rewards):
+        level = "no answer earned anything" if max(rewards) == 0 else f"every answer earned {rewards[0]:g}"
+        return (f"{level}: use easier prompts, imitate right answers first, or mend the reward", look)
+    if s.accuracy.before > 0.9:
+        return (f"it was right {s.accuracy.before:.0%} of the time before: use harder prompts",)
+    if _rose(s.rewards) > 0.05:
+        return (
+            "its training reward rose and held-out did not: it learned its prompts by heart; use more of them",
+            look,
+        )
+    return (f"training reward is flat: a higher learning rate or more steps ({faster})", look)
+
+
+def _show(s: StageOutcome, folder: str, *words: str) -> str:
+    return command_line("show", folder, "--stage", s.name, *words)
+
+
+def _rose(curve: Curve) -> float:
+    """By how much a curve rose, from the mean of its first fifth to that of its last fifth."""
+    values = np.array([x for _, x in curve])
+    part = max(1, len(values) // 5)
+    return float(values[-part:].mean() - values[:part].mean()) if len(values) else 0.0
