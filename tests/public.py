@@ -46,7 +46,7 @@ PUBLIC = {
     "posttrain.core.content": "ContentPart",
     "posttrain.core.seats": "SeatTurn",
     "posttrain.core.verdict": "State Verdict Judged outcome",
-    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow StepNumber Together Verify Write",
+    "posttrain.core.abilities": "Abilities GoldAnswers Demonstrations DataRow Together Verify Write",
     "posttrain.environment.make": "environment",
     "posttrain.environment.single": "SingleTurn Generated Listed require",
     "posttrain.environment.generated": "GeneratedTasks",
@@ -73,7 +73,7 @@ PUBLIC = {
     "posttrain.core.streams": "Stream",
     "posttrain.core.transcript": "Transcript",
     "posttrain.core.experience": "Experience",
-    "posttrain.core.request": "RolloutRequest",
+    "posttrain.core.request": "RolloutRequest StepNumber",
     "posttrain.core.scored": "Scored ScoredGroup EpisodeCredit GroupCredit Credit",
     "posttrain.core.gauge": "Gauge Step",
     "posttrain.core.errors": "PosttrainError ConfigError InvariantError DataError LimitError RunFolderError"

@@ -26,6 +26,7 @@ from posttrain.core.visible import visible
 from posttrain.diagnose.gauges import unjudged_words
 from posttrain.diagnose.learned import Learning, learned
 from posttrain.diagnose.outcome import RunOutcome, StageOutcome, read_outcome
+from posttrain.diagnose.said import findings_of
 from posttrain.faults import find
 
 if TYPE_CHECKING:
@@ -145,6 +146,15 @@ def role_lines(of: RunOutcome) -> list[str]:
     return out
 
 
+def finding_lines(of: RunOutcome) -> list[str]:
+    """What the live rules found, each rule of a stage once, with the steps at which it held (docs/diagnosis.md)."""
+    found = [n.line for n in findings_of(reader.steps(of.folder))]
+    out = ["what the rules saw"] if found else []
+    for line in found:
+        out += textwrap.wrap(line, WIDTH, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
+    return out
+
+
 def planted_lines(run: Run) -> list[str]:
     """The warning of a run with a planted fault, printed at its beginning and at its end."""
     if run.fault is None:
@@ -185,7 +195,7 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
         for line in lines:
             console.print(line)
     console.print()
-    for line in answer_lines(of, learned(of)):
+    for line in (*finding_lines(of), *answer_lines(of, learned(of))):
         console.print(line)
     console.print(f"run folder: {of.folder}")
     console.print("next:")
@@ -211,6 +221,8 @@ def markdown(of: RunOutcome, drawn_in: str = "") -> str:
         out += [_row([name.format(what if what == "accuracy" else "mean reward") for name in HEADER])]
         out += ["|---|" + "---:|" * (len(HEADER) - 1), *(_row([*map(_plain, row)]) for row in score_rows(of, what)), ""]
     out += [_plain(line) + "\n" for line in (footnote(of), *unjudged(of)) if line]
+    if found := findings_of(reader.steps(of.folder)):
+        out += ["## What the rules saw", "", *(f"- {_plain(n.line)}" for n in found), ""]
     if said.advice:
         out += ["## What to try", "", *(f"- {_plain(line)}" for line in said.advice), ""]
     out += ["## What was run", "", *(f"- {_plain(line)}" for line in _about(of.run)), ""]

@@ -8,11 +8,12 @@ from functools import partial
 
 import numpy as np
 
-from posttrain.core.abilities import GoldAnswers, StepNumber, Turns
+from posttrain.core.abilities import GoldAnswers, Turns
 from posttrain.core.errors import InvariantError, PosttrainError
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Attempt, Environment
 from posttrain.core.redact import scrubbed
+from posttrain.core.request import StepNumber
 from posttrain.core.types import Episode, Group, Stop, Task
 from posttrain.core.verdict import SOLVED, Judged, State
 from posttrain.environment.scripted import attempt

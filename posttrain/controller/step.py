@@ -18,12 +18,11 @@ from dataclasses import dataclass, field, replace
 from posttrain.algorithm.credit import credit_step, without_credit
 from posttrain.algorithm.losses import Likelihood, PolicyLoss
 from posttrain.algorithm.steer import AdaptiveState, remember, standing, steered
-from posttrain.core.abilities import StepNumber
 from posttrain.core.batch import Batch
 from posttrain.core.errors import InvariantError, PosttrainError, RunFolderError
 from posttrain.core.experience import Experience, PromptState
 from posttrain.core.gauge import Gauge, Gauges, Step, merge
-from posttrain.core.request import PassRate
+from posttrain.core.request import PassRate, StepNumber
 from posttrain.core.scored import Credit
 from posttrain.core.types import Group
 from posttrain.diagnose.gauges import rollout_gauges

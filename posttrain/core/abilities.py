@@ -14,6 +14,7 @@ import numpy as np
 
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.gauge import Gauges
+from posttrain.core.request import StepNumber
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Judged, Verdict
 
@@ -40,16 +41,6 @@ class Verify(Protocol):
     """Returns a verdict about one attempt."""
 
     def __call__(self, attempt: Attempt) -> Awaitable[Verdict]: ...
-
-
-@dataclass(frozen=True)
-class StepNumber:
-    """Which step of a stage is played, for rewards that change with it. Outside training it is the last one."""
-
-    step: int = 1
-    """Counted from 1."""
-    steps: int = 1
-    """Of the whole stage."""
 
 
 class Together(Protocol):

@@ -82,8 +82,9 @@ def run_file(folder: Path | str) -> RunFile:
 
 def _pieces_are_known(path: Path, data: Mapping[str, Any]) -> None:
     """RunFolderError where the algorithm has a piece whose class a program handed, and this program lacks it."""
-    handed: Any = data.get(OBJECTS)
-    rows = [o for o in handed if isinstance(o, dict)] if isinstance(handed, list) else []
+    handed = data.get(OBJECTS)
+    listed = cast("list[Any]", handed) if isinstance(handed, list) else []
+    rows = [cast("Mapping[str, Any]", o) for o in listed if isinstance(o, Mapping)]
     known, waiting = set[str](), [Piece]
     while waiting:
         one = waiting.pop()

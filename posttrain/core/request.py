@@ -5,9 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from posttrain.core.abilities import StepNumber
 from posttrain.core.errors import InvariantError
 from posttrain.core.pieces.token import Shown
+
+
+@dataclass(frozen=True)
+class StepNumber:
+    """Which step of a stage is played, for rewards that change with it. Outside training it is the last one."""
+
+    step: int = 1
+    """Counted from 1."""
+    steps: int = 1
+    """Of the whole stage."""
 
 
 @dataclass(frozen=True, kw_only=True)

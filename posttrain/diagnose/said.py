@@ -91,6 +91,7 @@ class SaidOnce:
         return out
 
     def take_counts(self) -> list[str]:
-        """A line for each kind of note that held at more than one step since the last call."""
+        """A line for each kind of note that held at more than one step since the last call. Findings of rules are left
+        out: the report of the run lists them with their steps."""
         seen, self._seen = self._seen, []
-        return [n.count for n in notes_of(seen) if len(n.steps) > 1]
+        return [n.count for n in notes_of(seen) if len(n.steps) > 1 and not n.rule]

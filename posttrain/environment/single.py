@@ -10,11 +10,12 @@ from functools import cached_property
 
 import numpy as np
 
-from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers, StepNumber
+from posttrain.core.abilities import Abilities, Demonstrations, GoldAnswers
 from posttrain.core.env import SandboxSettings
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Gauges, merge
 from posttrain.core.ports import Attempt, Talk, TaskSource
+from posttrain.core.request import StepNumber
 from posttrain.core.spread import RESOLUTION
 from posttrain.core.stop import EpisodeLimits
 from posttrain.core.types import Message, Stop, Task

@@ -11,11 +11,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.core.abilities import StepNumber, Together
+from posttrain.core.abilities import Together
 from posttrain.core.errors import ConfigError, InvariantError
 from posttrain.core.gauge import Gauges
 from posttrain.core.ports import Attempt, Environment, EpisodeJudge
 from posttrain.core.redact import redacted
+from posttrain.core.request import StepNumber
 from posttrain.core.types import Episode, Segment, Stop
 from posttrain.core.verdict import Judged, State, Verdict, failed
 from posttrain.role.concurrency import together

@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from posttrain.core.abilities import StepNumber
 from posttrain.core.content import plain
 from posttrain.core.gauge import Gauge, Gauges
 from posttrain.core.ports import Attempt
+from posttrain.core.request import StepNumber
 from posttrain.core.types import Message, Task
 from posttrain.core.verdict import Verdict
 from posttrain.verifier.returned import as_verdict

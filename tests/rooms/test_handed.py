@@ -202,7 +202,11 @@ class Next(Environment):
         return (Judged("next", 1.0, Verdict.value(float(attempt.text == attempt.task.answer))),)
 
 
-@pytest.mark.parametrize("env", [Mine, Mine(max_operand=5, heldout_count=4), Next(), Next], ids=str)
+@pytest.mark.parametrize(
+    "env",
+    [Mine, Mine(max_operand=5, heldout_count=4), Next(), Next],
+    ids=["class", "settings", "object", "other class"],
+)
 def test_environments_of_a_program_are_played(env: Any, tmp_path: Path) -> None:
     result = posttrain.run("grpo", env=env, out=tmp_path / "r", **TINY)
     assert result.run.env.name == ("inline:Mine" if "Mine" in repr(env) else "inline:Next")
