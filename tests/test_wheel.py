@@ -26,6 +26,7 @@ NAMES = {
     "huggingface_hub": "huggingface-hub",
     "math_verify": "math-verify",
     "reasoning_gym": "reasoning-gym",
+    "yaml": "pyyaml",
 }
 """Import names that are not the names of their packages."""
 OWN_ENVIRONMENT = {"vllm": "has an environment of its own (constraints-vllm.txt)", "mpi4py": "", "pandas": "the user's"}

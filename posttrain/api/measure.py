@@ -15,6 +15,7 @@ from posttrain.core import foreign
 from posttrain.core.env import Env
 from posttrain.core.errors import DataError
 from posttrain.core.given import Given, is_inline
+from posttrain.core.machine import cores
 
 GIB = 1 << 30
 LARGEST_CONFIG = 16 * foreign.MiB
@@ -159,15 +160,14 @@ def machine(asked: str | None = None) -> Machine:
     """This machine. `asked`: the device that the user set; None: the best one."""
     import torch
 
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     device, why = (asked, "") if asked is not None else _best_device(torch)
     if device.startswith("cuda") and torch.cuda.is_available():
         which = torch.device(device).index or 0
         memory = torch.cuda.get_device_properties(which).total_memory / GIB
         why = f"one GPU: {torch.cuda.get_device_name(which)}, {memory:.0f} GiB"
-        return Machine(device=device, why=why, memory=memory, cores=cores)
+        return Machine(device=device, why=why, memory=memory, cores=cores())
     pages = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 16 * GIB
-    return Machine(device=device, why=why, memory=pages / GIB, cores=cores)
+    return Machine(device=device, why=why, memory=pages / GIB, cores=cores())
 
 
 def _best_device(torch: Any) -> tuple[str, str]:

@@ -150,7 +150,10 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
     assert main(["eval", "http://h/v1", "--tokenizer", "t", "--key-env", "K", "--api", "completions"]) == 0
     assert called["evaluate"][1]["remote"] == EndpointOptions(tokenizer="t", key_env="K", api="completions")
     assert main(["export", "runs/x", "out", "--checkpoint", "best"]) == 0
-    assert called["export"] == (("runs/x", "out", "best", False), {}) and "wrote somewhere" in capsys.readouterr().out
+    assert (
+        called["export"] == (("runs/x", "out", "best", False, False), {})
+        and "wrote somewhere" in capsys.readouterr().out
+    )
 
 
 def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:

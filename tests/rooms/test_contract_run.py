@@ -83,7 +83,7 @@ def test_words_that_are_no_value(word: str, said: str) -> None:
 def test_every_field_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
     paths = {path for path, _ in surface(Run(recipe="r", stages=(Reinforce(name="rl"),)))}
     assert {f"rl.sampling.{f.name}" for f in fields(Sampling)} <= paths
-    assert main(["run", "arithmetic", "--help", "rl.sampling.stop=;"]) == 0
+    assert main(["run", "arithmetic", "--help=sampling", "rl.sampling.stop=;"]) == 0
     shown = capsys.readouterr().out
     assert (
         "rl.sampling.logit_bias=" in shown
@@ -123,7 +123,7 @@ def test_show_names_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str
     asyncio.run(play(tiny_parts(tmp_path / "r", run)))
     capsys.readouterr()
     assert main(["show", str(tmp_path / "r")]) == 0
-    assert " string " in capsys.readouterr().out
+    assert " string\n" in capsys.readouterr().out
 
 
 def test_words_and_ids_a_model_does_not_have_never_start() -> None:

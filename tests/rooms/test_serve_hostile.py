@@ -516,9 +516,9 @@ async def test_tokenizing_holds_up_nobody(model: Path, monkeypatch: pytest.Monke
     async with up(model, sampler=Brief(context=1 << 20)) as u:
         go, prompt = threading.Event(), u.served.renderer.prompt
 
-        def slow(content: Any) -> np.ndarray:
+        def slow(content: Any, **more: Any) -> np.ndarray:
             assert len(content) < 1000 or go.wait(60)
-            return prompt(content)
+            return prompt(content, **more)
 
         monkeypatch.setattr(u.served.renderer, "prompt", slow)
         large = asyncio.create_task(answered(u, post({"prompt": "user says" * 10_000}), 60))

@@ -107,7 +107,10 @@ def test_tables_lines_and_bars_show_text_as_text(terminal: bool) -> None:
 
 
 def test_the_bar_of_a_run_reads_no_markup() -> None:
-    terminal = Terminal(shipped("arithmetic"), PlainConsole(file=io.StringIO(), force_terminal=True, width=300))
+    run = shipped("arithmetic")
+    terminal_stage = run.stages[0]
+    terminal = Terminal(run, PlainConsole(file=io.StringIO(), force_terminal=True, width=300))
+    terminal.run = type("Named", (), {"stage": lambda self, name: terminal_stage})()  # type: ignore[assignment]
     terminal._open(type("Step", (), {"stage": HOSTILE, "index": 1})())  # type: ignore[arg-type]
     assert isinstance(terminal._bar, Progress) and terminal._task is not None
     terminal._bar.update(terminal._task, facts=HOSTILE)
@@ -263,7 +266,7 @@ COMMANDS: dict[str, tuple[int, list[str]]] = {
     "no setting": (2, ["run", "arithmetic", f"{HOSTILE}=1".replace("=http", "http")]),
     "no fault": (2, ["faults", HOSTILE]),
     "no algorithm": (2, ["ladder", HOSTILE]),
-    "exists": (2, ["run", "arithmetic", "--out", "RUN", f"env={HOSTILE}"]),
+    "exists": (5, ["run", "arithmetic", "--out", "RUN", f"env={HOSTILE}"]),
 }
 
 
