@@ -86,9 +86,9 @@ def test_every_field_is_offered(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "arithmetic", "--help=sampling", "rl.sampling.stop=;"]) == 0
     shown = capsys.readouterr().out
     assert (
-        "rl.sampling.logit_bias=" in shown
-        and "rl.sampling.bad_words=" in shown
-        and "a list of (a whole number:a number)" in shown
+        "rl.sampling.logit_bias = none" in shown
+        and "rl.sampling.bad_words = none" in shown
+        and "rl.sampling.stop = ;" in shown
     )
 
 
