@@ -99,8 +99,9 @@ def place(
         run, given = _with_env(run, env, given)
     if rewards is not None:
         words, functions = named_rewards(rewards)
-        if {r.function for r in words} != {r.function for r in run.env.rewards}:
-            run = replace(run, env=replace(run.env, rewards=words))  # else the tree has their weights already
+        named = {r.function for r in run.env.rewards}
+        if not all(is_inline(r.function) and r.function in named for r in words):
+            run = replace(run, env=replace(run.env, rewards=words))  # else handed again: the tree has all of them
         given = replace(given, rewards=functions)
     if algorithm is not None:
         run, given = _with_algorithm(run, algorithm, given)
@@ -261,20 +262,27 @@ def recorded(given: Given) -> dict[str, Any]:
     return {OBJECTS: [note.plain() for note in notes]} if notes else {}
 
 
-def given_again(folder: Path, given: Given) -> Given:
+def given_again(folder: Path, handed: HandedObjects) -> Given:
     """What a program hands to a run that goes on, checked against what its folder names.
 
     Raises:
         ConfigError: an object that the run names is not handed, or one is handed that it does not name.
     """
-    run, found = run_file(folder).run, replace(given, folder=folder)
+    run = run_file(folder).run
+    placed, given = handed.place(run)
+    found = replace(given, folder=folder)
     envs = [run.env, *(s.env for s in run.stages if s.env is not None)]
     rewards = [r.function for e in envs for r in e.rewards if is_inline(r.function)]
     places = [e.name for e in envs if is_inline(e.name)]
     if why := found.lacking(rewards, places):
         raise ConfigError(why)
     named = {n.removeprefix(INLINE) for n in (*rewards, *places)}
-    if strange := [n for n in (*given.rewards, *given.environments) if n not in named]:
+    strange = [n for n in (*given.rewards, *given.environments) if n not in named]
+    known = {r.function for r in run.env.rewards}
+    strange += [r.function for r in placed.env.rewards if r.function not in known and not is_inline(r.function)]
+    if handed.env is not None and (placed.env.name, placed.env.prompts) != (run.env.name, run.env.prompts):
+        strange += ["env" if is_inline(placed.env.prompts) else placed.env.prompts or placed.env.name]
+    if strange:
         raise ConfigError(
             f"{folder}: the run has no object {strange[0]!r}; it was handed"
             f" {', '.join(sorted(named)) or 'none'}. What it learns from cannot be changed while it goes on: begin a"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -117,27 +118,22 @@ def evaluate(
     use_threads(run.threads)
     written = Path(target) / TOKENIZER if weights is not None and any(s.env for s in run.stages) else None
     run = _evaluated(run, contract)
-    environment = make_environment(run, given)
-    if not environment.heldout:
-        raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
-    console = PlainConsole(soft_wrap=True, quiet=quiet)
-    if is_url(target):
-        report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
+    with closing(make_environment(run, given)) as environment:
+        if not environment.heldout:
+            raise ConfigError("env.heldout=0 leaves no task to evaluate on; say how many, for example env.heldout=100")
+        console = PlainConsole(soft_wrap=True, quiet=quiet)
+        if is_url(target):
+            report = wait(evaluate_remote(str(target), remote, run, environment, contract, how, console.print))
+        else:
+            refuse(remote)
+            policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
+            with closing(make_roles(run, policy, environment)) as roles:
+                if weights is not None:
+                    load_weights(weights, roles.learner)
+                sampling = contract.resolve(policy.stop_ids, roles.renderer.spell)
+                report = wait(_measured(roles, environment, sampling, how))
         show_report(console, str(target), environment.name, report)
         return report
-    refuse(remote)
-    policy = make_policy(run, environment, written=written, own=Path(target) if weights is not None else None)
-    roles = make_roles(run, policy, environment)
-    if weights is not None:
-        load_weights(weights, roles.learner)
-
-    try:
-        report = wait(_measured(roles, environment, contract.resolve(policy.stop_ids, roles.renderer.spell), how))
-    finally:
-        roles.close()
-        environment.close()
-    show_report(console, str(target), environment.name, report)
-    return report
 
 
 async def _measured(

@@ -76,7 +76,8 @@ def code(text: object) -> str:
     >>> code("a|b`<script>")
     "`a\\\\|b'<script>`"
     """
-    shown = visible(_home(str(text))).replace("`", "'").replace("|", "\\|").strip()
+    shown = visible(_home(str(text))).replace("`", "'").strip()
+    shown = re.sub(r"(\\*)\|", r"\1\1\\|", shown)  # an even number of backslashes before it leaves a | bare
     return f"`{shown}`" if shown else "-"
 
 

@@ -62,7 +62,10 @@ def _words(folder: Path) -> tuple[str, list[str]] | None:
     recipe, overrides = (cast("dict[str, Any]", found).get(k) for k in ("recipe", "overrides"))
     if not isinstance(recipe, str) or not isinstance(overrides, list):
         return None
-    return recipe, [str(w) for w in cast("list[Any]", overrides)]
+    words = [str(w) for w in cast("list[Any]", overrides)]
+    if recipe.startswith("-") or any(w.startswith("-") or "=" not in w for w in words):
+        return None  # somebody else's: an option such as --trust, or a second recipe, is no word of a setting
+    return recipe, words
 
 
 def _head(run: Run, word: str) -> str:

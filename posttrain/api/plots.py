@@ -86,6 +86,7 @@ def summary_picture(of: RunOutcome) -> bytes | None:
 
     Raises:
         ImportError: matplotlib is not installed.
+        ConfigError: its values are too large to be drawn.
     """
 
     s = of.drawn
@@ -186,7 +187,10 @@ def _matplotlib() -> Iterator[None]:
 
     with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
-        yield
+        try:
+            yield
+        except (ValueError, ArithmeticError) as error:  # such as a range of 1e308
+            raise ConfigError(f"the values of this record cannot be drawn: {error}") from error
 
 
 def _written(figure: Figure, kind: str) -> bytes:

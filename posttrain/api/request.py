@@ -153,7 +153,7 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
     check_same(folder, stored, handed)
     run = admitted(folder, *overrides, allow=options.trust, links=True)
     check_changes(folder, stored, run, overrides)
-    objects = given_again(folder, handed.place(stored)[1])
+    objects = given_again(folder, handed)
     book, checkpoint = Book.open_for_resume(Path(options.resume))
     try:
         longer = extension(book, checkpoint, run) if overrides else None

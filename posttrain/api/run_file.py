@@ -51,7 +51,7 @@ def _of_python(given: str) -> Run:
             found = found()
         except PosttrainError:
             raise
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             raise ConfigError(f"{given} failed: {where(error)}") from error
     if not isinstance(found, Run):
         raise ConfigError(

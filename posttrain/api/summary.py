@@ -18,7 +18,7 @@ from posttrain.api.console import PlainConsole
 from posttrain.api.curve import curve_lines, picture
 from posttrain.api.next_steps import next_steps
 from posttrain.core import files, reader
-from posttrain.core.errors import PosttrainError
+from posttrain.core.errors import ConfigError, PosttrainError
 from posttrain.core.gauge import Gauge, merge
 from posttrain.core.interval import Gain, Score
 from posttrain.core.run import Reinforce, Run
@@ -264,6 +264,9 @@ def write_summary(of: RunOutcome) -> list[str]:
     except ImportError:
         data = None
         notes.append(f"{SUMMARY} has no picture: {NO_MATPLOTLIB}")
+    except ConfigError as error:
+        data = None
+        notes.append(f"{SUMMARY} has no picture: {error}")
     files.write_file(of.folder / SUMMARY, markdown(of, PICTURE if data is not None else "").encode(), durable=False)
     return notes
 

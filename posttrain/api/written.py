@@ -198,8 +198,9 @@ def _algorithm(data: Any, path: str) -> Algorithm:
 
 def _parse(text: bytes | str, place: str, lines: dict[str, int]) -> Any:
     """Plain data, with the line of each path."""
-    loader = _Loader(text)
+    loader: Any = None
     try:
+        loader = _Loader(text)  # reads the first characters already
         node = loader.get_single_node()
         return _plain(loader, node, "", lines, 0, place) if node is not None else None
     except yaml.MarkedYAMLError as error:
@@ -210,7 +211,8 @@ def _parse(text: bytes | str, place: str, lines: dict[str, int]) -> Any:
     except RecursionError:
         raise ConfigError(f"{place}: nested too deeply to be a run") from None
     finally:
-        loader.dispose()
+        if loader is not None:
+            loader.dispose()
 
 
 def _plain(loader: Any, node: Any, path: str, lines: dict[str, int], depth: int, place: str) -> Any:
@@ -224,7 +226,7 @@ def _plain(loader: Any, node: Any, path: str, lines: dict[str, int], depth: int,
     if isinstance(node, yaml.SequenceNode):
         return [_plain(loader, x, f"{path}.{i}", lines, depth + 1, place) for i, x in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
-        return loader.construct_object(node)
+        return _value(loader, node, f"{place}:{at}")
     out: dict[str, Any] = {}
     for key, value in node.value:
         name, line = str(key.value), key.start_mark.line + 1
@@ -234,6 +236,17 @@ def _plain(loader: Any, node: Any, path: str, lines: dict[str, int], depth: int,
         lines[here] = line
         out[name] = _plain(loader, value, here, lines, depth + 1, place)
     return out
+
+
+def _value(loader: Any, node: Any, place: str) -> Any:
+    """A scalar. A whole number is decimal, whatever it begins with: YAML's own reading takes 010 for 8."""
+    try:
+        if node.tag == "tag:yaml.org,2002:int":
+            return int(node.value)
+        return loader.construct_object(node)
+    except (ValueError, LookupError):
+        what = node.tag.rpartition(":")[2]
+        raise ConfigError(f"{place}: {node.value[:40]!r} cannot be read as {what}") from None
 
 
 def _line_of(message: str, lines: Mapping[str, int]) -> int | None:

@@ -201,9 +201,28 @@ def _asked(node: Any, name: str, value: Any) -> Found:
 
 
 def values(run: Run) -> dict[str, tuple[str, Any]]:
-    """Every value of the tree as (`Class.field`, value), by the path that overrides use.
-    Stages are under their names."""
-    return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in _walk(run, "")}
+    """Every value of the tree as (`Class.field`, value), by the path that overrides use. Stages are under their names.
+
+    Where a field may have values of several classes, its class is a value too: two pieces without numbers of their own
+    differ in nothing else.
+    """
+    found = (*_walk(run, ""), *_kinds(run, ""))
+    return {path: (key(cast("type[Any]", type(node)), name), value) for path, node, name, value in found}
+
+
+def _kinds(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:
+    """The class of every piece that the tree could have of another class, as `_walk` gives values."""
+    for name, declared in tree.hints(cast("type[Any]", type(node))).items():
+        value, here = getattr(node, name), f"{path}{name}"
+        several = cast("tuple[Any, ...]", value) if isinstance(value, tuple) else (value,)
+        item = tree.tuple_item(declared) if isinstance(value, tuple) else declared
+        for i, x in enumerate(several):
+            if not dataclasses.is_dataclass(x):
+                continue
+            at = x.name if isinstance(x, Stage) else f"{here}.{i}" if isinstance(value, tuple) else here
+            if not isinstance(x, Stage) and len(tree.pieces(item)) > 1:
+                yield at, node, name, type(x).__name__
+            yield from _kinds(x, f"{at}.")
 
 
 def _walk(node: Any, path: str) -> Iterator[tuple[str, Any, str, Any]]:

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
+from posttrain.core.visible import visible
+
 NAME = "posttrain"
 
 
@@ -18,7 +20,15 @@ def command_line(*words: str | os.PathLike[str]) -> str:
     >>> command_line("show", "runs/my run").endswith("posttrain show 'runs/my run'")
     True
     """
-    return " ".join([program(), *(shlex.quote(os.fspath(w)) for w in words)])
+    return " ".join([program(), *(_quoted(os.fspath(w)) for w in words)])
+
+
+def _quoted(word: str) -> str:
+    """A word as a shell reads it. What cannot be printed is written out, so that it is never a line of its own."""
+    if word.isprintable():
+        return shlex.quote(word)
+    plain = word.replace("\\", "\\\\").replace("'", "\\'")
+    return f"$'{visible(plain)}'"
 
 
 def with_reasons(rows: Iterable[tuple[str, str]]) -> list[str]:

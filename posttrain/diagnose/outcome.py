@@ -189,7 +189,8 @@ def _stage(run: Run, stage: Stage, steps: Sequence[Step], reading: _Reading, kno
 
 
 def _updates(steps: Sequence[Step]) -> int:
-    return sum(int(s.gauges["optim/steps"].sum) for s in steps if "optim/steps" in s.gauges)
+    counts = (s.gauges["optim/steps"].sum for s in steps if "optim/steps" in s.gauges)
+    return sum(int(x) for x in counts if math.isfinite(x))
 
 
 def _still(
