@@ -150,7 +150,10 @@ def test_commands_reach_their_functions(called: dict[str, Any], capsys: pytest.C
     assert main(["eval", "http://h/v1", "--tokenizer", "t", "--key-env", "K", "--api", "completions"]) == 0
     assert called["evaluate"][1]["remote"] == EndpointOptions(tokenizer="t", key_env="K", api="completions")
     assert main(["export", "runs/x", "out", "--checkpoint", "best"]) == 0
-    assert called["export"] == (("runs/x", "out", "best", False), {}) and "wrote somewhere" in capsys.readouterr().out
+    assert (
+        called["export"] == (("runs/x", "out", "best", False, False), {})
+        and "wrote somewhere" in capsys.readouterr().out
+    )
 
 
 def raising(error: BaseException, monkeypatch: pytest.MonkeyPatch) -> int:
@@ -271,3 +274,19 @@ def test_start_up_is_quick() -> None:
     begun = time.perf_counter()
     subprocess.run([*PYTHON, "ladder"], capture_output=True, check=True, env={**os.environ})
     assert time.perf_counter() - begun < 5
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["shwo", "x"], "there is no command shwo; did you mean 'show'?"),
+        (["run", "verifiable", "--resum", "x"], "did you mean --resume?"),
+        (["run", "verifiable", "seed", "1"], "a setting is one word, key=value, such as seed=1"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_what_was_meant(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert says in capsys.readouterr().err
