@@ -18,10 +18,11 @@ import numpy as np
 
 from posttrain.checks.watch import observers
 from posttrain.core.checkpoint import Checkpoint
+from posttrain.core.errors import RunFolderError
 from posttrain.core.gauge import Step
 from posttrain.core.reader import EpisodeFile, episode_files, read_episodes, run_file, steps
 from posttrain.core.run import Reinforce, Run
-from posttrain.core.stage import Stage, come_to, starts
+from posttrain.core.stage import Stage, starts
 from posttrain.core.tree import to_plain
 from posttrain.core.verdict import SOLVED
 from posttrain.core.visible import visible
@@ -102,8 +103,10 @@ def _place(run: Run, checkpoint: Checkpoint) -> tuple[Stage, int | None]:
     step = int(found["step"]) if found else 0
     if step and stage.hands_on:
         return stage, step
-    before = come_to(run.stages, stage) if found else stage.name
-    last = next((s for s in run.stages if s.name == before), None)
+    done: Any = checkpoint.state.get("stage")  # at the end of a stage its name is with step 0, and this counts it
+    if not isinstance(done, int):
+        raise RunFolderError(f"checkpoint {checkpoint.name}: its state.json does not say how many stages were done")
+    last = next((s for s in reversed(run.stages[: max(0, done)]) if s.hands_on), None)
     return (stage, 0) if last is None else (last, None)
 
 

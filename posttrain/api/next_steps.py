@@ -8,7 +8,7 @@ from typing import Any, cast
 
 from posttrain.api.overrides import address
 from posttrain.core.errors import PosttrainError
-from posttrain.core.reader import run_file
+from posttrain.core.reader import episode_files, run_file
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line, with_reasons
@@ -26,30 +26,44 @@ def asked_words(recipe: str | Run, overrides: Sequence[str]) -> dict[str, Any]:
     return {ASKED: {"recipe": recipe, "overrides": scrubbed_data(list(overrides))}}
 
 
-def next_steps(run: Run, folder: Path) -> list[str]:
-    """Commands worth trying now; those of many words stand on a line of their own, below what they are for."""
+def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = False) -> list[str]:
+    """Commands worth trying now; those of many words stand on a line of their own, below what they are for.
+
+    Args:
+        finished: False of a run that was cut: going on with it comes first, and nothing that needs its end.
+        worse: its held-out score fell, so nobody is told to go on with it, to repeat it as it is, or to hand it out.
+    """
+    if not finished:
+        rest = [(command_line("show", folder), "read what it said so far")] if episode_files(folder) else []
+        return _lines([(command_line("run", "--resume", folder), "go on from its last checkpoint"), *rest])
     words, stages = _words(folder), [s for s in run.stages if isinstance(s, Reinforce)]
     recipe, overrides = words if words is not None else ("", [])
     out: list[tuple[str, str]] = []
     own = any(not type(p).__module__.startswith("posttrain.") for s in stages for p in s.algorithm.pieces)
     if not own:  # other commands do not know the pieces of a user's file
-        out.append((command_line("show", folder), "read what it said, token by token"))
+        out.append((command_line("show", folder), "read what it said, and what it was paid"))
         if run.env.heldout:
             out.append((command_line("eval", folder, "--samples", "16"), "accuracy and pass@k on more samples"))
-        out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
+        if not worse:
+            out.append((command_line("export", folder, _free("my-model")), "a plain Hugging Face directory"))
     last, files = run.stages[-1], [w for w in overrides if own and w.startswith("algorithm=")]
-    if isinstance(last, Reinforce) and last.hands_on and last.wall_time is last.time_of is None and (files or not own):
+    open_end = isinstance(last, Reinforce) and last.hands_on and last.wall_time is last.time_of is None
+    if open_end and (files or not own) and not worse:
         longer = command_line("run", "--resume", folder, f"{last.name}.steps={2 * last.steps}", *files)
         out.append((longer, "go on for as many steps again"))
-    if words is not None:
+    if words is not None and not worse:
         kept = [w for w in overrides if _head(run, w) != "seed"]
         command = command_line("run", recipe, *kept, f"seed={run.seed + 1}")
         out.append((command, "the same with another seed: is the gain more than chance?"))
-    if words is not None and len(stages) == 1:
+    if words is not None and len(stages) == 1 and not worse:
         other = "dapo" if stages[0].algorithm.name.startswith("grpo") else "grpo"
         kept = [w for w in overrides if _head(run, w) != "algorithm"]
         command = command_line("run", recipe, *kept, f"algorithm={other}")
         out.append((command, "another algorithm; posttrain ladder lists them"))
+    return _lines(out)
+
+
+def _lines(out: list[tuple[str, str]]) -> list[str]:
     short = [row for row in out if len(row[0]) <= LONG]
     return [*with_reasons(short), *(line for c, why in out if len(c) > LONG for line in (f"# {why}", c))]
 

@@ -165,7 +165,7 @@ def planted_lines(run: Run) -> list[str]:
 def answer_lines(of: RunOutcome, said: Learning) -> list[str]:
     """The sentence, and what to try: a command stays on one line, so that it can be copied."""
     last, state = of.last, ""
-    if last is not None and not of.finished:
+    if last is not None and not of.finished and f"it took {last.steps} of" not in said.text:
         state = f" (not finished: {last.name} took {last.steps} of {last.stage.steps} steps)"
     out = textwrap.wrap(f"Did it learn? {said.text}{state}.", WIDTH, break_on_hyphens=False)
     for advice in said.advice:
@@ -195,11 +195,12 @@ def show(console: PlainConsole, of: RunOutcome) -> None:
         for line in lines:
             console.print(line)
     console.print()
-    for line in (*finding_lines(of), *answer_lines(of, learned(of))):
+    said = learned(of)
+    for line in (*finding_lines(of), *answer_lines(of, said)):
         console.print(line)
     console.print(f"run folder: {of.folder}")
     console.print("next:")
-    for line in next_steps(of.run, of.folder):
+    for line in next_steps(of.run, of.folder, of.finished, said.word == "got worse"):
         console.print(f"  {line}")
 
 

@@ -36,6 +36,7 @@ class Terminal:
     _printed: float = 0.0
     _tokens: float = 0.0
     _measured: str = ""
+    _measured_at: int = 0
     _once: SaidOnce = field(default_factory=SaidOnce)
 
     def log(self, step: Step) -> None:
@@ -49,6 +50,7 @@ class Terminal:
             self._measured = f"held-out accuracy {accuracy:.3f}" + (
                 f", mean reward {reward:.3f}" if abs(accuracy - reward) > 1e-9 else ""
             )
+            self._measured_at = step.index
         known = None if self._open_ended(step) else total
         if self._line is not None:
             self._line.update(step.stage, step.index, known, f"{self._facts(step)}{self._left(step, total)}")
@@ -115,7 +117,7 @@ class Terminal:
             if f"rollout/{what}" in g and g[f"rollout/{what}"].sum
         ]
         if self._measured:
-            out.append(self._measured)
+            out.append(self._measured + (f" (step {self._measured_at})" if self._measured_at != step.index else ""))
         spent = time.monotonic() - self._begun
         if step.index > self._first and spent > 0:
             out.append(f"{self._tokens / spent:,.0f} tokens/s")

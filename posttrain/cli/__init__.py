@@ -14,7 +14,7 @@ import sys
 from collections.abc import Sequence
 from types import FrameType
 
-from posttrain.cli.parser import parser, split_overrides
+from posttrain.cli.parser import read_words
 from posttrain.core.errors import PosttrainError, RunFolderError
 from posttrain.core.files import full
 from posttrain.core.visible import guard_errors, guard_logs, tell
@@ -41,9 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     guard_logs()
     guard_errors()
-    words, overrides = split_overrides(list(sys.argv[1:] if argv is None else argv))
-    options = parser().parse_args(words)
-    options.overrides = overrides
+    options = read_words(list(sys.argv[1:] if argv is None else argv))
     before = signal.signal(signal.SIGTERM, _terminate)
     try:
         code = options.command(options)

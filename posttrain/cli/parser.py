@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from argparse import ArgumentParser, RawDescriptionHelpFormatter
+from argparse import ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from itertools import pairwise
 from typing import NoReturn, cast
 
@@ -23,9 +23,11 @@ from posttrain.cli.commands import (
     summary_command,
 )
 from posttrain.cli.welcome import ShowVersion, welcome
+from posttrain.core.errors import closest, nearest
 from posttrain.core.visible import visible
 
 _OVERRIDE = re.compile(r"[A-Za-z_][\w.]*=")
+_NO_COMMAND = re.compile(r"argument COMMAND: invalid choice: '([^']*)' ")
 _OVERRIDABLE = ("run", "eval", "serve", "check")
 """Commands that take `key=value` words."""
 
@@ -50,12 +52,39 @@ class _CommandParser(ArgumentParser):
     """A parser whose errors escape unknown words, because a shell may have expanded file names into them."""
 
     def error(self, message: str) -> NoReturn:
+        if found := _NO_COMMAND.match(message):
+            names = re.findall(r"'([^']*)'", message[found.end() :])
+            message = f"there is no command {found[1]}; {nearest(found[1], names)}"
         super().error(visible(message))
 
 
 def parser() -> ArgumentParser:
     """The whole command line."""
     return _parsers()[0]
+
+
+def read_words(words: list[str]) -> Namespace:
+    """The options of one command line, with its `key=value` words as `overrides`. Ends with 2 where a word is wrong."""
+    rest, overrides = split_overrides(words)
+    top, sub = _parsers()
+    options, unknown = top.parse_known_args(rest)
+    if unknown:
+        command = next((sub.choices[w] for w in rest[:1] if w in sub.choices), top)
+        command.error(_unknown(unknown, command, takes_settings=rest[0] in _OVERRIDABLE))
+    options.overrides = overrides
+    return options
+
+
+def _unknown(words: list[str], command: ArgumentParser, takes_settings: bool) -> str:
+    """What is wrong with words that a command does not take, and what was probably meant."""
+    said = f"unrecognized arguments: {' '.join(words)}"
+    options = [w for a in command._actions for w in a.option_strings]
+    if words[0].startswith("-"):
+        meant = closest(words[0].partition("=")[0], options)
+        return f"{said}; did you mean {meant}?" if meant else f"{said}; {command.prog} --help lists the options"
+    if takes_settings:
+        return f"{said}; a setting is one word, key=value, such as seed=1"
+    return said
 
 
 def split_overrides(words: list[str]) -> tuple[list[str], list[str]]:

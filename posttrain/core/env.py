@@ -66,9 +66,9 @@ class Env:
     args: Mapping[str, Scalar] = field(default_factory=dict[str, Scalar])
     """The environment's own settings. An unknown one is an error that names the valid ones."""
     prompts: str | None = None
-    """With name=prompts: a JSONL file or a `datasets` dataset (local directory or hub id)."""
+    """With env=prompts: a JSONL file or a `datasets` dataset (local directory or hub id)."""
     rewards: tuple[Reward, ...] = ()
-    """What judges an answer: verifiers by their names, or `path.py:function`; several with commas. With name=prompts at
+    """What judges an answer: verifiers by their names, or `path.py:function`; several with commas. With env=prompts at
     least one. For other environments they are added to the environment's own."""
     heldout: int = 200
     """Held-out tasks. 0: train without measuring."""

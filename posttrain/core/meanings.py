@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from posttrain.core import tree
 
-_SENTENCE = re.compile(r"(?<=[^.][.?!])(?<!Eq\.)\s+(?=[A-Z`0-9('\"]|[\w.]+: )")
+_SENTENCE = re.compile(r"(?<=[^.][.?!])(?<!Eq\.)(?<! al\.)\s+(?=[A-Z`0-9('\"]|[\w.]+: )")
 """Where a sentence ends and the next begins."""
 
 

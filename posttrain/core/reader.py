@@ -64,7 +64,8 @@ def run_file(folder: Path | str) -> RunFile:
     folder = Path(folder)
     path = folder / "run.json"
     if not path.exists():
-        raise RunFolderError(f"{folder} is not a run folder: it has no run.json")
+        why = "it has no run.json" if folder.is_dir() else "it is a file" if folder.exists() else "it does not exist"
+        raise RunFolderError(f"{folder} is not a run folder: {why}")
     data = files.read_json(path)
     _check_schema(path, data.get("schema"))
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}

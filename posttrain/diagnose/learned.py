@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
 
 from posttrain.core.interval import Gain
+from posttrain.core.reader import steps
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line
 from posttrain.diagnose.outcome import Curve, RunOutcome, StageOutcome
+from posttrain.diagnose.said import findings_of
 
 WORTH = 0.05
 """The smallest gain that a run is worth, as a share of the scale. An interval that holds 0 and stays below this says
@@ -42,7 +44,13 @@ def learned(of: RunOutcome) -> Learning:
             "cannot be told whether it learned: no step was taken",
             (f"{command_line('run', '--resume', of.folder)}  # takes its first steps",),
         )
-    return stage_learned(of.run, last, str(of.folder))
+    said = stage_learned(of.run, last, str(of.folder))
+    advised = f"{last.name}.optimizer.lr="
+    if any(n.stage == last.name and advised in n.message for n in findings_of(steps(of.folder))):
+        # a live rule measured how far a step moves the policy: its learning rate stands, and no second one beside it
+        theirs = "take the learning rate that the rules name"
+        said = replace(said, advice=tuple(theirs if advised in x else x for x in said.advice))
+    return said
 
 
 def stage_learned(run: Run, s: StageOutcome, folder: str) -> Learning:
@@ -178,8 +186,13 @@ def _after_nothing(run: Run, s: StageOutcome, folder: str) -> tuple[str, ...]:
     look = f"{_show(s, folder)}  # read what it says, and what it is paid for"
     rewards = [x for _, x in s.rewards]
     if rewards and max(rewards) == min(rewards):
-        level = "no answer earned anything" if max(rewards) == 0 else f"every answer earned {rewards[0]:g}"
+        if rewards[0] > 0:
+            paid = f"every answer earned {rewards[0]:g}: mend the reward if it pays for wrong answers too"
+            return (f"{paid}, else use harder prompts", look)
+        level = "no answer earned anything" if rewards[0] == 0 else f"every answer earned {rewards[0]:g}"
         return (f"{level}: use easier prompts, imitate right answers first, or mend the reward", look)
+    if s.accuracy.before == s.accuracy.after == 0:
+        return ("no answer was right, before or after: use easier prompts, or imitate right answers first", look)
     if s.accuracy.before > 0.9:
         return (f"it was right {s.accuracy.before:.0%} of the time before: use harder prompts",)
     if _rose(s.rewards) > 0.05:

@@ -27,7 +27,7 @@ def reward_is_constant(history: Sequence[Step], stage: Reinforce) -> str:
         return ""
     return (
         f"every answer so far got the same reward ({now[-1]:.3g}), so nothing is learned. In order: the reward accepts"
-        " anything (give it a wrong answer: posttrain check RECIPE), it does not read the answer, or every task is"
+        " anything (give it a wrong answer: posttrain check RUN), it does not read the answer, or every task is"
         " solved already (use harder ones)"
     )
 
@@ -46,7 +46,7 @@ def too_hard(history: Sequence[Step], stage: Reinforce) -> str:
         f"the tasks are too hard for this policy: {average(solved):.1%} of the answers of {SAME} steps are right, and"
         f" {average(silent):.0%} of the groups have no spread. In order: teach it first (an sft stage), use easier"
         " tasks, or the prompt is not in the form the model knows (chat template). Judge a right answer by hand once:"
-        f" posttrain check RECIPE. More siblings help where some answers are right: {stage.name}.siblings="
+        f" posttrain check RUN. More siblings help where some answers are right: {stage.name}.siblings="
         f"{4 * stage.siblings}"
     )
 
@@ -179,7 +179,7 @@ def causes(history: Sequence[Step], stage: Reinforce) -> list[str]:
     name, far = stage.name, gauge["policy/kl_step"]
     out: list[str] = []
     if gauge["canary/mute_sources"] > 0:
-        out.append("a reward source gives 0 to right answers too (posttrain check RECIPE)")
+        out.append("a reward source gives 0 to right answers too (posttrain check RUN)")
     if gauge["rollout/truncated"] > 0.3:
         out.append(
             f"{gauge['rollout/truncated']:.0%} of the answers are cut off ({name}.sampling.max_tokens="

@@ -38,7 +38,7 @@ class RepeatedNote:
     def count(self) -> str:
         """At how many steps it held, with its name or its first words."""
         words = self.message if len(self.message) <= WORDS else self.message[:WORDS].rpartition(" ")[0] + " ..."
-        return f"{self.stage}: {self.rule or repr(words)} held at {self._times}"
+        return f"{self.stage}: {self.rule or words} held at {self._times}"
 
     @property
     def line(self) -> str:

@@ -274,3 +274,19 @@ def test_start_up_is_quick() -> None:
     begun = time.perf_counter()
     subprocess.run([*PYTHON, "ladder"], capture_output=True, check=True, env={**os.environ})
     assert time.perf_counter() - begun < 5
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["shwo", "x"], "there is no command shwo; did you mean 'show'?"),
+        (["run", "verifiable", "--resum", "x"], "did you mean --resume?"),
+        (["run", "verifiable", "seed", "1"], "a setting is one word, key=value, such as seed=1"),
+    ],
+)
+def test_a_wrong_word_is_answered_with_what_was_meant(
+    words: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        main(words)
+    assert says in capsys.readouterr().err

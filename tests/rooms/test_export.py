@@ -53,6 +53,15 @@ def test_the_result_is_that_of_the_record_with_its_interval(run: Path) -> None:
     assert 0 <= low <= value <= high <= 1 and low < high
 
 
+def test_the_stage_of_the_weights_is_the_last_that_was_done(tmp_path: Path) -> None:
+    """The end of a run of two stages has a checkpoint named after its last stage with step 0."""
+    posttrain.run(tiny_run(steps=2), out=tmp_path / "run", quiet=True)
+    card = model_card(tmp_path / "run", find(tmp_path / "run"), "mine")
+    assert "Weights of stage `rl` at its end" in card and "## Algorithm of `rl`: `grpo`" in card
+    assert "| `rl` | `sft` | 2 | learns from reward, `grpo` |" in card
+    assert "Measured at stage `rl`, step 2, on the weights of this model" in card
+
+
 def test_rewards_and_prompts_are_named(run: Path, tmp_path: Path) -> None:
     rows = tmp_path / "mine.jsonl"
     rows.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(9)))

@@ -184,6 +184,20 @@ def test_the_word_follows_the_interval(run: Path) -> None:
     assert told(of, few, [1.0] * 5 + [0.6] * 195, graded=True) == "paid more, not more often right"
 
 
+def test_a_reward_that_is_the_same_is_not_answered_with_easier_prompts(run: Path) -> None:
+    of = read_outcome(run)
+    values = [1.0] * 100
+    start = Measurement("rl", 0, Score.of(values), Score.of(values), False, dict(enumerate(values)), {})
+    same = Gain.of(start.right, start.right)
+    end = replace(start, step=3)
+    paid = replace(
+        of.stages[-1], rewards=((1, 1.0), (2, 1.0)), updates=3, unpaired="",
+        start=start, end=end, accuracy=same, reward=same,
+    )  # fmt: skip
+    said = stage_learned(of.run, paid, "runs/x")
+    assert said.word == "did not learn" and "harder prompts" in said.advice[0] and "easier" not in said.advice[0]
+
+
 # --- pictures --------------------------------------------------------------------------------------------------------
 
 

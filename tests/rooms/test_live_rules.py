@@ -300,7 +300,7 @@ def test_the_terminal_prints_each_kind_of_note_once() -> None:
     terminal.close({})
     counted = out.getvalue().removeprefix(said)
     assert counted == (
-        "note: rl: 'no group has spread (all siblings agree; rewards seen: 0), ...' held at steps 1, 3 (2 times)\n"
+        "note: rl: no group has spread (all siblings agree; rewards seen: 0), ... held at steps 1, 3 (2 times)\n"
     ), "findings of rules stand in the report of the run"
     terminal.close({})
     assert out.getvalue().removeprefix(said) == counted, "it is counted once"

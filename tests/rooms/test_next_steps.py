@@ -88,3 +88,15 @@ def with_piece():
         assert says in capsys.readouterr().err
     assert main(["run", "--resume", "a", "rl.steps=3", "algorithm=mine.py:with_piece"]) == 2
     assert "is not the one that the run was begun with" in capsys.readouterr().err
+
+
+def test_a_run_that_was_cut_goes_on_first_and_a_worse_one_is_not_handed_out(tmp_path: Path) -> None:
+    from posttrain import run
+    from posttrain.api.overrides import apply
+    from posttrain.recipe.recipes import recipe
+
+    folder = run(apply(recipe("grpo"), SMALL), out=tmp_path / "r", quiet=True).folder
+    settings = run_file(folder).run
+    cut = next_steps(settings, folder, finished=False)
+    assert f"run --resume {folder}" in "".join(cut) and not any("export" in x for x in cut)
+    assert not any("export" in x or "--resume" in x for x in next_steps(settings, folder, worse=True))
