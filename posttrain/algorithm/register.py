@@ -14,6 +14,8 @@ from posttrain.core.pieces.piece import Piece
 def missing(piece: Piece, function: str) -> InvariantError:
     """The error for a piece without mathematics; `function` is where to register it."""
     name = type(piece).__name__
+    if piece.absent:
+        return InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
     return InvariantError(
         f"{name} has no mathematics: register a function of {name} with posttrain.algorithm.{function}.register"
     )

@@ -13,9 +13,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from posttrain.api import overrides as dotted
+from posttrain.api.own_pieces import check_files, import_again, piece_asks
 from posttrain.core import provenance
 from posttrain.core.asks import Ask, Kind, asks, values
 from posttrain.core.errors import UntrustedError
+from posttrain.core.given import OwnPiece, own_pieces
 from posttrain.core.reader import RunFile, missing_episodes, run_file
 from posttrain.core.run import Run
 from posttrain.core.visible import tell
@@ -44,27 +46,39 @@ def admitted(
     """The run of a folder with overrides in place.
 
     Args:
-        parts: the fields of `Run` that the command uses, `stages` among them; empty: all.
+        parts: the fields of `Run` that the command uses, `stages` among them; empty: all. With `stages` the Python
+            files of the algorithm's own pieces are imported.
         allow: the user gave --trust. What the folder asks for is listed and allowed.
         links: count symbolic links in the folder too, for a command that writes into it.
         change: the command's own changes of the run.
 
     Raises:
+        ConfigError: a file that defines a piece of the algorithm is gone or was changed.
         UntrustedError: the folder asks for something that is not in this user's note of the run and is not allowed
             now.
     """
     found = run_file(folder)
+    absent = found.absent if not parts or STAGES in parts else ()
+    check_files(Path(folder), absent)
     run = change(dotted.apply(found.run, list(overrides)))
-    wanted = [*_wanted(found, run, parts), *(_links(Path(folder)) if links else ())]
-    if not wanted:
+    wanted = [*_imports(found, absent), *_wanted(found, run, parts), *(_links(Path(folder)) if links else ())]
+    _permit(folder, found, wanted, allow, say)
+    if not absent:
         return run
+    import_again(Path(folder), absent)
+    return change(dotted.apply(run_file(folder).run, list(overrides)))
+
+
+def _permit(folder: Path | str, found: RunFile, wanted: Sequence[Ask], allow: bool, say: Say) -> None:
+    """UntrustedError for what the folder asks for; where the user allows it, it is listed."""
+    if not wanted:
+        return
     lines = [f"  {a.kind:<8} {a.path}: {a.what}" for a in wanted[:MOST]]
     lines += [f"  ... and {len(wanted) - MOST} more"] if len(wanted) > MOST else []
     if not allow:
         raise UntrustedError("\n".join((f"{folder} {_whose(found)}. It asks for this:", *lines, _HELP)))
     for line in (f"{folder} {_whose(found)}. It asks for this, and --trust allows it:", *lines):
         say(line)
-    return run
 
 
 _HELP = (
@@ -92,6 +106,12 @@ def _wanted(found: RunFile, run: Run, parts: Sequence[str]) -> Iterator[Ask]:
             yield ask
 
 
+def _imports(found: RunFile, absent: Sequence[OwnPiece]) -> Iterator[Ask]:
+    """The files that are imported for the algorithm's pieces and are not in the user's note."""
+    note = provenance.recall(found.identity) or provenance.Note()
+    yield from (ask for ask in piece_asks(absent) if ask.digest not in note.asked)
+
+
 def _links(folder: Path) -> Iterator[Ask]:
     """Symbolic links in a folder that will be written into: a write or removal through one acts outside the folder."""
     for place, inner, names in os.walk(folder):
@@ -107,7 +127,7 @@ def _links(folder: Path) -> Iterator[Ask]:
 def remember_run(folder: Path, run: Run) -> Iterator[str]:
     """Write this user's note of a run that was just made. Yields a line where it cannot be written."""
     found = run_file(folder)
-    why = provenance.remember(found.identity or "", found.digest, asks(run))
+    why = provenance.remember(found.identity or "", found.digest, [*asks(run), *piece_asks(own_pieces(found.facts))])
     if why:
         yield f"note: going on with this run will need --trust, because no note of it could be written: {why}"
 

@@ -58,7 +58,8 @@ def without_algorithm(overrides: Sequence[str], handed: HandedObjects) -> tuple[
     if len({*files}) > 1 or handed.algorithm is not None:
         raise ConfigError(f"{files[-1]}: an algorithm is given twice; keep one")
     chosen = algorithm_of(files[0].partition("=")[2].strip())
-    return [w for w in overrides if w not in files], replace(handed, algorithm=chosen)
+    file = Path(files[0].partition("=")[2].strip().rpartition(":")[0]).expanduser().resolve()
+    return [w for w in overrides if w not in files], replace(handed, algorithm=chosen, algorithm_file=file)
 
 
 def check_same(folder: Path, stored: Run, handed: HandedObjects) -> None:

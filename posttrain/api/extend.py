@@ -14,12 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from posttrain.api import overrides as dotted
+from posttrain.api.own_pieces import piece_asks
 from posttrain.core import provenance
 from posttrain.core.asks import Ask, asks, values
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
 from posttrain.core.errors import ConfigError
 from posttrain.core.gauge import Gauge, Gauges
+from posttrain.core.given import own_pieces
 from posttrain.core.reader import damage_is_named, run_file
 from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Reinforce, Run
@@ -275,4 +277,5 @@ def carry_note(folder: Path, before: provenance.Note | None, old: Run, new: Run)
     known = {a.digest for a in asks(old)}
     mine: list[Ask] = [a for a in asks(new) if a.digest in before.asked or a.digest not in known]
     found = run_file(folder)
+    mine += [a for a in piece_asks(own_pieces(found.facts)) if a.digest in before.asked]
     provenance.remember(found.identity or "", found.digest, mine)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
+from posttrain.api.own_pieces import own_classes
 from posttrain.api.rows import jsonl
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.env import Env, Reward
@@ -104,8 +105,8 @@ def place(
             run = replace(run, env=replace(run.env, rewards=words))  # else handed again: the tree has all of them
         given = replace(given, rewards=functions)
     if algorithm is not None:
-        run, given = _with_algorithm(run, algorithm, given)
-    return run, given
+        run = _with_algorithm(run, algorithm)
+    return run, replace(given, pieces=own_classes(run))
 
 
 @dataclass(frozen=True)
@@ -116,10 +117,13 @@ class HandedObjects:
     env: Any = None
     rewards: Any = None
     algorithm: Algorithm | None = None
+    algorithm_file: Path | None = None
+    """The file that the algorithm was read from."""
 
     def place(self, run: Run) -> tuple[Run, Given]:
         """The run with these objects named in its tree, and the objects."""
-        return place(run, self.env, self.rewards, self.algorithm)
+        run, given = place(run, self.env, self.rewards, self.algorithm)
+        return run, replace(given, algorithm=self.algorithm_file)
 
     @property
     def paths(self) -> frozenset[str]:
@@ -208,7 +212,7 @@ def _plain_name(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
-def _with_algorithm(run: Run, algorithm: Algorithm, given: Given) -> tuple[Run, Given]:
+def _with_algorithm(run: Run, algorithm: Algorithm) -> Run:
     """The algorithm in the run's only stage that learns from reward."""
     stages = [s for s in run.stages if isinstance(s, Reinforce)]
     if len(stages) != 1:
@@ -217,13 +221,7 @@ def _with_algorithm(run: Run, algorithm: Algorithm, given: Given) -> tuple[Run, 
             f" ({', '.join(s.name for s in stages) or 'none'}); give a Run whose stages have their algorithms"
         )
     placed = tuple(replace(s, algorithm=algorithm) if s is stages[0] else s for s in run.stages)
-    own = {type(p).__name__: type(p) for p in _pieces(algorithm) if not type(p).__module__.startswith("posttrain.")}
-    return replace(run, stages=placed), replace(given, pieces=own)
-
-
-def _pieces(algorithm: Algorithm) -> Iterator[Any]:
-    for a in algorithm.lineage():
-        yield from a.pieces
+    return replace(run, stages=placed)
 
 
 def setting_words(settings: Mapping[str, Any], prefix: str = "") -> Iterator[str]:
@@ -298,10 +296,11 @@ def given_notes(folder: Path, given: Given) -> Iterator[str]:
         {str(o.get("name")): o.get("digest") for o in then if isinstance(o, dict)} if isinstance(then, list) else {}
     )
     for note in given.notes():
-        if note.kind != "piece" and before.get(note.name) not in (None, note.digest):
+        if before.get(note.name) not in (None, note.digest):
+            done = "computed with" if note.kind == "piece" else "judged by"
             yield (
                 f"note: {note.kind} {note.name!r} is not as it was when the run was begun (its source text differs)."
-                " What follows is judged by the new one"
+                f" What follows is {done} the new one"
             )
 
 

@@ -149,9 +149,9 @@ def resumed_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions
         )
     folder = folder_of(options.resume)[0]
     overrides, handed = without_algorithm(overrides, options.handed)
+    run = admitted(folder, *overrides, allow=options.trust, links=True)
     stored = run_file(folder).run
     check_same(folder, stored, handed)
-    run = admitted(folder, *overrides, allow=options.trust, links=True)
     check_changes(folder, stored, run, overrides)
     objects = given_again(folder, handed)
     book, checkpoint = Book.open_for_resume(Path(options.resume))

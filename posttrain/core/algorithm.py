@@ -95,7 +95,7 @@ class Algorithm:
     """The algorithm that it is a patch of."""
 
     def __post_init__(self) -> None:
-        for reason in _meaningless(self):
+        for reason in () if self.absent else _meaningless(self):
             raise ConfigError(f"algorithm {self.name!r}: {reason}")
 
     @cached_property
@@ -104,6 +104,11 @@ class Algorithm:
         chosen = [getattr(self, name) for name in CHOICES]
         flat = [x for c in chosen for x in (cast("tuple[Any, ...]", c) if isinstance(c, tuple) else (c,))]
         return tuple(x for x in flat if isinstance(x, Piece))
+
+    @property
+    def absent(self) -> tuple[str, ...]:
+        """The names of its pieces whose classes this program does not have. What they refuse is then not known."""
+        return tuple(type(p).__name__ for p in self.pieces if p.absent)
 
     # --- what credit and loss read ------------------------------------------------------------------------------------
 

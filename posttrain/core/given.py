@@ -14,9 +14,9 @@ import json
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from posttrain.core import foreign
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, nearest
@@ -28,6 +28,8 @@ DATA = "data"
 """The folder inside a run folder that holds rows handed by a program."""
 LARGEST_ROWS = 64 * foreign.MiB
 """Most bytes of rows that are kept with a run."""
+LARGEST_SOURCE = 4 * foreign.MiB
+"""Most bytes of a Python file of the user's."""
 _DIGEST = re.compile(r"[0-9a-f]{32}")
 OBJECTS = "objects"
 """The entry of run.json about the objects that the run was handed."""
@@ -47,6 +49,49 @@ def source_text(thing: object) -> str:
         return ""
 
 
+def source_file(thing: type) -> Path | None:
+    """The Python file that defines a class; None where it was defined in a notebook, at a prompt, or in the program
+    itself, which cannot be imported again without running it."""
+    try:
+        path = Path(inspect.getsourcefile(thing) or "")
+    except (OSError, TypeError):
+        return None
+    return path.resolve() if thing.__module__ != "__main__" and path.is_file() else None
+
+
+def file_digest(path: Path) -> str:
+    """32 hex digits of a file of source text."""
+    return hashlib.blake2b(foreign.read_bytes(path, LARGEST_SOURCE, ConfigError), digest_size=16).hexdigest()
+
+
+@dataclass(frozen=True)
+class OwnPiece:
+    """What run.json records about the class of a piece that is no part of posttrain."""
+
+    name: str
+    file: str = ""
+    """The Python file that is imported for it; '' where there is none."""
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    """The digests of that file and of the one that has the class."""
+
+
+def own_pieces(facts: Mapping[str, Any]) -> tuple[OwnPiece, ...]:
+    """The pieces of the user's own that run.json records."""
+    rows: Any = facts.get(OBJECTS)
+    out: list[OwnPiece] = []
+    for row in cast("list[Any]", rows) if isinstance(rows, list) else []:
+        one = _object(row)
+        if one.get("kind") == "piece" and str(one.get("name")).isidentifier():
+            digests = {k: str(v) for k, v in _object(one.get("files")).items()}
+            out.append(OwnPiece(str(one["name"]), str(one.get("file") or ""), digests))
+    return tuple(out)
+
+
+def _object(data: Any) -> dict[str, Any]:
+    """Parsed JSON as an object; an empty one where it is none."""
+    return cast("dict[str, Any]", data) if isinstance(data, dict) else {}
+
+
 @dataclass(frozen=True)
 class ObjectNote:
     """What run.json records about one object."""
@@ -57,6 +102,10 @@ class ObjectNote:
     source: str
     closes_over: tuple[str, ...] = ()
     """Names outside the function that it reads where it was defined. Their values are not recorded."""
+    file: str = ""
+    """Of a piece: the Python file to import for it."""
+    files: Mapping[str, str] = field(default_factory=dict[str, str])
+    """Of a piece: the digests of that file and of the one that has the class."""
 
     @staticmethod
     def of(name: str, kind: str, thing: Any) -> ObjectNote:
@@ -74,6 +123,7 @@ class ObjectNote:
             "digest": self.digest,
             "source": scrubbed(self.source),
             "closes_over": list(self.closes_over),
+            **({"file": self.file, "files": dict(self.files)} if self.kind == "piece" else {}),
         }
 
 
@@ -95,6 +145,8 @@ class Given:
     environments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     pieces: Mapping[str, type] = field(default_factory=dict[str, type])
     """Classes of an algorithm's pieces that are not part of posttrain."""
+    algorithm: Path | None = None
+    """The file of `algorithm=path.py:NAME`, which is imported for its pieces."""
     data: Mapping[str, str] = field(default_factory=dict[str, str])
     """Rows as JSONL, by their digest."""
     folder: Path | None = None
@@ -167,8 +219,15 @@ class Given:
 
     def notes(self) -> tuple[ObjectNote, ...]:
         """What run.json records of the objects."""
-        kinds = (("reward", self.rewards), ("environment", self.environments), ("piece", self.pieces))
-        return tuple(ObjectNote.of(name, kind, thing) for kind, things in kinds for name, thing in things.items())
+        kinds = (("reward", self.rewards), ("environment", self.environments))
+        notes = [ObjectNote.of(name, kind, thing) for kind, things in kinds for name, thing in things.items()]
+        return (*notes, *(self._piece_note(name, cls) for name, cls in self.pieces.items()))
+
+    def _piece_note(self, name: str, cls: type) -> ObjectNote:
+        own = source_file(cls)
+        imported = self.algorithm if self.algorithm is not None else own
+        files = {str(p): file_digest(p) for p in (imported, own) if p is not None}
+        return replace(ObjectNote.of(name, "piece", cls), file=str(imported or ""), files=files)
 
     def write_data(self, folder: Path) -> None:
         """Write the rows into a folder."""

@@ -13,8 +13,8 @@ from typing import Any, cast
 from posttrain.core import files, record
 from posttrain.core.errors import PosttrainError, RunFolderError
 from posttrain.core.gauge import Step
-from posttrain.core.given import OBJECTS
-from posttrain.core.pieces.piece import Piece
+from posttrain.core.given import OwnPiece, own_pieces
+from posttrain.core.pieces.absent import known_pieces, read_without
 from posttrain.core.run import Run
 from posttrain.core.tree import from_plain
 
@@ -35,6 +35,8 @@ class RunFile:
     """Entries that are not as they were written (`run.seed`), by their digests."""
     digest: str = ""
     """Digest of the whole file."""
+    absent: tuple[OwnPiece, ...] = ()
+    """Pieces of its algorithms whose classes this program does not have; `run` has their record in their place."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +71,9 @@ def run_file(folder: Path | str) -> RunFile:
     data = files.read_json(path)
     _check_schema(path, data.get("schema"))
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
-    _pieces_are_known(path, data)
-    with damage_is_named(str(path)):
+    known = known_pieces()
+    absent = tuple(p for p in own_pieces(facts) if p.name not in known)
+    with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
         return RunFile(
             from_plain(Run, _migrated(data["run"])),
             data["lineages"],
@@ -78,23 +81,7 @@ def run_file(folder: Path | str) -> RunFile:
             data.get("identity"),
             _edited(data),
             _digest(data),
-        )
-
-
-def _pieces_are_known(path: Path, data: Mapping[str, Any]) -> None:
-    """RunFolderError where the algorithm has a piece whose class a program handed, and this program lacks it."""
-    handed = data.get(OBJECTS)
-    listed = cast("list[Any]", handed) if isinstance(handed, list) else []
-    rows = [cast("Mapping[str, Any]", o) for o in listed if isinstance(o, Mapping)]
-    known, waiting = set[str](), [Piece]
-    while waiting:
-        one = waiting.pop()
-        known.add(one.__name__)
-        waiting += one.__subclasses__()
-    if missing := [str(o.get("name")) for o in rows if o.get("kind") == "piece" and o.get("name") not in known]:
-        raise RunFolderError(
-            f"{path}: the algorithm of this run has {', '.join(missing)}, defined by the Python program that began it."
-            f" Define it again before the run is read or goes on; its source text is in run.json under {OBJECTS!r}"
+            absent,
         )
 
 

@@ -188,6 +188,8 @@ class Reinforce(Stage):
     def _check_pieces(self) -> None:
         """Checks what the algorithm needs of the stage."""
         a = self.algorithm
+        if a.absent:
+            return
         if a.shown is not None and a.shown.siblings >= self.siblings:
             raise ConfigError(
                 f"{self.name}: shown.siblings={a.shown.siblings} of siblings={self.siblings} leaves nothing for the"

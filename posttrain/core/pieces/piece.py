@@ -25,6 +25,9 @@ class Piece(Open, ABC):
     forms_ratio: ClassVar[bool] = False
     """Whether it reads the ratio of the policy and the anchor, whatever ratio the push uses."""
 
+    absent: ClassVar[bool] = False
+    """Whether this is the record of a piece whose class this program does not have (`core.pieces.absent`)."""
+
     @abstractmethod
     def words(self) -> str:
         """Its formula, one line in the letters of `core.formula`."""

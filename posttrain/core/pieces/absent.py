@@ -1,0 +1,91 @@
+"""Pieces of an algorithm whose class this program does not have, as a run folder records them.
+
+Reading a run runs no code of it. So a piece that the user's own file defines is read as its recorded numbers, under its
+own name. It can be printed and compared. It has no mathematics, and the checks of an algorithm leave it out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Collection, Generator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+from posttrain.core import tree
+from posttrain.core.algorithm import Algorithm
+from posttrain.core.errors import ConfigError, InvariantError, RunFolderError
+from posttrain.core.open import is_open
+
+
+def known_pieces() -> set[str]:
+    """The names of all classes of pieces that this program has."""
+    return {c.__name__ for choice in _choices() for c in tree.members(choice)}
+
+
+def _choices() -> list[type[Any]]:
+    """The open choices of an algorithm, one for each kind of piece."""
+    declared = (x for hint in tree.hints(Algorithm).values() for x in _inner(hint))
+    return list(dict.fromkeys(c for c in declared if is_open(c)))
+
+
+def _inner(declared: Any) -> Iterator[Any]:
+    yield declared
+    for part in typing.get_args(declared):
+        yield from _inner(part)
+
+
+@contextmanager
+def read_without(run: Any, names: Collection[str]) -> Generator[None]:
+    """Context in which the pieces `names` of a plain run can be read although this program has no class for them.
+
+    Raises:
+        RunFolderError: what is recorded of one cannot be a piece.
+    """
+    made: list[type[Any]] = []
+    try:
+        for base, data in _recorded(run) if names else ():
+            name = str(data.get(tree.TAG))
+            if name in names and name not in {c.__name__ for c in made}:
+                made.append(_stand_in(base, name, data))
+        yield
+    finally:
+        for one in made:
+            one.withdraw()
+
+
+def _recorded(run: Any) -> Iterator[tuple[type[Any], Mapping[str, Any]]]:
+    """(open choice, plain piece) of every algorithm of a plain run, those that it is a patch of included."""
+    stages: Any = cast("dict[str, Any]", run).get("stages") if isinstance(run, dict) else None
+    for stage in cast("list[Any]", stages) if isinstance(stages, list) else []:
+        a: Any = cast("dict[str, Any]", stage).get("algorithm") if isinstance(stage, dict) else None
+        while isinstance(a, dict):
+            plain = cast("dict[str, Any]", a)
+            for field, hint in tree.hints(Algorithm).items():
+                base, value = next((c for c in _inner(hint) if is_open(c)), None), plain.get(field)
+                items: list[Any] = cast("list[Any]", value) if isinstance(value, list) else [value]
+                if base is not None:
+                    yield from ((base, cast("Mapping[str, Any]", x)) for x in items if isinstance(x, dict))
+            a = plain.get("parent")
+
+
+def _stand_in(base: type[Any], name: str, data: Mapping[str, Any]) -> type[Any]:
+    """A class with the recorded fields and no mathematics."""
+    names = [f for f in data if f != tree.TAG]
+    for f in names:
+        if f.startswith("__") or f == "absent" or callable(getattr(base, f, None)):
+            raise RunFolderError(f"the piece {name!r:.80} is damaged: it has a field {f!r:.80}")
+
+    def words(self: Any) -> str:
+        return f"{name}({', '.join(f'{f}={getattr(self, f)!r}' for f in names)}), of a file of its own"
+
+    def nothing(self: Any, *given: Any, **named: Any) -> Any:
+        raise InvariantError(f"{name} is only its record here: its class is defined in a file that was not imported")
+
+    methods: dict[str, Any] = dict.fromkeys(base.__abstractmethods__, nothing)
+    space = {**methods, "words": words, "absent": True, "__module__": __name__}
+    fields = [(f, Any) for f in names]
+    try:
+        return dataclasses.make_dataclass(name, fields, bases=(base,), namespace=space, frozen=True, kw_only=True)
+    except (ConfigError, TypeError, ValueError) as error:
+        raise RunFolderError(f"the piece {name!r:.80} is damaged: {error}") from error
