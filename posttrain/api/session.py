@@ -25,6 +25,7 @@ from posttrain.controller.stages import Progress, Stages, check_drivers, where
 from posttrain.controller.stages.progress import StageResult
 from posttrain.core.book import Book
 from posttrain.core.checkpoint import Checkpoint
+from posttrain.core.errors import RunFolderError
 from posttrain.core.files import disk_full_is_reported
 from posttrain.core.given import DATA
 from posttrain.core.ports import Tracker
@@ -100,6 +101,27 @@ def build_session(request: RunRequest) -> RunSession:
     return session
 
 
+def new_folder(runs: Path, recipe: str) -> Path:
+    """Make `runs/RECIPE-TIME`. Runs that begin in the same second get `-2`, `-3` and so on.
+
+    Raises:
+        RunFolderError: it cannot be made.
+    """
+    began = f"{recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+    number = 1
+    while True:
+        folder = runs / (began if number == 1 else f"{began}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            if not runs.is_dir():
+                raise RunFolderError(f"cannot create run folder {folder}: {runs} is not a folder") from None
+        except OSError as error:
+            raise RunFolderError(f"cannot create run folder {folder}: {error.strerror}") from error
+        number += 1
+
+
 def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     """Build in order; the run folder is made only after the checks before it have passed.
 
@@ -112,7 +134,7 @@ def _build(request: RunRequest, cleanup: ExitStack) -> RunSession:
     policy = session_policy(request)
     notes = request.notes
     if book is None:
-        folder = request.out or Path("runs") / f"{run.recipe}-{time.strftime('%Y%m%d-%H%M%S')}"
+        folder = request.out or new_folder(Path("runs"), run.recipe)
         contained = dict.fromkeys(x for e in request.environments for x in e.abilities.contained)
         book = Book.create(folder, run, {**facts(policy, threads, tuple(contained)), **request.recorded})
         cleanup.callback(book.close)
