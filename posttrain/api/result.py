@@ -7,9 +7,8 @@ import importlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from posttrain.controller.stages import StageResult, where
 from posttrain.core import reader
 from posttrain.core.checkpoint import scan
 from posttrain.core.content import shown
@@ -21,6 +20,9 @@ from posttrain.core.run import Run
 from posttrain.core.verdict import Judged
 from posttrain.core.verdict import failed as broken
 from posttrain.core.visible import visible, visible_lines
+
+if TYPE_CHECKING:
+    from posttrain.controller.stages import StageResult
 
 WIDTH = 100
 """Most characters of a line in a `repr`."""
@@ -256,6 +258,8 @@ def load(folder: str | Path) -> Result:
     found = scan(folder)
     stages: tuple[StageResult, ...] = ()
     if found:
+        from posttrain.controller.stages import where  # imports torch
+
         with damage_is_named(f"{found[-1].folder}/state.json"):
             stages = where(run, found[-1].state).results
     return Result(folder, run, stages)
