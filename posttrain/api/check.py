@@ -25,7 +25,8 @@ from posttrain.core.visible import tell
 from posttrain.environment import check as probes
 from posttrain.environment.check import CheckReport, Mark
 from posttrain.environment.gallery import GALLERY
-from posttrain.environment.make import environment, names
+from posttrain.environment.make import environment
+from posttrain.environment.make import names as environment_names
 from posttrain.environment.single import SingleTurn
 from posttrain.recipe.recipes import RECIPES
 from posttrain.recipe.recipes import recipe as shipped
@@ -114,7 +115,7 @@ def _refuse_others(target: str) -> None:
     if ("/" in target or Path(target).is_dir()) and ":" not in target:
         why = "it has no run.json" if Path(target).is_dir() else "there is no such folder"
         raise ConfigError(
-            f"{target} is no run folder ({why}), and no environment: {', '.join(names())}, or a run folder"
+            f"{target} is no run folder ({why}), and no environment: {', '.join(environment_names())}, or a run folder"
         )
 
 

@@ -306,7 +306,7 @@ def _as_the_recipe(
 ) -> ForModel:
     """The run with the settings of the recipe, which are for a model as small as its own. One that a run built larger
     gets the learning rates of its size."""
-    about = "" if size is None else f"{size.parameters:,} parameters"
+    about = "" if size is None else f"about {float(f'{size.parameters:.2g}'):,.0f} parameters"
     if size is not None and size.parameters >= TRAINED:
         asked = [s for s in run.stages if type(s) in LR]
         rates = {f"{s.name}.optimizer.lr": learning_rate(type(s), size.parameters) for s in asked}

@@ -80,7 +80,7 @@ class RolloutView:
             ("prompt", self.prompt),
             ("said", self.said),
             *([("wanted", str(self.answer))] if self.answer is not None else []),
-            ("reward", "not judged" if self.reward is None else f"{self.reward:.4g}"),
+            ("reward", "not judged" if self.reward is None else f"{self.reward:.3g}"),
             *((f"{j.source} (weight {j.weight:g})", _verdict(j)) for j in self.verdicts),
             ("ended", f"{self.stop}, {self.record.episode.spoken} tokens"),
         ]
@@ -89,7 +89,7 @@ class RolloutView:
 
 def _verdict(j: Judged) -> str:
     v = j.verdict
-    score = v.state.value if v.score is None else f"{v.score:.4g}"
+    score = v.state.value if v.score is None else f"{v.score:.3g}"
     return "  ".join(x for x in (score, v.kind, v.why) if x)
 
 

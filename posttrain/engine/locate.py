@@ -102,9 +102,7 @@ def locate(path: str, setting: str = "model.path") -> str:
         check_layers(folder)
         return str(folder.resolve())
     if folder.is_file():
-        raise ConfigError(
-            f"{what} is a file: give the directory that holds config.json, the weights and the tokenizer"
-        )
+        raise ConfigError(f"{what} is a file: give the directory that holds config.json, the weights and the tokenizer")
     if not HUB_ID.fullmatch(path) or ("/" in path and folder.parent.is_dir()):
         raise ConfigError(
             f"{what}: no such directory. Give {'a run folder, ' * (not setting)}a directory written by"

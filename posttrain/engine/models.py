@@ -317,7 +317,7 @@ def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> 
 
 
 def _device(name: str) -> torch.device:
-    """The device of that name. It must have float64, by which tokens are drawn and weights are checked: MPS has none."""
+    """The device of that name. It must have float64, by which tokens are drawn and weights checked: MPS has none."""
     try:
         return torch.empty(0, device=name, dtype=torch.float64).device
     except (RuntimeError, AssertionError, TypeError, ValueError) as error:
