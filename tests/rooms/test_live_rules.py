@@ -314,8 +314,8 @@ def test_the_terminal_prints_each_kind_of_note_once() -> None:
     assert "note: step 2, collapse: it fell from 0.5 to 0.1" in said and "note: step 4: the reference" in said
     terminal.close({})
     counted = out.getvalue().removeprefix(said)
-    assert counted == (
-        "note: rl: no group has spread (all siblings agree; rewards seen: 0), ... held at steps 1, 3 (2 times)\n"
+    assert " ".join(counted.split()) == (
+        "note: rl: no group has spread (all siblings agree; rewards seen: 0), ... held at steps 1, 3 (2 times)"
     ), "findings of rules stand in the report of the run"
     terminal.close({})
     assert out.getvalue().removeprefix(said) == counted, "it is counted once"
