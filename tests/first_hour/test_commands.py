@@ -73,5 +73,11 @@ def test_toy_sizes_stand_where_a_setting_has_another_value() -> None:
     assert small.startswith("posttrain run sft model=m sft.steps=4 --out runs/x env.heldout=8 ")
     assert small.endswith("sft.batch=8  # why") and small.count("sft.steps") == 1
     assert "sft.steps" not in smaller("posttrain run verifiable sft=none")
-    assert smaller("posttrain run --resume runs/x rl.steps=200") == "posttrain run --resume runs/x rl.steps=4"
+    assert smaller("posttrain run --resume runs/x rl.steps=200") == "posttrain run --resume runs/x rl.steps=14"
     assert smaller("posttrain show runs/x") == "posttrain show runs/x"
+
+
+def test_the_index_has_every_example() -> None:
+    examples = ROOT / "examples"
+    listed = set(re.findall(r"\]\((\w+)/README\.md\)", (examples / "README.md").read_text(encoding="utf-8")))
+    assert listed == {p.parent.name for p in examples.glob("*/README.md")}
