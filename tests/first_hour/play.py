@@ -6,6 +6,7 @@ import os
 import re
 import resource
 import select
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -15,15 +16,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from queue import SimpleQueue
 
 from tests.first_hour import fresh
 from tests.first_hour.pages import Step, steps
-from tests.first_hour.serving import SERVES, Serving
+from tests.first_hour.serving import SERVES, Serving, Started
 from tests.first_hour.words import exempt, pages, put_in, smaller, with_words
 
 HERE = Path(__file__).parent
 SCRIPT = f"{HERE / 'driver.py'} --toy"
 """What plays a script of the reader's at toy size."""
+BY_THE_SHELL = ("README.md", "examples/prompts/README.md")
+PLAIN = re.compile(r"posttrain [^|&;$<>`]*$")
+"""At toy size a page's plain commands are run by forks of a program that has imported torch, which is most of what each
+would do: those of the first page and of one example by the shell and the installed script, as are all when played
+whole."""
 DEFAULT_ADDRESS = "http://127.0.0.1:8000"
 SERVES_WITHIN = 120.0
 TRACE = "Traceback (most recent call last)"
@@ -98,9 +105,10 @@ def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = 
 class Page:
     """One page in its folder: a copy of what is given; of an example, its own folder too."""
 
-    def __init__(self, hour: Hour, path: Path) -> None:
-        self.hour, self.path = hour, path
-        self.folder = hour.folder / "pages" / str(path.relative_to(hour.root)).replace("/", "-")
+    def __init__(self, hour: Hour, path: Path, started: Started) -> None:
+        self.hour, self.path, self._started = hour, path, started
+        self.page = str(path.relative_to(hour.root))
+        self.folder = hour.folder / "pages" / self.page.replace("/", "-")
         shutil.copytree(hour.folder / "given", self.folder)
         if path.parent != hour.root and path.parent.name != "docs":
             shutil.copytree(path.parent, self.folder, dirs_exist_ok=True)
@@ -169,6 +177,9 @@ class Page:
         return text.replace(DEFAULT_ADDRESS, self._url) if self._url else text
 
     def _ran(self, typed: str) -> tuple[str, int, str]:
+        if not self.hour.whole and self.page not in BY_THE_SHELL and PLAIN.match(typed):
+            words = shlex.split(typed, comments=True)
+            return typed, *self._started.run(words, self.folder, self._environ, self.hour.limit)
         try:
             done = subprocess.run(
                 ["bash", "-c", typed],
@@ -223,14 +234,27 @@ def play(hour: Hour, chosen: Sequence[Path], jobs: int, say: Callable[[str], Non
     out: list[Played] = []
     lock = threading.Lock()
 
-    def one(path: Path) -> None:
-        for p in Page(hour, path).play():
-            with lock:
-                out.append(p)
-                say(told(p))
+    idle: SimpleQueue[Started] = SimpleQueue()
 
-    with ThreadPoolExecutor(jobs) as pool:
-        list(pool.map(one, chosen))
+    def one(path: Path) -> None:
+        started = idle.get()
+        try:
+            for p in Page(hour, path, started).play():
+                with lock:
+                    out.append(p)
+                    say(told(p))
+        finally:
+            idle.put(started)
+
+    programs = [Started(hour.venv, hour.folder, hour.environ) for _ in range(jobs)]
+    for program in programs:
+        idle.put(program)
+    try:
+        with ThreadPoolExecutor(jobs) as pool:
+            list(pool.map(one, chosen))
+    finally:
+        for program in programs:
+            program.end()
     return out
 
 

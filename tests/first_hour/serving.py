@@ -1,7 +1,9 @@
-"""What a page starts and leaves running while its next commands are typed in another terminal."""
+"""Processes that outlive a step: servers, which go on while the next commands of their page are typed in another
+terminal, and a `posttrain` that is started once for many commands."""
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import select
@@ -55,3 +57,39 @@ class Serving:
             rest, _ = self.process.communicate()
         self.said += rest.decode(errors="replace")
         return self.process.returncode
+
+
+class Started:
+    """`posttrain` in a process that has imported already what all its commands import (`started.py`)."""
+
+    def __init__(self, venv: Path, folder: Path, environ: dict[str, str]) -> None:
+        self._venv, self._output, self._environ = venv, folder / f"said-{id(self)}.txt", environ
+        self._process: subprocess.Popen[str] | None = None
+
+    def run(self, words: list[str], folder: Path, environ: dict[str, str], seconds: float) -> tuple[int, str]:
+        """The exit code of a command, 124 where it takes longer than that many seconds, and what it printed."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                [str(self._venv / "bin/python"), str(Path(__file__).with_name("started.py"))],
+                env=self._environ,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                start_new_session=True,
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        program = [str(self._venv / "bin" / words[0]), *words[1:]]
+        asked = {"words": program, "folder": str(folder), "environ": environ, "output": str(self._output)}
+        print(json.dumps(asked), file=self._process.stdin, flush=True)
+        ready, _, _ = select.select([self._process.stdout], [], [], seconds)
+        answer = self._process.stdout.readline().strip() if ready else ""
+        if not answer:
+            self.end()
+        said = self._output.read_text(errors="replace") if self._output.exists() else ""
+        return int(answer or "124"), said
+
+    def end(self) -> None:
+        if self._process is not None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._process = None

@@ -1,5 +1,6 @@
-"""The first hour of a new user, in a fresh environment from the wheel: every command and every program of README, of the
-pages, of the examples and of the notebooks, in order. At toy sizes; as printed where POSTTRAIN_FIRST_HOUR is `whole`."""
+"""The first hour of a new user, in a fresh environment from the wheel: every command and every program of README, of
+the pages, of the examples and of the notebooks, in order. At toy sizes; as printed where POSTTRAIN_FIRST_HOUR is
+`whole`."""
 
 from __future__ import annotations
 

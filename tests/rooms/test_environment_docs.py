@@ -1,5 +1,5 @@
-"""The examples of the pages about environments and tools run, in order, in one namespace a page; what is a file of its own there is
-played in the first hour."""
+"""The examples of the pages about environments and tools run, in order, in one namespace a page. What is a file
+of its own there is played in the first hour."""
 
 from __future__ import annotations
 
