@@ -13,6 +13,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
+
 from posttrain.core import files, reader
 from posttrain.core.errors import ConfigError, nearest
 from posttrain.core.run import Reinforce
@@ -185,7 +187,7 @@ def _matplotlib() -> Iterator[None]:
     """matplotlib with our settings for the length of the block; characters that no font has are drawn as boxes."""
     import matplotlib
 
-    with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings():
+    with matplotlib.rc_context(cast("Any", STYLE)), warnings.catch_warnings(), np.errstate(over="raise"):
         warnings.filterwarnings("ignore", message="Glyph .* missing from")
         try:
             yield

@@ -44,6 +44,19 @@ def _shell(line: str, folder: Path, path: str = os.defpath) -> str:
 
 
 @pytest.mark.parametrize(
+    "word", ["a\nb", "'\n'; echo $(id)", "\\\n'", "\x1b[2J\u202e", "\\'\x00 \t`x`", "plain", "a b'c"]
+)
+def test_a_word_is_one_word_on_one_line(word: str) -> None:
+    """bash reads it as text, and as the word itself where that can be printed."""
+    line = shell.command_line("show", word)
+    assert line.isprintable()
+    told = f"printf '<%s>' {line.partition(' show ')[2]}"
+    done = subprocess.run(["bash", "-c", told], capture_output=True, text=True)
+    assert done.stdout.count("<") == 1 and done.stderr == "" and "uid=" not in done.stdout
+    assert "\x00" in word or done.stdout == f"<{word}>"
+
+
+@pytest.mark.parametrize(
     ("typed", "path", "printed"),
     [
         (".venv/bin/posttrain", os.defpath, ".venv/bin/posttrain"),
