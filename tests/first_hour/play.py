@@ -99,7 +99,7 @@ def prepare(root: Path, folder: Path, whole: bool, say: Callable[[str], None] = 
     code = [str(venv / "bin/python"), str(HERE / "given.py")]
     subprocess.run(code, cwd=given, env=environ, check=True, stdout=subprocess.DEVNULL)
     say(f"my-model, mine.jsonl, mine.py, runs/mine: {time.monotonic() - begun:.0f} s")
-    return Hour(root, folder, venv, whole, 1200.0 if whole else 300.0, environ=environ)
+    return Hour(root, folder, venv, whole, 3600.0 if whole else 300.0, environ=environ)
 
 
 class Page:
