@@ -71,7 +71,7 @@ def test_rewards_and_prompts_are_named(run: Path, tmp_path: Path) -> None:
     data = (f"env.prompts={rows}", "env.rewards=exact")
     posttrain.run("grpo", *tiny, *small, *data, out=tmp_path / "run", quiet=True)
     card = model_card(tmp_path / "run", find(tmp_path / "run"), "mine")
-    assert f"`{rows}` | `exact (weight 1)`" in card
+    assert f"`{rows.name}` | `exact (weight 1)`" in card and str(tmp_path) not in card
 
 
 HOSTILE = "x`|\n<script>alert(1)</script> ![](http://a/b) \x1b[2J"

@@ -4,6 +4,7 @@ back as YAML."""
 from __future__ import annotations
 
 import dataclasses
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ from posttrain.core.errors import ConfigError
 from posttrain.core.ladder import LADDER
 from posttrain.core.meanings import about, meaning, sentence
 from posttrain.core.run import Run
+from posttrain.environment.gallery import GALLERY
+from posttrain.environment.make import shipped_class
 from posttrain.recipe.recipes import RECIPES, recipe
 
 
@@ -49,6 +52,18 @@ def test_every_setting_says_what_it_means(cls: type) -> None:
         assert text.endswith((".", ":", "?")), f"{cls.__name__}.{f.name}: write what it means below it"
 
 
+@pytest.mark.parametrize("name", [*GALLERY, "prompts"])
+def test_help_tells_what_a_shipped_environment_takes(name: str) -> None:
+    run = recipe("arithmetic")
+    run = dataclasses.replace(run, env=dataclasses.replace(run.env, name=name))
+    own = shipped_class(name)
+    assert own is not None
+    said = settings_text(run, "env.args", 80)
+    for field in own.settings():
+        assert f"  env.args.{field} = " in said and meaning(own, field).endswith("."), field
+    assert "env.args.NAME" in settings_text(run, "", 80)
+
+
 @pytest.mark.parametrize("name", sorted(RECIPES))
 @pytest.mark.parametrize("columns", [40, 80, 120])
 def test_the_help_lists_each_setting_once_and_fits(name: str, columns: int) -> None:
@@ -63,6 +78,7 @@ def test_the_help_lists_each_setting_once_and_fits(name: str, columns: int) -> N
     if columns == 80:
         assert len(settings_text(run, "", 80).splitlines()) <= 70
         assert max(map(len, whole.splitlines())) <= 110  # values stand whole on their line
+        assert not re.search(r"\b[A-E]\d\d\b", whole), "a code of the survey, which no reader of help can look up"
 
 
 @pytest.mark.parametrize(
