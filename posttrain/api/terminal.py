@@ -66,9 +66,9 @@ class Terminal:
             self.say(f"  {noted(step, note)}")
 
     def say(self, line: str) -> None:
-        """Print a line, wrapped to the console's width."""
+        """Print a line, wrapped in a terminal. In a log it stays whole, so that it can be searched."""
         self._close()
-        for part in wrapped(line, self.console.width):
+        for part in wrapped(line, self.console.width) if self.console.is_terminal else (line,):
             self.console.print(part)
 
     def close(self, summary: Mapping[str, float]) -> None:
