@@ -72,7 +72,8 @@ def run_file(folder: Path | str) -> RunFile:
     _check_schema(path, data.get("schema"))
     facts = {k: v for k, v in data.items() if k not in ("schema", "identity", "digests", "run", "lineages")}
     known = known_pieces()
-    absent = tuple(p for p in own_pieces(facts) if p.name not in known)
+    with damage_is_named(str(path)):
+        absent = tuple(p for p in own_pieces(facts) if p.name not in known)
     with damage_is_named(str(path)), read_without(data.get("run"), {p.name for p in absent}):
         return RunFile(
             from_plain(Run, _migrated(data["run"])),

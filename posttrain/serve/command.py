@@ -109,7 +109,7 @@ def serve(
     token = where.resolve()
     check_address(where.host, token)
     served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint, trust=trust)
-    return wait(listen(served, where.host, where.port, facts, say, where.limits))
+    return wait(listen(served, where.host, where.port, facts, say, where.limits, where.token_env))
 
 
 def served_by(run: Run, overrides: Sequence[str]) -> Embedded:
