@@ -15,7 +15,7 @@ from posttrain.api.handed import named_rewards, place, setting_words
 from posttrain.cli import main
 from posttrain.core.abilities import Abilities
 from posttrain.core.asks import asks
-from posttrain.core.errors import ConfigError, DataError, RunFolderError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.ladder import DAPO
 from posttrain.core.ports import Environment
 from posttrain.core.reader import run_file, steps
@@ -226,15 +226,6 @@ def test_an_algorithm_goes_into_the_stage_that_learns() -> None:
     assert run.stage("rl").algorithm is DAPO
     with pytest.raises(ConfigError, match="2 stages that learn from reward"):
         place(replace(run, stages=(*run.stages, replace(run.stages[0], name="two"))), algorithm=DAPO)
-
-
-def test_a_piece_of_a_program_is_missed_by_its_name(tmp_path: Path) -> None:
-    posttrain.run("grpo", HELD, env=ROWS, rewards=["exact"], out=tmp_path / "r", **TINY)
-    path = tmp_path / "r" / "run.json"
-    data = json.loads(path.read_text())
-    path.write_text(json.dumps({**data, "objects": [{"name": "Bell", "kind": "piece", "source": "class Bell: ..."}]}))
-    with pytest.raises(RunFolderError, match="has Bell, defined by the Python program that began it"):
-        posttrain.load(tmp_path / "r")
 
 
 def test_results_read_well(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from run_parts import forget
 
 from posttrain.api.next_steps import next_steps
 from posttrain.cli import main
@@ -88,6 +89,9 @@ def with_piece():
         assert says in capsys.readouterr().err
     assert main(["run", "--resume", "a", "rl.steps=3", "algorithm=mine.py:with_piece"]) == 2
     assert "is not the one that the run was begun with" in capsys.readouterr().err
+    forget()
+    assert [c[0] for c in commands(Path("a"))] == ["show", "eval", "export", "run", "run", "run"]
+    assert commands(Path("a"))[3] == ["run", "--resume", "a", "rl.steps=4"], "the run knows its file"
 
 
 def test_a_run_that_was_cut_goes_on_first_and_a_worse_one_is_not_handed_out(tmp_path: Path) -> None:
