@@ -13,8 +13,10 @@ from posttrain.core.redact import scrubbed_data
 from posttrain.core.run import Reinforce, Run
 from posttrain.core.shell import command_line, with_reasons
 
-LONG = 80
+LONG = 60
 """Characters of a command that still has its reason beside it."""
+WIDTH = 78
+"""Columns of a command with its reason; where one is wider, each reason stands above its command."""
 ASKED = "asked"
 """The entry of run.json with the words that the run was started with."""
 
@@ -63,7 +65,7 @@ def next_steps(run: Run, folder: Path, finished: bool = True, worse: bool = Fals
 
 def _lines(out: list[tuple[str, str]]) -> list[str]:
     short = [row for row in out if len(row[0]) <= LONG]
-    return [*with_reasons(short), *(line for c, why in out if len(c) > LONG for line in (f"# {why}", c))]
+    return [*with_reasons(short, WIDTH), *(line for c, why in out if len(c) > LONG for line in (f"# {why}", c))]
 
 
 def _words(folder: Path) -> tuple[str, list[str]] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from posttrain.api import overrides as dotted
 from posttrain.api.admit import admitted, to_stderr
@@ -15,8 +15,10 @@ from posttrain.core.checkpoint import find
 from posttrain.core.errors import ConfigError, DataError, RunFolderError, UntrustedError
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
-from posttrain.engine.kept import kept, write_config
-from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.locate import check_source
+
+if TYPE_CHECKING:
+    from posttrain.engine.models import Policy
 
 
 def target_run(
@@ -60,6 +62,19 @@ def run_and_checkpoint(target: str | Path, checkpoint: str) -> tuple[str | Path,
     return source
 
 
+def check_target(target: str | Path, checkpoint: str) -> None:
+    """Refuse a target that is not there, before anything is imported or chosen for it.
+
+    Raises:
+        RunFolderError: a run folder without such a checkpoint.
+        ConfigError, DataError: no model can be read from there.
+    """
+    if is_run(target):
+        find(Path(target), checkpoint)
+    else:
+        check_source("", str(target))
+
+
 def model_run(target: str | Path) -> Run:
     """A run that evaluates a model of the user's."""
     return Run(recipe="eval", model=Model(path=str(target)), env=Env(), stages=(Reinforce(name="eval"),))
@@ -70,6 +85,8 @@ def model_run(target: str | Path) -> Run:
 
 def keep_policy(book: Book, policy: Policy) -> None:
     """Write the model configuration and tokenizer that `kept_policy` and `show` read."""
+    from posttrain.engine.kept import write_config
+
     book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
     book.beside(MODEL, lambda folder: write_config(policy, folder))
 
@@ -81,6 +98,9 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
         RunFolderError: its tokenizer is not the one the run was made with.
         UntrustedError: building its model needs what `model.*` names, and that is not allowed.
     """
+    from posttrain.engine.kept import kept
+    from posttrain.engine.models import load_policy
+
     found = run_file(folder)
     stops: Any = found.facts.get("stop_ids")
     try:
@@ -99,6 +119,8 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 
 def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
     """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints."""
+    from posttrain.engine.models import load_policy
+
     if run_source(model.path) is not None:
         return branched_policy(model, most)
     return load_policy(model, None, seed, most=most)
@@ -109,6 +131,8 @@ def built_policy(folder: Path, run: Run) -> Policy:
 
     A model that was built by the run gets its tokenizer from the folder, so no environment is needed for its alphabet.
     """
+    from posttrain.engine.models import load_policy
+
     if (branched := begun_with(folder, run)) is not None:
         return branched
     if run.model.path is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,6 +14,7 @@ from posttrain.api.console import PlainConsole
 from posttrain.api.notebook import NotebookLine, in_kernel
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
+from posttrain.core.shell import program
 from posttrain.diagnose.said import RULE, SaidOnce
 
 PLAIN_EVERY = 5.0
@@ -65,8 +67,10 @@ class Terminal:
             self.say(f"  {noted(step, note)}")
 
     def say(self, line: str) -> None:
+        """Print a line, wrapped to the console's width."""
         self._close()
-        self.console.print(line)
+        for part in wrapped(line, self.console.width):
+            self.console.print(part)
 
     def close(self, summary: Mapping[str, float]) -> None:
         self._close()
@@ -128,6 +132,30 @@ class Terminal:
         if not done or step.index >= total or self._open_ended(step):
             return ""
         return f"  {(time.monotonic() - self._begun) / done * (total - step.index):.0f} s left"
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """Text in lines of at most `width` columns; what goes on is set in. A line with a command stays whole, so that it
+    can be copied, and so does a path.
+
+    >>> wrapped("rl: " + "x " * 21, 40)[1]
+    '  x x x'
+    """
+    out: list[str] = []
+    for line in text.split("\n"):
+        if len(line) <= width or f"{program()} " in line:
+            out.append(line)
+            continue
+        lead = line[: len(line) - len(line.lstrip())]
+        out += textwrap.wrap(
+            line.strip(),
+            max(width, 40),
+            initial_indent=lead,
+            subsequent_indent=f"{lead}  ",
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    return out
 
 
 def _count(done: int, total: int | None) -> str:

@@ -31,15 +31,17 @@ def _quoted(word: str) -> str:
     return f"$'{visible(plain)}'"
 
 
-def with_reasons(rows: Iterable[tuple[str, str]]) -> list[str]:
-    """Commands under one another, each with what it is for as a comment.
+def with_reasons(rows: Iterable[tuple[str, str]], width: int | None = None) -> list[str]:
+    """Commands under one another, each with what it is for as a comment; above it where the two are wider than `width`.
 
     >>> with_reasons([("ls", "files"), ("pwd", "this folder")])
     ['ls   # files', 'pwd  # this folder']
     """
     kept = list(rows)
-    width = max((len(command) for command, _ in kept), default=0)
-    return [f"{command:<{width}}  # {why}" for command, why in kept]
+    beside = max((len(command) for command, _ in kept), default=0)
+    if width is not None and any(beside + len(why) + 4 > width for _, why in kept):
+        return [line for command, why in kept for line in (f"# {why}", command)]
+    return [f"{command:<{beside}}  # {why}" for command, why in kept]
 
 
 def program() -> str:

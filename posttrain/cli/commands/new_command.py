@@ -15,9 +15,9 @@ def add(sub: Subparsers) -> None:
         "new",
         new,
         "write a working environment or reward function to change, and its test",
-        "posttrain new env sort_letters              an environment: one question, one answer\n"
-        "  posttrain new env stock_room --tools        an environment with tools and several turns\n"
-        "  posttrain new reward close_enough           a reward function, and rows to try it on",
+        "posttrain new env sort_letters        # one question, one answer\n"
+        "  posttrain new env stock_room --tools  # tools and several turns\n"
+        "  posttrain new reward close_enough     # a reward, and rows to try it on",
     )
     p.add_argument("what", choices=("env", "reward"), help="what to write")
     p.add_argument(
