@@ -262,7 +262,8 @@ class ForModel:
 
 def given_paths(run: Run, overrides: Iterable[str]) -> frozenset[str]:
     """Full paths of the settings that these overrides give."""
-    return frozenset(".".join(dotted.address(run, text.partition("=")[0].strip())) for text in overrides if "=" in text)
+    given = (text.partition("=")[::2] for text in overrides if "=" in text)
+    return frozenset(".".join(dotted.address(run, key.strip(), word.strip())) for key, word in given)
 
 
 def for_model(
@@ -323,10 +324,11 @@ def _as_the_recipe(
 def room_for_minibatches(run: Run, overrides: Sequence[str]) -> list[str]:
     """Overrides that raise `prompts` of the recipe to a multiple of the `minibatches` that the user gives with a model,
     where `prompts` is left open: it is chosen for the model, and the recipe's own number must not refuse them."""
-    given = given_paths(run, overrides)
-    if not given & {"model", "model.path"}:
+    words = [text.partition("=") for text in overrides if "=" in text]
+    if not {"model", "model.path"} & {key.strip() for key, _, _ in words}:
         return []
-    asked = {".".join(dotted.address(run, k.strip())): w.strip() for k, _, w in (t.partition("=") for t in overrides)}
+    given = given_paths(run, overrides)
+    asked = {".".join(dotted.address(run, k.strip(), w.strip())): w.strip() for k, _, w in words}
     out: list[str] = []
     for s in run.stages:
         cut = asked.get(f"{s.name}.minibatches", "")

@@ -19,7 +19,7 @@ from posttrain.api.rows import jsonl
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.env import Env, Reward
 from posttrain.core.errors import ConfigError
-from posttrain.core.given import INLINE, OBJECTS, Given, ObjectNote, is_inline, rows_digest
+from posttrain.core.given import INLINE, OBJECTS, Given, ObjectNote, is_inline, own_pieces, rows_digest
 from posttrain.core.reader import run_file
 from posttrain.core.run import Reinforce, Run
 from posttrain.environment.prompts import PromptsEnv
@@ -115,13 +115,15 @@ class HandedObjects:
     env: Any = None
     rewards: Any = None
     algorithm: Algorithm | None = None
-    algorithm_file: Path | None = None
-    """The file that the algorithm was read from."""
+    algorithm_word: str = ""
+    """`path.py:NAME`, where the algorithm was named so."""
 
     def place(self, run: Run) -> tuple[Run, Given]:
         """The run with these objects named in its tree, and the objects."""
         run, given = place(run, self.env, self.rewards, self.algorithm)
-        return run, replace(given, algorithm=self.algorithm_file)
+        if self.algorithm is None or not self.algorithm_word:
+            return run, given
+        return run, replace(given, algorithms={self.algorithm_word: self.algorithm})
 
     @property
     def paths(self) -> frozenset[str]:
@@ -331,12 +333,16 @@ def given_notes(folder: Path, given: Given) -> Iterator[str]:
     before = (
         {str(o.get("name")): o.get("digest") for o in then if isinstance(o, dict)} if isinstance(then, list) else {}
     )
+    files = {p.name: {*p.files.values()} for p in own_pieces({OBJECTS: then})}
     for note in given.notes():
-        if before.get(note.name) not in (None, note.digest):
+        texts, then_texts = {*note.files.values()}, files.get(note.name, set[str]())
+        same = texts == then_texts if texts and then_texts else before.get(note.name) in (None, note.digest)
+        if not same:
+            what = "the text of its file differs" if texts and then_texts else "its source text differs"
             done = "computed with" if note.kind == "piece" else "judged by"
             yield (
-                f"note: {note.kind} {note.name!r} is not as it was when the run was begun (its source text differs)."
-                f" What follows is {done} the new one"
+                f"note: {note.kind} {note.name!r} is not as it was when the run was begun ({what}). What follows is"
+                f" {done} the new one"
             )
 
 

@@ -19,6 +19,7 @@ from posttrain.api.environments import check_environment, distinct, own_environm
 from posttrain.api.extend import Extension, check_changes, extension
 from posttrain.api.handed import HandedObjects, given_again, given_notes, object_notes, recorded
 from posttrain.api.next_steps import asked_words
+from posttrain.api.own_pieces import own_classes
 from posttrain.api.run_file import code_notes, is_recipe, run_of
 from posttrain.api.trackers import check_trackers
 from posttrain.core.book import Book
@@ -119,6 +120,7 @@ def new_run(recipe: str | Run, overrides: Sequence[str], options: RunOptions) ->
     base, objects = handed.place(run_of(recipe))
     room = room_for_minibatches(base, overrides) if is_recipe(recipe) else []
     run, origin = pinned(dotted.apply(base, [*room, *overrides]))
+    objects = replace(objects, pieces=own_classes(run))  # overrides may have named others than the base has
     given = given_paths(base, overrides) | handed.paths if is_recipe(recipe) else None
     out = Path(options.out) if options.out else None
     about = {**words, **origin, **recorded(objects)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import textwrap
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +13,7 @@ from posttrain.api.console import PlainConsole
 from posttrain.api.notebook import NotebookLine, in_kernel
 from posttrain.core.gauge import Step
 from posttrain.core.run import Run
-from posttrain.core.shell import program
+from posttrain.core.shell import wrapped
 from posttrain.diagnose.said import RULE, SaidOnce
 
 PLAIN_EVERY = 5.0
@@ -67,9 +66,9 @@ class Terminal:
             self.say(f"  {noted(step, note)}")
 
     def say(self, line: str) -> None:
-        """Print a line, wrapped to the console's width."""
+        """Print a line, wrapped in a terminal. In a log it stays whole, so that it can be searched."""
         self._close()
-        for part in wrapped(line, self.console.width):
+        for part in wrapped(line, self.console.width) if self.console.is_terminal else (line,):
             self.console.print(part)
 
     def close(self, summary: Mapping[str, float]) -> None:
@@ -132,30 +131,6 @@ class Terminal:
         if not done or step.index >= total or self._open_ended(step):
             return ""
         return f"  {(time.monotonic() - self._begun) / done * (total - step.index):.0f} s left"
-
-
-def wrapped(text: str, width: int) -> list[str]:
-    """Text in lines of at most `width` columns; what goes on is set in. A line with a command stays whole, so that it
-    can be copied, and so does a path.
-
-    >>> wrapped("rl: " + "x " * 21, 40)[1]
-    '  x x x'
-    """
-    out: list[str] = []
-    for line in text.split("\n"):
-        if len(line) <= width or f"{program()} " in line:
-            out.append(line)
-            continue
-        lead = line[: len(line) - len(line.lstrip())]
-        out += textwrap.wrap(
-            line.strip(),
-            max(width, 40),
-            initial_indent=lead,
-            subsequent_indent=f"{lead}  ",
-            break_long_words=False,
-            break_on_hyphens=False,
-        )
-    return out
 
 
 def _count(done: int, total: int | None) -> str:

@@ -44,6 +44,15 @@ def tree() -> str:
     )
 
 
+def _named(name: str) -> Algorithm:
+    """An algorithm of the ladder, or of the user's own file, which is imported only then."""
+    if ":" not in name:
+        return algorithm(name)
+    from posttrain.api.algorithm_file import algorithm_of
+
+    return algorithm_of(name)
+
+
 def table() -> str:
     """One line per algorithm: the choices in which they differ, and their cost."""
     head = ("name", "A", "region", "weight", "anchor", "fwd", "memory")
@@ -105,7 +114,7 @@ def _row(a: Algorithm) -> tuple[str, ...]:
 
 def one(name: str) -> str:
     """One algorithm: its changes, formulas, choices, inputs, cost and lineage."""
-    a = algorithm(name)
+    a = _named(name)
     out = [f"{a.name}   ({source(a)})", "", *_form(), ""]
     out += [line for label, text in formulas(a) for line in _prose(f"  {label:<8} ", text)]
     if a.pull is not None and a.pull.truth:
@@ -157,7 +166,7 @@ def _width() -> int:
 
 def diff(left: str, right: str) -> str:
     """The choices in which two algorithms differ, in the columns of the terminal; what is longer is wrapped."""
-    a, b = algorithm(left), algorithm(right)
+    a, b = _named(left), _named(right)
     rows = [(f, word(x), word(y)) for f, (x, y) in differences(a, b).items()]
     if not rows:
         return f"{a.name} and {b.name} make the same choices"

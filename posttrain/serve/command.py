@@ -101,7 +101,7 @@ def serve(
 
     check_address(where.host, token)
     served, facts = make_served(target, *overrides, token=token, name=name, checkpoint=checkpoint, trust=trust)
-    return wait(listen(served, where.host, where.port, facts, say, where.limits))
+    return wait(listen(served, where.host, where.port, facts, say, where.limits, where.token_env))
 
 
 def _stored(target: str | Path, checkpoint: str, overrides: Sequence[str]) -> Run:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_parts import forget
 
 from posttrain.api.next_steps import next_steps
 from posttrain.cli import main
@@ -93,6 +94,9 @@ def with_piece():
         assert says in capsys.readouterr().err
     assert main(["run", "--resume", "a", "rl.steps=3", "algorithm=mine.py:with_piece"]) == 2
     assert "is not the one that the run was begun with" in capsys.readouterr().err
+    forget()
+    assert [c[0] for c in commands(Path("a"))] == ["show", "eval", "export", "run", "run", "run"]
+    assert commands(Path("a"))[3] == ["run", "--resume", "a", "rl.steps=4"], "the run knows its file"
 
 
 @pytest.mark.parametrize(

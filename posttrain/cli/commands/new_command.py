@@ -37,11 +37,13 @@ def new(o: Namespace) -> int:
         if o.tools:
             raise ConfigError("--tools belongs to an environment: posttrain new env NAME --tools")
         reward, test, rows = new_reward(o.name, o.folder)
-        tell(f"wrote {reward}, {test} and {rows}: a working reward function to change. What next:")
+        tell(f"wrote {reward}, {test} and {rows}: a working reward function to change")
+        tell("what next:")
         steps = reward_steps(reward, test, rows, o.name)
     else:
         env, test = new_env(o.name, o.folder, o.tools)
-        tell(f"wrote {env} and {test}: a working environment to change. What next:")
+        tell(f"wrote {env} and {test}: a working environment to change")
+        tell("what next:")
         steps = next_steps(env, test, class_name(o.name), o.tools)
     for line in steps:
         tell(f"  {line}")

@@ -93,7 +93,9 @@ def _written(o: Namespace, request: RunRequest) -> str:
     first = ["# checked, and not started. Save it as FILE.yaml, and posttrain run FILE.yaml runs it"]
     first += [f"# {line}" for line in request.notes]
     recipe = run_of(o.recipe) if o.recipe and is_recipe(o.recipe) else None
-    return "\n".join([*first, to_yaml(request.run, recipe, request.recorded.get("chosen"))]).rstrip()
+    return "\n".join(
+        [*first, to_yaml(request.run, recipe, request.recorded.get("chosen"), request.objects.algorithms)]
+    ).rstrip()
 
 
 def _help(o: Namespace) -> str:
