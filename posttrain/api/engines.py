@@ -61,7 +61,7 @@ def make_engine(run: Run, policy: Policy, text: Callable[[np.ndarray], str]) -> 
         EngineError: it does not start.
     """
     if isinstance(run.engine, Embedded):
-        serving = Serving(embedded_engine(run, run.engine, policy.clone(), text), lambda: None)
+        serving = Serving(embedded_engine(run, run.engine, policy.twin(), text), lambda: None)
     else:
         serving = _vllm(run, run.engine, policy)
     try:
@@ -105,7 +105,7 @@ def _speculation(run: Run, how: Embedded, policy: Policy) -> Lookup | Draft | No
         return Lookup(how.lookup)
     if how.draft is None:
         return None
-    small = open_policy(replace(run.model, path=how.draft, context=None), run.seed, policy.context)
+    small = open_policy(replace(run.model, path=how.draft, context=None, lora=None), run.seed, policy.context)
     if small.tokenizer_digest != policy.tokenizer_digest:
         raise ConfigError(
             f"engine.draft={how.draft}: its tokenizer differs from the policy's, so it drafts other words. Use one"

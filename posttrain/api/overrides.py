@@ -18,6 +18,7 @@ from typing import Any, cast
 
 from posttrain.api.values import read
 from posttrain.core import ladder, tree
+from posttrain.core.adapter import Lora
 from posttrain.core.algorithm import CHOICES, Algorithm, differences, patch
 from posttrain.core.env import Env
 from posttrain.core.errors import ConfigError, closest, nearest
@@ -139,8 +140,14 @@ def _algorithm(_: Algorithm, word: str) -> Algorithm:
     return ladder.algorithm(word)
 
 
-SHORT: dict[type, Callable[[Any, str], Any]] = {Env: _env, Model: _model, Algorithm: _algorithm}
-"""Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`."""
+def _lora(_: Lora | None, word: str) -> Lora:
+    return Lora(rank=cast("int", read(int, word, "model.lora")))
+
+
+SHORT: dict[type, Callable[[Any, str], Any]] = {Env: _env, Model: _model, Algorithm: _algorithm, Lora: _lora}
+"""Subtrees that one word can set: `model=PATH`, `env=NAME`, `algorithm=NAME`, `model.lora=RANK`."""
+BEGUN: dict[type, Any] = {Lora: Lora()}
+"""Groups of settings that are none until one of them is set, and what they are then."""
 
 
 def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
@@ -160,6 +167,8 @@ def _rebuild(declared: Any, current: Any, node: Node, path: str) -> Any:
     if isinstance(current, tuple):
         return _elements(declared, cast("tuple[Any, ...]", current), node, path)
     part = next(iter(node.parts))
+    if current is None and (begun := next((BEGUN[m] for m in tree.members(declared) if m in BEGUN), None)) is not None:
+        return _fields(begun, node, path)
     if current is None and Env in tree.members(declared):
         raise ConfigError(
             f"{path}.{part}: {path} is none, so the run's environment is used; name its own first: {path}=NAME"

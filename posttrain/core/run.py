@@ -9,6 +9,7 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from posttrain.core.adapter import Lora
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.engines import Embedded, Engine, KernelChoice
 from posttrain.core.env import Env
@@ -59,6 +60,8 @@ class Model:
     compiled: the same, but do not start where the embedded engine has no kernels built by this machine's C compiler
     (float32 on a CPU). torch: nothing that is compiled on this machine. reference: every operation by its plain
     definition; slow, for finding out whether a faster form is wrong."""
+    lora: Lora | None = None
+    """Train adapters of low rank beside frozen weights (`model.lora.rank=16`). None: train all weights."""
     gradient_checkpointing: bool = False
     """Compute a forward pass twice to keep less of it in memory."""
     history: Literal["append", "rewrite"] = "append"

@@ -25,7 +25,7 @@ from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.logit_rules import LogitRules
 from posttrain.engine.logprob import candidates, energies, logprobs, most_probable, odds
-from posttrain.engine.models import Policy, named_tensors
+from posttrain.engine.models import Policy, named_tensors, served_tensors
 from posttrain.engine.readout import read_out
 from posttrain.engine.transform import logit_dtype
 
@@ -125,9 +125,9 @@ class HFLearner:
         return policy | {f"value_head.{n}": p for n, p in self.value_head.named_parameters()}
 
     def shards(self) -> Iterator[Shard]:
-        """The policy's weights under their state-dict names. Each tied tensor comes once, and each
-        tensor is one whole shard."""
-        return (Shard.of(name, tensor.detach()) for name, tensor in named_tensors(self.policy.module))
+        """The policy's weights under their state-dict names, or those of its adapter alone where it has one. Each tied
+        tensor comes once, and each tensor is one whole shard."""
+        return (Shard.of(name, tensor.detach()) for name, tensor in served_tensors(self.policy.module))
 
     def fingerprint(self) -> str:
         """Exact digest of the weights under those names."""
@@ -144,14 +144,15 @@ class HFLearner:
 
 
 class FrozenScorer:
-    """A reference: a copy of a policy's weights as they are now. Nothing changes them.
+    """A reference: a copy of a policy's weights as they are now. Nothing changes them. Weights that never train are
+    shared with the policy.
 
     `digest` is the fingerprint at construction. A canary compares it with `fingerprint()` as long
     as the scorer is used.
     """
 
     def __init__(self, policy: Policy) -> None:
-        self.policy = policy.clone()
+        self.policy = policy.twin()
         self.policy.module.requires_grad_(False).eval()
         self._reader = _PackedReader(self.policy)
         self.digest = self.fingerprint()

@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
+from posttrain.core.adapter import Lora
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError, InvariantError, PosttrainError
 from posttrain.core.files import share
 from posttrain.core.run import BUILT_CONTEXT, Model
+from posttrain.engine import adapter
 from posttrain.engine.accept import accept
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
@@ -56,6 +58,8 @@ class Policy:
     """Whether the model's own Python code was trusted."""
     kernels: KernelChoice = "auto"
     """The choice of kernels: `Model.kernels`."""
+    lora: Lora | None = None
+    """The settings of its adapter; None where all weights train."""
 
     @property
     def device(self) -> torch.device:
@@ -79,12 +83,23 @@ class Policy:
             f"model: {type(self.module).__name__} {self.source}, {self.size:,} parameters, {dtype} on {self.device}",
             f"vocabulary: {len(self.tokenizer):,} tokens, {rows:,} embedding rows; context: {self.context:,} tokens",
             f"stop tokens: {stops}",
+            *(() if self.lora is None else (_adapter_words(self.module, self.lora),)),
             *(f"note: {note}" for note in self.notes),
         )
 
     def clone(self) -> Policy:
         """The same policy with its own copy of the weights."""
         return replace(self, module=copy.deepcopy(self.module))
+
+    def twin(self) -> Policy:
+        """The same policy with its own copy of the weights that train. Frozen weights are shared, so nothing may change
+        them in either."""
+        frozen = {id(p): p for p in self.module.parameters() if not p.requires_grad}
+        return replace(self, module=copy.deepcopy(self.module, {**frozen}))
+
+    def plain(self) -> Policy:
+        """This policy where it has no adapter, else a copy of it with the adapter merged into the copy's weights."""
+        return self if self.lora is None else replace(self, module=adapter.merged(self.module), lora=None)
 
     @torch.no_grad()
     def greedy(self, ids: Tensor, count: int) -> Tensor:
@@ -99,11 +114,14 @@ class Policy:
 
     def save(self, folder: Path | str) -> None:
         """Save model and tokenizer with `save_pretrained`, then read both back and check them. Any AutoModelForCausalLM
-        and AutoTokenizer can read the folder.
+        and AutoTokenizer can read the folder. An adapter is merged into what is written.
 
         Raises:
             InvariantError: what was read back has other weights, another tokenizer, or other greedy tokens.
         """
+        if self.lora is not None:
+            self.plain().save(folder)
+            return
         with quiet():
             self.module.save_pretrained(folder)
             self.tokenizer.save_pretrained(folder)
@@ -142,6 +160,11 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield name, tensor
 
 
+def served_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The tensors that a learner sends to its engine: those of the adapter where there is one, else all."""
+    return iter(adapter.adapter_tensors(module).items()) if adapter.is_adapted(module) else named_tensors(module)
+
+
 def load_policy(
     model: Model, alphabet: str | None, seed: int, most: int | None = None, tokenizer_files: Path | None = None
 ) -> Policy:
@@ -170,7 +193,16 @@ def load_policy(
     else:
         module, tokenizer, notes = read_pretrained(model.path, dtype, model.trust_remote_code)
         source = f"from {model.path}"
-    return prepared(model, module, tokenizer, resolve_stops(tokenizer, module.generation_config), source, notes, most)
+    stops = resolve_stops(tokenizer, module.generation_config)
+    return with_adapter(prepared(model, module, tokenizer, stops, source, notes, most), model, seed)
+
+
+def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
+    """The policy with the adapter that `model.lora` asks for, attached in place."""
+    if model.lora is None:
+        return policy
+    adapter.attach(policy.module, model.lora, seed)
+    return replace(policy, lora=model.lora)
 
 
 def _built_tokenizer(alphabet: str | None, files: Path | None) -> PreTrainedTokenizerFast:
@@ -271,6 +303,11 @@ def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int,
             " correct eos_token_id there"
         )
     return tuple(stops)
+
+
+def _adapter_words(module: PreTrainedModel, lora: Lora) -> str:
+    count = sum(p.numel() for p in module.parameters() if p.requires_grad)
+    return f"adapter: {lora.words()}: {len(adapter.layers(module))} layers, {count:,} parameters train"
 
 
 def _embedding_rows(module: PreTrainedModel) -> int:

@@ -77,7 +77,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "sync_says_it_did",
-    seam="posttrain.engine.embedded.engine:replace_weights",
+    seam="posttrain.engine.embedded.cached_model:replace_weights",
     what="the engine takes the new version number and keeps the old weights",
     harm="every token is stamped with weights that did not say it",
     source="pain 4, slime#2091",
@@ -88,7 +88,7 @@ def _(real: Real) -> Real:
 
 @fault(
     "sync_one_tensor_stale",
-    seam="posttrain.engine.embedded.engine:replace_weights",
+    seam="posttrain.engine.embedded.cached_model:replace_weights",
     what="one tensor of every push keeps its old value",
     harm="sampler and learner drift apart slowly, and nobody knows why",
     source="pain 4, SkyRL#1680",

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -16,6 +19,7 @@ from posttrain.engine.embedded.cache import CachedLayout, CachePool, ragged_aran
 from posttrain.engine.embedded.fused import FusedDecoder, fusable
 from posttrain.engine.embedded.plan import Plan
 from posttrain.engine.embedded.slots import Slots
+from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.kernels import kernel
 
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -50,12 +54,18 @@ class CachedModel:
         self.kernels: KernelChoice = kernels
         self.pool = CachePool(shapes, module.dtype, where, kernels)
         form = kernel("decoder", where, module.dtype, kernels if fusable(module) else "reference")
-        decoder = form.function(module, self.read_out, context)
+        self._decoder = decoder = form.function(module, self.read_out, context)
         self.hidden = decoder.hidden
         self.fused = isinstance(decoder, FusedDecoder)
         """Whether the decoder is the fused one (`fused.FusedDecoder`)."""
         self.lanes = decoder.lanes if isinstance(decoder, FusedDecoder) else 1
         self._rows = rows
+
+    def load(self, tensors: Iterable[tuple[str, Any]]) -> None:
+        """Copy new weights into the module, all of them or none."""
+        replace_weights(self.module, tensors)
+        if isinstance(self._decoder, FusedDecoder):
+            self._decoder.refresh()
 
     @property
     def vocabulary(self) -> int:

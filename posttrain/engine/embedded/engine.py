@@ -30,7 +30,6 @@ from posttrain.engine.embedded.speculate import Draft, DraftModel, Lookup, Promp
 from posttrain.engine.embedded.stepper import Stepper
 from posttrain.engine.embedded.stopping import Text
 from posttrain.engine.embedded.timeline import Timeline
-from posttrain.engine.embedded.weights import replace_weights
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.kernels import TABLE
 from posttrain.engine.models import named_tensors
@@ -200,7 +199,7 @@ class EmbeddedEngine:
                 self._drained.append(drained)
                 await drained
             self._newer(version)
-            replace_weights(self._module, tensors)
+            self._served.load(tensors)
             self._renew(version)
         finally:
             self._loading -= 1

@@ -1,0 +1,52 @@
+"""The settings of an adapter: small matrices that train beside frozen weights."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from posttrain.core.errors import ConfigError
+
+ALL_LINEAR = "all-linear"
+"""Every linear layer of the decoder. The language-model head is not one of them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """LoRA (2106.09685): each chosen layer computes W x + scale * B A x. W stays as it was loaded, A and B train.
+
+    B begins at 0, so the policy begins as the model that was loaded. A and B are float32 whatever the dtype of W. There
+    is no dropout, because sampler and learner must be the same function.
+    """
+
+    rank: int = 16
+    """Rows of A and columns of B."""
+    alpha: float = 32.0
+    """scale = alpha / rank."""
+    targets: tuple[str, ...] = (ALL_LINEAR,)
+    """Last words of the names of the layers that get an adapter, such as q_proj,v_proj; all-linear: every linear layer
+    of the decoder."""
+    rslora: bool = False
+    """scale = alpha / sqrt(rank) instead (2312.03732), which keeps the size of updates equal over ranks."""
+    dora: bool = False
+    """Train also the norm of each output of the layer (DoRA, 2402.09353). Slower."""
+
+    def __post_init__(self) -> None:
+        if self.rank < 1:
+            raise ConfigError(f"model.lora.rank={self.rank}: must be >= 1; model.lora=none trains all weights")
+        if not self.alpha > 0 or not math.isfinite(self.alpha):
+            raise ConfigError(f"model.lora.alpha={self.alpha:g}: must be > 0")
+        if not self.targets or not all(self.targets):
+            raise ConfigError(f"model.lora.targets: name at least one layer, or {ALL_LINEAR}")
+        if ALL_LINEAR in self.targets and len(self.targets) > 1:
+            raise ConfigError(f"model.lora.targets={','.join(self.targets)}: {ALL_LINEAR} holds the others; keep one")
+
+    @property
+    def scale(self) -> float:
+        """The factor of B A x."""
+        return self.alpha / (math.sqrt(self.rank) if self.rslora else self.rank)
+
+    def words(self) -> str:
+        """As a line of a report says it."""
+        kind = "DoRA" if self.dora else "rsLoRA" if self.rslora else "LoRA"
+        return f"{kind} of rank {self.rank}, scale {self.scale:g}, on {', '.join(self.targets)}"

@@ -1,0 +1,153 @@
+"""Adapters over frozen weights, by PEFT: attach, switch off, merge into a copy, write and read.
+
+PEFT's layers take the place of linear layers inside the module, so the module stays the Hugging Face class that it was,
+and learner, reference and engine read it as they read any other. Nothing here changes a frozen weight.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from posttrain.core.adapter import ALL_LINEAR, Lora
+from posttrain.core.errors import ConfigError, EngineError
+from posttrain.engine.readout import read_out
+
+if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+NAME = "default"
+"""Name of the adapter inside PEFT's layers."""
+
+
+def attach(module: PreTrainedModel, lora: Lora, seed: int) -> None:
+    """Freeze the weights of `module` and put new adapters into it, in place.
+
+    Args:
+        seed: of the matrices A; B is 0.
+
+    Raises:
+        ConfigError: no layer has a name of `lora.targets`, or one of them is the head.
+    """
+    from peft import inject_adapter_in_model
+
+    module.requires_grad_(False)
+    names = linear_names(module)
+    with torch.random.fork_rng(devices=[] if module.device.type == "cpu" else None):
+        torch.manual_seed(seed)
+        try:
+            inject_adapter_in_model(_config(lora), module, NAME)
+        except ValueError as error:
+            raise ConfigError(
+                f"model.lora.targets={','.join(lora.targets)}: {type(module).__name__} has no such linear layers. Its"
+                f" linear layers are {', '.join(names)}"
+            ) from error
+    if isinstance(read_out(module).head, _tuner_layer()):
+        raise ConfigError(
+            "model.lora.targets: the language-model head can have no adapter, because log-probs are computed from its"
+            f" weight. Name other layers: {', '.join(names)}"
+        )
+    for parameter in module.parameters():
+        if parameter.requires_grad and parameter.dtype.itemsize < 4:
+            parameter.data = parameter.data.float()
+
+
+def _config(lora: Lora) -> Any:
+    from peft import LoraConfig
+
+    targets: str | list[str] = ALL_LINEAR if lora.targets == (ALL_LINEAR,) else list(lora.targets)
+    return LoraConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,  # type: ignore[arg-type]  # PEFT computes alpha / r with any number
+        target_modules=targets,
+        use_rslora=lora.rslora,
+        use_dora=lora.dora,
+        lora_dropout=0.0,
+        bias="none",
+        task_type="CAUSAL_LM",
+    )
+
+
+def linear_names(module: PreTrainedModel) -> list[str]:
+    """Last words of the names of the decoder's linear layers, each once."""
+    head = read_out(module).head
+    linear = (nn.Linear, Conv1D)
+    return list(
+        dict.fromkeys(n.rpartition(".")[2] for n, m in module.named_modules() if isinstance(m, linear) and m is not head)
+    )
+
+
+def _tuner_layer() -> type[BaseTunerLayer]:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return BaseTunerLayer
+
+
+def layers(module: nn.Module) -> dict[str, BaseTunerLayer]:
+    """The layers with an adapter, by name. Empty for a module without adapters."""
+    if not is_adapted(module):
+        return {}
+    kind = _tuner_layer()
+    return {name: part for name, part in module.named_modules() if isinstance(part, kind)}
+
+
+def is_adapted(module: nn.Module) -> bool:
+    """Whether it has adapters. Needs no PEFT where it has none."""
+    return any(hasattr(part, "base_layer") and hasattr(part, "adapter_layer_names") for part in module.modules())
+
+
+def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The adapters' own parameters, under their state-dict names."""
+    inside = tuple(
+        f"{name}.{words}." for name, layer in layers(module).items() for words in layer.adapter_layer_names
+    )
+    return {n: t for n, t in module.state_dict(keep_vars=True).items() if n.startswith(inside)} if inside else {}
+
+
+@contextmanager
+def switched_off(module: nn.Module) -> Iterator[None]:
+    """Inside, the module computes without its adapters."""
+    parts = layers(module).values()
+    for part in parts:
+        part.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.enable_adapters(True)
+
+
+def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:
+    """(weight, bias) of the plain layer that computes what this one does with its adapter. The layer's own weights are
+    left as they are. For a layer without an adapter these are its own."""
+    plain: Any = _merged_layer(layer) if is_adapted(layer) else layer
+    return plain.weight.detach(), None if plain.bias is None else plain.bias.detach()
+
+
+def _merged_layer(layer: nn.Module) -> nn.Module:
+    """A copy of a PEFT layer's base layer, with the adapter merged into the copy."""
+    alone: Any = copy.deepcopy(layer)
+    try:
+        alone.merge(safe_merge=True)
+    except ValueError as error:
+        raise EngineError(f"the adapter cannot be merged: {error}. Go on from an earlier checkpoint") from error
+    return alone.get_base_layer()
+
+
+def merged(module: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module with every adapter merged into the copy's weights, and no adapter left."""
+    whole = copy.deepcopy(module)
+    for name in layers(whole):
+        parent, _, last = name.rpartition(".")
+        setattr(whole.get_submodule(parent), last, _merged_layer(whole.get_submodule(name)))
+    for attribute in ("peft_config", "_hf_peft_config_loaded"):
+        if attribute in whole.__dict__:
+            delattr(whole, attribute)
+    return whole.requires_grad_(True)
