@@ -11,8 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from posttrain.core.adapter import Lora
 from posttrain.core.checkpoint import find
-from posttrain.core.errors import DataError
+from posttrain.core.errors import ConfigError, DataError
 from posttrain.core.reader import folder_of, is_run, run_file
 from posttrain.core.run import Model, Run
 
@@ -51,7 +52,22 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         "before": found.facts.get("branched_from"),
     }
     path = str(folder / "checkpoints" / checkpoint.name)
-    return replace(run, model=replace(run.model, path=path)), {"branched_from": origin}
+    model = replace(run.model, path=path, lora=_goes_on(run.model, folder, found.run.model))
+    return replace(run, model=model), {"branched_from": origin}
+
+
+def _goes_on(model: Model, folder: Path, then: Model) -> Lora | None:
+    """The adapter of a branch: that of the run it begins with, which goes on, or a new one over full weights.
+
+    Raises:
+        ConfigError: another adapter is asked for than the run has.
+    """
+    if then.lora is not None and model.lora not in (None, then.lora):
+        raise ConfigError(
+            f"model={folder}: this run trained an adapter ({then.lora.words()}), and a branch goes on with it. Leave"
+            f" model.lora out; or merge it first: posttrain export {folder} MODEL, then model=MODEL"
+        )
+    return model.lora if then.lora is None else then.lora
 
 
 def was_built(path: str | Path | None) -> bool:
@@ -66,27 +82,30 @@ def was_built(path: str | Path | None) -> bool:
     return False
 
 
-def branched_policy(model: Model, most: int | None = None) -> Any:
+def branched_policy(model: Model, seed: int, most: int | None = None) -> Any:
     """The policy at `model.path`, a run or one of its checkpoints: an `engine.models.Policy` with those weights.
 
     Raises:
         DataError: the model needs code of its own, so its folder is not enough.
     """
     from posttrain.engine.learner import HFLearner
+    from posttrain.engine.models import with_adapter
     from posttrain.role.weights import load_weights
 
     source = run_source(model.path)
     assert source is not None
     checkpoint = find(*source)
+    then = run_file(source[0]).run.model.lora
     try:
-        policy = kept_in(source[0], model, most)
+        policy = kept_in(source[0], replace(model, lora=then), most)
     except DataError as error:
         raise DataError(
             f"{error}. To begin with its weights, write them as a plain model first: posttrain export {source[0]}"
             f" MODEL --checkpoint {checkpoint.name}, then model=MODEL"
         ) from error
     load_weights(checkpoint.folder, HFLearner(policy))
-    return replace(policy, source=f"from {model.path}")
+    policy = replace(policy, source=f"from {model.path}")
+    return policy if then is not None else with_adapter(policy, model, seed)
 
 
 def kept_in(folder: Path, model: Model, most: int | None = None) -> Any:

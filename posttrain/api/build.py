@@ -31,7 +31,7 @@ from posttrain.core.run import Run
 from posttrain.core.stage import Stage
 from posttrain.core.version import VERSION
 from posttrain.engine.learner import FrozenScorer, HFLearner
-from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.models import Policy, base_digest, load_policy
 from posttrain.engine.optimizer import AdamW
 from posttrain.engine.readout import read_out
 from posttrain.engine.reference import freeze
@@ -71,6 +71,7 @@ def facts(policy: Policy, threads: int, sandboxes: Sequence[str] = ()) -> dict[s
         "tokenizer_digest": policy.tokenizer_digest,
         "template_digest": policy.template_digest,
         "stop_ids": list(policy.stop_ids),
+        **({} if policy.lora is None else {"base_digest": base_digest(policy)}),
         "sandboxes": list(sandboxes),
         "argv": scrubbed_data(sys.argv),
     }

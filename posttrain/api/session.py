@@ -16,7 +16,7 @@ from posttrain.api.extend import Extension, begin
 from posttrain.api.proofs import prove_start
 from posttrain.api.request import RunRequest
 from posttrain.api.summary import conclude, planted_lines
-from posttrain.api.target import keep_policy
+from posttrain.api.target import keep_policy, same_base
 from posttrain.api.terminal import Terminal
 from posttrain.api.trackers import make_trackers, tracker_lines
 from posttrain.controller.interrupt import Interrupted, Stopper
@@ -173,8 +173,10 @@ def session_policy(request: RunRequest) -> Policy:
     """The policy of the run. A branch that goes on has all of it in its own folder, but where it was cut before it
     kept the weights that it began with."""
     run, book, checkpoint = request.run, request.book, request.checkpoint
-    if book is None or not is_branch(book.folder):
+    if book is None:
         return make_policy(run, request.environment, request.others)
+    if not is_branch(book.folder):
+        return same_base(book.folder, make_policy(run, request.environment, request.others))
     kept = (book.folder / "kept" / START).is_dir()
     own = book.folder if checkpoint is not None or kept else None
     policy = make_policy(run, request.environment, request.others, own=own)

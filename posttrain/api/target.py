@@ -16,7 +16,7 @@ from posttrain.core.errors import ConfigError, DataError, RunFolderError, Untrus
 from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
 from posttrain.engine.kept import kept, write_config
-from posttrain.engine.models import Policy, load_policy
+from posttrain.engine.models import Policy, base_digest, load_policy
 
 
 def target_run(
@@ -69,9 +69,12 @@ def model_run(target: str | Path) -> Run:
 
 
 def keep_policy(book: Book, policy: Policy) -> None:
-    """Write the model configuration and tokenizer that `kept_policy` and `show` read."""
+    """Write the model configuration and tokenizer that `kept_policy` and `show` read. Beneath an adapter, weights that
+    were built, or that another run learned, are kept too."""
+    path = book.run.model.path
+    base = policy.lora is not None and (path is None or run_source(path) is not None)
     book.beside(TOKENIZER, policy.tokenizer.save_pretrained)
-    book.beside(MODEL, lambda folder: write_config(policy, folder))
+    book.beside(MODEL, lambda folder: write_config(policy, folder, base))
 
 
 def kept_policy(folder: Path, allow: bool) -> Policy:
@@ -86,13 +89,13 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
     try:
         policy = kept(found.run.model, folder / MODEL, folder / TOKENIZER, stops)
     except DataError as error:
-        if found.run.model.path is None:
+        if found.run.model.path is None or run_source(found.run.model.path) is not None:
             raise
         try:
             run = admitted(folder, parts=("model",), allow=allow)
         except UntrustedError as asked:
             raise UntrustedError(f"{error}. So it takes the model that the run began with. {asked}") from error
-        return load_policy(run.model, None, run.seed)
+        return same_base(folder, load_policy(run.model, None, run.seed))
     _same_tokenizer(folder, found.facts.get("tokenizer_digest"), policy)
     return policy
 
@@ -100,7 +103,7 @@ def kept_policy(folder: Path, allow: bool) -> Policy:
 def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
     """The policy at `model.path`: a model directory, a hub id, a run folder or one of its checkpoints."""
     if run_source(model.path) is not None:
-        return branched_policy(model, most)
+        return branched_policy(model, seed, most)
     return load_policy(model, None, seed, most=most)
 
 
@@ -112,13 +115,28 @@ def built_policy(folder: Path, run: Run) -> Policy:
     if (branched := begun_with(folder, run)) is not None:
         return branched
     if run.model.path is not None:
-        return open_policy(run.model, run.seed)
+        return same_base(folder, open_policy(run.model, run.seed))
     if not (folder / TOKENIZER).is_dir():
         raise RunFolderError(
             f"{folder} has no {TOKENIZER}/, which a run writes before its first step: copy the whole folder again"
         )
     policy = load_policy(run.model, None, run.seed, tokenizer_files=folder / TOKENIZER)
     _same_tokenizer(folder, run_file(folder).facts.get("tokenizer_digest"), policy)
+    return same_base(folder, policy)
+
+
+def same_base(folder: Path, policy: Policy) -> Policy:
+    """The policy, whose frozen weights are those that the run of the folder began with.
+
+    Raises:
+        RunFolderError: they are others, so the run's adapter does not belong to them.
+    """
+    then: Any = run_file(folder).facts.get("base_digest")
+    if policy.lora is not None and then is not None and then != (now := base_digest(policy)):
+        raise RunFolderError(
+            f"{folder} holds an adapter over weights with digest {then}, and those of {policy.source} have {now}: they"
+            " have changed since. Put the weights that the run began with there again"
+        )
     return policy
 
 

@@ -79,9 +79,8 @@ def linear_names(module: PreTrainedModel) -> list[str]:
     """Last words of the names of the decoder's linear layers, each once."""
     head = read_out(module).head
     linear = (nn.Linear, Conv1D)
-    return list(
-        dict.fromkeys(n.rpartition(".")[2] for n, m in module.named_modules() if isinstance(m, linear) and m is not head)
-    )
+    found = (n for n, m in module.named_modules() if isinstance(m, linear) and m is not head)
+    return list(dict.fromkeys(n.rpartition(".")[2] for n in found))
 
 
 def _tuner_layer() -> type[BaseTunerLayer]:
@@ -109,6 +108,16 @@ def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
         f"{name}.{words}." for name, layer in layers(module).items() for words in layer.adapter_layer_names
     )
     return {n: t for n, t in module.state_dict(keep_vars=True).items() if n.startswith(inside)} if inside else {}
+
+
+def base_tensors(module: nn.Module) -> dict[str, Tensor]:
+    """The tensors beneath the adapters, under the names that they have without adapters. Tied ones come once."""
+    own, seen, out = adapter_tensors(module), set[int](), dict[str, Tensor]()
+    for name, tensor in module.state_dict(keep_vars=True).items():
+        if name not in own and id(tensor) not in seen:
+            seen.add(id(tensor))
+            out[name.replace(".base_layer.", ".")] = tensor
+    return out
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from posttrain.engine import adapter
 from posttrain.engine.accept import accept
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
-from posttrain.engine.fingerprint import fingerprints
+from posttrain.engine.fingerprint import fingerprint, fingerprints
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.silence import silence
 from posttrain.engine.tiny import build_module
@@ -163,6 +163,11 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 def served_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The tensors that a learner sends to its engine: those of the adapter where there is one, else all."""
     return iter(adapter.adapter_tensors(module).items()) if adapter.is_adapted(module) else named_tensors(module)
+
+
+def base_digest(policy: Policy) -> str:
+    """Exact digest of the weights beneath the adapter."""
+    return fingerprint(adapter.base_tensors(policy.module).items())
 
 
 def load_policy(

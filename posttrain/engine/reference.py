@@ -17,6 +17,7 @@ from posttrain.engine.learner import FrozenScorer, HFLearner
 from posttrain.engine.models import Policy, named_tensors
 from posttrain.engine.readout import CANARY, read_out
 
+
 def freeze(learner: HFLearner) -> Reference:
     """A reference that scores as the policy does now, whatever is learned later.
 
