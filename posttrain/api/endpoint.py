@@ -14,9 +14,9 @@ from posttrain.core.run import Evaluation, Run
 from posttrain.core.sampling import Sampling
 from posttrain.engine.checkpoint import read_tokenizer
 from posttrain.engine.endpoint import Endpoint, Patience
-from posttrain.engine.models import resolve_stops
 from posttrain.engine.openai import RemoteModel, TextSampler, TextVocabulary, TokenSampler, discover
 from posttrain.engine.openai.body import check
+from posttrain.engine.stops import resolve_stops
 from posttrain.environment.render import RenderedDialogue, Renderer
 from posttrain.role.evaluate import EvaluationReport, evaluate
 from posttrain.role.rollout import Rollout

@@ -27,6 +27,8 @@ from posttrain.engine.vllm.spawn import Spawned
 from posttrain.engine.vllm.start import limits
 
 TIMELINE = "timeline.json"
+BEFORE_TRIAL = -2
+"""Version of an engine whose adapter has not been tried: the trial is pushed as -1, and the run begins with 0."""
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,7 @@ def embedded_engine(run: Run, how: Embedded, policy: Policy, text: Callable[[np.
         retain=how.retain,
         timeline=how.timeline,
         speculate=_speculation(run, how, policy),
+        version=0 if policy.lora is None else BEFORE_TRIAL,
     )
 
 

@@ -152,6 +152,7 @@ HARMLESS = frozenset(
             "Model.history",
             "Model.kernels",
         ),
+        *("Lora.targets", "Lora.rslora", "Lora.dora"),
         *("Stage.name", "Stage.start", "Stage.time_of", "Stage.eval", "Stage.hands_on"),
         *(
             "Algorithm.name",

@@ -7,6 +7,7 @@ and learner, reference and engine read it as they read any other. Nothing here c
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -104,9 +105,7 @@ def is_adapted(module: nn.Module) -> bool:
 
 def adapter_tensors(module: nn.Module) -> dict[str, Tensor]:
     """The adapters' own parameters, under their state-dict names."""
-    inside = tuple(
-        f"{name}.{words}." for name, layer in layers(module).items() for words in layer.adapter_layer_names
-    )
+    inside = tuple(f"{name}.{words}." for name, layer in layers(module).items() for words in layer.adapter_layer_names)
     return {n: t for n, t in module.state_dict(keep_vars=True).items() if n.startswith(inside)} if inside else {}
 
 
@@ -131,6 +130,32 @@ def switched_off(module: nn.Module) -> Iterator[None]:
     finally:
         for part in parts:
             part.enable_adapters(True)
+
+
+@contextmanager
+def loud(module: nn.Module) -> Iterator[None]:
+    """Inside, every adapter adds random numbers half as large as its layer's own output; afterwards all adapters hold
+    their own numbers again, bit for bit."""
+    before = {n: t.detach().clone() for n, t in adapter_tensors(module).items()}
+    generator = torch.Generator().manual_seed(0)
+    try:
+        with torch.no_grad():
+            for part in layers(module).values():
+                _make_loud(part, generator)
+        yield
+    finally:
+        with torch.no_grad():
+            for name, tensor in adapter_tensors(module).items():
+                tensor.copy_(before[name])
+
+
+def _make_loud(layer: Any, generator: torch.Generator) -> None:
+    """Numbers for B with which |scale B A x| is about |W x| / 2 for inputs of independent numbers."""
+    base = layer.get_base_layer().weight
+    for name, b in layer.lora_B.items():
+        added = layer.scaling[name] * float(layer.lora_A[name].weight.double().norm()) * math.sqrt(b.weight.shape[0])
+        size = float(base.double().norm()) / (2 * max(added, 1e-30))
+        b.weight.copy_(torch.randn(b.weight.shape, generator=generator) * size)
 
 
 def effective(layer: nn.Module) -> tuple[Tensor, Tensor | None]:

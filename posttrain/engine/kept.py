@@ -20,7 +20,8 @@ from posttrain.engine import attention
 from posttrain.engine.adapter import base_tensors
 from posttrain.engine.adopt import implementation
 from posttrain.engine.checkpoint import read_tokenizer
-from posttrain.engine.models import Policy, named_tensors, prepared, resolve_stops, with_adapter
+from posttrain.engine.models import Policy, named_tensors, prepared, with_adapter
+from posttrain.engine.stops import resolve_stops
 from posttrain.engine.vocabulary import quiet
 
 GENERATION = "generation_config.json"

@@ -6,7 +6,8 @@ Axis letters: N packed positions, M spoken tokens, H hidden width.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,6 +22,7 @@ from posttrain.core.scores import Odds, TokenScores
 from posttrain.core.shards import Shard
 from posttrain.core.types import Top
 from posttrain.engine import attention
+from posttrain.engine.adapter import loud, switched_off
 from posttrain.engine.attention import PackedLayout
 from posttrain.engine.fingerprint import fingerprint
 from posttrain.engine.logit_rules import LogitRules
@@ -133,6 +135,10 @@ class HFLearner:
         """Exact digest of the weights under those names."""
         return fingerprint(named_tensors(self.policy.module))
 
+    def adapter(self) -> TrialOfAdapter | None:
+        """What shows that a sampler computes with the adapter; None where all weights train."""
+        return None if self.policy.lora is None else TrialOfAdapter(self.policy.module, self)
+
     def train_mode(self, on: bool) -> None:
         """Switch training mode. Activations are checkpointed only while it is on. It adds no noise, because noise was
         switched off at load (`silence`)."""
@@ -141,6 +147,21 @@ class HFLearner:
     def _values(self, hidden: Tensor) -> Tensor:
         """[M, H] -> [M]"""
         return self.value_head(hidden.to(self.value_head.weight.dtype))[:, 0]
+
+
+@dataclass(frozen=True, eq=False)
+class TrialOfAdapter:
+    """`core.ports.AdapterTrial` of a learner."""
+
+    module: nn.Module
+    scorer: HFLearner
+
+    def loud(self) -> AbstractContextManager[None]:
+        return loud(self.module)
+
+    def without(self, packed: Packed) -> np.ndarray:
+        with switched_off(self.module):
+            return self.scorer.score(packed)
 
 
 class FrozenScorer:

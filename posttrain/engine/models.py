@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, P
 
 from posttrain.core.adapter import Lora
 from posttrain.core.engines import KernelChoice
-from posttrain.core.errors import ConfigError, DataError, InvariantError, PosttrainError
+from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.files import share
 from posttrain.core.run import BUILT_CONTEXT, Model
 from posttrain.engine import adapter
@@ -25,11 +25,11 @@ from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprint, fingerprints
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
 from posttrain.engine.silence import silence
+from posttrain.engine.stops import resolve_stops, turn_end
 from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters, digest, quiet, raw_bytes
-from posttrain.environment import templates
 
-__all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out", "resolve_stops"]
+__all__ = ["Policy", "ReadOut", "check_read_out", "load_policy", "named_tensors", "read_out"]
 
 GREEDY_TOKENS = 16
 """Tokens generated to check a saved model that was read back."""
@@ -237,7 +237,7 @@ def prepared(
             part.p = 0.0
         if isinstance(part, nn.Embedding):
             part.padding_idx = None
-    notes = [*notes, *_check_vocabulary(tokenizer, module), *_turn_end(tokenizer, stop_ids)]
+    notes = [*notes, *_check_vocabulary(tokenizer, module), *turn_end(tokenizer, stop_ids)]
     module.generation_config.eos_token_id = list(stop_ids)
     context = _context(model, module, most)
     out, _ = accept(module, context)
@@ -274,42 +274,6 @@ def _context(model: Model, module: PreTrainedModel, most: int | None) -> int:
     return wanted
 
 
-def resolve_stops(tokenizer: PreTrainedTokenizerFast, config: Any) -> tuple[int, ...]:
-    """Ids that end a turn: first the tokenizer's EOS, then the model's EOS ids, each once.
-
-    The model's ids are those of its generation config. Transformers derives it from `config.json` where there is
-    no file. Ids in `config.json` are often left over from another tokenizer, so then only special tokens of this
-    tokenizer count. A chat template's end of turn (`<|im_end|>`, `<|eot_id|>`) counts only where the tokenizer
-    or the model lists it.
-
-    Args:
-        config: the model's generation config; None: there is none.
-    """
-    derived = bool(getattr(config, "_from_model_config", False))
-    listed = None if config is None else config.eos_token_id
-    model_ids: list[Any] = [] if listed is None else list(listed) if isinstance(listed, list | tuple) else [listed]
-    if any(isinstance(i, bool) or not isinstance(i, int) for i in model_ids):
-        raise DataError(
-            f"eos_token_id={str(listed)[:80]} of generation_config.json (or config.json) is no token id and no list of"
-            " them: correct it there"
-        )
-    special = {i for i, token in tokenizer.added_tokens_decoder.items() if token.special}
-    own: list[Any] = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    stops = dict.fromkeys([*(int(i) for i in own), *(int(i) for i in model_ids if not derived or i in special)])
-    if not stops:
-        raise DataError(
-            "the tokenizer has no EOS token and the generation config names none, so the policy could never end a turn."
-            ' Set "eos_token" in tokenizer_config.json or "eos_token_id" in generation_config.json'
-        )
-    unknown = [i for i in stops if not 0 <= i < len(tokenizer)]
-    if unknown:
-        raise DataError(
-            f"stop ids {unknown} of generation_config.json are no tokens of this tokenizer ({len(tokenizer)} tokens):"
-            " correct eos_token_id there"
-        )
-    return tuple(stops)
-
-
 def _adapter_words(module: PreTrainedModel, lora: Lora) -> str:
     count = sum(p.numel() for p in module.parameters() if p.requires_grad)
     return f"adapter: {lora.words()}: {len(adapter.layers(module))} layers, {count:,} parameters train"
@@ -332,30 +296,6 @@ def _check_vocabulary(tokenizer: PreTrainedTokenizerFast, module: PreTrainedMode
     return (
         [f"{missing} embedding rows have no token; a policy that says one says nothing readable"] if missing > 0 else []
     )
-
-
-def _turn_end(tokenizer: PreTrainedTokenizerFast, stop_ids: tuple[int, ...]) -> list[str]:
-    """A note where the chat template ends an assistant's turn with a special token that is not a stop token."""
-    if not tokenizer.chat_template:
-        return []
-    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "ok"}]
-    try:
-        text = templates.apply(tokenizer, turns, generate=False)
-    except templates.RefusedError as error:
-        return [f"the chat template does not render a user and an assistant turn ({error})"]
-    except PosttrainError:
-        raise
-    except Exception as error:  # a tokenizer of the model's own code may raise anything
-        return [f"the chat template does not render a user and an assistant turn ({type(error).__name__}: {error})"]
-    after = tokenizer.encode(str(text).rpartition("ok")[2], add_special_tokens=False)
-    special = tokenizer.added_tokens_decoder
-    if after and after[0] in special and special[after[0]].special and after[0] not in stop_ids:
-        token = tokenizer.convert_ids_to_tokens(after[0])
-        return [
-            f"the chat template ends a turn with {token!r} ({after[0]}), which is not a stop token: add it to"
-            " eos_token_id in generation_config.json"
-        ]
-    return []
 
 
 def _device(name: str) -> torch.device:

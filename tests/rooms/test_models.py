@@ -28,7 +28,8 @@ from posttrain.core.errors import ConfigError, DataError, EngineError, Invariant
 from posttrain.core.run import Model
 from posttrain.engine import attention
 from posttrain.engine.fingerprint import ROW, fingerprint, fingerprints
-from posttrain.engine.models import Policy, check_read_out, load_policy, named_tensors, read_out, resolve_stops
+from posttrain.engine.models import Policy, check_read_out, load_policy, named_tensors, read_out
+from posttrain.engine.stops import resolve_stops
 from posttrain.engine.tiny import build_module
 from posttrain.engine.vocabulary import characters, raw_bytes, train_bpe, train_byte_level, train_unigram
 

@@ -59,6 +59,7 @@ class EmbeddedEngine:
         kernels: the choice of kernels (`Model.kernels`).
         text: decodes token ids, special tokens included. Without it, contracts with stop strings are refused.
         speculate: draft several tokens per pass (module `speculate`); None: one token per pass.
+        version: of the weights that the module holds.
 
     Raises:
         EngineError: the architecture keeps state outside of keys and values, or the sizes do not fit.
@@ -80,6 +81,7 @@ class EmbeddedEngine:
         timeline: bool = False,
         text: Text | None = None,
         speculate: Lookup | Draft | None = None,
+        version: int = 0,
     ) -> None:
         if slots < 1 or context < 2:
             raise EngineError(
@@ -100,7 +102,7 @@ class EmbeddedEngine:
         held = min(slots * blocks_for(context) // 2, self._most // 8)
         self._retain = held if retain is None else blocks_for(retain)
         self._admission = Admission(context, self._served.vocabulary, self._most, text)
-        self._version = 0
+        self._version = version
         self._counters = EngineCounters(slots)
         self._proposer = self._proposes(speculate, device)
         self._stepper = Stepper(
