@@ -11,11 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from posttrain.core.adapter import Lora
+from posttrain.core.adapter import goes_on
 from posttrain.core.checkpoint import find
-from posttrain.core.errors import ConfigError, DataError
+from posttrain.core.errors import DataError
 from posttrain.core.reader import folder_of, is_run, run_file
 from posttrain.core.run import Model, Run
+from posttrain.engine.saved_adapter import saved_adapter
 
 MODEL, TOKENIZER = "model", "tokenizer"
 """Folders inside a run folder, with the policy's model configuration and tokenizer at the start of the run."""
@@ -39,7 +40,11 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
     """
     source = run_source(run.model.path)
     if source is None:
-        return run, {}
+        saved = saved_adapter(run.model.path) if run.model.path is not None else None
+        if saved is None:
+            return run, {}
+        lora = goes_on(run.model.lora, saved.lora, f"model={run.model.path}")
+        return replace(run, model=replace(run.model, lora=lora)), {}
     folder, which = source
     checkpoint, found = find(folder, which), run_file(folder)
     origin = {
@@ -52,22 +57,9 @@ def pinned(run: Run) -> tuple[Run, dict[str, Any]]:
         "before": found.facts.get("branched_from"),
     }
     path = str(folder / "checkpoints" / checkpoint.name)
-    model = replace(run.model, path=path, lora=_goes_on(run.model, folder, found.run.model))
-    return replace(run, model=model), {"branched_from": origin}
-
-
-def _goes_on(model: Model, folder: Path, then: Model) -> Lora | None:
-    """The adapter of a branch: that of the run it begins with, which goes on, or a new one over full weights.
-
-    Raises:
-        ConfigError: another adapter is asked for than the run has.
-    """
-    if then.lora is not None and model.lora not in (None, then.lora):
-        raise ConfigError(
-            f"model={folder}: this run trained an adapter ({then.lora.words()}), and a branch goes on with it. Leave"
-            f" model.lora out; or merge it first: posttrain export {folder} MODEL, then model=MODEL"
-        )
-    return model.lora if then.lora is None else then.lora
+    there = found.run.model.lora
+    lora = run.model.lora if there is None else goes_on(run.model.lora, there, f"model={folder}")
+    return replace(run, model=replace(run.model, path=path, lora=lora)), {"branched_from": origin}
 
 
 def was_built(path: str | Path | None) -> bool:

@@ -25,6 +25,9 @@ TRAINED = 1_000_000
 """A model with fewer parameters is as small as those that recipes build, and the recipe's settings are for it."""
 LR = {Reinforce: 1e-6, Supervised: 1e-5}
 """Learning rates of full weights of a trained model: GRPO, DAPO and Dr. GRPO use 1e-6 for RL; 1e-5 is usual for SFT."""
+LORA = 10
+"""Learning rate of an adapter, in those of full weights: 10 was best over models and tasks in a study of both
+(Schulman et al., LoRA without regret, 2025), and 1e-5 is usual for RL with adapters."""
 PROMPTS = {True: 128, False: 16}
 """Prompts of a step, by whether there is an accelerator. With 8 siblings 128 are the 1,024 samples a step of GRPO
 (2402.03300) and Dr. GRPO (2503.20783), for which their learning rate was chosen."""
@@ -91,7 +94,7 @@ class Choices:
             yield from self._supervised(stage)
 
     def _reinforce(self, stage: Reinforce) -> Iterator[tuple[str, Choice]]:
-        yield "optimizer.lr", (LR[Reinforce], "full weights of a trained model")
+        yield "optimizer.lr", self._rate(Reinforce)
         yield "sampling.max_tokens", self._answer(stage)
         rows, cut = self.data.rows if self.data is not None else None, stage.minibatches
         wanted = PROMPTS[self.where.accelerated]
@@ -107,6 +110,17 @@ class Choices:
         yield "steps", (STEPS, f"shows whether it learns; --resume RUN {stage.name}.steps=N goes on")
         if stage.eval_every:
             yield "eval_every", (20, f"{STEPS // 20} points of a curve")
+
+    def _rate(self, kind: type[Stage]) -> Choice:
+        lora = self.run.model.lora is not None
+        return (
+            (LR[kind] * LORA, f"an adapter: {LORA} times that of full weights")
+            if lora
+            else (
+                LR[kind],
+                "full weights of a trained model",
+            )
+        )
 
     def _answer(self, stage: Reinforce) -> Choice:
         """Most tokens of an answer."""
@@ -126,7 +140,7 @@ class Choices:
         return self.run.model.context or (self.size.positions if self.size is not None else None)
 
     def _supervised(self, stage: Supervised) -> Iterator[tuple[str, Choice]]:
-        yield "optimizer.lr", (LR[Supervised], "full weights of a trained model")
+        yield "optimizer.lr", self._rate(Supervised)
         if self.data is not None and self.data.completions:
             steps = max(1, round(PASSES * self.data.completions / stage.batch))
             yield "steps", (steps, f"{PASSES} passes over {self.data.completions:,} completions, {stage.batch} a step")

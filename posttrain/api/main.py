@@ -24,7 +24,7 @@ from posttrain.api.request import RunOptions, requested
 from posttrain.api.result import Result
 from posttrain.api.session import open_session
 from posttrain.api.summary import show_report
-from posttrain.api.target import kept_policy, run_and_checkpoint, target_run
+from posttrain.api.target import adapter_base, kept_policy, run_and_checkpoint, target_run
 from posttrain.api.waiting import wait
 from posttrain.core.algorithm import Algorithm
 from posttrain.core.checkpoint import find
@@ -37,6 +37,7 @@ from posttrain.core.run import Evaluation, Reinforce, Run
 from posttrain.core.sampling import Sampling
 from posttrain.core.shell import command_line
 from posttrain.engine.learner import HFLearner
+from posttrain.engine.saved_adapter import save_adapter
 from posttrain.environment.gallery import GALLERY
 from posttrain.role.evaluate import EvaluationReport
 from posttrain.role.evaluate import evaluate as measure
@@ -195,7 +196,12 @@ def _contract(run: Run, max_tokens: int | None, temperature: float | None) -> Sa
 
 
 def export(
-    run_folder: str | Path, folder: str | Path, checkpoint: str = "last", trust: bool = False, public: bool = False
+    run_folder: str | Path,
+    folder: str | Path,
+    checkpoint: str = "last",
+    trust: bool = False,
+    public: bool = False,
+    adapter: bool = False,
 ) -> Path | str:
     """Write a run's weights as a plain `save_pretrained` directory: model, tokenizer, generation config, model card.
 
@@ -205,6 +211,7 @@ def export(
     Args:
         folder: a new or empty folder; or `hub:me/my-model`, which pushes it to the Hugging Face hub.
         public: on the hub: let everybody read a repository that is made here. It is private otherwise.
+        adapter: of a run with `model.lora`, write the adapter alone, as PEFT does. It is merged otherwise.
 
     Returns:
         The folder; or the address of the repository.
@@ -213,20 +220,24 @@ def export(
     if not is_hub(folder):
         if target.exists() and any(target.iterdir()):
             raise RunFolderError(f"{target} exists and is not empty: choose another folder")
-        return _exported(source, target, checkpoint, trust, target.name)
+        return _exported(source, target, checkpoint, trust, target.name, adapter)
     ready(folder)
     name = repository_of(folder)
     with TemporaryDirectory(prefix="posttrain-export-") as made:
-        where = _exported(source, Path(made) / "model", checkpoint, trust, name)
+        where = _exported(source, Path(made) / "model", checkpoint, trust, name, adapter)
         return push(where, folder, private=not public)
 
 
-def _exported(source: Path, target: Path, checkpoint: str, trust: bool, name: str) -> Path:
+def _exported(source: Path, target: Path, checkpoint: str, trust: bool, name: str, adapter: bool) -> Path:
     found = find(source, checkpoint)
+    base = adapter_base(source) if adapter else ""
     policy = kept_policy(source, allow=trust)
     load_weights(found.folder, HFLearner(policy))
     try:
-        policy.save(target)
+        if adapter:
+            save_adapter(policy, target, base)
+        else:
+            policy.save(target)
         (target / "README.md").write_text(model_card(source, found, name), encoding="utf-8")
     except Exception as error:
         if (why := full(error)) is None:

@@ -17,6 +17,7 @@ from posttrain.core.reader import is_run, run_file
 from posttrain.core.run import Env, Model, Reinforce, Run
 from posttrain.engine.kept import kept, write_config
 from posttrain.engine.models import Policy, base_digest, load_policy
+from posttrain.engine.saved_adapter import saved_adapter
 
 
 def target_run(
@@ -105,6 +106,24 @@ def open_policy(model: Model, seed: int, most: int | None = None) -> Policy:
     if run_source(model.path) is not None:
         return branched_policy(model, seed, most)
     return load_policy(model, None, seed, most=most)
+
+
+def adapter_base(folder: Path) -> str:
+    """The model beneath the adapter that a run trained, by the name with which PEFT finds it.
+
+    Raises:
+        ConfigError: it trained no adapter, or over weights that are nowhere but in the run folder.
+    """
+    model = run_file(folder).run.model
+    if model.lora is None:
+        raise ConfigError(f"{folder} trained all weights, so there is no adapter to write: leave --adapter out")
+    if model.path is None or run_source(model.path) is not None:
+        raise ConfigError(
+            f"{folder} trained an adapter over weights that another run learned, and PEFT wants them as a model"
+            " directory. Leave --adapter out, and the merged model is written"
+        )
+    saved = saved_adapter(model.path)
+    return model.path if saved is None else saved.base
 
 
 def built_policy(folder: Path, run: Run) -> Policy:

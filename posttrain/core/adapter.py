@@ -48,5 +48,20 @@ class Lora:
 
     def words(self) -> str:
         """As a line of a report says it."""
+        names = dict.fromkeys(t.rpartition(".")[2] for t in self.targets)
         kind = "DoRA" if self.dora else "rsLoRA" if self.rslora else "LoRA"
-        return f"{kind} of rank {self.rank}, scale {self.scale:g}, on {', '.join(self.targets)}"
+        return f"{kind} of rank {self.rank}, scale {self.scale:g}, on {', '.join(names)}"
+
+
+def goes_on(asked: Lora | None, there: Lora, where: str) -> Lora:
+    """The adapter of a model that has one already: that one goes on.
+
+    Raises:
+        ConfigError: another one is asked for.
+    """
+    if asked not in (None, there):
+        raise ConfigError(
+            f"{where}: there is an adapter already ({there.words()}), and it is trained further. Leave model.lora out;"
+            " or merge it first and give the merged model"
+        )
+    return there

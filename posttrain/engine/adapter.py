@@ -119,6 +119,14 @@ def base_tensors(module: nn.Module) -> dict[str, Tensor]:
     return out
 
 
+def target_names(module: nn.Module) -> list[str]:
+    """The names by which PEFT finds the layers with an adapter: their last words, where these name no other layer."""
+    found = layers(module)
+    words = sorted({name.rpartition(".")[2] for name in found})
+    named = [n for n, part in module.named_modules() if n.rpartition(".")[2] in words]
+    return words if len(named) == len(found) else sorted(found)
+
+
 @contextmanager
 def switched_off(module: nn.Module) -> Iterator[None]:
     """Inside, the module computes without its adapters."""
@@ -175,13 +183,26 @@ def _merged_layer(layer: nn.Module) -> nn.Module:
     return alone.get_base_layer()
 
 
+def without_adapters(module: PreTrainedModel) -> PreTrainedModel:
+    """A copy of the module as it was before its adapters. The weights are shared."""
+    bare = copy.deepcopy(module, {id(t): t for t in module.parameters()})
+    for name in layers(bare):
+        parent, _, last = name.rpartition(".")
+        setattr(bare.get_submodule(parent), last, getattr(bare.get_submodule(name), "get_base_layer")())  # noqa: B009
+    return _forgotten(bare)
+
+
 def merged(module: PreTrainedModel) -> PreTrainedModel:
     """A copy of the module with every adapter merged into the copy's weights, and no adapter left."""
     whole = copy.deepcopy(module)
     for name in layers(whole):
         parent, _, last = name.rpartition(".")
         setattr(whole.get_submodule(parent), last, _merged_layer(whole.get_submodule(name)))
+    return _forgotten(whole).requires_grad_(True)
+
+
+def _forgotten(module: PreTrainedModel) -> PreTrainedModel:
+    """The module without PEFT's note of what was attached to it."""
     for attribute in ("peft_config", "_hf_peft_config_loaded"):
-        if attribute in whole.__dict__:
-            delattr(whole, attribute)
-    return whole.requires_grad_(True)
+        module.__dict__.pop(attribute, None)
+    return module

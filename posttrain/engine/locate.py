@@ -7,6 +7,7 @@ from pathlib import Path
 
 from posttrain.core.errors import ConfigError, DataError
 from posttrain.engine.folder import check_layers, examine
+from posttrain.engine.saved_adapter import saved_adapter
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -66,7 +67,10 @@ def _first(error: BaseException) -> str:
 
 
 def locate(path: str, setting: str = "model.path") -> str:
-    """The directory as an absolute path, or the hub id."""
+    """The directory as an absolute path, or the hub id. Of a PEFT adapter, those of the model beneath it."""
+    saved = saved_adapter(path)
+    if saved is not None and saved_adapter(saved.base) is None:
+        return locate(saved.base, f"{setting}={path} base_model_name_or_path")
     folder = Path(path).expanduser()
     if folder.is_dir():
         has = {f.name for f in folder.iterdir()}
@@ -80,7 +84,8 @@ def locate(path: str, setting: str = "model.path") -> str:
             adapter = ""
             if "adapter_config.json" in has:
                 adapter = (
-                    " It holds a PEFT adapter: merge it into its base model first (merge_and_unload, save_pretrained)."
+                    " It holds a PEFT adapter over another adapter: merge that one first (merge_and_unload,"
+                    " save_pretrained)."
                 )
             raise DataError(
                 f"{setting}={path}: no config.json there, so it is no Hugging Face model directory.{adapter} Give the"

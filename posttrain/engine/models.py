@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerFast
 
-from posttrain.core.adapter import Lora
+from posttrain.core.adapter import Lora, goes_on
 from posttrain.core.engines import KernelChoice
 from posttrain.core.errors import ConfigError, DataError, InvariantError
 from posttrain.core.files import share
@@ -24,6 +24,7 @@ from posttrain.engine.attention import PackedLayout
 from posttrain.engine.checkpoint import read_pretrained, read_tokenizer
 from posttrain.engine.fingerprint import fingerprint, fingerprints
 from posttrain.engine.readout import ReadOut, check_read_out, positions, read_out
+from posttrain.engine.saved_adapter import load_saved, saved_adapter
 from posttrain.engine.silence import silence
 from posttrain.engine.stops import resolve_stops, turn_end
 from posttrain.engine.tiny import build_module
@@ -190,16 +191,24 @@ def load_policy(
     """
     _device(model.device)
     dtype = getattr(torch, model.dtype)
+    saved = saved_adapter(model.path) if model.path is not None else None
+    if saved is not None and model.lora != saved.lora:
+        model = replace(model, lora=goes_on(model.lora, saved.lora, f"model={model.path}"))
     if model.path is None:
         tokenizer = _built_tokenizer(alphabet, tokenizer_files)
         module: PreTrainedModel = build_module(model, tokenizer, seed)
         notes: list[str] = []
         source = f"built with {model.layers} layers of width {model.hidden}"
     else:
-        module, tokenizer, notes = read_pretrained(model.path, dtype, model.trust_remote_code)
-        source = f"from {model.path}"
+        path = model.path if saved is None else saved.base
+        module, tokenizer, notes = read_pretrained(path, dtype, model.trust_remote_code)
+        source = f"from {path}" if saved is None else f"from {path} with the adapter {model.path}"
+        notes += () if saved is None else saved.notes
     stops = resolve_stops(tokenizer, module.generation_config)
-    return with_adapter(prepared(model, module, tokenizer, stops, source, notes, most), model, seed)
+    policy = with_adapter(prepared(model, module, tokenizer, stops, source, notes, most), model, seed)
+    if saved is not None:
+        load_saved(policy, saved)
+    return policy
 
 
 def with_adapter(policy: Policy, model: Model, seed: int) -> Policy:
